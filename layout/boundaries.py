@@ -1,0 +1,88 @@
+"""The one boundary rule: where runs of consecutive rows begin and end (DESIGN section 1)."""
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, flat_column, marker, missing_marker
+
+
+def run_ends(
+    batch: TensorDictBase,
+    *,
+    is_init_key: NestedKey = IS_INIT,
+    done_key: NestedKey = DONE,
+    traj_key: NestedKey = TRAJ_IDS,
+) -> Tensor:
+    """Mark the last row of every run of consecutive rows.
+
+    Row ``i`` ends a run if it is done, if row ``i + 1`` is an ``is_init`` row or has another trajectory id,
+    or if it is the last row. A run that ends without done was *cut*: its value is bootstrapped, its trace
+    stops. Markers that are not in the batch take no part; one at least must be there. No host sync.
+
+    Args:
+        batch: tensordict of batch size ``[N]`` or ``[*B, T]``; time is the last batch dim, and no run goes
+            from one row of the leading dims to the next.
+        is_init_key: bool ``[*B, T]`` or ``[*B, T, 1]``, True on the first row of a trajectory or slice.
+        done_key: bool of the same shape, True on the last row of an episode.
+        traj_key: integer of the same shape, constant within a trajectory.
+
+    Returns:
+        bool tensor of the batch's shape.
+
+    Raises:
+        KeyError: none of the three markers is in the batch.
+        TypeError: ``is_init`` or ``done`` is not bool.
+        ValueError: the batch has no batch dimension.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> done = torch.tensor([False, True, False, False])
+    >>> run_ends(TensorDict({"next": {"done": done}}, [4]))
+    tensor([False,  True, False,  True])
+    """
+    if batch.batch_dims < 1:
+        raise ValueError("batch must have at least one batch dimension (time is the last), got batch size []")
+    ends = torch.zeros(batch.batch_size, dtype=torch.bool, device=batch.device)
+    found = False
+    if batch.get(done_key, None) is not None:
+        done = marker(batch, done_key)
+        ends, found = done.clone(), True
+    if batch.get(is_init_key, None) is not None:
+        is_init = marker(batch, is_init_key)
+        ends = ends.to(is_init.device)
+        ends[..., :-1] |= is_init[..., 1:]
+        found = True
+    if (ids := batch.get(traj_key, None)) is not None:
+        ids = flat_column(ids, batch, traj_key)
+        ends = ends.to(ids.device)
+        ends[..., :-1] |= ids[..., 1:] != ids[..., :-1]
+        found = True
+    if not found:
+        error = missing_marker(is_init_key, batch.keys(True, True))
+        raise KeyError(f"{error.args[0]}. Any one of {is_init_key!r}, {done_key!r}, {traj_key!r} would do")
+    ends[..., -1:] = True
+    return ends
+
+
+def run_starts(
+    batch: TensorDictBase,
+    *,
+    is_init_key: NestedKey = IS_INIT,
+    done_key: NestedKey = DONE,
+    traj_key: NestedKey = TRAJ_IDS,
+) -> Tensor:
+    """Mark the first row of every run: the rows after :func:`run_ends`, and the first row.
+
+    Args, shapes and errors as for :func:`run_ends`.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> ids = torch.tensor([7, 7, 9, 9])
+    >>> run_starts(TensorDict({"collector": {"traj_ids": ids}}, [4]))
+    tensor([ True, False,  True, False])
+    """
+    ends = run_ends(batch, is_init_key=is_init_key, done_key=done_key, traj_key=traj_key)
+    starts = torch.ones_like(ends)
+    starts[..., 1:] = ends[..., :-1]
+    return starts

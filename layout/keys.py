@@ -1,0 +1,109 @@
+"""The one key table: every column of a flat batch, and who writes it (DESIGN section 1)."""
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+NestedKey: TypeAlias = str | tuple[str, ...]
+
+NEXT = "next"
+OBSERVATION = "observation"
+ACTION = "action"
+IS_INIT = "is_init"
+STEP_COUNT = "step_count"
+EPISODE_REWARD = "episode_reward"
+DELTA = ("next", "delta")
+REWARD = ("next", "reward")
+TERMINATED = ("next", "terminated")
+TRUNCATED = ("next", "truncated")
+DONE = ("next", "done")
+TRAJ_IDS = ("collector", "traj_ids")
+MASK = ("collector", "mask")
+NEXT_KNOWN = ("collector", "next_known")
+
+#: Root names that an entry of a Dict observation may not take.
+RESERVED: frozenset[str] = frozenset(
+    {ACTION, NEXT, IS_INIT, STEP_COUNT, "collector", "reward", "terminated", "truncated", "done", "delta"}
+)
+
+_WRITTEN_BY: dict[NestedKey, str] = {
+    OBSERVATION: "the collector writes it",
+    ACTION: "the policy writes it",
+    IS_INIT: "wrap the env in flatroll.wrappers.InitTracker (Collector and rollout do it by themselves)",
+    STEP_COUNT: "wrap the env in flatroll.wrappers.StepCounter",
+    TRAJ_IDS: "wrap the env in flatroll.wrappers.TrajId (Collector and rollout do it by themselves)",
+    MASK: "split_trajectories and SliceSampler(pad_output=True) write it",
+    REWARD: "the collector writes it",
+    TERMINATED: "the collector writes it",
+    TRUNCATED: "the collector writes it",
+    DONE: "the collector writes it",
+    ("next", EPISODE_REWARD): "wrap the env in flatroll.wrappers.RewardSum",
+    ("next", OBSERVATION): (
+        "the collector writes it unless compact_obs=True; a compact batch comes with collector.final, "
+        "and flatroll.buffers.NextStateReconstructor rebuilds it in samples"
+    ),
+}
+
+
+def as_tuple(key: NestedKey) -> tuple[str, ...]:
+    """The key as a tuple of names.
+
+    >>> as_tuple("reward"), as_tuple(("next", "reward"))
+    (('reward',), ('next', 'reward'))
+    """
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def next_key(key: NestedKey) -> tuple[str, ...]:
+    """The key of the same entry one step later.
+
+    >>> next_key("observation"), next_key(("agents", "pos"))
+    (('next', 'observation'), ('next', 'agents', 'pos'))
+    """
+    return (NEXT, *as_tuple(key))
+
+
+def missing_marker(key: NestedKey, available: Iterable[NestedKey]) -> KeyError:
+    """The error for a column that is not there: which one, who writes it, what there is instead."""
+    names = as_tuple(key)
+    shown: NestedKey = names[0] if len(names) == 1 else names
+    writer = _WRITTEN_BY.get(shown, "nothing in this batch wrote it")
+    there = sorted((repr(k) for k in available), key=str)
+    return KeyError(f"batch has no entry {shown!r}: {writer}. Entries present: {', '.join(there) or 'none'}")
+
+
+def require(batch: TensorDictBase, key: NestedKey) -> Tensor:
+    """The column ``key`` of ``batch``; a KeyError that names its writer if it is missing."""
+    value = batch.get(key, None)
+    if value is None:
+        raise missing_marker(key, batch.keys(True, True))
+    column: Tensor = value
+    return column
+
+
+def marker(batch: TensorDictBase, key: NestedKey) -> Tensor:
+    """The bool column ``key`` in the batch's own shape ``[*B]`` (a trailing singleton is dropped).
+
+    Raises:
+        KeyError: the column is missing; the text names what writes it.
+        TypeError: the column is not bool (an int mask used as an index corrupts silently).
+    """
+    column = require(batch, key)
+    if column.dtype is not torch.bool:
+        raise TypeError(f"batch[{key!r}] must be bool, got {column.dtype}: cast it with .bool()")
+    return flat_column(column, batch, key)
+
+
+def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey) -> Tensor:
+    """``column`` of shape ``[*B]`` or ``[*B, 1]`` seen in the batch's shape ``[*B]``."""
+    if column.shape == batch.batch_size:
+        return column
+    if column.shape == (*batch.batch_size, 1):
+        return column.squeeze(-1)
+    raise ValueError(
+        f"batch[{key!r}] must have shape {tuple(batch.batch_size)} or {(*batch.batch_size, 1)}, "
+        f"got {tuple(column.shape)}"
+    )
