@@ -1,1 +1,31 @@
-"""wrappers."""
+"""Gymnasium vector wrappers that mark rows, and `as_vector_env`, which puts any env under one contract."""
+
+from flatroll.wrappers.adapt import as_vector_env, find_stream
+from flatroll.wrappers.arrays import map_tree
+from flatroll.wrappers.compact import CompactObs, NextObservationDelta
+from flatroll.wrappers.markers import (
+    InitTracker,
+    MarkerWrapper,
+    RewardSum,
+    StepCounter,
+    TrajId,
+    find_wrapper,
+)
+from flatroll.wrappers.sources import Capabilities
+from flatroll.wrappers.stream import VectorStream
+
+__all__ = [
+    "Capabilities",
+    "CompactObs",
+    "InitTracker",
+    "MarkerWrapper",
+    "NextObservationDelta",
+    "RewardSum",
+    "StepCounter",
+    "TrajId",
+    "VectorStream",
+    "as_vector_env",
+    "find_stream",
+    "find_wrapper",
+    "map_tree",
+]

@@ -1,0 +1,62 @@
+"""`rollout`: so many transitions of every env, as one flat batch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from tensordict.nn import InteractionType, set_interaction_type
+
+from flatroll.rollouts.collector import make_act
+from flatroll.rollouts.runner import Runner
+
+
+def rollout(
+    env: Any,
+    policy: Any = None,
+    num_steps: int = 100,
+    *,
+    seed: int | None = None,
+    info_keys: Sequence[str] = (),
+    policy_device: torch.device | str | None = None,
+    exploration_type: InteractionType = InteractionType.RANDOM,
+) -> TensorDict:
+    """Reset the env and return ``num_steps`` transitions of every row, trajectory after trajectory.
+
+    Episodes that end are followed by the next one. Rows on which an env only resets are not counted, so the
+    batch is the same in every autoreset mode; an env that is ahead of the slowest is stepped on, and what goes
+    beyond ``num_steps`` is dropped.
+
+    Args:
+        env: anything `flatroll.wrappers.as_vector_env` takes, or wrappers around it.
+        policy: a tensordict module, a callable from observation to action, or None for random actions.
+        num_steps: transitions of each row, at least 1. Default 100.
+        seed: seeds the env's reset and the random actions. Default None: neither.
+        info_keys: entries of ``info`` to store.
+        policy_device: where the policy wants its input. Default: where the env's arrays are.
+        exploration_type: how probabilistic modules choose. Default: they sample.
+
+    Returns:
+        A flat batch ``[num_steps * E]`` (DESIGN section 1), env after env.
+
+    >>> import gymnasium as gym
+    >>> batch = rollout(gym.make("CartPole-v1"), num_steps=5, seed=0)
+    >>> batch.batch_size, batch["is_init"].squeeze(-1).tolist()
+    (torch.Size([5]), [True, False, False, False, False])
+    """
+    if num_steps < 1:
+        raise ValueError(f"num_steps must be at least 1, got {num_steps}")
+    runner = Runner(env, info_keys=info_keys)
+    act, defaults = make_act(runner, policy, policy_device, seed=seed)
+    runner.start(act, defaults, num_steps)
+    missing = num_steps
+    with torch.no_grad(), set_interaction_type(exploration_type):
+        runner.reset(seed)
+        while missing > 0:
+            for _ in range(missing):
+                runner.step()
+            missing = num_steps - int(runner.valid().sum(axis=0).min())
+    mask = runner.valid()
+    mask &= np.cumsum(mask, axis=0) <= num_steps
+    return runner.lay_out(mask, compact=runner.asks_compact)[0]

@@ -1,0 +1,141 @@
+"""The window: what the last vector steps gave, time-major as it came, and its flat batches, run after run.
+
+Every column is one array ``[steps, E, ...]`` written in place, one row for each vector step. Nothing is dropped,
+joined or sorted while stepping; `Window.rows` and `Window.gather` do it once for each batch.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatroll.layout.keys import NestedKey
+from flatroll.wrappers.arrays import Array, to_torch
+
+
+class Window:
+    """Columns ``[steps, E, ...]`` that grow, and a selection of their cells in env-major order.
+
+    Args:
+        num_envs: E.
+        steps: how many vector steps to have room for at first (one more is kept, for what follows the last).
+    """
+
+    def __init__(self, num_envs: int, steps: int) -> None:
+        self.num_envs = num_envs
+        self.steps = 0
+        self.columns: dict[NestedKey, Array] = {}
+        self._room = steps + 2
+        #: Next observations that the next step does not hold, on the host: key -> (cell numbers, values).
+        self._finals: dict[NestedKey, list[tuple[Array, Array]]] = {}
+        #: Cells of step 0 that an earlier batch has taken: all envs below this number.
+        self.taken = 0
+
+    def put(self, key: NestedKey, value: Array) -> None:
+        """Write ``value`` ``[E, ...]`` at the current step."""
+        column = self.columns.get(key)
+        if column is None:
+            column = self._allocate(key, value)
+        column[self.steps] = value
+
+    def put_final(self, key: NestedKey, envs: Array, values: Array, step: int | None = None) -> None:
+        """Keep the true next observations of the given envs at a step, the current one by default."""
+        first = (self.steps if step is None else step) * self.num_envs
+        self._finals.setdefault(key, []).append((envs + first, values))
+
+    def advance(self) -> None:
+        """The current step is complete."""
+        self.steps += 1
+        if self.steps + 1 >= self._room:
+            self._grow()
+
+    def valid(self, never_invalid: bool) -> Array:
+        """Which cells are transitions not yet taken: bool ``[steps, E]`` on the host."""
+        if never_invalid or "valid" not in self.columns:
+            mask = np.ones((self.steps, self.num_envs), dtype=bool)
+        else:
+            column = self.columns["valid"][: self.steps]
+            mask = column.cpu().numpy().copy() if isinstance(column, Tensor) else column.copy()
+        mask[0, : self.taken] = False
+        return mask
+
+    def first_cells(self, mask: Array, count: int) -> tuple[Array, int]:
+        """The first ``count`` True cells in order of time, and how many envs of the last step they reach.
+
+        All the other True cells lie in the last step.
+        """
+        last = self.steps - 1
+        wanted = count - int(np.count_nonzero(mask[:last]))
+        in_last = np.flatnonzero(mask[last])
+        reached = self.num_envs if wanted == len(in_last) else int(in_last[wanted])
+        mask = mask.copy()
+        mask[last, reached:] = False
+        return mask, reached
+
+    def cells(self, mask: Array) -> Array:
+        """Numbers ``step * E + env`` of the True cells, env after env, each in order of time (int64 ``[N]``)."""
+        envs, steps = np.nonzero(mask.T)
+        cells: Array = steps * self.num_envs + envs
+        return cells
+
+    def gather(self, key: NestedKey, cells: Tensor, shift: int = 0) -> Tensor:
+        """Rows of a column at the cells (``shift`` steps later), in new memory."""
+        column = to_torch(self.columns[key])
+        flat = column.reshape(-1, *column.shape[2:])
+        return flat.index_select(0, cells + shift * self.num_envs if shift else cells)
+
+    def patch_finals(self, key: NestedKey, cells: Array, gathered: Tensor) -> None:
+        """Put the kept final observations into the gathered next observations."""
+        kept = self._finals.get(key)
+        if not kept:
+            return
+        numbers = np.concatenate([number for number, _ in kept])
+        values = np.concatenate([value for _, value in kept])
+        position = np.full(self.steps * self.num_envs, -1)
+        position[cells] = np.arange(len(cells))
+        at = position[numbers]
+        there = at >= 0
+        rows, rows_values = torch.from_numpy(at[there]), torch.from_numpy(values[there])
+        gathered[rows.to(gathered.device)] = rows_values.to(gathered.device)
+
+    def restart(self, surplus_from: int) -> None:
+        """Begin anew. The cells of the last step from this env on stay, as step 0."""
+        last = self.steps - 1
+        surplus = surplus_from < self.num_envs
+        kept: dict[NestedKey, list[tuple[Array, Array]]] = {}
+        if surplus:
+            for column in self.columns.values():
+                column[0] = column[last]
+            first = last * self.num_envs
+            for key, finals in self._finals.items():
+                tail = [(numbers - first, values) for numbers, values in finals if len(numbers) and numbers[0] >= first]
+                if tail:
+                    kept[key] = tail
+        self._finals = kept
+        self.steps = 1 if surplus else 0
+        self.taken = surplus_from if surplus else 0
+
+    def _allocate(self, key: NestedKey, value: Array) -> Array:
+        if not hasattr(value, "dtype"):
+            value = np.asarray(value)
+        shape = (self._room, *value.shape)
+        column: Any
+        if isinstance(value, Tensor):
+            column = torch.zeros(shape, dtype=value.dtype, device=value.device)
+        else:
+            column = np.zeros(shape, dtype=value.dtype)
+        self.columns[key] = column
+        return column
+
+    def _grow(self) -> None:
+        self._room *= 2
+        for key, column in self.columns.items():
+            shape = (self._room, *column.shape[1:])
+            wide: Any = (
+                torch.zeros(shape, dtype=column.dtype, device=column.device)
+                if isinstance(column, Tensor)
+                else np.zeros(shape, dtype=column.dtype)
+            )
+            wide[: len(column)] = column
+            self.columns[key] = wide

@@ -1,0 +1,173 @@
+"""`as_vector_env`: anything a user already has, under one contract."""
+
+from typing import Any
+
+import gymnasium
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+
+from flatroll.wrappers.sources import EnvPoolSource, GymSource, layers
+from flatroll.wrappers.stream import FinalObs, Source, VectorStream
+from flatroll.wrappers.torch_source import TorchSource, TorchView
+
+
+def as_vector_env(
+    env: Any,
+    *,
+    num_envs: int | None = None,
+    device: torch.device | str | None = None,
+    framework: str | None = None,
+    autoreset_mode: AutoresetMode | str | None = None,
+    final_obs: FinalObs = "auto",
+    own_buffers: bool | str = "auto",
+) -> VectorEnv[Any, Any, Any]:
+    """Put any environment under one vector-env contract; the wrappers and collectors call it by themselves.
+
+    What comes out keeps to this, whatever went in:
+
+    * Gymnasium spaces, batched and single, with mended bounds; leaves Box, Discrete, MultiDiscrete, MultiBinary.
+    * ``metadata["autoreset_mode"]`` is NEXT_STEP or SAME_STEP. DISABLED is folded: ended rows are reset right
+      after the step, which is then SAME_STEP.
+    * Reward is float32 ``(E,)``, flags are bool ``(E,)``, on the env's device. Arrays are yours to keep.
+    * SAME_STEP: ``info["final_obs"]`` is dense, with the tree and shapes of the observation, at every step, its
+      rows meaningful where the episode ended. Where an env hides it the entry is missing, and the stream's
+      ``known`` says which rows have lost their next observation.
+    * ``reset(options={"reset_mask": mask})`` resets the masked rows, returns all, and leaves ``options`` alone.
+    * Actions may be NumPy or torch; a wrong row count, shape or kind of dtype is a Python exception.
+
+    Args:
+        env: a `gymnasium.Env`, a `gymnasium.vector.VectorEnv` (envpool's are), or a torch-native vector env
+            with ``num_envs`` (Isaac Lab, mjlab, rsl_rl's ``VecEnv``). An adapted env comes back as it is.
+        num_envs: for checking only: how many rows the env is expected to have. Default: whatever it has.
+        device: where a torch env lives (default: its ``device``), or where a converted one is to be.
+        framework: ``"numpy"`` or ``"torch"``; None keeps the env's own. ``"torch"`` turns NumPy observations
+            into tensors.
+        autoreset_mode: for an env that declares none in its metadata, or declares the wrong one. It is never
+            guessed. A plain `gymnasium.Env` needs none.
+        final_obs: where a SAME_STEP env leaves its final observations: ``"auto"`` (the keys in use), a key of
+            ``info``, a callable ``(info, done) -> dense tree``, or None (it hides them).
+        own_buffers: ``"auto"`` copies what the env returns unless it is known to be fresh, True always
+            copies, False never does.
+
+    Returns:
+        The adapted env, a `VectorStream`.
+
+    Raises:
+        TypeError: the env declares no autoreset mode, has an unsupported space, or is nothing we know.
+        ValueError: a combination that is known to give wrong data (the text names the way out).
+
+    >>> env = as_vector_env(gymnasium.make("CartPole-v1"))
+    >>> obs, info = env.reset(seed=0)
+    >>> obs.shape, env.metadata["autoreset_mode"].value
+    ((1, 4), 'SameStep')
+    """
+    if find_stream(env) is not None:
+        adapted: VectorEnv[Any, Any, Any] = env
+        return adapted
+    source, mode = _source(env, _device(device), _mode(autoreset_mode), own_buffers)
+    if num_envs is not None and num_envs != source.num_envs:
+        raise ValueError(f"num_envs={num_envs} was expected, and the env has {source.num_envs}")
+    native = source.capabilities.framework
+    if framework == "torch" and native == "numpy":
+        source = TorchView(source, _device(device))
+    elif framework not in (None, native):
+        raise ValueError(f"framework={framework!r} is not possible here: {type(env).__name__} speaks {native}")
+    return VectorStream(source, mode, final_obs=final_obs)
+
+
+def find_stream(env: Any) -> VectorStream | None:
+    """The adapted env inside a stack of vector wrappers, if there is one."""
+    return next((layer for layer in layers(env) if isinstance(layer, VectorStream)), None)
+
+
+def _source(
+    env: Any, device: torch.device | None, mode: AutoresetMode | None, own_buffers: bool | str
+) -> tuple[Source, AutoresetMode]:
+    base = getattr(env, "unwrapped", env)
+    if isinstance(env, gymnasium.Wrapper) and isinstance(base, VectorEnv):
+        raise TypeError(
+            f"env is a gymnasium.Wrapper ({type(env).__name__}) around a vector env: single-env wrappers do not "
+            "understand batches; use the one in gymnasium.wrappers.vector, or wrap the env itself"
+        )
+    if _is_envpool(base):
+        if env is not base:
+            raise TypeError(
+                f"env is {type(env).__name__} around an envpool, whose batched spaces are the single ones: put "
+                "as_vector_env(envpool_env) inside, and the wrapper around it"
+            )
+        return EnvPoolSource(env), AutoresetMode.NEXT_STEP
+    if isinstance(env, VectorEnv):
+        mode = mode or _declared(env)
+        if getattr(base, "device", None) is not None:
+            return TorchSource(env, mode, device, own_buffers), mode
+        _refuse_known_defects(env, mode)
+        return GymSource(env, mode, own_buffers), mode
+    if hasattr(env, "num_envs") and hasattr(env, "step"):
+        mode = mode or _declared(env)
+        return TorchSource(env, mode, device, own_buffers), mode
+    if isinstance(env, gymnasium.Env):
+        vector = SyncVectorEnv([lambda: env], autoreset_mode=AutoresetMode.DISABLED)
+        return GymSource(vector, AutoresetMode.DISABLED, own_buffers), AutoresetMode.DISABLED
+    raise TypeError(
+        "env must be a gymnasium.Env, a gymnasium.vector.VectorEnv, an envpool or a torch env with num_envs, "
+        f"reset and step, got {type(env).__name__}" + (": call the factory first" if callable(env) else "")
+    )
+
+
+def _declared(env: Any) -> AutoresetMode:
+    metadata = getattr(env, "metadata", None) or {}
+    declared = metadata.get("autoreset_mode")
+    if declared is None:
+        declared = getattr(getattr(env, "cfg", None), "autoreset_mode", None)
+    if declared is None:
+        raise TypeError(
+            f"autoreset_mode is needed: {type(getattr(env, 'unwrapped', env)).__name__} declares none in "
+            "metadata['autoreset_mode'], and a wrong guess would mix episodes. Pass "
+            "as_vector_env(env, autoreset_mode='NextStep' | 'SameStep' | 'Disabled'); most GPU simulators "
+            "reset in the same step"
+        )
+    mode = _mode(declared)
+    assert mode is not None
+    return mode
+
+
+def _mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
+    if mode is None or isinstance(mode, AutoresetMode):
+        return mode
+    plain = str(getattr(mode, "value", mode)).replace("_", "").lower()
+    for known in AutoresetMode:
+        if known.value.lower() == plain:
+            return known
+    raise ValueError(f"autoreset_mode must be 'NextStep', 'SameStep' or 'Disabled', got {mode!r}")
+
+
+def _device(device: torch.device | str | None) -> torch.device | None:
+    return None if device is None else torch.device(device)
+
+
+def _is_envpool(env: Any) -> bool:
+    return type(env).__module__.split(".")[0] == "envpool" or any(
+        kind.__module__.split(".")[0] == "envpool" for kind in type(env).__mro__
+    )
+
+
+def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) -> None:
+    """Gymnasium 1.4 combinations that give wrong data or an unrelated error deep inside."""
+    if type(env.unwrapped).__name__ == "FunctionalJaxVectorEnv":
+        raise ValueError(
+            "gymnasium's FunctionalJaxVectorEnv (phys2d/*) throws away the step of every other row when one row "
+            "resets: use the ordinary env of the same name"
+        )
+    for layer in layers(env):
+        # By name: importing NumpyToTorch needs one of gymnasium's extras.
+        kinds = {kind.__name__ for kind in type(layer).__mro__}
+        if kinds & {"NumpyToTorch", "ArrayConversion"} and mode is AutoresetMode.SAME_STEP:
+            raise ValueError(
+                "NumpyToTorch fails on the first episode end of a SAME_STEP env: leave it out and pass "
+                "framework='torch' to as_vector_env"
+            )
+        if "RecordEpisodeStatistics" in kinds and mode is AutoresetMode.DISABLED:
+            raise ValueError(
+                "RecordEpisodeStatistics forgets the statistics of all rows at a masked reset, which a DISABLED "
+                "env needs: use flatroll.wrappers.RewardSum and StepCounter instead"
+            )

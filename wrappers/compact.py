@@ -1,0 +1,120 @@
+"""Wrappers that say how the next observation is kept: as a small delta, or only where no later row holds it."""
+
+from typing import Any
+
+import torch
+
+from flatroll.layout.delta import NextObservationDelta as DeltaTransform
+from flatroll.layout.delta import encode_delta
+from flatroll.layout.keys import OBSERVATION, NestedKey, as_tuple
+from flatroll.wrappers.arrays import Array, Tree, full, map_tree, own, select, to_torch
+from flatroll.wrappers.markers import MarkerWrapper, StepResult
+from flatroll.wrappers.stream import VectorStream
+
+
+def true_next(obs: Tree, info: dict[str, Any], stream: VectorStream) -> Tree:
+    """The true next observation of the step just made: never a reset observation where the env tells it."""
+    final = info.get("final_obs")
+    if final is None or stream.any_ended is False or not stream.same_step:
+        return obs
+    return map_tree(lambda o, f: select(stream.ended, f, o), obs, final)
+
+
+class CompactObs(MarkerWrapper):
+    """Adds the observations that no later row will hold: ``info["final_obs"]`` and ``info["_final_obs"]``.
+
+    In every autoreset mode alike, ``final_obs`` is dense (the tree and shapes of the observation) and
+    ``_final_obs`` is bool ``(E,)``, True where the step just made ended an episode whose last observation is
+    known. Whoever stores each observation once needs just these besides. In a collector's stack it means
+    ``compact_obs=True``: no ``("next", observation)`` columns, and `Collector.final` instead.
+
+    Args:
+        env: anything `as_vector_env` takes.
+
+    >>> import gymnasium as gym
+    >>> env = CompactObs(gym.make_vec("CartPole-v1", num_envs=2))
+    >>> obs, info = env.reset(seed=0)
+    >>> obs, reward, terminated, truncated, info = env.step([0, 1])
+    >>> info["final_obs"].shape, info["_final_obs"]
+    ((2, 4), array([False, False]))
+    """
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env, "final_obs")
+
+    def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
+        info["_final_obs"] = full(self.stream.first, self.num_envs, False, torch.bool)
+
+    def step(self, actions: Tree) -> StepResult:
+        """Step, and mark the rows whose last observation is in ``info["final_obs"]``."""
+        result = self.env.step(actions)
+        info, stream = result[4], self.stream
+        info.setdefault("final_obs", result[0])
+        info["_final_obs"] = own(stream.ended) if stream.known is None else stream.ended & stream.known
+        return result
+
+
+class NextObservationDelta(MarkerWrapper):
+    """Adds ``info["delta"]``: the true next observation minus the one before, in low precision.
+
+    Floating leaves are subtracted in their own dtype and cast once to ``delta_dtype``; integer and bool leaves
+    get an exact modular difference in their own dtype. In a collector's stack it replaces the columns
+    ``("next", obs)`` by ``("next", "delta", obs)``; `flatroll.buffers.NextObservationDelta` puts them back in
+    samples (and is what this name makes when it is called without an env, so that one import serves both sides).
+
+    Args:
+        env: anything `as_vector_env` takes.
+        in_keys: the observation entries to treat (``"observation"``, or the keys of a Dict space). Default:
+            all of them.
+        delta_dtype: a floating dtype. Default ``torch.float16``.
+
+    Raises:
+        ValueError: ``delta_dtype`` is not floating, or a key is no observation entry.
+        OverflowError: a difference does not fit ``delta_dtype`` (on CPU at once; a collector checks each batch).
+
+    >>> import gymnasium as gym
+    >>> env = NextObservationDelta(gym.make("CartPole-v1"))
+    >>> obs, info = env.reset(seed=0)
+    >>> info = env.step([0])[4]
+    >>> info["delta"].dtype, info["delta"].shape
+    (dtype('float16'), (1, 4))
+    """
+
+    def __new__(cls, env: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """The wrapper around ``env``; without an env the buffer-side transform of the same name."""
+        return DeltaTransform(**kwargs) if env is None else super().__new__(cls)
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        in_keys: list[NestedKey] | None = None,
+        delta_dtype: torch.dtype = torch.float16,
+    ) -> None:
+        if not delta_dtype.is_floating_point:
+            raise ValueError(f"delta_dtype must be a floating dtype such as torch.float16, got {delta_dtype}")
+        super().__init__(env, "delta")
+        self.in_keys = None if in_keys is None else [as_tuple(key) for key in in_keys]
+        self.delta_dtype = delta_dtype
+        self._obs: Tree = None
+
+    def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
+        self._obs = obs
+
+    def step(self, actions: Tree) -> StepResult:
+        """Step, and subtract."""
+        result = self.env.step(actions)
+        obs, info = result[0], result[4]
+        following = true_next(obs, info, self.stream)
+        info["delta"] = self._delta((), self._obs, following)
+        self._obs = obs
+        return result
+
+    def _delta(self, path: tuple[str, ...], obs: Tree, following: Tree) -> Tree:
+        if isinstance(obs, (dict, tuple)):
+            items = obs.items() if isinstance(obs, dict) else enumerate(obs)
+            return {key: self._delta((*path, str(key)), leaf, following[key]) for key, leaf in items}
+        if self.in_keys is not None and (path or (OBSERVATION,)) not in self.in_keys:
+            return None
+        delta = encode_delta(to_torch(obs), to_torch(following), self.delta_dtype)
+        return delta if isinstance(obs, torch.Tensor) else delta.numpy()

@@ -1,0 +1,245 @@
+"""Wrappers that mark rows: where episodes begin, how far they are, whose they are, what they earned.
+
+Each is a `gymnasium.vector.VectorWrapper` that only adds entries to ``info``, so any trainer can use it. The
+entries describe the observation that comes with them; ``episode_reward`` belongs to the step just made. They
+follow from the row facts of the adapted env below, never from one another: the order of stacking changes nothing.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from gymnasium.vector import VectorEnv, VectorWrapper
+
+from flatroll.layout.keys import EPISODE_REWARD, IS_INIT, STEP_COUNT, TRAJ_IDS, NestedKey, as_tuple
+from flatroll.wrappers.adapt import as_vector_env, find_stream
+from flatroll.wrappers.arrays import Array, Tree, fill_rows, full, own, rows_of, select
+from flatroll.wrappers.sources import layers
+from flatroll.wrappers.stream import VectorStream
+
+StepResult = tuple[Tree, Array, Array, Array, dict[str, Any]]
+
+
+class MarkerWrapper(VectorWrapper[Any, Any, Any]):
+    """Base of the wrappers: finds or makes the adapted env below, and refuses a second copy of itself.
+
+    Args:
+        env: anything `as_vector_env` takes, or a stack of wrappers around it.
+        key: where a collector stores the entry; its last name is the entry's name in ``info``.
+
+    Raises:
+        ValueError: a wrapper of this kind is in the stack already.
+    """
+
+    #: Whether the entry describes the step just made (and not the returned observation).
+    describes_step: ClassVar[bool] = False
+
+    def __init__(self, env: Any, key: NestedKey) -> None:
+        adapted = as_vector_env(env)
+        if any(type(layer) is type(self) for layer in layers(adapted)):
+            name = type(self).__name__
+            raise ValueError(f"{name} is in this stack already: {name} once is enough, wherever it stands")
+        super().__init__(adapted)
+        stream = find_stream(adapted)
+        assert stream is not None
+        self.stream: VectorStream = stream
+        self.key = key
+        self.info_name = as_tuple(key)[-1]
+
+    def reset(
+        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Tree, dict[str, Any]]:
+        """Reset, and mark the rows that were reset."""
+        mask = (options or {}).get("reset_mask")
+        obs, info = self.env.reset(seed=seed, options=dict(options) if options else None)
+        like = self.stream.first
+        rows = full(like, self.num_envs, True, torch.bool) if mask is None else self.stream.as_mask(mask)
+        self._on_reset(obs, info, rows)
+        return obs, info
+
+    def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
+        """Start the masked rows afresh and add the entry to ``info``."""
+        raise NotImplementedError
+
+
+class InitTracker(MarkerWrapper):
+    """Adds ``info["is_init"]``: bool ``(E,)``, the observation returned with it is the first of an episode.
+
+    A collector stores it as ``is_init`` ``[N, 1]``.
+
+    Args:
+        env: anything `as_vector_env` takes.
+        init_key: another key to store it under. Default ``"is_init"``.
+
+    >>> import gymnasium as gym
+    >>> env = InitTracker(gym.make_vec("CartPole-v1", num_envs=2))
+    >>> obs, info = env.reset(seed=0)
+    >>> info["is_init"]
+    array([ True,  True])
+    """
+
+    def __init__(self, env: Any, init_key: NestedKey = IS_INIT) -> None:
+        super().__init__(env, init_key)
+
+    def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
+        info[self.info_name] = own(self.stream.first)
+
+    def step(self, actions: Tree) -> StepResult:
+        """Step, and mark the rows that now show a first observation."""
+        result = self.env.step(actions)
+        result[4][self.info_name] = self.stream.first
+        return result
+
+
+class StepCounter(MarkerWrapper):
+    """Adds ``info["step_count"]``: int64 ``(E,)``, the steps taken in the episode of the returned observation.
+
+    It is 0 in a first row. A collector stores it as ``step_count`` ``[N, 1]``, and one more as
+    ``("next", "step_count")``.
+
+    Args:
+        env: anything `as_vector_env` takes.
+        max_steps: truncate every episode after so many steps (``truncated`` is set, ``terminated`` is not
+            touched; the row is reset in the same step, with its last observation in ``info["final_obs"]``).
+            Default None: no limit.
+        step_count_key: another key to store it under. Default ``"step_count"``.
+
+    Raises:
+        ValueError: ``max_steps`` < 1, or the env cannot reset chosen rows.
+
+    >>> import gymnasium as gym
+    >>> env = StepCounter(gym.make("CartPole-v1"), max_steps=2)
+    >>> _ = env.reset(seed=0)
+    >>> for _ in range(3):
+    ...     obs, reward, terminated, truncated, info = env.step([0])
+    ...     print(info["step_count"], truncated)
+    [1] [False]
+    [0] [ True]
+    [1] [False]
+    """
+
+    def __init__(self, env: Any, max_steps: int | None = None, step_count_key: NestedKey = STEP_COUNT) -> None:
+        super().__init__(env, step_count_key)
+        if max_steps is not None:
+            if max_steps < 1:
+                raise ValueError(f"max_steps must be at least 1 or None, got {max_steps}")
+            self.stream.limit_steps(max_steps)
+        self.max_steps = max_steps
+        self._count: Array = None
+
+    def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
+        zero = full(self.stream.first, self.num_envs, 0, torch.int64)
+        self._count = zero if self._count is None else select(rows, zero, self._count)
+        info[self.info_name] = own(self._count)
+
+    def step(self, actions: Tree) -> StepResult:
+        """Step, and count the rows that go on."""
+        result = self.env.step(actions)
+        count = self._count + 1
+        if self.stream.any_first is not False:
+            fill_rows(count, self.stream.first, 0)
+        self._count = count
+        result[4][self.info_name] = own(count)
+        return result
+
+
+class TrajId(MarkerWrapper):
+    """Adds ``info["traj_ids"]``: int64 ``(E,)``, an id of the episode that the returned observation is from.
+
+    The id of the ``k``-th episode of env ``e`` is ``writer * 2**40 + k * E + e``: unique over the rows, over
+    writers with different numbers, and the same in every autoreset mode. A collector stores it as
+    ``("collector", "traj_ids")`` ``[N]``.
+
+    Args:
+        env: anything `as_vector_env` takes.
+        writer: number of this writer (worker process, run after a restart), 0 to 2**23 - 1. Default 0.
+        traj_key: another key to store it under. Default ``("collector", "traj_ids")``.
+
+    >>> import gymnasium as gym
+    >>> env = TrajId(gym.make_vec("CartPole-v1", num_envs=3), writer=1)
+    >>> obs, info = env.reset(seed=0)
+    >>> info["traj_ids"] - 2**40
+    array([0, 1, 2])
+    """
+
+    def __init__(self, env: Any, writer: int = 0, traj_key: NestedKey = TRAJ_IDS) -> None:
+        super().__init__(env, traj_key)
+        if not 0 <= writer < 2**23:
+            raise ValueError(f"writer must be in [0, 2**23), got {writer}")
+        self.writer = writer
+        self._ids: Array = None
+        self._episode = 0
+
+    def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
+        if self._ids is None:
+            start = (self.writer << 40) + self._episode * self.num_envs
+            self._ids = rows_of(self.stream.first, self.num_envs) + start
+        else:
+            self._ids = self._ids + rows * self.num_envs
+        info[self.info_name] = own(self._ids)
+
+    def step(self, actions: Tree) -> StepResult:
+        """Step, and give the rows that now show a first observation a new id."""
+        result = self.env.step(actions)
+        if self.stream.any_first is not False:
+            self._ids = self._ids + self.stream.first * self.num_envs
+        result[4][self.info_name] = own(self._ids)
+        return result
+
+    def state_dict(self) -> dict[str, int]:
+        """The highest episode number handed out: after `load_state_dict`, ids go on above it."""
+        if self._ids is None:
+            return {"writer": self.writer, "episode": self._episode}
+        top = int(self._ids.max()) - (self.writer << 40)
+        return {"writer": self.writer, "episode": top // self.num_envs + 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue above the ids of a saved run; takes effect at the next full reset."""
+        self.writer, self._episode, self._ids = state["writer"], state["episode"], None
+
+
+class RewardSum(MarkerWrapper):
+    """Adds ``info["episode_reward"]``: float32 ``(E,)``, the return so far of the episode just stepped.
+
+    In a row whose episode ends it is the episode's whole return; the next step starts from 0. A collector
+    stores it as ``("next", "episode_reward")`` ``[N, 1]``. (Gymnasium's RecordEpisodeStatistics knows NumPy
+    envs only, and forgets all rows at a masked reset.)
+
+    Args:
+        env: anything `as_vector_env` takes; a wrapper that changes the reward goes inside.
+        out_key: another key to store it under ``"next"``. Default ``"episode_reward"``.
+
+    >>> import gymnasium as gym
+    >>> env = RewardSum(gym.make("CartPole-v1"))
+    >>> _ = env.reset(seed=0)
+    >>> [float(env.step([0])[4]["episode_reward"][0]) for _ in range(3)]
+    [1.0, 2.0, 3.0]
+    """
+
+    describes_step = True
+
+    def __init__(self, env: Any, out_key: NestedKey = EPISODE_REWARD) -> None:
+        super().__init__(env, out_key)
+        self._sum: Array = None
+
+    def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
+        zero = full(self.stream.first, self.num_envs, 0.0, torch.float32)
+        self._sum = zero if self._sum is None else select(rows, zero, self._sum)
+        info[self.info_name] = own(self._sum)
+
+    def step(self, actions: Tree) -> StepResult:
+        """Step, and add up the reward of the rows that are transitions."""
+        result = self.env.step(actions)
+        stream = self.stream
+        total = self._sum + result[1]
+        if stream.valid is not None and stream.any_first is not False:
+            fill_rows(total, stream.first, 0.0)  # a wrapper inside may have paid for the reset row
+        self._sum = own(total)
+        if stream.any_ended is not False:
+            fill_rows(self._sum, stream.ended, 0.0)
+        result[4][self.info_name] = total
+        return result
+
+
+def find_wrapper(env: VectorEnv[Any, Any, Any], kind: type[VectorWrapper[Any, Any, Any]]) -> Any:
+    """The wrapper of class ``kind`` in the stack, or None."""
+    return next((layer for layer in layers(env) if isinstance(layer, kind)), None)

@@ -1,0 +1,283 @@
+"""The one transition stream: every vector env under one contract, with the row facts all markers share."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+from torch import Tensor
+
+from flatroll.wrappers.arrays import Array, Tree, fill_rows, first_leaf, full, map_tree, own, select
+from flatroll.wrappers.sources import Capabilities, Step
+from flatroll.wrappers.spaces import ActionCheck, check_space
+
+FinalObs = str | Callable[[dict[str, Any], Array], Tree] | None
+
+
+class Source(Protocol):
+    """What a family of environments must answer; see `flatroll.wrappers.sources`."""
+
+    env: Any
+    num_envs: int
+    single_observation_space: spaces.Space[Any]
+    single_action_space: spaces.Space[Any]
+    capabilities: Capabilities
+
+    def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Tree, dict[str, Any]]: ...
+    def reset_rows(self, mask: Array, options: dict[str, Any] | None = None) -> tuple[Tree, dict[str, Any]]: ...
+    def step(self, actions: Tree) -> Step: ...
+    def final_obs(self, info: dict[str, Any], obs: Tree, done: Array) -> Tree | None: ...
+    def close(self) -> None: ...
+
+
+class VectorStream(VectorEnv[Any, Any, Any]):
+    """A vector env under the contract of `as_vector_env`, which makes it.
+
+    Besides Gymnasium's interface it has the *row facts* of the last ``reset`` or ``step``, arrays of shape
+    ``(E,)`` on the env's device, made afresh each time, so that they may be kept:
+
+    Attributes:
+        first: the returned observation is the first of an episode.
+        ended: the step just made was the last of an episode.
+        valid: the step just made is a transition; None if every row is. A NEXT_STEP env that resets in the
+            row after the end ignores the action there, and that row is no transition.
+        known: the true next observation of the step is known; None if it is in every row.
+        any_first, any_ended: whether any row is; None on a device where asking would wait for it.
+        capabilities: see `Capabilities`.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        mode: AutoresetMode,
+        *,
+        final_obs: FinalObs = "auto",
+    ) -> None:
+        self.source = source
+        self.num_envs = source.num_envs
+        check_space(source.single_observation_space, "observation_space")
+        check_space(source.single_action_space, "action_space")
+        self.single_observation_space = source.single_observation_space
+        self.single_action_space = source.single_action_space
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.render_mode = getattr(source.env, "render_mode", None)
+        self.spec = getattr(source.env, "spec", None)
+        self.capabilities = source.capabilities
+        self._check_actions = ActionCheck(
+            self.single_action_space,
+            self.num_envs,
+            source.capabilities.framework,
+            source.capabilities.device,
+            check_range=source.capabilities.checks_range is False,
+        )
+        self._final = final_obs
+        self._folds = mode is AutoresetMode.DISABLED  # this stream resets the ended rows in the same step
+        self._next_step = mode is AutoresetMode.NEXT_STEP
+        self._native_same_step = mode is AutoresetMode.SAME_STEP
+        if self._folds and not source.capabilities.partial_reset:
+            raise ValueError(
+                "an env with autoreset_mode=DISABLED must be able to reset chosen rows, and "
+                f"{type(source.env).__name__} takes neither reset(options={{'reset_mask': ...}}) nor "
+                "reset(env_ids=...): use one of its autoresetting modes"
+            )
+        self._declare()
+        self._limit: int | None = None
+        self._elapsed: Array = None
+        self._started = False
+        self.first: Array = None
+        self.ended: Array = None
+        self.valid: Array | None = None
+        self.known: Array | None = None
+        self.any_first: bool | None = True
+        self.any_ended: bool | None = False
+
+    def _declare(self) -> None:
+        mode = AutoresetMode.NEXT_STEP if self._next_step else AutoresetMode.SAME_STEP
+        self.metadata = {**(getattr(self.source.env, "metadata", None) or {}), "autoreset_mode": mode}
+
+    @property
+    def hides_final_obs(self) -> bool:
+        """Whether `known` can be less than every row: an env that may hide its final observations."""
+        return self._native_same_step and (
+            self._final is None or (self._final == "auto" and self.capabilities.hides_final_obs)
+        )
+
+    @property
+    def same_step(self) -> bool:
+        """Whether the returned observation of an ended row is already the next episode's first."""
+        return not self._next_step
+
+    @property
+    def unwrapped(self) -> VectorEnv[Any, Any, Any]:
+        base = getattr(self.source.env, "unwrapped", self.source.env)
+        return base if isinstance(base, VectorEnv) else self
+
+    @property
+    def np_random(self) -> Any:
+        return self.source.env.np_random
+
+    @property
+    def np_random_seed(self) -> Any:
+        return self.source.env.np_random_seed
+
+    def limit_steps(self, max_steps: int) -> None:
+        """Truncate every episode after ``max_steps`` transitions; the ended rows are reset in the same step.
+
+        Raises:
+            ValueError: the env cannot reset chosen rows, or has been reset already.
+        """
+        if not self.capabilities.partial_reset:
+            raise ValueError(
+                f"max_steps={max_steps} needs an env that can reset chosen rows, and "
+                f"{type(self.source.env).__name__} cannot: make it with vectorization_mode='sync' (or 'async' "
+                "with shared memory), or give the env itself the limit (gymnasium: max_episode_steps=...)"
+            )
+        if self._started:
+            raise ValueError(f"max_steps={max_steps} must be set before the env's first reset")
+        self._limit = max_steps if self._limit is None else min(max_steps, self._limit)
+        self._next_step = False
+        self._declare()
+
+    def reset(
+        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Tree, dict[str, Any]]:
+        """Reset all rows, or those of ``options["reset_mask"]`` (bool ``(E,)``, NumPy or torch).
+
+        The caller's ``options`` stay as they are. A masked reset returns the full batch; the other rows keep
+        the observation they showed.
+        """
+        options = dict(options) if options else None
+        mask = options.pop("reset_mask", None) if options else None
+        if mask is not None:
+            return self._reset_rows(self.as_mask(mask), options)
+        obs, info = self.source.reset(seed, options)
+        like = first_leaf(obs)
+        self.first = full(like, self.num_envs, True, torch.bool)
+        self.ended = full(like, self.num_envs, False, torch.bool)
+        self._elapsed = full(like, self.num_envs, 0, torch.int64) if self._limit else None
+        self.valid = self.known = None
+        self.any_first, self.any_ended = self._host(True), self._host(False)
+        self._started = True
+        return obs, info
+
+    def step(self, actions: Tree) -> tuple[Tree, Array, Array, Array, dict[str, Any]]:
+        """Step all rows; see Gymnasium. ``info["final_obs"]`` is dense in a SAME_STEP env that knows it."""
+        if not self._started:
+            raise RuntimeError("step was called before reset: call env.reset() first")
+        obs, reward, terminated, truncated, info = self.source.step(self._check_actions(actions))
+        reward, terminated, truncated = self._flags(reward, terminated, truncated)
+        ended = terminated | truncated
+        resets = ended if self._folds else None  # the rows that this stream has to reset itself
+        if self._limit is not None:
+            self._elapsed = self._elapsed + 1
+            hit = self._elapsed >= self._limit
+            resets = hit & ~ended if self._native_same_step else ended | hit
+            truncated, ended = truncated | hit, ended | hit
+            fill_rows(self._elapsed, ended, 0)
+        if self._next_step:
+            self.first, self.any_first = self.ended, self.any_ended
+            self.valid = ~self.first
+            self.ended, self.any_ended = ended, self._any(ended)
+        else:
+            self.first, self.ended = own(ended), ended
+            self.any_first = self.any_ended = self._any(ended)
+            obs, info = self._restart(obs, info, ended, resets)
+        return obs, reward, terminated, truncated, info
+
+    def close_extras(self, **kwargs: Any) -> None:
+        self.source.close()
+
+    def _restart(
+        self, obs: Tree, info: dict[str, Any], ended: Array, resets: Array | None
+    ) -> tuple[Tree, dict[str, Any]]:
+        """Put the true last observations into ``info["final_obs"]`` and first ones into the ended rows."""
+        final: Tree | None = obs  # what the step returned is final in the rows that are not reset yet
+        if self._native_same_step:
+            by_env = ended if resets is None else ended & ~resets
+            final = self._native_final(info, obs, by_env)
+            self.known = ~by_env if final is None else None
+            if resets is not None and self.any_ended is not False:
+                final = obs if final is None else map_tree(lambda o, f: select(resets, o, f), obs, final)
+        if resets is not None and self.any_ended is not False and bool(resets.any()):
+            fresh, reset_info = self.source.reset_rows(resets)
+            obs = map_tree(lambda new, old: select(resets, new, old), fresh, obs)
+            info = _restarted_info(info, reset_info, resets)
+        if final is None:
+            info.pop("final_obs", None)
+        else:
+            info["final_obs"] = final
+        return obs, info
+
+    def _native_final(self, info: dict[str, Any], obs: Tree, ended: Array) -> Tree | None:
+        if self._final is None:
+            return None
+        if callable(self._final):
+            return self._final(info, ended)
+        if self._final != "auto":
+            return info.get(self._final)
+        if self.any_ended is False:
+            return obs
+        return self.source.final_obs(info, obs, ended)
+
+    def _reset_rows(self, mask: Array, options: dict[str, Any] | None) -> tuple[Tree, dict[str, Any]]:
+        if not self.capabilities.partial_reset:
+            raise ValueError(
+                f"options['reset_mask'] is not possible here: {type(self.source.env).__name__} cannot reset "
+                "chosen rows (it would reset all of them)"
+            )
+        if not self._started:
+            raise RuntimeError("options['reset_mask'] was given to the first reset: reset all rows first")
+        obs, info = self.source.reset_rows(mask, options)
+        self.first = self.first | mask
+        self.ended = self.ended & ~mask
+        if self._elapsed is not None:
+            self._elapsed = select(mask, self._elapsed * 0, self._elapsed)
+        self.any_first, self.any_ended = self._any(self.first), self._any(self.ended)
+        return obs, info
+
+    def as_mask(self, mask: Array) -> Array:
+        """A reset mask in the env's framework; ValueError unless bool of shape ``(E,)``."""
+        if self.capabilities.framework == "torch":
+            mask = torch.as_tensor(mask, device=self.capabilities.device)
+            is_bool = mask.dtype is torch.bool
+        else:
+            mask = mask.detach().cpu().numpy() if isinstance(mask, Tensor) else np.asarray(mask)
+            is_bool = mask.dtype == np.bool_
+        if not is_bool or tuple(mask.shape) != (self.num_envs,):
+            raise ValueError(
+                f"options['reset_mask'] must be bool of shape ({self.num_envs},), got {mask.dtype} of shape "
+                f"{tuple(mask.shape)}"
+            )
+        return mask
+
+    def _flags(self, reward: Array, terminated: Array, truncated: Array) -> tuple[Array, Array, Array]:
+        """Reward float32 and flags bool, all of shape ``(E,)``, whatever the env calls its own."""
+        shape = (self.num_envs,)
+        if isinstance(reward, Tensor):
+            reward, terminated, truncated = reward.float(), terminated.bool(), truncated.bool()
+        else:
+            reward = np.asarray(reward, dtype=np.float32)
+            terminated, truncated = np.asarray(terminated, dtype=bool), np.asarray(truncated, dtype=bool)
+        if reward.shape != shape or terminated.shape != shape or truncated.shape != shape:
+            reward, terminated, truncated = (x.reshape(shape) for x in (reward, terminated, truncated))
+        return reward, terminated, truncated
+
+    def _any(self, mask: Array) -> bool | None:
+        return None if isinstance(mask, Tensor) else bool(np.count_nonzero(mask))
+
+    def _host(self, value: bool) -> bool | None:
+        return None if self.capabilities.framework == "torch" else value
+
+
+def _restarted_info(info: dict[str, Any], reset_info: dict[str, Any], rows: Array) -> dict[str, Any]:
+    """Gymnasium's SAME_STEP info: the reset's entries in the restarted rows, the step's in ``final_info``."""
+    merged = {**info, "final_info": info, "_final_info": rows}
+    for key, value in reset_info.items():
+        old = info.get(key)
+        same = isinstance(value, np.ndarray | Tensor) and type(old) is type(value) and old.shape == value.shape
+        merged[key] = select(rows, value, old) if same else value
+    return merged
