@@ -1,0 +1,185 @@
+"""The segmented scan against a slow loop over every run alone, in float64."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+from flatroll.kernels import residual_scan, scan, segmented_scan
+
+
+def loop(a: Tensor | float, b: Tensor, ends: Tensor) -> Tensor:
+    a = torch.as_tensor(a).double()
+    a = (a.reshape(-1, *[1] * (b.ndim - 1)) if a.shape == b.shape[:1] else a).expand(b.shape)
+    y = b.double().clone()
+    for i in range(len(y) - 2, -1, -1):
+        if not ends[i]:
+            y[i] += a[i] * y[i + 1]
+    return y
+
+
+def doubling(a: Tensor | float, b: Tensor, ends: Tensor) -> Tensor:
+    a = scan._checked(a, b, ends)
+    return scan._doubling(a, b, ends, len(b))
+
+
+FORMS = pytest.mark.parametrize("form", [segmented_scan, doubling], ids=["numba", "torch"])
+Form = Callable[[Tensor | float, Tensor, Tensor], Tensor]
+
+
+def random_ends(rows: int, share: float = 0.3, seed: int = 0) -> Tensor:
+    return torch.rand(rows, generator=torch.Generator().manual_seed(seed)) < share
+
+
+@FORMS
+@settings(deadline=None, max_examples=60)
+@given(
+    ends=st.lists(st.booleans(), min_size=1, max_size=40),
+    features=st.sampled_from([(), (1,), (3,), (2, 3)]),
+    kind=st.sampled_from(["number", "scalar", "row", "full"]),
+    seed=st.integers(0, 10),
+)
+def test_equals_the_loop(
+    form: Form, ends: list[bool], features: tuple[int, ...], kind: str, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    n = len(ends)
+    b = torch.randn(n, *features, generator=generator, dtype=torch.float64)
+    shape = {"number": (), "scalar": (), "row": (n,), "full": (n, *features)}[kind]
+    a: Tensor | float = torch.rand(shape, generator=generator, dtype=torch.float64)
+    if kind == "number":
+        a = float(a)
+    cut = torch.tensor(ends)
+    torch.testing.assert_close(form(a, b, cut), loop(a, b, cut))
+
+
+@FORMS
+def test_float32_stays_float32_and_near_float64(form: Form) -> None:
+    b, ends = torch.randn(20_000), random_ends(20_000, 0.001)
+    y = form(0.995, b, ends)
+    assert y.dtype is torch.float32
+    torch.testing.assert_close(y.double(), loop(0.995, b, ends), rtol=1e-5, atol=1e-4)
+
+
+@FORMS
+def test_nothing_crosses_an_end(form: Form) -> None:
+    ends = torch.tensor([False, True, False, True])
+    b = torch.tensor([1.0, 2.0, float("nan"), float("inf")])
+    assert form(0.5, b, ends)[:2].tolist() == [2.0, 2.0]
+    a = torch.tensor([1.0, float("nan"), 1.0, float("inf")])  # the factor of an end row is never used
+    assert form(a, torch.ones(4), ends).tolist() == [2.0, 1.0, 2.0, 1.0]
+
+
+@FORMS
+def test_last_row_ends_a_run_and_inputs_stay_as_they_were(form: Form) -> None:
+    a, b, ends = torch.ones(3), torch.ones(3), torch.zeros(3, dtype=torch.bool)
+    assert form(a, b, ends).tolist() == [3.0, 2.0, 1.0]
+    assert b.tolist() == a.tolist() == [1.0, 1.0, 1.0] and not ends.any()
+
+
+def test_strided_and_half_inputs() -> None:
+    b, ends = torch.randn(50, 4)[:, 1::2], random_ends(100)[::2]
+    torch.testing.assert_close(
+        segmented_scan(0.9, b, ends).double(), loop(0.9, b, ends), rtol=1e-5, atol=1e-5
+    )
+    half = b.bfloat16()
+    assert segmented_scan(0.9, half, ends).dtype is torch.bfloat16
+    assert segmented_scan(0.9, torch.ones(0), torch.ones(0, dtype=torch.bool)).shape == (0,)
+
+
+def test_longest_saves_passes_and_changes_no_result() -> None:
+    ends = torch.zeros(64, dtype=torch.bool)
+    ends[7::8] = True
+    b = torch.randn(64).to(torch.bfloat16)  # a dtype that runs the torch form
+    assert torch.equal(segmented_scan(1.0, b, ends, longest=8), segmented_scan(1.0, b, ends))
+
+
+@pytest.mark.parametrize("shape", [(), (12,), (12, 3), (1, 3)], ids=str)
+def test_gradients(shape: tuple[int, ...]) -> None:
+    ends = random_ends(12)
+    a = torch.rand(shape, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(12, 3, dtype=torch.float64, requires_grad=True)
+
+    def of(a: Tensor, b: Tensor) -> Tensor:
+        return segmented_scan(a, b, ends)
+
+    assert gradcheck(of, (a, b))
+    assert gradgradcheck(of, (a, b))
+    loose = torch.autograd.grad(doubling(a, b, ends).sum(), (a, b))
+    tight = torch.autograd.grad(of(a, b).sum(), (a, b))
+    torch.testing.assert_close(tight, loose)
+
+
+def test_gradient_with_a_number() -> None:
+    b = torch.randn(9, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambda b: segmented_scan(0.7, b, random_ends(9)), (b,))
+
+
+def test_compiles_as_one_graph() -> None:
+    compiled = torch.compile(segmented_scan, backend="aot_eager", fullgraph=True)
+    b, ends = torch.randn(33, requires_grad=True), random_ends(33)
+    y = compiled(0.9, b, ends)
+    torch.testing.assert_close(y, segmented_scan(0.9, b, ends))
+    (grad,) = torch.autograd.grad(y.sum(), b)
+    (expected,) = torch.autograd.grad(segmented_scan(0.9, b, ends).sum(), b)
+    torch.testing.assert_close(grad, expected)
+
+
+def test_runs_on_meta_so_reads_no_number_on_the_host() -> None:
+    b, ends = torch.ones(100, 2, device="meta"), torch.zeros(100, dtype=torch.bool, device="meta")
+    assert segmented_scan(torch.ones(100, device="meta"), b, ends).shape == (100, 2)
+    flat = b[:, 0]
+    assert residual_scan(0.9, 0.8, flat, flat, flat, ends, ends)[0].shape == (100,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("per_row", [False, True])
+def test_residual_scan_is_the_scan_of_the_residuals(dtype: torch.dtype, per_row: bool) -> None:
+    n = 200
+    reward, value, next_value = torch.randn(3, n, dtype=dtype)
+    terminated, cut = random_ends(n, 0.1, seed=1), random_ends(n, 0.1, seed=2)
+    ends = terminated | cut
+    gamma = torch.rand(n, dtype=dtype) if per_row else 0.99
+    decay = gamma * 0.9
+    residual = reward + gamma * next_value * ~terminated - value
+    expected = loop(decay, residual, ends)
+    next_value[terminated] = torch.nan  # never read there
+    advantage, target = residual_scan(gamma, decay, reward, value, next_value, terminated, ends)
+    assert advantage.dtype is target.dtype is dtype
+    torch.testing.assert_close(advantage.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(target.double(), expected + value.double(), rtol=1e-5, atol=1e-5)
+    tracked = value.clone().requires_grad_()  # a gradient takes the torch form of the residuals
+    slow = residual_scan(gamma, decay, reward, tracked, next_value, terminated, ends)[0]
+    torch.testing.assert_close(slow.detach(), advantage)
+
+
+BAD = {
+    "int b": (0.5, torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool), TypeError, "b must be"),
+    "int ends": (0.5, torch.ones(3), torch.ones(3), TypeError, "ends must be bool, got torch.float32"),
+    "short ends": (
+        0.5,
+        torch.ones(3, 2),
+        torch.ones(2, dtype=torch.bool),
+        ValueError,
+        "ends must have shape [N] for b of shape [N, *F], got (2,) for (3, 2)",
+    ),
+    "wide a": (
+        torch.ones(2),
+        torch.ones(3),
+        torch.ones(3, dtype=torch.bool),
+        ValueError,
+        "broadcasts to b, got (2,) for b of shape (3,)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    a, b, ends, error, text = BAD[name]
+    with pytest.raises(error, match=re.escape(text)):
+        segmented_scan(a, b, ends)
