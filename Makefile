@@ -1,0 +1,71 @@
+# Every target does its own set-up: on a fresh machine Python 3.11 or newer and make are enough.
+#   make demo     train the recurrent demo policy       (ARGS="--frames 200000 --seed 3")
+#   make test     run the tests and doctests            (ARGS="-k sampler -x")
+#   make lint     ruff, mypy --strict, pyright
+#   make bench    run the benchmarks, tables to out/bench   (ARGS="collector scan" picks some)
+#   make format   let ruff sort imports and lay out the code
+#   make clean    remove .venv and everything that was built
+# PYTHON=/path/to/python picks the interpreter for .venv.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+ARGS ?=
+WORKERS ?= 2
+
+.PHONY: demo test lint bench format constraints clean setup
+
+demo: $(VENV)/.user
+	$(BIN)/python -m flatroll demo $(ARGS)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m flatroll bench --out out/bench $(ARGS)
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+setup: $(VENV)/.dev
+
+# The pins of what .venv holds now, for a commit that moves CI to newer versions.
+constraints: $(VENV)/.dev
+	@{ sed '/^[^#]/,$$d' constraints.txt; $(PIP) freeze --exclude-editable | sed -E 's/\+[a-z0-9.]+$$//'; } > constraints.new
+	mv constraints.new constraints.txt
+
+clean:
+	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Set-up. torch comes first, so that its pin decides for everything that depends on it.
+$(VENV)/.user: pyproject.toml constraints.txt | $(BIN)/pip
+	$(PIP) install -c constraints.txt torch hatchling
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[plot]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.user
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+# The first interpreter that is new enough and can make environments. A name on PATH may be a stub that
+# does not run, so each is asked.
+PROBE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
+FIND_PYTHON = $(firstword $(foreach name,python3.11 python3.12 python3.13 python3 python,$(shell $(name) -c '$(PROBE)' >/dev/null 2>&1 && echo $(name))))
+
+$(BIN)/pip:
+	@$(if $(PYTHON),,$(eval PYTHON := $(FIND_PYTHON)))
+	@if ! '$(PYTHON)' -c '$(PROBE)' 2>/dev/null; then \
+		echo "flatroll needs Python 3.11 or newer with the venv and ensurepip modules;" \
+			"found: $(if $(PYTHON),$(PYTHON), none of python3.11, python3.12, python3.13, python3, python)." \
+			"Install one (Debian: python3.11 and python3.11-venv) or name it: make PYTHON=/path/to/python" >&2; \
+		exit 1; \
+	fi
+	'$(PYTHON)' -m venv --clear $(VENV) || { rm -rf $(VENV); exit 1; }

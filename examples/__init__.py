@@ -1,0 +1,1 @@
+"""Readable programs over the rooms; ``python -m flatroll demo`` runs the first of them."""

@@ -1,0 +1,146 @@
+"""The command line: ``python -m flatroll demo | inspect PATH | bench [NAME ...]``."""
+
+from __future__ import annotations
+
+import argparse
+import pkgutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import flatroll
+
+BENCH_PREFIX = "bench_"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 1 failed or found something, 2 wrong usage.
+
+    Args:
+        argv: the arguments after the program name; those of the process by default.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["demo"]:  # the example parses its own arguments, --help included
+        return run_demo(words[1:])
+    arguments = build_parser().parse_args(words)
+    try:
+        return int(arguments.run(arguments))
+    except CommandError as error:
+        print(f"flatroll {arguments.command}: {error}", file=sys.stderr)
+        return 2
+
+
+class CommandError(Exception):
+    """Wrong usage that only shows once the command looks at its arguments."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="flatroll", description="Flat marked batches for reinforcement learning."
+    )
+    parser.add_argument("--version", action="version", version=f"flatroll {flatroll.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    commands.add_parser("demo", help="train a recurrent policy with PPO (demo --help lists its options)")
+
+    look = commands.add_parser("inspect", help="describe a saved batch and check its rows")
+    look.add_argument("path", type=Path, metavar="PATH", help="directory written by TensorDict.memmap")
+    look.add_argument("--plot", type=Path, metavar="FILE", help="save the picture of its trajectories here")
+    look.set_defaults(run=run_inspect)
+
+    bench = commands.add_parser("bench", help="run the benchmarks and print their tables")
+    bench.add_argument("names", nargs="*", metavar="NAME", help="which ones (all by default)")
+    bench.add_argument("--list", action="store_true", help="print the names and stop")
+    bench.add_argument("--out", type=Path, metavar="DIR", help="also write each table to DIR/NAME.txt")
+    bench.set_defaults(run=run_bench)
+    return parser
+
+
+def run_demo(argv: list[str]) -> int:
+    """Hand the arguments to the example that trains a recurrent policy."""
+    try:
+        from flatroll.examples import recurrent_ppo
+
+        return recurrent_ppo.main(argv)
+    except ImportError as error:  # an extra that is not installed; its text says which
+        print(f"flatroll demo: {error}", file=sys.stderr)
+        return 1
+
+
+def run_inspect(arguments: argparse.Namespace) -> int:
+    """Describe the batch in a directory; 1 when a row of it breaks a rule."""
+    path: Path = arguments.path
+    if not (path / "meta.json").is_file():
+        raise CommandError(
+            f"PATH must be a directory written by TensorDict.memmap (it holds meta.json), got {path}"
+        )
+    from tensordict import TensorDict
+
+    from flatroll import layout
+
+    batch = TensorDict.load_memmap(path)
+    print(layout.describe(batch))
+    if arguments.plot is not None:
+        axes = layout.timeline(batch)
+        axes.figure.savefig(arguments.plot, bbox_inches="tight")
+        print(f"timeline saved to {arguments.plot}")
+    findings = layout.audit(batch)
+    for finding in findings:
+        print(f"row {finding.row}: {finding.rule}: {finding.text}")
+    print(f"audit: {len(findings)} findings in {batch.batch_size.numel()} rows")
+    return 1 if findings else 0
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    """Run benchmark modules one after the other, each in a process of its own; 1 when one fails."""
+    known = benchmark_names()
+    names = [name.removeprefix(BENCH_PREFIX) for name in arguments.names] or known
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        raise CommandError(
+            f"no benchmark named {', '.join(unknown)}; there are: {', '.join(known) or 'none'}"
+        )
+    if arguments.list:
+        print("\n".join(names))
+        return 0
+    failed = [name for name in names if not run_and_keep(name, benchmark_command(name), arguments.out)]
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def benchmark_names() -> list[str]:
+    """The benchmarks in ``flatroll.benchmarks``, without their prefix."""
+    from flatroll import benchmarks
+
+    found = (module.name for module in pkgutil.iter_modules(benchmarks.__path__))
+    return sorted(name.removeprefix(BENCH_PREFIX) for name in found if name.startswith(BENCH_PREFIX))
+
+
+def benchmark_command(name: str) -> list[str]:
+    """The command that runs one benchmark in a process of its own."""
+    return [sys.executable, "-m", f"flatroll.benchmarks.{BENCH_PREFIX}{name}"]
+
+
+def run_and_keep(name: str, command: list[str], out: Path | None) -> bool:
+    """Run a command, print its output as it comes and keep it in ``out``; True when it exits 0."""
+    print(f"== {name}", flush=True)
+    begun = time.perf_counter()
+    lines: list[str] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    print(f"== {name}: exit code {process.returncode} after {time.perf_counter() - begun:.1f} s", flush=True)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{name}.txt").write_text("".join(lines))
+    return process.returncode == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""The command line: what it prints, where errors go, its exit codes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from flatroll.__main__ import benchmark_command, main, run_and_keep
+
+
+def flat_batch(*, done_matches: bool = True) -> TensorDict:
+    """Five rows: an episode of three that terminates, then a run of two cut at the end."""
+    terminated = torch.tensor([0, 0, 1, 0, 0], dtype=torch.bool).unsqueeze(-1)
+    done = terminated if done_matches else torch.zeros_like(terminated)
+    observation = torch.tensor([[0.0, 0], [0, 1], [0, 2], [1, 0], [1, 1]])
+    following = torch.tensor([[0.0, 1], [0, 2], [0, 3], [1, 1], [1, 2]])
+    return TensorDict(
+        {
+            "observation": observation,
+            "action": torch.zeros(5, dtype=torch.int64),
+            "is_init": torch.tensor([1, 0, 0, 1, 0], dtype=torch.bool).unsqueeze(-1),
+            "collector": {"traj_ids": torch.tensor([0, 0, 0, 1, 1])},
+            "next": {
+                "observation": following,
+                "reward": torch.ones(5, 1),
+                "terminated": terminated,
+                "truncated": torch.zeros_like(terminated),
+                "done": done,
+            },
+        },
+        batch_size=[5],
+    )
+
+
+def test_inspect_describes_a_sound_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flat_batch().memmap(tmp_path / "batch")
+    assert main(["inspect", str(tmp_path / "batch")]) == 0
+    printed = capsys.readouterr().out
+    assert "is_init" in printed
+    assert printed.endswith("audit: 0 findings in 5 rows\n")
+
+
+def test_inspect_names_the_row_that_breaks_a_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flat_batch(done_matches=False).memmap(tmp_path / "batch")
+    assert main(["inspect", str(tmp_path / "batch")]) == 1
+    assert "row 2: " in capsys.readouterr().out
+
+
+def test_inspect_saves_the_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flat_batch().memmap(tmp_path / "batch")
+    picture = tmp_path / "timeline.png"
+    assert main(["inspect", str(tmp_path / "batch"), "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"timeline saved to {picture}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_inspect_refuses_a_path_that_holds_no_batch(
+    made: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path if made else tmp_path / "missing"
+    assert main(["inspect", str(path)]) == 2
+    expected = "PATH must be a directory written by TensorDict.memmap (it holds meta.json), got "
+    assert capsys.readouterr().err == f"flatroll inspect: {expected}{path}\n"
+
+
+def test_bench_refuses_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "no_such_benchmark"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "flatroll bench: no benchmark named no_such_benchmark; there are: "
+    )
+
+
+def test_bench_lists_every_benchmark_file(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(__file__).parents[1] / "benchmarks"
+    assert main(["bench", "--list"]) == 0
+    listed = capsys.readouterr().out.split()
+    assert listed == sorted(path.stem.removeprefix("bench_") for path in folder.glob("bench_*.py"))
+
+
+def test_bench_prints_and_keeps_what_a_benchmark_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_and_keep("small", [sys.executable, "-c", "print('rows 1')"], tmp_path / "out")
+    assert (tmp_path / "out" / "small.txt").read_text() == "rows 1\n"
+    assert capsys.readouterr().out.splitlines()[:2] == ["== small", "rows 1"]
+
+
+def test_bench_reports_a_benchmark_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not run_and_keep("broken", [sys.executable, "-c", "raise SystemExit(3)"], None)
+    assert "== broken: exit code 3 after " in capsys.readouterr().out
+
+
+def test_a_benchmark_runs_as_a_module_of_the_package() -> None:
+    assert benchmark_command("scan") == [sys.executable, "-m", "flatroll.benchmarks.bench_scan"]
+
+
+def test_demo_hands_its_arguments_to_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["demo", "--help"])
+    assert stopped.value.code == 0
+    assert "--memoryless" in capsys.readouterr().out
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(command in printed for command in ("demo", "inspect", "bench"))

@@ -1,0 +1,106 @@
+"""Importing the rooms loads nothing heavy and changes nothing; what they export is documented."""
+
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOMS = ["layout", "kernels", "wrappers", "rollouts", "buffers", "modules", "estimators"]
+HEAVY = {"envpool", "h5py", "matplotlib", "minari", "numba", "ray", "torchrl", "tqdm", "triton"}
+SOURCE = Path(__file__).parents[1] / "src"
+
+REPORT = """
+import json, logging, multiprocessing, os, sys, warnings
+import torch
+print(json.dumps({
+    "modules": sorted({name.partition(".")[0] for name in sys.modules}),
+    "start method": multiprocessing.get_start_method(allow_none=True),
+    "environment": dict(os.environ),
+    "threads": torch.get_num_threads(),
+    "default dtype": str(torch.get_default_dtype()),
+    "gradients": torch.is_grad_enabled(),
+    "random state": torch.get_rng_state().sum().item(),
+    "warning filters": [repr(entry) for entry in warnings.filters],
+    "log handlers": [repr(entry) for entry in logging.getLogger().handlers],
+}))
+"""
+
+
+def state_after(statements: str) -> dict[str, Any]:
+    """What a fresh interpreter looks like after the statements."""
+    program = f"import sys; sys.path.insert(0, {str(SOURCE)!r})\n{statements}\n{REPORT}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+@pytest.fixture(scope="module")
+def before() -> dict[str, Any]:
+    """The dependencies alone: what they load and change is theirs."""
+    return state_after("import torch, tensordict, tensordict.nn, gymnasium, gymnasium.vector")
+
+
+@pytest.fixture(scope="module")
+def after() -> dict[str, Any]:
+    return state_after("import flatroll, " + ", ".join(f"flatroll.{room}" for room in ROOMS))
+
+
+def test_importing_the_rooms_loads_nothing_heavy(before: dict[str, Any], after: dict[str, Any]) -> None:
+    loaded = set(after["modules"]) - set(before["modules"])
+    assert "flatroll" in loaded
+    assert not loaded & HEAVY
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "start method",
+        "environment",
+        "threads",
+        "default dtype",
+        "gradients",
+        "random state",
+        "warning filters",
+        "log handlers",
+    ],
+)
+def test_importing_the_rooms_changes_nothing(
+    part: str, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    assert after[part] == before[part]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_exports_each_name_once(room: str) -> None:  # ruff's RUF022 holds their order
+    names = importlib.import_module(f"flatroll.{room}").__all__
+    assert names
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_exports_of_a_room_resolve(room: str) -> None:
+    module = importlib.import_module(f"flatroll.{room}")
+    assert not [name for name in module.__all__ if not hasattr(module, name)]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_exports_of_a_room_are_documented(room: str) -> None:
+    module = importlib.import_module(f"flatroll.{room}")
+    exports = {name: getattr(module, name) for name in module.__all__}
+    assert module.__doc__
+    assert not [name for name, value in exports.items() if is_code(value) and not own_docstring(value)]
+
+
+def is_code(value: object) -> bool:
+    return inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)
+
+
+def own_docstring(value: Any) -> str:
+    """The docstring written for a class or function, not the signature that a dataclass puts in its place."""
+    text = value.__doc__ or ""
+    return "" if text.startswith(f"{value.__name__}(") else text
