@@ -203,13 +203,14 @@ def _of_rows_after_the_end(record: Record) -> Iterator[str]:
 
 
 def _of_final_observations(record: Record) -> Iterator[str]:
-    shown = [final is not None for final in record.final]
-    if not any(shown):
+    ended = record.ended()
+    shown = np.array([final is not None for final in record.final])
+    if not shown[ended.any(1)].any():
         return
-    if not all(shown):
-        yield f"info['final_obs'] is in {sum(shown)} of {len(shown)} steps: it must be in all or in none"
+    if not shown.all():
+        yield f"info['final_obs'] is in {shown.sum()} of {len(shown)} steps: it must be in all or in none"
         return
-    rows = np.argwhere(record.ended())
+    rows = np.argwhere(ended)
     if len(rows) > 2 and all(same(row(record.final[k], i), row(record.obs[k + 1], i)) for k, i in rows):
         yield (
             f"info['final_obs'] equals the returned observation in all {len(rows)} ended rows: it is the "
