@@ -23,8 +23,8 @@ TorchFinalObs: TypeAlias = Literal["dense", "absent", "ids"]
 class ScriptedTorchEnv:
     """A script as a torch vector env in Isaac Lab's manner; neither a ``VectorEnv`` nor a ``gymnasium.Env``.
 
-    SAME_STEP. Reward and flags live in buffers that every step overwrites, and one ``extras`` dict is
-    returned again and again, so what a caller keeps without a clone changes under it.
+    SAME_STEP by default. Reward and flags live in buffers that every step overwrites, and one ``extras``
+    dict is returned again and again, so what a caller keeps without a clone changes under it.
 
     Args:
         script: the script.
@@ -34,6 +34,7 @@ class ScriptedTorchEnv:
             ``"ids"``: ``extras["terminal"] = {"env_ids", "observations"}``, with the ended rows only
             (reads values on the host: not for ``"meta"``); ``"absent"``: nowhere.
         reuse_obs: observations are overwritten in place too.
+        autoreset: False for an env that leaves ended rows to ``reset(env_ids=...)`` (DISABLED).
         declare: whether ``metadata`` declares the autoreset mode.
 
     >>> env = ScriptedTorchEnv(Script(2, lengths=[[1], [4]]))
@@ -52,6 +53,7 @@ class ScriptedTorchEnv:
         device: torch.device | str = "cpu",
         final_obs: TorchFinalObs = "dense",
         reuse_obs: bool = False,
+        autoreset: bool = True,
         declare: bool = True,
     ) -> None:
         self.script, self.num_envs, self.device = script, script.num_envs, torch.device(device)
@@ -61,10 +63,11 @@ class ScriptedTorchEnv:
         )
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
-        self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP} if declare else {}
+        mode = AutoresetMode.SAME_STEP if autoreset else AutoresetMode.DISABLED
+        self.metadata = {"autoreset_mode": mode} if declare else {}
         self.actions: list[Any] = []
         self.closed = False
-        self._shown, self._reuse = final_obs, reuse_obs
+        self._shown, self._reuse, self._autoreset = final_obs, reuse_obs, autoreset
         self._clock = Clock(script, self._put)
         self._obs, self._final = self._clock.observe(), self._clock.observe()
         self.extras: dict[str, Any] = {"log": {}}
@@ -99,7 +102,7 @@ class ScriptedTorchEnv:
         return self._observe(), self.extras
 
     def step(self, action: Any) -> tuple[Any, Tensor, Tensor, Tensor, dict[str, Any]]:
-        """One vector step; ended envs are reset before it returns."""
+        """One vector step; with ``autoreset``, ended envs are reset before it returns."""
         self.actions.append(action)
         clock = self._clock
         reward, terminated, truncated = clock.advance(torch.ones_like(self.terminated_buf))
@@ -107,8 +110,9 @@ class ScriptedTorchEnv:
         self.terminated_buf.copy_(terminated)
         self.truncated_buf.copy_(truncated)
         done = terminated | truncated
-        self._keep_final(clock.observe(), done)
-        clock.begin(done)
+        if self._autoreset:
+            self._keep_final(clock.observe(), done)
+            clock.begin(done)
         return self._observe(), self.reward_buf, self.terminated_buf, self.truncated_buf, self.extras
 
     def close(self) -> None:

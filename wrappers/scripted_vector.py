@@ -1,5 +1,6 @@
 """The scripted environments as vector envs, and the table of transitions that they must yield."""
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -193,7 +194,11 @@ def make_scripted(
     ]
     if backend == "sync":
         return SyncVectorEnv(fns, copy=copy, autoreset_mode=mode)
-    return AsyncVectorEnv(fns, copy=copy, shared_memory=shared_memory, autoreset_mode=mode)
+    gc.freeze()  # a forked worker that collects its parent's garbage (an envpool, say) dies of it
+    try:
+        return AsyncVectorEnv(fns, copy=copy, shared_memory=shared_memory, autoreset_mode=mode)
+    finally:
+        gc.unfreeze()
 
 
 def expected_rows(

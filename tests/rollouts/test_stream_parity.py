@@ -1,5 +1,6 @@
 """The same flat batches whatever env they come from, however the stream is cut into windows."""
 
+import gc
 from typing import Any
 
 import gymnasium as gym
@@ -12,7 +13,7 @@ from tensordict import TensorDict
 
 from flatroll.layout.audit import audit
 from flatroll.rollouts import Collector, rollout
-from flatroll.wrappers import CompactObs, NextObservationDelta, RewardSum, StepCounter
+from flatroll.wrappers import CompactObs, NextObservationDelta, RewardSum, StepCounter, as_vector_env
 from flatroll.wrappers.testing import (
     Script,
     ScriptedEnv,
@@ -123,6 +124,18 @@ def test_torch_envs(kind: Any, final_obs: Any) -> None:
     assert [rows_of(batch, kind) for batch in batches] == table(script(), "SameStep", 10, 6)
 
 
+def test_torch_envs_without_autoreset() -> None:
+    batches = collect(StepCounter(ScriptedTorchEnv(script(), autoreset=False)), 10, 6)
+    assert [rows_of(batch) for batch in batches] == table(script(), "SameStep", 10, 6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_numpy_envs_seen_as_torch(mode: Any) -> None:
+    env = as_vector_env(make_scripted(script(obs="dict"), autoreset_mode=mode), framework="torch")
+    batches = collect(StepCounter(env), 10, 6)
+    assert [rows_of(batch, "dict") for batch in batches] == table(script(), mode, 10, 6)
+
+
 def test_single_envs() -> None:
     one = Script(1, lengths=[[3, 1, 4]], ends="both")
     batches = collect(StepCounter(ScriptedEnv(one, reuse_buffer=True)), 7, 4)
@@ -147,6 +160,15 @@ def test_a_step_limit_of_the_collector(mode: Any) -> None:
     """The counter ends episodes itself, so no mode has dead rows."""
     batches = collect(make_scripted(script(), autoreset_mode=mode), 10, 6, max_frames_per_traj=2)
     assert [rows_of(batch) for batch in batches] == table(script(), "SameStep", 10, 6, max_steps=2)
+
+
+def test_a_step_limit_tells_what_an_env_that_hides_its_ends_does_not() -> None:
+    batches = collect(ScriptedTorchEnv(script(), final_obs="absent"), 40, 1, max_frames_per_traj=2)
+    known, done = batches[0]["collector", "next_known"], batches[0]["next", "done"].squeeze(-1)
+    assert (known & done).any()
+    true = batches[0]["observation"] + torch.tensor([0.0, 0.0, 1.0])
+    assert torch.equal(batches[0]["next", "observation"][known], true[known])
+    assert batches[0]["next", "observation"][~known].isnan().all()
 
 
 def test_rows_say_which_next_observations_an_env_hides() -> None:
@@ -308,6 +330,7 @@ def cartpole(mode: str, backend: str = "sync") -> Any:
 
 def test_cartpole_streams_are_byte_identical_over_all_modes() -> None:
     """The policy depends on the observation, so one wrong row would change all that follow."""
+    gc.collect()  # a forked worker that collects a discarded envpool dies of it
     runs = [cartpole(mode) for mode in MODES] + [cartpole("Disabled", "async")]
     first, *others = (streams(collect(StepCounter(env), 150, 4, balance), 3) for env in runs)
     assert sum(int(stream["next", "truncated"].sum()) for stream in first) > 3

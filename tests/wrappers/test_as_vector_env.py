@@ -114,6 +114,37 @@ def test_same_step_over_envs_that_reuse_their_buffer_is_refused(backend: Any) ->
         env.close()
 
 
+class ReusesItsImage(ScriptedEnv):
+    """Writes every image into one array, as simulators with a frame buffer do; the rest is fresh."""
+
+    frame: Any = None
+
+    def _observe(self) -> Any:
+        obs = super()._observe()
+        if self.frame is None:
+            self.frame = obs["critic"]["image"]
+        np.copyto(self.frame, obs["critic"]["image"])
+        obs["critic"]["image"] = self.frame
+        return obs
+
+
+def mixed_leaves() -> SyncVectorEnv:
+    fns = [lambda i=i: ReusesItsImage(script(obs="dict"), i) for i in range(2)]
+    return SyncVectorEnv(fns, autoreset_mode="SameStep")
+
+
+def mixed_envs() -> SyncVectorEnv:
+    fns = [lambda i=i: ScriptedEnv(script(), i, reuse_buffer=i == 0) for i in range(2)]
+    return SyncVectorEnv(fns, autoreset_mode="SameStep")
+
+
+@pytest.mark.parametrize("make", [mixed_leaves, mixed_envs])
+def test_same_step_over_envs_of_which_a_part_reuses_its_buffer_is_refused(make: Any) -> None:
+    env = as_vector_env(make())
+    with pytest.raises(ValueError, match="into the same array"):
+        transitions(env, "dict" if make is mixed_leaves else "float32")
+
+
 def test_a_native_same_step_env_that_reuses_its_buffers() -> None:
     for final_obs in ("object", "dense"):
         env = ScriptedVectorEnv(script(), autoreset_mode="SameStep", final_obs=final_obs, reuse_buffer=True)  # type: ignore[arg-type]
@@ -125,6 +156,12 @@ def test_a_native_same_step_env_that_reuses_its_buffers() -> None:
 def test_torch_envs_give_the_same_stream(final_obs: Any, kind: Any) -> None:
     env = as_vector_env(ScriptedTorchEnv(script(obs=kind), final_obs=final_obs, reuse_obs=True))
     assert transitions(env, kind) == true_rows(script(), "SameStep")
+
+
+def test_torch_envs_without_autoreset() -> None:
+    env = as_vector_env(ScriptedTorchEnv(script(), autoreset=False, reuse_obs=True))
+    assert env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+    assert transitions(env, "float32") == true_rows(script(), "SameStep")
 
 
 def test_a_plain_env_becomes_a_vector_of_one() -> None:

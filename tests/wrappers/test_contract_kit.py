@@ -136,11 +136,19 @@ GOOD: dict[str, Any] = {
     "sync reusing": lambda: make_scripted(SCRIPT, autoreset_mode="Disabled", reuse_buffer=True),
     "sync no copy": lambda: make_scripted(SCRIPT, copy=False),
     "torch reusing": lambda: ScriptedTorchEnv(SCRIPT, reuse_obs=True),
+    "torch without autoreset": lambda: ScriptedTorchEnv(SCRIPT, autoreset=False),
     "torch ids": lambda: ScriptedTorchEnv(SCRIPT, final_obs="ids"),
     "torch absent": lambda: ScriptedTorchEnv(SCRIPT, final_obs="absent"),
     "cartpole": lambda: gym.make_vec("CartPole-v1", num_envs=3, vectorization_mode="sync"),
     "native cartpole": lambda: gym.make_vec("CartPole-v1", num_envs=3),
 }
+
+
+@pytest.mark.filterwarnings("ignore:.*precision lowered:UserWarning")
+@pytest.mark.parametrize("name", ["CartPole-v1", "FrozenLake-v1"])
+def test_envpool_passes(name: str) -> None:
+    envpool = pytest.importorskip("envpool")
+    check_vector_env(envpool.make_gymnasium(name, num_envs=3, seed=1), steps=100)
 
 
 @pytest.mark.parametrize("name", GOOD)
