@@ -423,3 +423,18 @@ def test_the_whole_stack_asks_for_no_value() -> None:
             env.step(action)
         with pytest.raises(AssertionError, match="would wait"):
             action.sum().item()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_gpu_is_never_waited_for() -> None:
+    env = stack_all(ScriptedTorchEnv(Script(4096), device="cuda"))
+    env.reset(seed=0)
+    action = torch.zeros(4096, dtype=torch.int64, device="cuda")
+    env.step(action)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(100):
+            env.step(action)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
