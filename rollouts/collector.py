@@ -12,7 +12,13 @@ from torch import nn
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.keys import DONE, TRUNCATED
 from flatroll.layout.trajectories import split_trajectories
-from flatroll.rollouts.policies import CallablePolicy, Columns, ModulePolicy, RandomPolicy, is_tensordict_module
+from flatroll.rollouts.policies import (
+    CallablePolicy,
+    Columns,
+    ModulePolicy,
+    RandomPolicy,
+    is_tensordict_module,
+)
 from flatroll.rollouts.runner import Act, Runner
 from flatroll.rollouts.trajectories import TrajectoryJoiner
 from flatroll.wrappers.markers import StepCounter, TrajId, find_wrapper
@@ -114,14 +120,18 @@ class Collector:
         _check_counts(frames_per_batch, total_frames, trajs_per_batch, init_random_frames)
         if split_trajs:
             if not track_traj_ids:
-                raise ValueError("split_trajs=True needs track_traj_ids=True: pieces are told apart by their ids")
+                raise ValueError(
+                    "split_trajs=True needs track_traj_ids=True: pieces are told apart by their ids"
+                )
             warnings.warn(
                 "split_trajs=True pads every trajectory to the longest of the batch and cuts them at its end; "
                 "flat batches need neither (flatroll.layout.split_trajectories does it afterwards)",
                 stacklevel=2,
             )
         if trajs_per_batch is not None and not track_traj_ids:
-            raise ValueError("trajs_per_batch needs track_traj_ids=True: trajectories are joined by their ids")
+            raise ValueError(
+                "trajs_per_batch needs track_traj_ids=True: trajectories are joined by their ids"
+            )
         self.frames_per_batch = frames_per_batch
         self.total_frames = total_frames
         self.policy = policy
@@ -141,7 +151,8 @@ class Collector:
             )
         self.env = self._runner.env
         self._closed = False
-        self._storing_device = torch.device(storing_device or device) if storing_device or device else None
+        target = storing_device or device
+        self._storing_device = None if target is None else torch.device(target)
         self._no_sync = no_cuda_sync
         act, defaults = make_act(
             self._runner,
@@ -254,7 +265,9 @@ class Collector:
                 runner.reset()
             while (missing := self.frames_per_batch - runner.count()) > 0:
                 for _ in range(-(-missing // runner.num_envs)):
-                    runner.step(random=self._frames + runner.window.steps * runner.num_envs < self._random_frames)
+                    runner.step(
+                        random=self._frames + runner.window.steps * runner.num_envs < self._random_frames
+                    )
             batch, final = runner.take(self.frames_per_batch, self._compact and self._joiner is None)
         self._frames += self.frames_per_batch
         self._show(batch)

@@ -1,6 +1,6 @@
 """Policies: a tensordict module, any callable from observation to action, or None, behind one call."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ Columns = dict[NestedKey, Tensor]
 class RandomPolicy:
     """Uniform actions from the action space (normal where a Box has no bounds), reproducible from a seed."""
 
-    def __init__(self, space: spaces.Space[Any], num_envs: int, device: torch.device, seed: int | None) -> None:
+    def __init__(
+        self, space: spaces.Space[Any], num_envs: int, device: torch.device, seed: int | None
+    ) -> None:
         self._space = space
         self._num_envs = num_envs
         self._device = device
@@ -61,7 +63,10 @@ class RandomPolicy:
             sizes = torch.from_numpy(space.nvec).to(self._device)
             return (self._uniform(shape) * sizes).long() + torch.from_numpy(space.start).to(self._device)
         assert isinstance(space, spaces.Box)
-        low, high = torch.from_numpy(space.low).to(self._device), torch.from_numpy(space.high).to(self._device)
+        low, high = (
+            torch.from_numpy(space.low).to(self._device),
+            torch.from_numpy(space.high).to(self._device),
+        )
         bounded = torch.from_numpy(space.bounded_below & space.bounded_above).to(self._device)
         uniform = torch.where(bounded, low + self._uniform(shape) * (high - low), 0.0)
         if not low.is_floating_point():
@@ -73,7 +78,9 @@ class RandomPolicy:
         return torch.rand(shape, generator=self.generator, device=self.generator.device).to(self._device)
 
     def _integers(self, n: int, shape: tuple[int, ...]) -> Tensor:
-        return torch.randint(n, shape, generator=self.generator, device=self.generator.device).to(self._device)
+        return torch.randint(n, shape, generator=self.generator, device=self.generator.device).to(
+            self._device
+        )
 
 
 def _at(chunk: Any, i: int) -> Any:
@@ -99,7 +106,7 @@ class CallablePolicy:
         self._blocking = blocking
         self.defaults: Columns = {}
 
-    def __call__(self, columns: Columns, obs: Any) -> tuple[Any, Columns]:
+    def __call__(self, columns: Callable[[], Columns], obs: Any) -> tuple[Any, Columns]:
         if self._device is not None:
             obs = _moved(obs, self._device, self._blocking)
         action = self._policy(obs)
@@ -141,8 +148,8 @@ class ModulePolicy:
         self.defaults: Columns = dict(_recurrent_defaults(policy)) if recurrent else {}
         self.defaults = {key: value.to(env_device) for key, value in self.defaults.items()}
 
-    def __call__(self, columns: Columns, obs: Any) -> tuple[Any, Columns]:
-        data = TensorDict(_nested(columns), batch_size=[self._num_envs])
+    def __call__(self, columns: Callable[[], Columns], obs: Any) -> tuple[Any, Columns]:
+        data = TensorDict(_nested(columns()), batch_size=[self._num_envs])
         if self._device is not None:
             data = data.to(self._device, non_blocking=not self._blocking)
         out = self._policy(data)
@@ -164,7 +171,8 @@ def _recurrent_defaults(policy: Any) -> Iterator[tuple[NestedKey, Tensor]]:
     parts = policy.modules() if isinstance(policy, nn.Module) else (policy,)
     for part in parts:
         if hasattr(part, "make_tensordict_primer"):
-            yield from part.make_tensordict_primer().defaults.items()
+            primer: Any = part.make_tensordict_primer  # any object may have one, not only nn.Module
+            yield from primer().defaults.items()
 
 
 def is_tensordict_module(policy: Any) -> bool:

@@ -17,8 +17,6 @@ from flatroll.layout.keys import (
     DONE,
     IS_INIT,
     NEXT_KNOWN,
-    OBSERVATION,
-    RESERVED,
     REWARD,
     TERMINATED,
     TRAJ_IDS,
@@ -28,17 +26,17 @@ from flatroll.layout.keys import (
     next_key,
 )
 from flatroll.rollouts.policies import Columns, RandomPolicy, state_key
-from flatroll.rollouts.window import Window
+from flatroll.rollouts.window import DEAD, Window
 from flatroll.wrappers.adapt import as_vector_env, find_stream
-from flatroll.wrappers.arrays import Array, Tree, select, to_torch
+from flatroll.wrappers.arrays import Array, Tree, leaf_at, select, to_torch
 from flatroll.wrappers.compact import CompactObs, NextObservationDelta, true_next
 from flatroll.wrappers.markers import InitTracker, MarkerWrapper, StepCounter, TrajId, find_wrapper
 from flatroll.wrappers.sources import layers
-from flatroll.wrappers.spaces import ActionCheck
+from flatroll.wrappers.spaces import ActionCheck, observation_leaves
 from flatroll.wrappers.stream import VectorStream
 
-#: From (columns of the policy's input, observation tree) to (action, further columns).
-Act = Callable[[Columns, Any], tuple[Any, Columns]]
+#: From (the columns a policy may read, made when asked; the observation tree) to (action, further columns).
+Act = Callable[[Callable[[], Columns], Any], tuple[Any, Columns]]
 
 
 class Runner:
@@ -77,14 +75,19 @@ class Runner:
         self._delta = find_wrapper(env, NextObservationDelta)
         self.asks_compact = find_wrapper(env, CompactObs) is not None
         self.info_keys = tuple(info_keys)
-        self._check_actions = ActionCheck(
-            env.single_action_space, self.num_envs, stream.capabilities.framework, self.device
+        # The adapted env checks its actions; an action wrapper in between takes others, and those are stored.
+        space = env.single_action_space
+        self._check_actions = (
+            None
+            if space is stream.single_action_space
+            else ActionCheck(space, self.num_envs, stream.capabilities.framework, self.device)
         )
+        self._one_action = not isinstance(space, spaces.Dict | spaces.Tuple)
         self._leaves = observation_leaves(env.single_observation_space)
         self.obs_keys: list[NestedKey] = [key for key, _ in self._leaves]
-        self._delta_keys = self._find_delta_keys()
+        self._delta_keys: set[NestedKey] = set() if self._delta is None else set(self._delta.keys)
         # A SAME_STEP env returns the reset observation in an ended row; the final one has to be kept apart.
-        self._keeps_finals = stream.same_step
+        self._keeps_finals = self._never_invalid = stream.same_step
         self._on_host = stream.capabilities.framework == "numpy"
         self.random: RandomPolicy | None = None
         self.window = Window(self.num_envs, 1)
@@ -130,15 +133,21 @@ class Runner:
         for key in self.states:
             self._restart_state(key)
             window.put(key, self.states[key])
-        action = self._check_actions(self._action(random))
-        for key, leaf in tree_leaves(ACTION, action):
-            window.put(key, leaf)
+        action = self._action(random)
+        if self._check_actions is not None:
+            action = self._check_actions(action)
         obs, reward, terminated, truncated, info = self.env.step(action)
+        taken = stream.actions if self._check_actions is None else action
+        if self._one_action:
+            window.put(ACTION, taken)
+        else:
+            for key, leaf in tree_leaves(ACTION, taken):
+                window.put(key, leaf)
         window.put(REWARD, reward)
         window.put(TERMINATED, terminated)
         window.put(TRUNCATED, truncated)
-        if stream.valid is not None:
-            window.put("valid", stream.valid)
+        if not self._never_invalid:
+            window.put(DEAD, stream.first)
         for key, name in self._nexts:
             window.put(key, info[name])
         if self._keeps_finals:
@@ -151,7 +160,7 @@ class Runner:
     def _record_roots(self) -> None:
         window, obs, info = self.window, self._obs, self._info
         for key, path in self._leaves:
-            window.put(key, leaf_at(obs, path))
+            window.put(key, leaf_at(obs, path) if path else obs)
         for key, name in self._roots:
             window.put(key, info[name])
         for name in self.info_keys:
@@ -164,8 +173,7 @@ class Runner:
             self.states[key] = select(first, self._defaults[key], self.states[key])
 
     def _action(self, random: bool) -> Any:
-        columns = self._policy_columns()
-        action, written = self._act(columns, tensors(self._obs))
+        action, written = self._act(self._policy_columns, tensors(self._obs))
         for key, value in written.items():
             carried = state_key(key)
             if carried is not None and carried in self.states:
@@ -222,10 +230,6 @@ class Runner:
         if self._never_invalid:
             return window.steps * self.num_envs - window.taken
         return int(np.count_nonzero(window.valid(False)))
-
-    @property
-    def _never_invalid(self) -> bool:
-        return self.stream.same_step
 
     def valid(self) -> Array:
         """Which cells of the window are transitions not yet taken: bool ``[steps, E]`` on the host."""
@@ -286,8 +290,8 @@ class Runner:
         """All columns but the next observations, in the shapes of the layout contract."""
         window = self.window
         columns: Columns = {}
-        skipped = {"valid", *(next_key(key) for key in self.obs_keys)}
-        trailing = {REWARD, TERMINATED, TRUNCATED, *(key for key, _ in self._nexts)}
+        skipped: set[NestedKey] = {DEAD, *(next_key(key) for key in self.obs_keys)}
+        trailing: set[NestedKey] = {REWARD, TERMINATED, TRUNCATED, *(key for key, _ in self._nexts)}
         trailing |= {key for key, _ in self._roots if key != self.traj_key}
         for key in window.columns:
             if key in skipped:
@@ -310,56 +314,6 @@ class Runner:
             column = select(known, column, lost)
         return column
 
-    def _find_delta_keys(self) -> set[NestedKey]:
-        if self._delta is None:
-            return set()
-        wanted = self._delta.in_keys
-        keys = {key for key in self.obs_keys if wanted is None or as_tuple(key) in wanted}
-        if wanted is not None and len(keys) != len(wanted):
-            raise ValueError(
-                f"NextObservationDelta(in_keys={wanted}): the observation's entries are {self.obs_keys}"
-            )
-        return keys
-
-
-def observation_leaves(space: spaces.Space[Any]) -> list[tuple[NestedKey, tuple[Any, ...]]]:
-    """The batch key and the place in the tree of each observation entry.
-
-    >>> from gymnasium.spaces import Box, Dict
-    >>> observation_leaves(Box(0, 1, (2,)))
-    [('observation', ())]
-    >>> observation_leaves(Dict(eye=Box(0, 1, (2,)), body=Dict(leg=Box(0, 1))))
-    [(('body', 'leg'), ('body', 'leg')), ('eye', ('eye',))]
-    """
-    if not isinstance(space, spaces.Dict):
-        return _leaves(space, (OBSERVATION,), ())
-    taken = sorted(RESERVED & set(space.spaces))
-    if taken:
-        raise ValueError(
-            f"observation entries {taken} have names that the batch layout reserves ({sorted(RESERVED)}): "
-            "rename them with gymnasium.wrappers.TransformObservation"
-        )
-    return [leaf for key, child in space.spaces.items() for leaf in _leaves(child, (key,), (key,))]
-
-
-def _leaves(
-    space: spaces.Space[Any], key: tuple[str, ...], path: tuple[Any, ...]
-) -> list[tuple[NestedKey, tuple[Any, ...]]]:
-    if isinstance(space, spaces.Dict):
-        items: Any = space.spaces.items()
-    elif isinstance(space, spaces.Tuple):
-        items = enumerate(space.spaces)
-    else:
-        return [(key[0] if len(key) == 1 else key, path)]
-    return [leaf for name, child in items for leaf in _leaves(child, (*key, str(name)), (*path, name))]
-
-
-def leaf_at(tree: Tree, path: tuple[Any, ...]) -> Array:
-    """The leaf of a tree at a path of keys and positions."""
-    for name in path:
-        tree = tree[name]
-    return tree
-
 
 def tree_leaves(key: NestedKey, tree: Any) -> list[tuple[NestedKey, Array]]:
     """The leaves of a tree under a key."""
@@ -371,6 +325,8 @@ def tree_leaves(key: NestedKey, tree: Any) -> list[tuple[NestedKey, Array]]:
 
 def tensors(tree: Tree) -> Any:
     """The tree with tensors for leaves (views of NumPy memory)."""
+    if isinstance(tree, np.ndarray):
+        return torch.from_numpy(tree)
     if isinstance(tree, dict):
         return {key: tensors(child) for key, child in tree.items()}
     if isinstance(tree, tuple):
@@ -378,4 +334,4 @@ def tensors(tree: Tree) -> Any:
     return to_torch(tree)
 
 
-__all__ = ["Runner", "observation_leaves"]
+__all__ = ["Runner"]

@@ -13,6 +13,9 @@ from torch import Tensor
 from flatroll.layout.keys import NestedKey
 from flatroll.wrappers.arrays import Array, to_torch
 
+#: Column of the rows on which the env only reset.
+DEAD = "_dead"
+
 
 class Window:
     """Columns ``[steps, E, ...]`` that grow, and a selection of their cells in env-major order.
@@ -34,10 +37,10 @@ class Window:
 
     def put(self, key: NestedKey, value: Array) -> None:
         """Write ``value`` ``[E, ...]`` at the current step."""
-        column = self.columns.get(key)
-        if column is None:
-            column = self._allocate(key, value)
-        column[self.steps] = value
+        try:
+            self.columns[key][self.steps] = value
+        except KeyError:
+            self._allocate(key, value)[self.steps] = value
 
     def put_final(self, key: NestedKey, envs: Array, values: Array, step: int | None = None) -> None:
         """Keep the true next observations of the given envs at a step, the current one by default."""
@@ -52,11 +55,11 @@ class Window:
 
     def valid(self, never_invalid: bool) -> Array:
         """Which cells are transitions not yet taken: bool ``[steps, E]`` on the host."""
-        if never_invalid or "valid" not in self.columns:
+        if never_invalid:
             mask = np.ones((self.steps, self.num_envs), dtype=bool)
         else:
-            column = self.columns["valid"][: self.steps]
-            mask = column.cpu().numpy().copy() if isinstance(column, Tensor) else column.copy()
+            dead = self.columns[DEAD][: self.steps]
+            mask = ~(dead.cpu().numpy() if isinstance(dead, Tensor) else dead)
         mask[0, : self.taken] = False
         return mask
 
@@ -109,7 +112,11 @@ class Window:
                 column[0] = column[last]
             first = last * self.num_envs
             for key, finals in self._finals.items():
-                tail = [(numbers - first, values) for numbers, values in finals if len(numbers) and numbers[0] >= first]
+                tail = [
+                    (numbers - first, values)
+                    for numbers, values in finals
+                    if len(numbers) and numbers[0] >= first
+                ]
                 if tail:
                     kept[key] = tail
         self._finals = kept

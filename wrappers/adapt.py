@@ -30,8 +30,8 @@ def as_vector_env(
       after the step, which is then SAME_STEP.
     * Reward is float32 ``(E,)``, flags are bool ``(E,)``, on the env's device. Arrays are yours to keep.
     * SAME_STEP: ``info["final_obs"]`` is dense, with the tree and shapes of the observation, at every step, its
-      rows meaningful where the episode ended. Where an env hides it the entry is missing, and the stream's
-      ``known`` says which rows have lost their next observation.
+      rows meaningful where the episode ended. An env that hides it gives none in a step that ends an episode,
+      and the stream's ``known`` says which rows have lost their next observation.
     * ``reset(options={"reset_mask": mask})`` resets the masked rows, returns all, and leaves ``options`` alone.
     * Actions may be NumPy or torch; a wrong row count, shape or kind of dtype is a Python exception.
 
@@ -71,7 +71,9 @@ def as_vector_env(
     if framework == "torch" and native == "numpy":
         source = TorchView(source, _device(device))
     elif framework not in (None, native):
-        raise ValueError(f"framework={framework!r} is not possible here: {type(env).__name__} speaks {native}")
+        raise ValueError(
+            f"framework={framework!r} is not possible here: {type(env).__name__} speaks {native}"
+        )
     return VectorStream(source, mode, final_obs=final_obs)
 
 

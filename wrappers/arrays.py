@@ -28,7 +28,7 @@ def map_tree(fn: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
 
 def own(array: Array) -> Array:
     """A copy with its own memory."""
-    return array.clone() if isinstance(array, Tensor) else np.array(array)
+    return array.clone() if isinstance(array, Tensor) else array.copy()
 
 
 def select(mask: Array, chosen: Array, other: Array) -> Array:
@@ -43,7 +43,7 @@ def fill_rows(array: Array, mask: Array, value: float) -> Array:
     """Set the masked rows of ``array`` (shape ``(E,)``) in place; no host sync."""
     if isinstance(array, Tensor):
         return array.masked_fill_(mask, value)
-    array[mask] = value
+    np.copyto(array, value, where=mask)
     return array
 
 
@@ -72,9 +72,19 @@ def first_leaf(tree: Tree) -> Array:
     return tree
 
 
+def leaf_at(tree: Tree, path: tuple[Any, ...]) -> Array:
+    """The leaf of a tree at a path of keys and positions."""
+    for name in path:
+        tree = tree[name]
+    return tree
+
+
 def to_torch(array: Array, device: torch.device | None = None) -> Tensor:
     """The array as a tensor: a view of NumPy memory on CPU, else a copy to ``device``."""
-    tensor = array if isinstance(array, Tensor) else torch.from_numpy(np.asarray(array))
+    if isinstance(array, Tensor):
+        tensor = array
+    else:
+        tensor = torch.from_numpy(array if isinstance(array, np.ndarray) else np.asarray(array))
     return tensor if device is None else tensor.to(device)
 
 

@@ -5,10 +5,11 @@ from typing import Any
 import torch
 
 from flatroll.layout.delta import NextObservationDelta as DeltaTransform
-from flatroll.layout.delta import encode_delta
-from flatroll.layout.keys import OBSERVATION, NestedKey, as_tuple
+from flatroll.layout.delta import check_delta, encode_delta
+from flatroll.layout.keys import OBSERVATION, NestedKey
 from flatroll.wrappers.arrays import Array, Tree, full, map_tree, own, select, to_torch
 from flatroll.wrappers.markers import MarkerWrapper, StepResult
+from flatroll.wrappers.spaces import observation_leaves
 from flatroll.wrappers.stream import VectorStream
 
 
@@ -70,7 +71,8 @@ class NextObservationDelta(MarkerWrapper):
 
     Raises:
         ValueError: ``delta_dtype`` is not floating, or a key is no observation entry.
-        OverflowError: a difference does not fit ``delta_dtype`` (on CPU at once; a collector checks each batch).
+        OverflowError: a difference does not fit ``delta_dtype`` (at once for NumPy envs; a collector checks each
+            batch).
 
     >>> import gymnasium as gym
     >>> env = NextObservationDelta(gym.make("CartPole-v1"))
@@ -94,7 +96,12 @@ class NextObservationDelta(MarkerWrapper):
         if not delta_dtype.is_floating_point:
             raise ValueError(f"delta_dtype must be a floating dtype such as torch.float16, got {delta_dtype}")
         super().__init__(env, "delta")
-        self.in_keys = None if in_keys is None else [as_tuple(key) for key in in_keys]
+        there = [key for key, _ in observation_leaves(self.single_observation_space)]
+        #: The observation entries that get a delta.
+        self.keys = there if in_keys is None else [key for key in there if key in in_keys]
+        unknown = [key for key in in_keys or () if key not in there]
+        if unknown:
+            raise ValueError(f"in_keys has {unknown}, and the observation's entries are {there}")
         self.delta_dtype = delta_dtype
         self._obs: Tree = None
 
@@ -106,15 +113,26 @@ class NextObservationDelta(MarkerWrapper):
         result = self.env.step(actions)
         obs, info = result[0], result[4]
         following = true_next(obs, info, self.stream)
-        info["delta"] = self._delta((), self._obs, following)
+        if not self.stream.same_step and self.stream.any_first is not False:
+            first = self.stream.first  # rows on which the env only reset: no transition, no difference
+            following = map_tree(lambda f, o: select(first, o, f), following, self._obs)
+        root = (OBSERVATION,) if isinstance(obs, tuple) else ()
+        info["delta"] = self._delta(root, self._obs, following)
         self._obs = obs
         return result
 
     def _delta(self, path: tuple[str, ...], obs: Tree, following: Tree) -> Tree:
-        if isinstance(obs, (dict, tuple)):
-            items = obs.items() if isinstance(obs, dict) else enumerate(obs)
-            return {key: self._delta((*path, str(key)), leaf, following[key]) for key, leaf in items}
-        if self.in_keys is not None and (path or (OBSERVATION,)) not in self.in_keys:
+        if isinstance(obs, tuple):
+            return tuple(self._delta((*path, str(i)), leaf, following[i]) for i, leaf in enumerate(obs))
+        if isinstance(obs, dict):
+            made = {name: self._delta((*path, name), leaf, following[name]) for name, leaf in obs.items()}
+            return {name: delta for name, delta in made.items() if delta is not None}
+        key: NestedKey = path if len(path) > 1 else path[0] if path else OBSERVATION
+        if key not in self.keys:
             return None
-        delta = encode_delta(to_torch(obs), to_torch(following), self.delta_dtype)
-        return delta if isinstance(obs, torch.Tensor) else delta.numpy()
+        here, there = to_torch(obs), to_torch(following)
+        delta = encode_delta(here, there, self.delta_dtype)
+        if isinstance(obs, torch.Tensor):
+            return delta
+        check_delta(delta, here, there, key)
+        return delta.numpy()

@@ -50,7 +50,8 @@ class MarkerWrapper(VectorWrapper[Any, Any, Any]):
     ) -> tuple[Tree, dict[str, Any]]:
         """Reset, and mark the rows that were reset."""
         mask = (options or {}).get("reset_mask")
-        obs, info = self.env.reset(seed=seed, options=dict(options) if options else None)
+        env: Any = self.env  # Gymnasium types the seed of vector envs as an int only
+        obs, info = env.reset(seed=seed, options=dict(options) if options else None)
         like = self.stream.first
         rows = full(like, self.num_envs, True, torch.bool) if mask is None else self.stream.as_mask(mask)
         self._on_reset(obs, info, rows)
@@ -117,7 +118,9 @@ class StepCounter(MarkerWrapper):
     [1] [False]
     """
 
-    def __init__(self, env: Any, max_steps: int | None = None, step_count_key: NestedKey = STEP_COUNT) -> None:
+    def __init__(
+        self, env: Any, max_steps: int | None = None, step_count_key: NestedKey = STEP_COUNT
+    ) -> None:
         super().__init__(env, step_count_key)
         if max_steps is not None:
             if max_steps < 1:
@@ -231,7 +234,7 @@ class RewardSum(MarkerWrapper):
         result = self.env.step(actions)
         stream = self.stream
         total = self._sum + result[1]
-        if stream.valid is not None and stream.any_first is not False:
+        if not stream.same_step and stream.any_first is not False:
             fill_rows(total, stream.first, 0.0)  # a wrapper inside may have paid for the reset row
         self._sum = own(total)
         if stream.any_ended is not False:

@@ -59,8 +59,11 @@ class GymSource:
         gymnasiums_own = all(type(layer).__module__.startswith("gymnasium.") for layer in layers(env))
         fresh = gymnasiums_own and getattr(base, "copy", True) is not False
         self._copies = not fresh if own_buffers == "auto" else bool(own_buffers)
-        self._checks_reuse = mode is AutoresetMode.SAME_STEP and isinstance(base, (SyncVectorEnv, AsyncVectorEnv))
+        self._checks_reuse = mode is AutoresetMode.SAME_STEP and isinstance(
+            base, (SyncVectorEnv, AsyncVectorEnv)
+        )
         self._checks_reuse &= own_buffers == "auto"
+        self._proven = np.zeros(self.num_envs, dtype=bool)
         # A worker of AsyncVectorEnv(shared_memory=False) keeps its pending autoreset through a reset, and
         # resets once more at the next step.
         self._flush = isinstance(base, AsyncVectorEnv) and not base.shared_memory
@@ -103,9 +106,9 @@ class GymSource:
             return None
         if isinstance(given, np.ndarray) and given.dtype == object:
             rows = np.flatnonzero(done)
-            given = map_rows(obs, rows, [given[i] for i in rows])
             if self._checks_reuse:
                 self._refuse_reused(given, obs, rows)
+            given = map_rows(obs, rows, [given[i] for i in rows])
         return given
 
     def close(self) -> None:
@@ -114,18 +117,41 @@ class GymSource:
     def _owned(self, obs: Tree) -> Tree:
         return map_tree(own, obs) if self._copies else obs
 
-    def _refuse_reused(self, final: Tree, obs: Tree, rows: Array) -> None:
-        """SAME_STEP keeps the final observation by reference: an env that reuses its array overwrites it."""
-        same: list[bool] = []
-        map_tree(lambda f, o: same.append(bool(np.array_equal(f[rows], o[rows]))), final, obs)
-        if all(same):
+    def _refuse_reused(self, given: Array, obs: Tree, rows: Array) -> None:
+        """SAME_STEP keeps the final observation by reference: an env that reuses its array overwrites it.
+
+        Sync shows the reset observations themselves: do they share memory? From an Async worker only values
+        come back: until one ended episode of an env differs from what follows it, equal ones are refused.
+        """
+        resets = getattr(self.env.unwrapped, "_env_obs", None)
+        if resets is not None:
+            reused = any(shares_memory(given[i], resets[i]) for i in rows)
+        else:
+            rows = [i for i in rows if not self._proven[i]]
+            equal = [same_values(given[i], map_tree(lambda x, i=i: x[i], obs)) for i in rows]
+            self._proven[rows] = True
+            reused = any(equal)
+        if reused:
             raise ValueError(
-                "the env's final_obs equal its reset observations in every ended row: it writes each "
-                "observation into the same array, and autoreset_mode=SAME_STEP then loses the final ones. "
-                "Make the vector env with autoreset_mode='NextStep' or 'Disabled'; if the two really are "
+                "the env writes each observation into the same array, and autoreset_mode=SAME_STEP then loses "
+                "the final ones (final_obs is the reset observation). Make the vector env with "
+                "autoreset_mode='NextStep' or 'Disabled'; if its final and reset observations really are "
                 "equal, pass own_buffers=False to as_vector_env to skip this check"
             )
-        self._checks_reuse = False  # one ended row that differs proves that the env does not reuse its array
+
+
+def shares_memory(a: Tree, b: Tree) -> bool:
+    """Whether any array leaf of two equally nested trees lies in the memory of its partner."""
+    found: list[bool] = []
+    map_tree(lambda x, y: found.append(isinstance(x, np.ndarray) and np.shares_memory(x, y)), a, b)
+    return any(found)
+
+
+def same_values(a: Tree, b: Tree) -> bool:
+    """Whether all leaves of two equally nested trees are equal."""
+    found: list[bool] = []
+    map_tree(lambda x, y: found.append(bool(np.array_equal(x, y))), a, b)
+    return all(found)
 
 
 def map_rows(obs: Tree, rows: Array, values: list[Any]) -> Tree:
@@ -146,19 +172,33 @@ class EnvPoolSource:
     def __init__(self, env: Any) -> None:
         self.env = env
         self.num_envs = int(env.config["num_envs"]) if hasattr(env, "config") else int(env.num_envs)
-        batch = int(env.config.get("batch_size") or self.num_envs) if hasattr(env, "config") else self.num_envs
+        batch = (
+            int(env.config.get("batch_size") or self.num_envs) if hasattr(env, "config") else self.num_envs
+        )
         if batch != self.num_envs:
             raise ValueError(
                 f"env must be an envpool in sync mode (batch_size == num_envs), got batch_size={batch} and "
                 f"num_envs={self.num_envs}: an async pool returns other rows at every step"
             )
-        # envpool's observation_space and action_space are the single ones.
-        self.single_observation_space = mend_bounds(env.observation_space)
-        self.single_action_space = mend_bounds(env.action_space)
+        with warnings.catch_warnings():
+            # envpool makes its bounds from float64 numbers, and Gymnasium warns of the cast.
+            warnings.filterwarnings("ignore", message=".*precision lowered by casting", category=UserWarning)
+            # envpool's observation_space and action_space are the single ones.
+            self.single_observation_space = mend_bounds(env.observation_space)
+            self.single_action_space = mend_bounds(env.action_space)
         self.capabilities = Capabilities(
-            torch.device("cpu"), "numpy", fork_safe=False, both_flags=False, seedable=False, checks_range=False
+            torch.device("cpu"),
+            "numpy",
+            fork_safe=False,
+            both_flags=False,
+            seedable=False,
+            checks_range=False,
         )
         self._last: Tree = None
+        # Discrete observations arrive as int32 where the space says int64.
+        self._casts = any(
+            isinstance(leaf, spaces.Discrete) for leaf in _leaf_spaces(self.single_observation_space)
+        )
 
     def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Tree, dict[str, Any]]:
         if seed is not None:
@@ -170,8 +210,8 @@ class EnvPoolSource:
         if options:
             raise ValueError(f"envpool takes no reset options but reset_mask, got {sorted(options)}")
         obs, info = self.env.reset()
-        self._last = obs
-        return obs, info
+        self._last = self._cast(obs)
+        return self._last, info
 
     def reset_rows(self, mask: Array, options: dict[str, Any] | None = None) -> tuple[Tree, dict[str, Any]]:
         """envpool returns only the rows it reset; the others keep what they showed last."""
@@ -185,20 +225,38 @@ class EnvPoolSource:
             whole[rows] = some
             return whole
 
-        self._last = map_tree(scatter, self._last, part)
+        self._last = map_tree(scatter, self._last, self._cast(part))
         return self._last, {"env_id": np.arange(self.num_envs), **_scattered(info, rows, self.num_envs)}
 
     def step(self, actions: Tree) -> Step:
         actions = map_tree(np.ascontiguousarray, actions)
         obs, reward, terminated, truncated, info = self.env.step(actions)
-        self._last = obs
+        self._last = obs = self._cast(obs)
         return obs, reward, terminated, truncated, info
 
     def final_obs(self, info: dict[str, Any], obs: Tree, done: Array) -> Tree | None:
         return None
 
+    def _cast(self, obs: Tree) -> Tree:
+        return _cast_discrete(obs, self.single_observation_space) if self._casts else obs
+
     def close(self) -> None:
         self.env.close()
+
+
+def _leaf_spaces(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        children = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
+        return [leaf for child in children for leaf in _leaf_spaces(child)]
+    return [space]
+
+
+def _cast_discrete(obs: Tree, space: spaces.Space[Any]) -> Tree:
+    if isinstance(space, spaces.Dict):
+        return {key: _cast_discrete(obs[key], child) for key, child in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_cast_discrete(obs[i], child) for i, child in enumerate(space.spaces))
+    return obs.astype(space.dtype, copy=False) if isinstance(space, spaces.Discrete) else obs
 
 
 def _scattered(info: dict[str, Any], rows: Array, size: int) -> dict[str, Any]:

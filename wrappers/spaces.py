@@ -7,6 +7,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from flatroll.layout.keys import OBSERVATION, RESERVED, NestedKey
 from flatroll.wrappers.arrays import Array, Tree
 
 _LEAVES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
@@ -62,6 +63,38 @@ def mend_bounds(space: spaces.Space[Any]) -> spaces.Space[Any]:
     return spaces.Box(low, high, dtype=space.dtype.type)
 
 
+def observation_leaves(space: spaces.Space[Any]) -> list[tuple[NestedKey, tuple[Any, ...]]]:
+    """The batch key and the place in the tree of each observation entry.
+
+    >>> from gymnasium.spaces import Box, Dict
+    >>> observation_leaves(Box(0, 1, (2,)))
+    [('observation', ())]
+    >>> observation_leaves(Dict(eye=Box(0, 1, (2,)), body=Dict(leg=Box(0, 1))))
+    [(('body', 'leg'), ('body', 'leg')), ('eye', ('eye',))]
+    """
+    if not isinstance(space, spaces.Dict):
+        return _leaves(space, (OBSERVATION,), ())
+    taken = sorted(RESERVED & set(space.spaces))
+    if taken:
+        raise ValueError(
+            f"observation entries {taken} have names that the batch layout reserves ({sorted(RESERVED)}): "
+            "rename them with gymnasium.wrappers.TransformObservation"
+        )
+    return [leaf for key, child in space.spaces.items() for leaf in _leaves(child, (key,), (key,))]
+
+
+def _leaves(
+    space: spaces.Space[Any], key: tuple[str, ...], path: tuple[Any, ...]
+) -> list[tuple[NestedKey, tuple[Any, ...]]]:
+    if isinstance(space, spaces.Dict):
+        items: Any = space.spaces.items()
+    elif isinstance(space, spaces.Tuple):
+        items = enumerate(space.spaces)
+    else:
+        return [(key[0] if len(key) == 1 else key, path)]
+    return [leaf for name, child in items for leaf in _leaves(child, (*key, str(name)), (*path, name))]
+
+
 class ActionCheck:
     """Turns what a policy gave into what the env takes, or says what is wrong with it.
 
@@ -104,13 +137,14 @@ class ActionCheck:
         self._torch_dtype = torch.from_numpy(np.zeros(0, self._dtype)).dtype
         self._limit = int(space.n) if check_range and isinstance(space, spaces.Discrete) else 0
         self._start = int(space.start) if isinstance(space, spaces.Discrete) else 0
+        self._unsigned = f"u{self._dtype.itemsize}"
 
     def __call__(self, actions: Tree) -> Tree:
         if self._children:
             return self._nested(actions)
         if self._framework == "torch":
             return self._torch(actions)
-        array = actions.detach().cpu().numpy() if isinstance(actions, Tensor) else np.asarray(actions)
+        array = actions.numpy(force=True) if isinstance(actions, Tensor) else np.asarray(actions)
         if array.shape != self._shape:
             raise self._shape_error(array.shape)
         if array.dtype != self._dtype:
@@ -136,14 +170,18 @@ class ActionCheck:
                 raise ValueError(f"actions must be a dict with keys {sorted(self._space.spaces)}, got {came}")
             return {key: check(actions[key]) for key, check in self._children}
         if not isinstance(actions, tuple) or len(actions) != len(self._children):
-            raise ValueError(f"actions must be a tuple of {len(self._children)} arrays, got {type(actions).__name__}")
+            raise ValueError(
+                f"actions must be a tuple of {len(self._children)} arrays, got {type(actions).__name__}"
+            )
         return tuple(check(actions[i]) for i, check in self._children)
 
     def _check_range(self, array: Array) -> None:
-        low, high = self._start, self._start + self._limit
-        if array.min() < low or array.max() >= high:
+        shifted = array - self._start if self._start else array
+        # Seen as unsigned, what is below the range is far above it: one pass finds both.
+        if shifted.view(self._unsigned).max() >= self._limit:
+            low, high = self._start, self._start + self._limit - 1
             raise ValueError(
-                f"actions must lie in [{low}, {high - 1}] for {self._space}, got {array.min()} to {array.max()}"
+                f"actions must lie in [{low}, {high}] for {self._space}, got {array.min()} to {array.max()}"
             )
 
     def _shape_error(self, came: tuple[int, ...]) -> ValueError:

@@ -27,7 +27,9 @@ class Source(Protocol):
     capabilities: Capabilities
 
     def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Tree, dict[str, Any]]: ...
-    def reset_rows(self, mask: Array, options: dict[str, Any] | None = None) -> tuple[Tree, dict[str, Any]]: ...
+    def reset_rows(
+        self, mask: Array, options: dict[str, Any] | None = None
+    ) -> tuple[Tree, dict[str, Any]]: ...
     def step(self, actions: Tree) -> Step: ...
     def final_obs(self, info: dict[str, Any], obs: Tree, done: Array) -> Tree | None: ...
     def close(self) -> None: ...
@@ -46,6 +48,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             row after the end ignores the action there, and that row is no transition.
         known: the true next observation of the step is known; None if it is in every row.
         any_first, any_ended: whether any row is; None on a device where asking would wait for it.
+        actions: what the env was given at the last step, after the checks and casts.
         capabilities: see `Capabilities`.
     """
 
@@ -87,10 +90,10 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self._declare()
         self._limit: int | None = None
         self._elapsed: Array = None
-        self._started = False
+        self._started = self._stepped = False
+        self.actions: Tree = None
         self.first: Array = None
         self.ended: Array = None
-        self.valid: Array | None = None
         self.known: Array | None = None
         self.any_first: bool | None = True
         self.any_ended: bool | None = False
@@ -98,6 +101,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
     def _declare(self) -> None:
         mode = AutoresetMode.NEXT_STEP if self._next_step else AutoresetMode.SAME_STEP
         self.metadata = {**(getattr(self.source.env, "metadata", None) or {}), "autoreset_mode": mode}
+
+    @property
+    def valid(self) -> Array | None:
+        """Which rows of the step just made are transitions; None if all are (see the class)."""
+        return ~self.first if self._next_step and self._stepped else None
 
     @property
     def hides_final_obs(self) -> bool:
@@ -112,13 +120,21 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         return not self._next_step
 
     @property
-    def unwrapped(self) -> VectorEnv[Any, Any, Any]:
+    def unwrapped(self) -> Any:
         base = getattr(self.source.env, "unwrapped", self.source.env)
         return base if isinstance(base, VectorEnv) else self
+
+    def __repr__(self) -> str:
+        mode = self.metadata["autoreset_mode"].value
+        return f"VectorStream({type(self.source.env).__name__}, num_envs={self.num_envs}, {mode})"
 
     @property
     def np_random(self) -> Any:
         return self.source.env.np_random
+
+    @np_random.setter
+    def np_random(self, value: Any) -> None:
+        self.source.env.np_random = value
 
     @property
     def np_random_seed(self) -> Any:
@@ -159,7 +175,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self.first = full(like, self.num_envs, True, torch.bool)
         self.ended = full(like, self.num_envs, False, torch.bool)
         self._elapsed = full(like, self.num_envs, 0, torch.int64) if self._limit else None
-        self.valid = self.known = None
+        self.known = None
+        self._stepped = False
         self.any_first, self.any_ended = self._host(True), self._host(False)
         self._started = True
         return obs, info
@@ -168,7 +185,9 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         """Step all rows; see Gymnasium. ``info["final_obs"]`` is dense in a SAME_STEP env that knows it."""
         if not self._started:
             raise RuntimeError("step was called before reset: call env.reset() first")
-        obs, reward, terminated, truncated, info = self.source.step(self._check_actions(actions))
+        self._stepped = True
+        self.actions = self._check_actions(actions)
+        obs, reward, terminated, truncated, info = self.source.step(self.actions)
         reward, terminated, truncated = self._flags(reward, terminated, truncated)
         ended = terminated | truncated
         resets = ended if self._folds else None  # the rows that this stream has to reset itself
@@ -180,7 +199,6 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             fill_rows(self._elapsed, ended, 0)
         if self._next_step:
             self.first, self.any_first = self.ended, self.any_ended
-            self.valid = ~self.first
             self.ended, self.any_ended = ended, self._any(ended)
         else:
             self.first, self.ended = own(ended), ended
@@ -277,7 +295,9 @@ def _restarted_info(info: dict[str, Any], reset_info: dict[str, Any], rows: Arra
     """Gymnasium's SAME_STEP info: the reset's entries in the restarted rows, the step's in ``final_info``."""
     merged = {**info, "final_info": info, "_final_info": rows}
     for key, value in reset_info.items():
-        old = info.get(key)
-        same = isinstance(value, np.ndarray | Tensor) and type(old) is type(value) and old.shape == value.shape
+        old: Any = info.get(key)
+        same = (
+            isinstance(value, np.ndarray | Tensor) and type(old) is type(value) and old.shape == value.shape
+        )
         merged[key] = select(rows, value, old) if same else value
     return merged

@@ -6,6 +6,7 @@ dict for all steps, autoreset in the same step, and sometimes a final observatio
 """
 
 import inspect
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -57,7 +58,13 @@ class TorchSource:
 
     def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Tree, dict[str, Any]]:
         arguments: dict[str, Any] = {}
-        if seed is not None and self._takes_seed:
+        if seed is not None and not self._takes_seed:
+            warnings.warn(
+                f"{type(self.env).__name__}.reset takes no seed: reset(seed={seed!r}) has no effect; seed the env "
+                "when you make it",
+                stacklevel=4,
+            )
+        elif seed is not None:
             arguments["seed"] = seed
         if options and self._takes_options:
             arguments["options"] = options
@@ -150,9 +157,13 @@ class TorchView:
         return self._tensors(obs), info
 
     def step(self, actions: Tree) -> Step:
-        obs, reward, terminated, truncated, info = self.source.step(map_tree(lambda x: x.cpu().numpy(), actions))
+        obs, reward, terminated, truncated, info = self.source.step(
+            map_tree(lambda x: x.cpu().numpy(), actions)
+        )
         self._seen = obs, np.asarray(terminated) | np.asarray(truncated)
-        reward, terminated, truncated = (self._tensors(np.asarray(x)) for x in (reward, terminated, truncated))
+        reward, terminated, truncated = (
+            self._tensors(np.asarray(x)) for x in (reward, terminated, truncated)
+        )
         return self._tensors(obs), reward, terminated, truncated, info
 
     def final_obs(self, info: dict[str, Any], obs: Tree, done: Array) -> Tree | None:

@@ -1,0 +1,46 @@
+"""Measuring on a shared machine: contenders take turns in one process, and ratios are taken turn by turn."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call of one contender, turn by turn."""
+
+    name: str
+    turns: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.turns)
+
+
+def take_turns(
+    contenders: dict[str, Callable[[], object]], turns: int = 7, calls: int = 1
+) -> dict[str, Timing]:
+    """Call every contender once to warm it up, then ``turns`` times in turn, each time ``calls`` times."""
+    for run in contenders.values():
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(turns):
+        for name, run in contenders.items():
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            seconds[name].append((time.perf_counter() - start) / calls)
+    return {name: Timing(name, tuple(turn)) for name, turn in seconds.items()}
+
+
+def ratio(a: Timing, b: Timing) -> float:
+    """The median over turns of a's time over b's."""
+    return statistics.median(x / y for x, y in zip(a.turns, b.turns, strict=True))
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines)
