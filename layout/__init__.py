@@ -1,5 +1,73 @@
 """What a flat marked batch is: its keys, its one boundary rule, and the tools that show and check it."""
 
+from flatroll.layout.audit import Finding, audit
 from flatroll.layout.boundaries import run_ends, run_starts
+from flatroll.layout.delta import NextObservationDelta, check_delta, decode_delta, encode_delta
+from flatroll.layout.describe import describe
+from flatroll.layout.explain import explain
+from flatroll.layout.keys import (
+    ACTION,
+    DELTA,
+    DONE,
+    EPISODE_REWARD,
+    IS_INIT,
+    MASK,
+    NEXT,
+    NEXT_KNOWN,
+    OBSERVATION,
+    RESERVED,
+    REWARD,
+    STEP_COUNT,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+    NestedKey,
+    as_tuple,
+    flat_column,
+    marker,
+    missing_marker,
+    next_key,
+    observation_keys,
+    require,
+)
+from flatroll.layout.timeline import timeline
+from flatroll.layout.trajectories import join, split_trajectories
 
-__all__ = ["run_ends", "run_starts"]
+__all__ = [
+    "ACTION",
+    "DELTA",
+    "DONE",
+    "EPISODE_REWARD",
+    "IS_INIT",
+    "MASK",
+    "NEXT",
+    "NEXT_KNOWN",
+    "OBSERVATION",
+    "RESERVED",
+    "REWARD",
+    "STEP_COUNT",
+    "TERMINATED",
+    "TRAJ_IDS",
+    "TRUNCATED",
+    "Finding",
+    "NestedKey",
+    "NextObservationDelta",
+    "as_tuple",
+    "audit",
+    "check_delta",
+    "decode_delta",
+    "describe",
+    "encode_delta",
+    "explain",
+    "flat_column",
+    "join",
+    "marker",
+    "missing_marker",
+    "next_key",
+    "observation_keys",
+    "require",
+    "run_ends",
+    "run_starts",
+    "split_trajectories",
+    "timeline",
+]

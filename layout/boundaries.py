@@ -4,7 +4,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, flat_column, marker, missing_marker
+from flatroll.layout.keys import DONE, IS_INIT, MASK, TRAJ_IDS, NestedKey, flat_column, marker, missing_marker
 
 
 def run_ends(
@@ -13,12 +13,14 @@ def run_ends(
     is_init_key: NestedKey = IS_INIT,
     done_key: NestedKey = DONE,
     traj_key: NestedKey = TRAJ_IDS,
+    mask_key: NestedKey = MASK,
 ) -> Tensor:
     """Mark the last row of every run of consecutive rows.
 
     Row ``i`` ends a run if it is done, if row ``i + 1`` is an ``is_init`` row or has another trajectory id,
     or if it is the last row. A run that ends without done was *cut*: its value is bootstrapped, its trace
-    stops. Markers that are not in the batch take no part; one at least must be there. No host sync.
+    stops. Markers that are not in the batch take no part; one at least must be there. In a padded batch a run
+    also ends where the mask changes, so padding never continues a run. No host sync.
 
     Args:
         batch: tensordict of batch size ``[N]`` or ``[*B, T]``; time is the last batch dim, and no run goes
@@ -26,6 +28,7 @@ def run_ends(
         is_init_key: bool ``[*B, T]`` or ``[*B, T, 1]``, True on the first row of a trajectory or slice.
         done_key: bool of the same shape, True on the last row of an episode.
         traj_key: integer of the same shape, constant within a trajectory.
+        mask_key: bool of the same shape, True on real rows; it ends runs but does not replace the others.
 
     Returns:
         bool tensor of the batch's shape.
@@ -61,6 +64,9 @@ def run_ends(
     if not found:
         error = missing_marker(is_init_key, batch.keys(True, True))
         raise KeyError(f"{error.args[0]}. Any one of {is_init_key!r}, {done_key!r}, {traj_key!r} would do")
+    if batch.get(mask_key, None) is not None:
+        mask = marker(batch, mask_key)
+        ends[..., :-1] |= mask[..., 1:] != mask[..., :-1]
     ends[..., -1:] = True
     return ends
 
@@ -71,6 +77,7 @@ def run_starts(
     is_init_key: NestedKey = IS_INIT,
     done_key: NestedKey = DONE,
     traj_key: NestedKey = TRAJ_IDS,
+    mask_key: NestedKey = MASK,
 ) -> Tensor:
     """Mark the first row of every run: the rows after :func:`run_ends`, and the first row.
 
@@ -82,7 +89,7 @@ def run_starts(
     >>> run_starts(TensorDict({"collector": {"traj_ids": ids}}, [4]))
     tensor([ True, False,  True, False])
     """
-    ends = run_ends(batch, is_init_key=is_init_key, done_key=done_key, traj_key=traj_key)
+    ends = run_ends(batch, is_init_key=is_init_key, done_key=done_key, traj_key=traj_key, mask_key=mask_key)
     starts = torch.ones_like(ends)
     starts[..., 1:] = ends[..., :-1]
     return starts

@@ -29,6 +29,11 @@ RESERVED: frozenset[str] = frozenset(
     {ACTION, NEXT, IS_INIT, STEP_COUNT, "collector", "reward", "terminated", "truncated", "done", "delta"}
 )
 
+#: Entries under ``"next"`` that are no observation.
+_NEXT_MARKERS: frozenset[str] = frozenset(
+    {IS_INIT, STEP_COUNT, EPISODE_REWARD, "reward", "terminated", "truncated", "done", "delta"}
+)
+
 _WRITTEN_BY: dict[NestedKey, str] = {
     OBSERVATION: "the collector writes it",
     ACTION: "the policy writes it",
@@ -95,6 +100,28 @@ def marker(batch: TensorDictBase, key: NestedKey) -> Tensor:
     if column.dtype is not torch.bool:
         raise TypeError(f"batch[{key!r}] must be bool, got {column.dtype}: cast it with .bool()")
     return flat_column(column, batch, key)
+
+
+def observation_keys(batch: TensorDictBase) -> list[NestedKey]:
+    """The root keys of the observations: entries at the root that stand under ``"next"`` too.
+
+    Of a compact batch (no ``("next", <obs>)``), ``"observation"`` if it is there. Recurrent states, by the
+    names ``"recurrent_state..."``, are not counted.
+
+    >>> from tensordict import TensorDict
+    >>> column = torch.zeros(2)
+    >>> observation_keys(TensorDict({"pos": column, "next": {"pos": column, "reward": column}}, [2]))
+    ['pos']
+    """
+    following = batch.get(NEXT, None)
+    later = set() if following is None else {as_tuple(key) for key in following.keys(True, True)}
+    roots: list[NestedKey] = []
+    for key in batch.keys(True, True):
+        names = as_tuple(key)
+        marks = names[0] in RESERVED or names[0] in _NEXT_MARKERS or names[-1].startswith("recurrent_state")
+        if not marks and (names in later or names[0] == OBSERVATION):
+            roots.append(names[0] if len(names) == 1 else names)
+    return roots
 
 
 def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey) -> Tensor:

@@ -1,0 +1,189 @@
+"""The next observation kept as a difference: written beside the env, undone on what a buffer samples."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from flatroll.layout.keys import DELTA, NestedKey, as_tuple, next_key, require
+
+# torch has no arithmetic for these; the signed dtype of the same width has the same bits modulo 2**n.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def encode_delta(obs: Tensor, next_obs: Tensor, dtype: torch.dtype = torch.float16) -> Tensor:
+    """What has to be added to ``obs`` to get ``next_obs``.
+
+    Floating observations: ``(next_obs - obs)``, subtracted in their own dtype and cast once to ``dtype``.
+    The result may overflow; nothing here looks (that would wait for the device), so call `check_delta` once
+    per batch. Integer and bool observations: the exact difference modulo 2**bits, in their own dtype;
+    ``dtype`` is not used.
+
+    Args:
+        obs: observation at t, any shape.
+        next_obs: observation at t + 1, same shape and dtype.
+        dtype: floating dtype of the stored difference. float16 keeps 11 bits of the difference (a relative
+            error of 2**-11 in it) and counts differences below 3e-8 as none.
+
+    Raises:
+        TypeError: the two dtypes differ, or are complex.
+        ValueError: ``dtype`` is not floating.
+
+    >>> encode_delta(torch.tensor([1.0, 2.0]), torch.tensor([1.5, 1.0]))
+    tensor([ 0.5000, -1.0000], dtype=torch.float16)
+    >>> encode_delta(torch.tensor([250], dtype=torch.uint8), torch.tensor([4], dtype=torch.uint8))
+    tensor([10], dtype=torch.uint8)
+    """
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating dtype such as torch.float16, got {dtype}")
+    _check_pair(obs, next_obs)
+    if obs.is_floating_point():
+        return (next_obs - obs).to(dtype)
+    if obs.dtype is torch.bool:
+        return next_obs ^ obs
+    signed = _SIGNED.get(obs.dtype, obs.dtype)
+    return (next_obs.view(signed) - obs.view(signed)).view(obs.dtype)
+
+
+def decode_delta(obs: Tensor, delta: Tensor) -> Tensor:
+    """The next observation, in the dtype of ``obs``: the inverse of `encode_delta`.
+
+    Exact for integers and bool. For floats the sum is taken in the wider of the two dtypes and rounded once.
+    A NaN or infinite ``obs`` gives NaN or infinity.
+
+    Args:
+        obs: observation at t.
+        delta: what `encode_delta` gave, same shape.
+
+    Raises:
+        TypeError: an integer or bool observation with a delta of another dtype.
+
+    >>> decode_delta(torch.tensor([250], dtype=torch.uint8), torch.tensor([10], dtype=torch.uint8))
+    tensor([4], dtype=torch.uint8)
+    """
+    if obs.is_floating_point():
+        wide = torch.promote_types(obs.dtype, delta.dtype)
+        return (obs.to(wide) + delta.to(wide)).to(obs.dtype)
+    if delta.dtype != obs.dtype:
+        raise TypeError(
+            f"a {obs.dtype} observation needs a delta of its own dtype (encode_delta writes it so), "
+            f"got {delta.dtype}"
+        )
+    if obs.dtype is torch.bool:
+        return obs ^ delta
+    signed = _SIGNED.get(obs.dtype, obs.dtype)
+    return (obs.view(signed) + delta.view(signed)).view(obs.dtype)
+
+
+def check_delta(delta: Tensor, obs: Tensor, next_obs: Tensor, key: NestedKey) -> None:
+    """Refuse a delta from which the next observation cannot be restored. One host sync: once per batch.
+
+    Args:
+        delta: ``encode_delta(obs, next_obs)``.
+        obs: observation at t.
+        next_obs: observation at t + 1.
+        key: the observation's name, for the message.
+
+    Raises:
+        OverflowError: a difference of finite observations is infinite in the dtype of ``delta``.
+        ValueError: a next observation that is no NaN would come back as NaN, because it follows a NaN or
+            infinite observation. (A NaN next observation stays NaN, an infinite one after a finite one is
+            exact.)
+    """
+    if not delta.is_floating_point() or bool(delta.isfinite().all()):
+        return
+    overflown = delta.isinf() & obs.isfinite() & next_obs.isfinite()
+    if bool(overflown.any()):
+        largest = (next_obs[overflown].double() - obs[overflown].double()).abs().max().item()
+        raise OverflowError(
+            f"the delta of {key!r} does not fit {delta.dtype}: the largest difference is {largest:.6g}, the "
+            f"dtype ends at {torch.finfo(delta.dtype).max:.6g}. Use delta_dtype=torch.bfloat16 or float32, "
+            "scale the observation, or leave the key out with in_keys"
+        )
+    lost = delta.isnan() & ~next_obs.isnan()
+    if bool(lost.any()):
+        raise ValueError(
+            f"the delta of {key!r} loses {int(lost.sum())} values: a next observation cannot be told from "
+            "its difference to a NaN or infinite one. Leave the key out with in_keys, or use compact_obs=True"
+        )
+
+
+class NextObservationDelta:
+    """Buffer-side transform: puts ``("next", <obs>)`` back into samples, from ``("next", "delta", <obs>)``.
+
+    The decoding is elementwise, so it does not depend on how rows were sampled: ended and cut rows get
+    their own next observation like all others. Floats come back within the rounding of the delta's dtype,
+    integers exactly. `flatroll.wrappers.NextObservationDelta` is the other side.
+
+    Args:
+        in_keys: observation keys to restore. Default: every one that has a delta.
+        restore_dtype: floating dtype of restored floating observations. Default (None or ``"root"``): that
+            of the root observation.
+        drop_delta: whether the deltas just used leave the sample. Default True.
+
+    Raises:
+        ValueError: ``restore_dtype`` is not floating.
+        TypeError: ``in_keys`` is a single string.
+
+    >>> from tensordict import TensorDict
+    >>> obs = torch.tensor([[0], [250]], dtype=torch.uint8)
+    >>> delta = torch.tensor([[250], [10]], dtype=torch.uint8)
+    >>> sample = TensorDict({"pixels": obs, "next": {"delta": {"pixels": delta}}}, [2])
+    >>> NextObservationDelta()(sample)["next", "pixels"].squeeze(-1)
+    tensor([250,   4], dtype=torch.uint8)
+    """
+
+    def __init__(
+        self,
+        in_keys: Sequence[NestedKey] | None = None,
+        *,
+        restore_dtype: torch.dtype | Literal["root"] | None = None,
+        drop_delta: bool = True,
+    ) -> None:
+        if isinstance(in_keys, str):
+            raise TypeError(
+                f"in_keys must be a list of keys, got the string {in_keys!r}: write [{in_keys!r}]"
+            )
+        dtype = None if restore_dtype == "root" else restore_dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"restore_dtype must be a floating dtype, 'root' or None, got {restore_dtype!r}")
+        self.in_keys = None if in_keys is None else [as_tuple(key) for key in in_keys]
+        self.restore_dtype = dtype
+        self.drop_delta = drop_delta
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        """A tensordict with the next observations restored; ``td`` itself is left as it was.
+
+        Raises:
+            KeyError: a key of ``in_keys``, or with ``in_keys=None`` every key, has no delta; or a delta has
+            no root observation.
+        """
+        deltas = td.get(DELTA, None)
+        keys = self.in_keys
+        there = [] if deltas is None else [as_tuple(key) for key in deltas.keys(True, True)]
+        missing = [key for key in keys or [] if key not in there]
+        if missing or not there:
+            wanted = ("next", "delta", *missing[0]) if missing else DELTA
+            raise KeyError(
+                f"sample has no entry {wanted!r}: wrap the env in flatroll.wrappers.NextObservationDelta, or "
+                f"take this transform out. Deltas present: {', '.join(map(repr, there)) or 'none'}"
+            )
+        out = td.copy()
+        for key in there if keys is None else keys:
+            root = require(out, key)
+            if self.restore_dtype is not None and root.is_floating_point():
+                root = root.to(self.restore_dtype)
+            out.set(next_key(key), decode_delta(root, require(out, (*DELTA, *key))))
+        if not self.drop_delta:
+            return out
+        dropped = there if keys is None else keys
+        return out.exclude(*((DELTA,) if len(dropped) == len(there) else ((*DELTA, *key) for key in dropped)))
+
+    __call__ = forward
+
+
+def _check_pair(obs: Tensor, next_obs: Tensor) -> None:
+    if obs.dtype != next_obs.dtype or obs.is_complex():
+        raise TypeError(f"obs and next_obs must have one real dtype, got {obs.dtype} and {next_obs.dtype}")

@@ -1,0 +1,88 @@
+"""A batch in words: its runs, their ends and lengths, its columns and their bytes."""
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from flatroll.layout.boundaries import run_ends
+from flatroll.layout.keys import DONE, IS_INIT, MASK, TERMINATED, TRAJ_IDS, TRUNCATED, NestedKey, marker
+
+
+def describe(batch: TensorDictBase) -> str:
+    """Rows, runs, how they end, how long they are, and the columns with their bytes.
+
+    Args:
+        batch: ``[N]`` or ``[*B, T]``. Without a boundary marker only the columns are described.
+
+    >>> from tensordict import TensorDict
+    >>> done = torch.tensor([[False], [True], [False]])
+    >>> print(describe(TensorDict({"observation": torch.zeros(3, 4), "next": {"done": done}}, [3])))
+    3 rows, 51 bytes (17 a row)
+    2 runs: 0 terminated, 0 truncated, 1 done without either, 1 cut
+    run length: 1 shortest, 1.5 median, 2 longest
+    <BLANKLINE>
+    column       shape  dtype    bytes/row  bytes
+    next.done    [1]    bool             1      3
+    observation  [4]    float32         16     48
+    """
+    n = batch.batch_size.numel()
+    total, rows = 0, []
+    for key in batch.keys(True, True):
+        column = batch.get(key)
+        size = column.numel() * column.element_size()
+        total += size
+        name = key if isinstance(key, str) else ".".join(key)
+        shape, dtype = str(list(column.shape[batch.batch_dims :])), str(column.dtype).removeprefix("torch.")
+        rows.append((name, shape, dtype, f"{size // max(n, 1):,}", f"{size:,}"))
+    head = f"{_count(n, 'row')}, {total:,} bytes ({total // max(n, 1):,} a row)"
+    table = _table([("column", "shape", "dtype", "bytes/row", "bytes"), *sorted(rows)])
+    return "\n".join([head, *_runs(batch), "", *table])
+
+
+def _runs(batch: TensorDictBase) -> list[str]:
+    if all(batch.get(key, None) is None for key in (IS_INIT, DONE, TRAJ_IDS)):
+        return ["no boundary marker, so no runs"]
+    ends = run_ends(batch)
+    real = _flag(batch, MASK, torch.ones_like(ends))
+    last = (ends & real).reshape(-1)
+    if not bool(last.any()):
+        return ["0 runs"]
+    no = torch.zeros_like(ends)
+    done, terminated, truncated = (_flag(batch, key, no).reshape(-1) for key in (DONE, TERMINATED, TRUNCATED))
+    kinds = {
+        "terminated": terminated,
+        "truncated": truncated & ~terminated,
+        "done without either": done & ~terminated & ~truncated,
+        "cut": ~(done | terminated | truncated),
+    }
+    counts = [(name, int((last & kind).sum())) for name, kind in kinds.items()]
+    shown = ", ".join(f"{count:,} {name}" for name, count in counts if count or name != "done without either")
+    # Real rows up to and with each run's last one; a run's length is what the one before it leaves.
+    lengths = (
+        real.reshape(-1).cumsum(0)[last].diff(prepend=last.new_zeros(1, dtype=torch.int64)).sort().values
+    )
+    k = len(lengths)
+    median = (lengths[(k - 1) // 2] + lengths[k // 2]).item() / 2
+    return [
+        f"{_count(k, 'run')}: {shown}",
+        f"run length: {int(lengths[0]):,} shortest, {median:,g} median, {int(lengths[-1]):,} longest",
+    ]
+
+
+def _flag(batch: TensorDictBase, key: NestedKey, default: Tensor) -> Tensor:
+    return default if batch.get(key, None) is None else marker(batch, key)
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Columns two blanks apart, the last two (numbers) to the right."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    lines = []
+    for cells in rows:
+        padded = [c.ljust(w) for c, w in zip(cells[:3], widths[:3], strict=True)]
+        padded += [c.rjust(w) for c, w in zip(cells[3:], widths[3:], strict=True)]
+        lines.append("  ".join(padded).rstrip())
+    return lines

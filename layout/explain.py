@@ -1,0 +1,194 @@
+"""A row in words: why it starts or ends a run, and where its next observation is."""
+
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from flatroll.layout.boundaries import run_ends, run_starts
+from flatroll.layout.keys import (
+    DELTA,
+    DONE,
+    IS_INIT,
+    MASK,
+    NEXT_KNOWN,
+    STEP_COUNT,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+    NestedKey,
+    flat_column,
+    marker,
+    next_key,
+    observation_keys,
+)
+
+
+def explain(batch: TensorDictBase, i: int, *, final: TensorDictBase | None = None) -> str:
+    """Say why row ``i`` starts or ends a run, if its value is bootstrapped, where its next observation is.
+
+    Args:
+        batch: flat batch ``[N]`` with one boundary marker at least.
+        i: row number, negative from the end.
+        final: the observations that no row of a compact batch holds (`Collector.final`): ``"row"`` int64
+            ``[K]`` and ``("next", <obs>)`` ``[K, *obs]``.
+
+    Raises:
+        ValueError: the batch is not ``[N]``.
+        IndexError: there is no row ``i``.
+        KeyError: no boundary marker is there.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> done = torch.tensor([False, True, False])
+    >>> batch = TensorDict({"next": {"done": done, "terminated": done}}, [3])
+    >>> print(explain(batch, 1))
+    Row 1 of 3: the last of the 2 rows 0..1, which are one run.
+    It ends the run: the env terminated the episode here.
+    The value after it is 0: nothing is bootstrapped.
+    Its next observation is unknown: no column, no row and no final holds it.
+    """
+    if batch.batch_dims != 1:
+        raise ValueError(
+            f"batch must have batch size [N], got {list(batch.batch_size)}: join() lays rows end to end"
+        )
+    n = batch.shape[0]
+    if not -n <= i < n:
+        raise IndexError(f"row {i} is out of range: the batch has {n} rows, 0..{n - 1}")
+    row = _Row(batch, i % n)
+    lines = [row.where(), *row.start(), *row.end(), row.next_observation(final)]
+    return "\n".join(lines)
+
+
+class _Row:
+    """Row ``i`` with the run it belongs to."""
+
+    def __init__(self, batch: TensorDictBase, i: int) -> None:
+        self.batch, self.i = batch, i
+        starts, ends = run_starts(batch), run_ends(batch)
+        self.first = int(starts[: i + 1].nonzero()[-1])
+        self.last = i + int(ends[i:].nonzero()[0])
+
+    def flag(self, key: NestedKey, i: int) -> bool | None:
+        return None if self.batch.get(key, None) is None else bool(marker(self.batch, key)[i])
+
+    def number(self, key: NestedKey, i: int) -> int | None:
+        column = self.batch.get(key, None)
+        return None if column is None else int(flat_column(column, self.batch, key)[i])
+
+    def where(self) -> str:
+        i, first, last = self.i, self.first, self.last
+        length = last - first + 1
+        if length == 1:
+            place = "a run of its own"
+        else:
+            which = {first: "the first of", last: "the last of"}.get(i, "one of")
+            place = f"{which} the {length} rows {first}..{last}, which are one run"
+        names = []
+        if (identity := self.number(TRAJ_IDS, i)) is not None:
+            names.append(f"trajectory {identity}")
+        if (step := self.number(STEP_COUNT, i)) is not None:
+            names.append(f"step {step}")
+        if self.flag(MASK, i) is False:
+            names.append("padding")
+        named = f" ({', '.join(names)})" if names else ""
+        return f"Row {i} of {self.batch.shape[0]}{named}: {place}."
+
+    def start(self) -> list[str]:
+        i = self.i
+        if i != self.first:
+            return []
+        step, is_init = self.number(STEP_COUNT, i), self.flag(IS_INIT, i)
+        if is_init and not step:
+            what = "an episode begins here" if step == 0 else "an episode or a slice begins here"
+        elif is_init:
+            what = f"a slice begins here, in mid-episode at step {step}"
+        elif step == 0:
+            what = "an episode begins here (step 0, though it is not marked is_init)"
+        elif step is not None:
+            what = f"it goes on from step {step - 1}, which is not in this batch: its head was cut off"
+        elif is_init is False:
+            what = "it goes on from rows that are not in this batch: its head was cut off"
+        else:
+            what = "an episode or a window of one begins here"
+        return [f"It starts the run: {what} ({self._why(i - 1)})."]
+
+    def _why(self, i: int) -> str:
+        """Which mark separates row ``i`` from the next one."""
+        n = self.batch.shape[0]
+        if i < 0:
+            return "first row of the batch"
+        if i == n - 1:
+            return "last row of the batch"
+        marks = []
+        if self.flag(DONE, i):
+            marks.append(f"row {i} is done")
+        if self.flag(IS_INIT, i + 1):
+            marks.append(f"row {i + 1} is is_init")
+        before, after = self.number(TRAJ_IDS, i), self.number(TRAJ_IDS, i + 1)
+        if before != after:
+            marks.append(f"the trajectory id changes from {before} to {after}")
+        if self.flag(MASK, i) != self.flag(MASK, i + 1):
+            marks.append("padding begins or ends")
+        return ", ".join(marks)
+
+    def end(self) -> list[str]:
+        i = self.i
+        if i != self.last:
+            return [f"It is inside the run: returns and advantages go on to row {i + 1}."]
+        done, terminated, truncated = (self.flag(key, i) for key in (DONE, TERMINATED, TRUNCATED))
+        bootstrapped = "The value after it is bootstrapped, the trace stops."
+        if done is terminated is truncated is None:
+            return [
+                f"It ends the run ({self._why(i)}); no column says whether the episode ended here.",
+                "Whether the value after it is bootstrapped cannot be told.",
+            ]
+        if not (done or terminated or truncated):
+            return [f"It ends the run: cut here ({self._why(i)}), the episode went on.", bootstrapped]
+        if terminated:
+            also = ", and truncated it on the same step: terminated wins" if truncated else ""
+            return [
+                f"It ends the run: the env terminated the episode here{also}.",
+                "The value after it is 0: nothing is bootstrapped.",
+            ]
+        if truncated:
+            in_slice = self.flag(IS_INIT, self.first) and self.number(STEP_COUNT, self.first)
+            who = (
+                "the end of a slice, or a time limit"
+                if in_slice
+                else "a time limit, or the end of a sampled slice"
+            )
+            return [f"It ends the run: truncated here ({who}).", bootstrapped]
+        if terminated is None:
+            return [
+                "It ends the run: done, and no column says whether it terminated.",
+                "Whether the value after it is bootstrapped cannot be told.",
+            ]
+        return ["It ends the run: done, but not terminated.", bootstrapped]
+
+    def next_observation(self, final: TensorDictBase | None) -> str:
+        i, batch = self.i, self.batch
+        after = f"observation of row {i + 1}"
+        keys = [key for key in observation_keys(batch) if batch.get(next_key(key), None) is not None]
+        if keys:
+            if self.flag(NEXT_KNOWN, i) is False:
+                return f"Its next observation is unknown: the env hides it ({NEXT_KNOWN!r} is False)."
+            lost = [key for key in keys if _has_nan(batch.get(next_key(key))[i])]
+            if lost:
+                return f"Its next observation is unknown: {next_key(lost[0])!r} holds NaN here."
+            copy = f", a copy of the {after}" if i != self.last else ""
+            return f"Its next observation is in its own column {next_key(keys[0])!r}{copy}."
+        deltas = batch.get(DELTA, None)
+        if deltas is not None and (leaves := list(deltas.keys(True, True))):
+            dtype = str(deltas.get(leaves[0]).dtype).removeprefix("torch.")
+            return f"Its next observation is its observation plus the {dtype} difference in {DELTA!r}."
+        if i != self.last:
+            return f"Its next observation is the {after}."
+        if final is not None:
+            place = (final.get("row") == i).nonzero()
+            if len(place):
+                return f"Its next observation is entry {int(place[0])} of final."
+            return "Its next observation is unknown: final has no entry for this row."
+        return "Its next observation is unknown: no column, no row and no final holds it."
+
+
+def _has_nan(x: Tensor) -> bool:
+    return x.is_floating_point() and bool(x.isnan().any())

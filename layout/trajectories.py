@@ -1,0 +1,181 @@
+"""From a flat batch to one entry per trajectory, and back."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
+from torch import Tensor
+
+from flatroll.layout.boundaries import run_starts
+from flatroll.layout.keys import DONE, MASK, TRAJ_IDS, NestedKey, as_tuple, marker, missing_marker, next_key
+
+
+def split_trajectories(
+    batch: TensorDictBase,
+    *,
+    prefix: NestedKey | None = None,
+    trajectory_key: NestedKey | None = None,
+    done_key: NestedKey | None = None,
+    as_nested: bool | torch.layout = False,
+) -> TensorDict:
+    """Give every run of a flat batch its own row.
+
+    Runs are those of `run_starts`: an id that comes back later, or two slices of one trajectory side by
+    side, are two runs. Padded form: ``[n, T_max]``, zeros after the end, and always a bool mask, True on
+    real rows. Nested form: nested tensors, no padding, no mask. Prefer the flat batch itself, which every
+    other room takes.
+
+    Args:
+        batch: ``[N]`` or ``[*B, T]`` (a run never goes from one row of the leading dims to the next). Rows
+            that are padding by its mask are left out.
+        prefix: where ids and mask stand: ``(prefix, "traj_ids")`` and ``(prefix, "mask")``. Default
+            ``"collector"``.
+        trajectory_key: key of the ids; the mask goes beside it. Not together with ``prefix``.
+        done_key: name of the done flag under ``"next"``. Default ``"done"``.
+        as_nested: True or ``torch.jagged`` for nested tensors of batch size ``[n]`` that share the batch's
+            memory; ``torch.strided`` for strided ones, copied. Default False, the padded form.
+
+    Raises:
+        KeyError: a key asked for by name is missing, or no marker is there at all.
+        ValueError: both ``prefix`` and ``trajectory_key`` are given, the batch has no batch dimension, or an
+            empty batch is to be nested in the strided layout.
+        TypeError: ``as_nested`` is neither bool nor one of the two layouts, or an entry is no tensor.
+
+    >>> ids = torch.tensor([4, 4, 9, 4])
+    >>> batch = TensorDict({"x": torch.arange(1, 5), "collector": {"traj_ids": ids}}, [4])
+    >>> padded = split_trajectories(batch)
+    >>> padded["x"]
+    tensor([[1, 2],
+            [3, 0],
+            [4, 0]])
+    >>> padded["collector", "mask"].sum(-1)
+    tensor([2, 1, 1])
+    >>> [x.tolist() for x in split_trajectories(batch, as_nested=True)["x"].unbind()]
+    [[1, 2], [3], [4]]
+    """
+    if as_nested not in (True, False, torch.jagged, torch.strided):
+        raise TypeError(f"as_nested must be True, False, torch.jagged or torch.strided, got {as_nested!r}")
+    traj_key, mask_key = _keys(prefix, trajectory_key)
+    done = DONE if done_key is None else done_key if as_tuple(done_key)[0] == "next" else next_key(done_key)
+    for asked, key in ((trajectory_key, traj_key), (done_key, done)):
+        if asked is not None and batch.get(key, None) is None:
+            raise missing_marker(key, batch.keys(True, True))
+    starts = run_starts(batch, done_key=done, traj_key=traj_key, mask_key=mask_key).reshape(-1)
+    flat = batch.reshape(starts.numel())
+    if flat.get(mask_key, None) is not None:
+        rows = marker(flat, mask_key).nonzero().squeeze(-1)
+        flat, starts = flat[rows].exclude(mask_key), starts[rows]
+    _check_tensors(flat)
+    first = starts.nonzero().squeeze(-1)
+    offsets = torch.cat([first, first.new_tensor([starts.numel()])])
+    if as_nested is False:
+        return _pad(flat, starts, offsets, mask_key)
+    return _nest(flat, offsets, torch.strided if as_nested is torch.strided else torch.jagged)
+
+
+def join(parts: TensorDictBase | Sequence[TensorDictBase], *, mask_key: NestedKey = MASK) -> TensorDictBase:
+    """Lay trajectories end to end: the inverse of `split_trajectories`, bit for bit and in the same order.
+
+    Args:
+        parts: what `split_trajectories` gave (padded with its mask, or nested), or a sequence of
+            tensordicts ``[T_i]``, one per trajectory.
+        mask_key: where the padded form has its mask.
+
+    Returns:
+        the flat batch ``[N]``, without the mask. Of nested tensors in the jagged layout it shares the memory.
+
+    Raises:
+        KeyError: a padded tensordict without its mask.
+        ValueError: an empty sequence, or a part of it that is not one-dimensional.
+
+    >>> ids = torch.tensor([4, 4, 9, 4])
+    >>> batch = TensorDict({"x": torch.arange(1, 5), "collector": {"traj_ids": ids}}, [4])
+    >>> join(split_trajectories(batch))["x"]
+    tensor([1, 2, 3, 4])
+    """
+    if not isinstance(parts, TensorDictBase):
+        return _cat(list(parts))
+    if any(leaf.is_nested for leaf in parts.values(True, True)):
+        return _unnest(parts)
+    mask = marker(parts, mask_key)
+    rows = mask.reshape(-1).nonzero().squeeze(-1)
+    flat: TensorDictBase = parts.exclude(mask_key).reshape(mask.numel())[rows]
+    return flat
+
+
+def _keys(prefix: NestedKey | None, trajectory_key: NestedKey | None) -> tuple[NestedKey, NestedKey]:
+    if prefix is not None and trajectory_key is not None:
+        raise ValueError(f"give prefix or trajectory_key, not both (got {prefix!r} and {trajectory_key!r})")
+    if trajectory_key is not None:
+        beside = as_tuple(trajectory_key)[:-1]
+        return trajectory_key, (*beside, MASK[-1]) if beside else MASK
+    if prefix is not None:
+        return (*as_tuple(prefix), TRAJ_IDS[-1]), (*as_tuple(prefix), MASK[-1])
+    return TRAJ_IDS, MASK
+
+
+def _check_tensors(flat: TensorDictBase) -> None:
+    tensors = set(flat.keys(True, True))
+    for key in flat.keys(True, True, is_leaf=is_leaf_nontensor):
+        if key not in tensors:
+            raise TypeError(
+                f"batch[{key!r}] is no tensor and cannot be split: leave it out with .exclude({key!r})"
+            )
+
+
+def _pad(flat: TensorDictBase, starts: Tensor, offsets: Tensor, mask_key: NestedKey) -> TensorDict:
+    """Scatter every row to (its run, its place in the run): one pass over each column, no loop over runs."""
+    n = offsets.numel() - 1
+    longest = int(offsets.diff().max()) if n else 0
+    run = starts.cumsum(0) - 1
+    place = torch.arange(starts.numel(), device=starts.device) - offsets[run]
+    slot = run * longest + place
+
+    def scatter(column: Tensor) -> Tensor:
+        target = column.new_zeros((n * longest, *column.shape[1:]))
+        return target.index_copy_(0, slot, column).view(n, longest, *column.shape[1:])
+
+    padded = cast(TensorDict, flat.apply(scatter, batch_size=[n, longest]))
+    padded.set(mask_key, scatter(torch.ones_like(starts)))
+    return padded
+
+
+def _nest(flat: TensorDictBase, offsets: Tensor, layout: torch.layout) -> TensorDict:
+    lengths = offsets.diff().tolist()
+    if layout is torch.jagged:
+        # One offsets tensor for all columns: torch compares jagged shapes by the identity of their offsets.
+        shortest, longest = min(lengths, default=0), max(lengths, default=0)
+        return flat.apply(
+            lambda c: torch.nested.nested_tensor_from_jagged(
+                c, offsets, min_seqlen=shortest, max_seqlen=longest
+            ),
+            batch_size=[len(lengths)],
+        )
+    if not lengths:
+        raise ValueError("as_nested=torch.strided cannot hold zero trajectories, use torch.jagged")
+    return flat.apply(
+        lambda c: torch.nested.as_nested_tensor(list(c.split(lengths)), layout=torch.strided),
+        batch_size=[len(lengths)],
+    )
+
+
+def _unnest(parts: TensorDictBase) -> TensorDictBase:
+    def flatten(column: Tensor) -> Tensor:
+        return column.values() if column.layout is torch.jagged else torch.cat(column.unbind())
+
+    first = next(iter(parts.values(True, True)))
+    rows = (
+        first.values().shape[0] if first.layout is torch.jagged else sum(t.shape[0] for t in first.unbind())
+    )
+    flat: TensorDictBase = parts.apply(flatten, batch_size=[rows])
+    return flat
+
+
+def _cat(parts: list[TensorDictBase]) -> TensorDictBase:
+    if not parts:
+        raise ValueError("join needs at least one trajectory, got an empty sequence")
+    for i, part in enumerate(parts):
+        if part.batch_dims != 1:
+            raise ValueError(f"parts[{i}] must have batch size [T], got {list(part.batch_size)}")
+    return cast(TensorDictBase, TensorDict.cat(parts))
