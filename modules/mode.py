@@ -1,0 +1,83 @@
+"""One step or a whole sequence: the one mode that is set from outside the call (the references name it)."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from types import TracebackType
+from typing import Literal, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_MODE: ContextVar[bool | None] = ContextVar("flatroll_recurrent_mode", default=None)
+_NAMES: dict[str, bool] = {"recurrent": True, "sequential": False}
+
+
+def recurrent_mode() -> bool | None:
+    """The mode that recurrent modules run in here: True, False, or None where nothing was set.
+
+    With None each module follows its own ``default_recurrent_mode``.
+
+    >>> recurrent_mode() is None
+    True
+    """
+    return _MODE.get()
+
+
+class set_recurrent_mode:
+    """Choose how recurrent modules read their batch, as a context manager or a decorator.
+
+    * sequential (``False``, ``"sequential"``): every row is one step of its own; used in rollouts;
+    * recurrent (``True``, ``"recurrent"``): the rows are runs of consecutive steps; used in training;
+    * ``None``: each module's ``default_recurrent_mode``.
+
+    The mode belongs to the current context (:mod:`contextvars`): another thread does not see it, and leaving
+    the block restores what was there before, after an exception too.
+
+    Args:
+        mode: True, False, ``"recurrent"``, ``"sequential"`` or None; default True.
+
+    Raises:
+        ValueError: any other mode.
+        TypeError: used as a decorator of a generator or coroutine function, whose body would run after the
+            block is left.
+
+    >>> with set_recurrent_mode("recurrent"):
+    ...     recurrent_mode()
+    True
+    >>> @set_recurrent_mode("sequential")
+    ... def act():
+    ...     return recurrent_mode()
+    >>> act(), recurrent_mode()
+    (False, None)
+    """
+
+    def __init__(self, mode: bool | Literal["recurrent", "sequential"] | None = True) -> None:
+        named = _NAMES.get(mode) if isinstance(mode, str) else mode
+        if not (named is None or isinstance(named, bool)) or (named is None and mode is not None):
+            raise ValueError(f"mode must be True, False, None, 'recurrent' or 'sequential', got {mode!r}")
+        self._mode = named
+        self._tokens: list[Token[bool | None]] = []
+
+    def __enter__(self) -> None:
+        self._tokens.append(_MODE.set(self._mode))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _MODE.reset(self._tokens.pop())
+
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise TypeError(
+                f"set_recurrent_mode cannot decorate {function.__name__!r}: its body runs after the call has "
+                "returned; write `with set_recurrent_mode(...)` inside it"
+            )
+
+        @functools.wraps(function)
+        def in_mode(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with set_recurrent_mode(self._mode):
+                return function(*args, **kwargs)
+
+        return in_mode

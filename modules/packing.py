@@ -1,0 +1,199 @@
+"""A flat batch with resets is a packed sequence: a permutation in, the stock network, the permutation out.
+
+Runs are sorted by length, longest first, and their rows laid out step by step: first the first row of every
+run, then the second row of every run that has one, and so on. That is the order of
+:class:`torch.nn.utils.rnn.PackedSequence`, so no row is padded and no loop goes over runs or rows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+States: TypeAlias = tuple[Tensor, ...]
+Backend: TypeAlias = Callable[[nn.RNNBase, Tensor, States, "RunIndex"], tuple[Tensor, States]]
+
+#: A stretch of at least so many steps on which no run ends is a plain dense call, which the CPU runs fastest.
+DENSE_STEPS = 8
+#: What lies between is cut into packed calls of about so many rows: on the CPU the backward pass of each step
+#: of a packed call touches every row of that call, so one call over N rows costs N x steps.
+PACKED_ROWS = 512
+
+
+@dataclass(frozen=True)
+class RunIndex:
+    """Where the rows of a flat batch stand in packed order; runs are ranked by length, longest first.
+
+    Attributes:
+        batch_sizes: int64 ``[T_max]`` on the CPU: the number of runs that have a row at each step.
+        first: int64 ``[R]``, the first row of each run, in rank order.
+        last: int64 ``[R]``, its last row.
+        order: int64 ``[N]``, the row at each packed position, or None where all runs have one length:
+            the batch is then ``[R, T]`` as it stands.
+        place: int64 ``[N]``, the packed position of each row (the inverse of ``order``), or None.
+    """
+
+    batch_sizes: Tensor
+    first: Tensor
+    last: Tensor
+    order: Tensor | None
+    place: Tensor | None
+
+
+def run_index(starts: Tensor) -> RunIndex:
+    """Index the runs of a flat batch.
+
+    The number of runs and the step sizes decide shapes, and ``PackedSequence`` wants its ``batch_sizes`` on
+    the CPU, so ``starts`` is copied there once: N bools, the one host sync of a recurrent pass.
+
+    Args:
+        starts: bool ``[N]``, True on the first row of every run, row 0 among them.
+
+    Raises:
+        ValueError: there is no row.
+
+    >>> index = run_index(torch.tensor([True, False, True, False, False]))
+    >>> index.batch_sizes.tolist(), index.first.tolist(), index.last.tolist()
+    ([2, 2, 1], [2, 0], [4, 1])
+    >>> index.order.tolist(), index.place.tolist()
+    ([2, 0, 3, 1, 4], [1, 3, 0, 2, 4])
+    """
+    rows = starts.numel()
+    if rows == 0:
+        raise ValueError("batch must have at least one row, got batch size [0]")
+    device, starts = starts.device, starts.cpu()
+    first = starts.nonzero().squeeze(1)
+    lengths = first.diff(append=first.new_tensor([rows]))
+    sorted_lengths, by_rank = lengths.sort(descending=True, stable=True)
+    batch_sizes = first.numel() - lengths.bincount().cumsum(0)[:-1]
+    first_ranked = first[by_rank]
+    order = place = None
+    if sorted_lengths[0] != sorted_lengths[-1]:
+        rank = torch.empty_like(by_rank).scatter_(0, by_rank, torch.arange(first.numel()))
+        run = starts.cumsum(0) - 1
+        row = torch.arange(rows)
+        place = (batch_sizes.cumsum(0) - batch_sizes)[row - first[run]] + rank[run]
+        order = torch.empty_like(place).scatter_(0, place, row)
+        order, place = order.to(device, non_blocking=True), place.to(device, non_blocking=True)
+    last = first_ranked + sorted_lengths - 1
+    return RunIndex(batch_sizes, first_ranked.to(device), last.to(device), order, place)
+
+
+def call(net: nn.RNNBase, rows: Tensor | PackedSequence, states: States) -> tuple[Tensor, States]:
+    """The stock network on rows or on a packed sequence, its states always a tuple."""
+    states = tuple(state.contiguous() for state in states)
+    out, final = net(rows, states if isinstance(net, nn.LSTM) else states[0])
+    data: Tensor = out.data if isinstance(out, PackedSequence) else out
+    return data, final if isinstance(final, tuple) else (final,)
+
+
+def dense(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tuple[Tensor, States]:
+    """Runs of one length: the plain ``[R, T]`` call, bit for bit."""
+    out, finals = call(net, rows.view(index.first.numel(), -1, rows.shape[-1]), states)
+    return out.reshape(rows.shape[0], -1), finals
+
+
+class Piece(NamedTuple):
+    """Some consecutive steps of a packed batch that go to the network in one call."""
+
+    steps: int
+    rows: int
+    width: int  # runs at the first of these steps
+    dense: bool  # the same runs at every step
+
+
+def pieces(batch_sizes: Tensor) -> list[Piece]:
+    """Cut a packed batch into dense stretches and packed calls of bounded size.
+
+    At most one entry is looked at per distinct run length, of which N rows have fewer than sqrt(2 N).
+
+    >>> pieces(torch.tensor([3, 2] + [1] * 10))
+    [Piece(steps=2, rows=5, width=3, dense=False), Piece(steps=10, rows=10, width=1, dense=True)]
+    """
+    cut: list[Piece] = []
+    steps = rows = width = 0
+    sizes, counts = batch_sizes.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]  # torch leaves it so
+    for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
+        stretch = count >= DENSE_STEPS
+        if steps and (stretch or rows >= PACKED_ROWS):
+            cut.append(Piece(steps, rows, width, dense=False))
+            steps = rows = 0
+        if stretch:
+            cut.append(Piece(count, size * count, size, dense=True))
+            continue
+        width = width if steps else size
+        steps, rows = steps + count, rows + size * count
+    if steps:
+        cut.append(Piece(steps, rows, width, dense=False))
+    return cut
+
+
+def packed(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tuple[Tensor, States]:
+    """Run a batch-first network over flat rows without padding.
+
+    On the CPU the packed batch goes through in :func:`pieces`, each starting from the states the one before
+    left, as one call would; elsewhere, and for a bidirectional network, it is one call.
+
+    Args:
+        net: ``nn.GRU`` or ``nn.LSTM`` with ``batch_first=True``.
+        rows: ``[N, input_size]`` in the batch's order.
+        states: initial states, each ``[num_layers, R, size]`` in rank order.
+        index: the runs.
+
+    Returns:
+        outputs ``[N, hidden_size]`` in the batch's order, and final states like ``states``.
+    """
+    if index.order is None or index.place is None:
+        return dense(net, rows, states, index)
+    rows = rows.index_select(0, index.order)
+    if net.bidirectional or rows.device.type != "cpu":
+        out, finals = call(net, PackedSequence(rows, index.batch_sizes), states)
+    else:
+        out, finals = _in_pieces(net, rows, states, index.batch_sizes)
+    return out.index_select(0, index.place), finals
+
+
+def _in_pieces(net: nn.RNNBase, rows: Tensor, states: States, sizes: Tensor) -> tuple[Tensor, States]:
+    cut = pieces(sizes)
+    outs: list[Tensor] = []
+    ended: list[States] = []  # final states of the runs that each piece outlived, the shortest runs first
+    by_piece = zip(
+        cut, torch.split(rows, [p.rows for p in cut]), torch.split(sizes, [p.steps for p in cut]), strict=True
+    )
+    for piece, part, part_sizes in by_piece:
+        if piece.width < states[0].shape[1]:
+            ended.append(tuple(state[:, piece.width :] for state in states))
+            states = tuple(state[:, : piece.width] for state in states)
+        if piece.dense:
+            steps_first = part.view(piece.steps, piece.width, -1)
+            out, states = call(net, steps_first.transpose(0, 1), states)
+            outs.append(out.transpose(0, 1).reshape(piece.rows, -1))
+        else:
+            out, states = call(net, PackedSequence(part, part_sizes), states)
+            outs.append(out)
+    finals = tuple(torch.cat(kind, dim=1) for kind in zip(states, *reversed(ended), strict=True))
+    return torch.cat(outs), finals
+
+
+def padded(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tuple[Tensor, States]:
+    """The classical form, kept as a baseline: split at the resets, pad to the longest run, cut the padding.
+
+    Arguments and results as for :func:`packed`.
+    """
+    if index.order is None or index.place is None:
+        return dense(net, rows, states, index)
+    flat = PackedSequence(rows.index_select(0, index.order), index.batch_sizes)
+    table, lengths = pad_packed_sequence(flat, batch_first=True)
+    sequence = pack_padded_sequence(table, lengths, batch_first=True)
+    states = tuple(state.contiguous() for state in states)
+    out, finals = net(sequence, states if isinstance(net, nn.LSTM) else states[0])
+    table, _ = pad_packed_sequence(out, batch_first=True)
+    out_rows = pack_padded_sequence(table, lengths, batch_first=True).data
+    return out_rows.index_select(0, index.place), finals if isinstance(finals, tuple) else (finals,)
+
+
+#: ``"auto"`` is packed: benchmarks/bench_recurrent.py has not found a reset rate at which padding wins.
+BACKENDS: dict[str, Backend] = {"auto": packed, "packed": packed, "pad": padded}

@@ -1,0 +1,178 @@
+"""Every refusal says what was expected, what came, and the way out; and the primer."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from flatroll.modules import GRUModule, LSTMModule, TensorDictPrimer, set_recurrent_mode
+
+KEYS = {"in_key": "observation", "out_key": "features"}
+
+
+def batch_of(**entries):
+    columns = {
+        "observation": torch.zeros(4, 3),
+        "recurrent_state": torch.zeros(4, 2, 5),
+        "is_init": torch.tensor([True, False, True, False]),
+    }
+    columns.update(entries)
+    return TensorDict({key: value for key, value in columns.items() if value is not None}, [4])
+
+
+BUILDS = {
+    "unknown backend": (
+        {**KEYS, "recurrent_backend": "cudnn"},
+        ValueError,
+        r"recurrent_backend must be one of 'auto', 'packed', 'pad', got 'cudnn'",
+    ),
+    "both in_key and in_keys": (
+        {**KEYS, "in_keys": ["a", "b"]},
+        ValueError,
+        r"exactly one of in_key and in_keys must be given, got 'observation' and \['a', 'b'\]",
+    ),
+    "no out_key": (
+        {"in_key": "observation"},
+        ValueError,
+        r"exactly one of out_key and out_keys must be given, got None and None",
+    ),
+    "too few in_keys": (
+        {"in_keys": ["a"], "out_key": "b"},
+        ValueError,
+        r"in_keys must be \[input, recurrent_state\] or that and is_init, got \['a'\]",
+    ),
+    "too many out_keys": (
+        {"in_key": "a", "out_keys": ["b", "c", "d"]},
+        ValueError,
+        r"out_keys must be \[output, next recurrent_state\], got \['b', 'c', 'd'\]",
+    ),
+    "time first": ({**KEYS, "batch_first": False}, ValueError, r"batch_first must be True, got False"),
+    "sizes and a network": (
+        {**KEYS, "gru": nn.GRU(3, 5, batch_first=True)},
+        ValueError,
+        r"gru comes with its sizes, leave out input_size and hidden_size: got input_size=3, hidden_size=5",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "error", "text"), BUILDS.values(), ids=BUILDS.keys())
+def test_refused_when_built(options, error, text):
+    with pytest.raises(error, match=text):
+        GRUModule(3, 5, **options)
+
+
+def test_refused_networks():
+    with pytest.raises(ValueError, match=r"input_size and hidden_size, or an existing gru=, must be given"):
+        GRUModule(3, **KEYS)
+    with pytest.raises(
+        ValueError, match=r"batch_first must be True, got False: build gru with batch_first=True"
+    ):
+        GRUModule(gru=nn.GRU(3, 5), **KEYS)
+    with pytest.raises(TypeError, match=r"gru must be a torch.nn.GRU, got LSTM"):
+        GRUModule(gru=nn.LSTM(3, 5, batch_first=True), **KEYS)
+    with pytest.raises(ValueError, match=r"lstm must not project its output, got proj_size=2"):
+        LSTMModule(lstm=nn.LSTM(3, 5, proj_size=2, batch_first=True), **KEYS)
+
+
+CALLS = {
+    "int is_init": (
+        "both",
+        {"is_init": torch.tensor([1, 0, 1, 0])},
+        TypeError,
+        r"batch\['is_init'\] must be bool, got torch.int64",
+    ),
+    "no is_init": ("sequential", {"is_init": None}, KeyError, r"no entry 'is_init': .*InitTracker"),
+    "no marker": ("recurrent", {"is_init": None}, KeyError, r"Any one of 'is_init'"),
+    "no input": ("both", {"observation": None}, KeyError, r"batch has no entry 'observation'"),
+    "wrong input size": (
+        "both",
+        {"observation": torch.zeros(4, 2)},
+        ValueError,
+        r"batch\['observation'\] must have shape \(4, 3\) \(input_size=3\), got \(4, 2\)",
+    ),
+    "wrong input type": (
+        "both",
+        {"observation": torch.zeros(4, 3, dtype=torch.float64)},
+        TypeError,
+        r"batch\['observation'\] must be torch.float32 like the weights, got torch.float64: cast it",
+    ),
+    "wrong state size": (
+        "both",
+        {"recurrent_state": torch.zeros(4, 1, 5)},
+        ValueError,
+        r"batch\['recurrent_state'\] must have shape \(4, 2, 5\) "
+        r"\(num_layers x hidden_size = 2 x 5\), got \(4, 1, 5\)",
+    ),
+    "state lost on the way": (
+        "sequential",
+        {"recurrent_state": None},
+        KeyError,
+        r"no entry 'recurrent_state', and some rows are not is_init rows: "
+        r"carry \('next', 'recurrent_state'\)",
+    ),
+    "state not collected": (
+        "recurrent",
+        {"recurrent_state": None},
+        KeyError,
+        r"no entry 'recurrent_state', the state each run starts from: .*make_tensordict_primer",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "entries", "error", "text"),
+    [
+        pytest.param(mode, *rest, id=f"{name}, {mode}")
+        for name, (modes, *rest) in CALLS.items()
+        for mode in (["sequential", "recurrent"] if modes == "both" else [modes])
+    ],
+)
+def test_refused_when_called(mode, entries, error, text):
+    module = GRUModule(3, 5, 2, **KEYS)
+    with set_recurrent_mode(mode), pytest.raises(error, match=text):
+        module(batch_of(**entries))
+
+
+def test_a_bidirectional_network_makes_no_single_steps():
+    module = GRUModule(3, 5, bidirectional=True, **KEYS)
+    with pytest.raises(RuntimeError, match=r"cannot make single steps, .* set_recurrent_mode\('recurrent'\)"):
+        module(batch_of())
+
+
+def test_recurrent_mode_needs_a_time_dimension():
+    row = TensorDict({"observation": torch.zeros(3), "is_init": torch.tensor(True)}, [])
+    with set_recurrent_mode(True), pytest.raises(ValueError, match=r"at least one batch dimension"):
+        GRUModule(3, 5, **KEYS)(row)
+
+
+def test_the_way_out_of_a_missing_state_works():
+    module = GRUModule(3, 5, 2, default_recurrent_mode=True, **KEYS)
+    batch = batch_of(recurrent_state=None)
+    batch.update(module.make_tensordict_primer().expand(batch.batch_size))
+    assert module(batch)["features"].shape == (4, 5)
+
+
+def test_primer_of_gru_and_lstm():
+    primer = GRUModule(3, 5, 2, **KEYS).double().make_tensordict_primer()
+    assert isinstance(primer, TensorDictPrimer)
+    assert list(primer.defaults) == ["recurrent_state"]
+    assert primer.defaults["recurrent_state"].equal(torch.zeros(2, 5, dtype=torch.float64))
+    assert not primer.defaults["recurrent_state"].requires_grad
+    keys = list(LSTMModule(3, 5, **KEYS).make_tensordict_primer().defaults)
+    assert keys == ["recurrent_state_h", "recurrent_state_c"]
+
+
+def test_primed_rows_own_their_memory():
+    primer = TensorDictPrimer({("agent", "h"): torch.ones(2)})
+    primed = primer.expand((3, 2))
+    primed["agent", "h"][0, 0] = 7
+    assert primed["agent", "h"].sum() == 24
+    assert primer.defaults["agent", "h"].tolist() == [1, 1]
+    assert primer.expand(4, device="meta")["agent", "h"].device.type == "meta"
+
+
+def test_primer_needs_states_that_can_be_carried():
+    module = GRUModule(3, 5, in_keys=["observation", "h"], out_keys=["features", ("next", "state")])
+    text = r"in_key 'h' wants out_key \('next', 'h'\), got \('next', 'state'\)"
+    with pytest.raises(RuntimeError, match=text):
+        module.make_tensordict_primer()

@@ -1,0 +1,76 @@
+"""set_recurrent_mode: what is set, where it reaches, and that it is undone."""
+
+import threading
+
+import pytest
+
+from flatroll.modules import GRUModule, recurrent_mode, set_recurrent_mode
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [(True, True), (False, False), ("recurrent", True), ("sequential", False), (None, None)],
+)
+def test_every_way_to_name_a_mode(mode, expected):
+    with set_recurrent_mode(mode):
+        assert recurrent_mode() is expected
+    assert recurrent_mode() is None
+
+
+def test_default_is_recurrent():
+    with set_recurrent_mode():
+        assert recurrent_mode() is True
+
+
+@pytest.mark.parametrize("mode", ["recurent", "", 1, 0.0])
+def test_unknown_mode_is_refused(mode):
+    with pytest.raises(ValueError, match=r"mode must be True, False, None, 'recurrent' or 'sequential', got"):
+        set_recurrent_mode(mode)
+
+
+def test_nested_blocks_restore_the_outer_mode_after_an_exception():
+    with set_recurrent_mode(True):
+        with pytest.raises(RuntimeError), set_recurrent_mode(False):
+            raise RuntimeError
+        assert recurrent_mode() is True
+
+
+def test_one_object_entered_twice():
+    block = set_recurrent_mode(True)
+    with block, set_recurrent_mode(False), block:
+        assert recurrent_mode() is True
+    assert recurrent_mode() is None
+
+
+def test_decorated_recursion():
+    @set_recurrent_mode("sequential")
+    def depth(n):
+        return 1 + depth(n - 1) if n else int(recurrent_mode() is False)
+
+    assert depth(3) == 4
+    assert depth.__name__ == "depth"
+    assert recurrent_mode() is None
+
+
+def test_generators_cannot_be_decorated():
+    def steps():
+        yield recurrent_mode()
+
+    with pytest.raises(TypeError, match=r"cannot decorate 'steps': its body runs after .* inside it"):
+        set_recurrent_mode(True)(steps)
+
+
+def test_other_threads_do_not_see_it():
+    seen = []
+    with set_recurrent_mode(True):
+        thread = threading.Thread(target=lambda: seen.append(recurrent_mode()))
+        thread.start()
+        thread.join()
+    assert seen == [None]
+
+
+def test_the_mode_set_wins_over_the_default_of_the_module():
+    gru = GRUModule(2, 3, in_key="observation", out_key="features", default_recurrent_mode=True)
+    assert gru.recurrent_mode is True
+    with set_recurrent_mode("sequential"):
+        assert gru.recurrent_mode is False
