@@ -70,7 +70,7 @@ def observation_leaves(space: spaces.Space[Any]) -> list[tuple[NestedKey, tuple[
     >>> observation_leaves(Box(0, 1, (2,)))
     [('observation', ())]
     >>> observation_leaves(Dict(eye=Box(0, 1, (2,)), body=Dict(leg=Box(0, 1))))
-    [(('body', 'leg'), ('body', 'leg')), ('eye', ('eye',))]
+    [('eye', ('eye',)), (('body', 'leg'), ('body', 'leg'))]
     """
     if not isinstance(space, spaces.Dict):
         return _leaves(space, (OBSERVATION,), ())
