@@ -1,0 +1,50 @@
+"""Splitting a value network's input so that its activations stay small."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How many rows go through a network at a time: all, ``size`` of them, or a ``number``-th part.
+
+    Raises:
+        ValueError: both are given, or one is below 1.
+
+    >>> list(Chunks(size=4).spans(10))
+    [(0, 4), (4, 8), (8, 10)]
+    """
+
+    size: int | None = None
+    number: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.size is not None and self.number is not None:
+            raise ValueError(
+                "give value_chunk_size (rows per chunk) or num_chunks (number of chunks), not both: "
+                f"got {self.size} and {self.number}"
+            )
+        for name, n in (("value_chunk_size", self.size), ("num_chunks", self.number)):
+            if n is not None and n < 1:
+                raise ValueError(f"{name} must be at least 1, got {n}")
+
+    def spans(self, rows: int, stops: Tensor | None = None) -> Iterator[tuple[int, int]]:
+        """First and past-the-last row of each chunk of ``rows`` rows.
+
+        Args:
+            rows: number of rows to split.
+            stops: past-the-last rows of the runs, ascending int64: then a chunk holds whole runs, as many as
+                fit, and one run alone where it is longer than a chunk. Default: runs may be cut.
+        """
+        size = self.size or -(-rows // (self.number or 1)) or 1
+        if stops is None or size >= rows:
+            yield from ((start, min(start + size, rows)) for start in range(0, max(rows, 1), size))
+            return
+        bounds, start, at = stops.tolist(), 0, 0
+        while start < rows:
+            while at + 1 < len(bounds) and bounds[at + 1] <= start + size:
+                at += 1
+            yield start, bounds[at]
+            start, at = bounds[at], at + 1
