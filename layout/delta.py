@@ -102,7 +102,7 @@ def check_delta(delta: Tensor, obs: Tensor, next_obs: Tensor, key: NestedKey) ->
             f"dtype ends at {torch.finfo(delta.dtype).max:.6g}. Use delta_dtype=torch.bfloat16 or float32, "
             "scale the observation, or leave the key out with in_keys"
         )
-    lost = delta.isnan() & ~next_obs.isnan()
+    lost = decode_delta(obs, delta).isnan() & ~next_obs.isnan()
     if bool(lost.any()):
         raise ValueError(
             f"the delta of {key!r} loses {int(lost.sum())} values: a next observation cannot be told from "

@@ -117,8 +117,8 @@ def silent_resets(c: Columns) -> Iterator[Breach]:
     if c.is_init is None or c.done is None or c.ids is None:
         return
     again = c.is_init[1:] & ~c.done[:-1] & (c.ids[1:] == c.ids[:-1])
-    if c.sliced and c.step is not None:
-        again &= (c.step[1:] == 0) | (c.step[1:] == c.step[:-1] + 1)
+    if c.step is not None:
+        again &= (c.step[1:] == 0) | ((c.step[1:] == c.step[:-1] + 1) & c.sliced)
     text = "is_init in the trajectory of the row before, which is not done: a reset that nothing announced"
     if c.sliced:
         text += " (or two slices sampled with truncated_key=None)"

@@ -1,0 +1,97 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import flatroll.layout
+from flatroll.layout import (
+    IS_INIT,
+    TRAJ_IDS,
+    as_tuple,
+    flat_column,
+    marker,
+    missing_marker,
+    next_key,
+    observation_keys,
+    require,
+)
+
+
+def test_next_of_a_key():
+    assert next_key("observation") == ("next", "observation")
+    assert next_key(("agents", "pos")) == ("next", "agents", "pos")
+    assert as_tuple("x") == ("x",)
+
+
+@pytest.mark.parametrize(
+    ("key", "writer"),
+    [
+        ("is_init", "flatroll.wrappers.InitTracker"),
+        ("step_count", "flatroll.wrappers.StepCounter"),
+        (("collector", "traj_ids"), "flatroll.wrappers.TrajId"),
+        (("next", "observation"), "NextStateReconstructor"),
+        ("action", "the policy"),
+        ("foo", "nothing in this batch wrote it"),
+    ],
+)
+def test_a_missing_marker_names_its_writer(key, writer):
+    batch = TensorDict({"reward": torch.zeros(2)}, [2])
+    with pytest.raises(KeyError) as error:
+        require(batch, key)
+    assert writer in error.value.args[0]
+    assert f"batch has no entry {key!r}" in error.value.args[0]
+    assert "Entries present: 'reward'" in error.value.args[0]
+    assert "none" in missing_marker(key, []).args[0]
+
+
+def test_a_marker_is_seen_in_the_batch_shape():
+    for shape in ((2, 3), (2, 3, 1)):
+        batch = TensorDict({IS_INIT: torch.ones(shape, dtype=torch.bool)}, [2, 3])
+        assert marker(batch, IS_INIT).shape == (2, 3)
+
+
+def test_a_marker_is_bool_and_one_per_row():
+    batch = TensorDict({IS_INIT: torch.zeros(3, 1), "wide": torch.zeros(3, 2, dtype=torch.bool)}, [3])
+    with pytest.raises(TypeError, match=r"batch\['is_init'\] must be bool, got torch.float32: cast it with"):
+        marker(batch, IS_INIT)
+    with pytest.raises(ValueError, match=r"must have shape \(3,\) or \(3, 1\), got \(3, 2\)"):
+        marker(batch, "wide")
+    with pytest.raises(ValueError, match="traj_ids"):
+        flat_column(torch.zeros(3, 2), batch, TRAJ_IDS)
+
+
+def test_observation_keys(batch):
+    assert observation_keys(batch) == ["observation"]
+    assert observation_keys(batch.exclude(("next", "observation"))) == ["observation"]
+    batch["recurrent_state"] = batch["next", "recurrent_state"] = torch.zeros(14, 2)
+    batch["goal"] = {"x": torch.zeros(14)}
+    assert observation_keys(batch) == ["observation"]
+    batch["next", "goal"] = {"x": torch.zeros(14)}
+    assert observation_keys(batch) == ["observation", ("goal", "x")]
+    assert observation_keys(TensorDict({"action": torch.zeros(2)}, [2])) == []
+
+
+def test_public_names_are_sorted_and_there():
+    names = flatroll.layout.__all__
+    assert all(hasattr(flatroll.layout, name) for name in names)
+    constants, classes, functions = (
+        [n for n in names if n.isupper()],
+        [n for n in names if n[0].isupper() and not n.isupper()],
+        [n for n in names if n[0].islower()],
+    )
+    assert names == [*sorted(constants), *sorted(classes), *sorted(functions)]
+
+
+def test_importing_the_room_imports_no_heavy_package():
+    heavy = "matplotlib numba triton envpool gymnasium ray torchrl scipy"
+    code = f"import sys, flatroll.layout; print([m for m in {heavy.split()} if m in sys.modules])"
+    path = str(__import__("pathlib").Path(__file__).parents[2] / "src")
+    shown = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r}); {code}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.strip() == "[]"
