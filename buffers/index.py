@@ -1,0 +1,437 @@
+"""The trajectory index: which stored rows follow each other, kept at write time (DESIGN M2)."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from flatroll.buffers.ring import Draw, Follow, Ring
+from flatroll.layout.boundaries import run_ends
+from flatroll.layout.keys import DONE, IS_INIT, STEP_COUNT, TRAJ_IDS, NestedKey
+
+Array = NDArray[Any]
+By = Literal["trajectory", "start"]
+
+_NONE = np.zeros(0, np.int64)
+_NO_PATCH = np.zeros((2, 0), np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryKeys:
+    """Names of the columns that tell trajectories apart; those a batch lacks take no part."""
+
+    is_init: NestedKey = IS_INIT
+    done: NestedKey = DONE
+    traj: NestedKey = TRAJ_IDS
+    step_count: NestedKey = STEP_COUNT
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The fragments of one batch, one entry per fragment, in host memory.
+
+    ``firsts`` are row numbers within the batch; ``joined`` is True where a fragment goes on within the run of
+    the fragment before it. Columns the batch lacks are empty arrays.
+    """
+
+    rows: int
+    firsts: Array
+    lasts: Array
+    joined: Array
+    ids: Array
+    init: Array
+    done: Array
+    step_first: Array
+    step_last: Array
+
+    @classmethod
+    def of(cls, batch: TensorDictBase, keys: BoundaryKeys, cuts: Tensor | None = None) -> "Runs":
+        """Read the markers of ``batch``, ``[N]``; ``cuts`` (bool ``[N]``) ends fragments inside runs as well.
+
+        Raises:
+            KeyError: the batch has no marker at all.
+            TypeError: a marker has the wrong dtype.
+        """
+        ends = run_ends(batch, is_init_key=keys.is_init, done_key=keys.done, traj_key=keys.traj)
+        run_end = ends.numpy(force=True)
+        lasts = np.flatnonzero(run_end if cuts is None else (ends | cuts).numpy(force=True))
+        firsts = np.empty_like(lasts)
+        firsts[0] = 0
+        np.add(lasts[:-1], 1, out=firsts[1:])
+        unset = np.zeros(len(firsts), np.bool_)
+        if cuts is None:
+            joined = unset
+        else:
+            joined = ~run_end[firsts - 1]
+            joined[0] = False
+        ids, step = _integers(batch, keys.traj), _integers(batch, keys.step_count)
+        init, done = _column(batch, keys.is_init), _column(batch, keys.done)
+        return cls(
+            rows=len(run_end),
+            firsts=firsts,
+            lasts=lasts,
+            joined=joined,
+            ids=ids[firsts] if len(ids) else _NONE,
+            init=unset if init is None else init[firsts],
+            done=unset if done is None else done[lasts],
+            step_first=step[firsts] if len(step) else _NONE,
+            step_last=step[lasts] if len(step) else _NONE,
+        )
+
+
+class TrajectoryIndex(Ring):
+    """A ring of rows that knows its trajectories.
+
+    A table of fragments (stretches of consecutive rows of one trajectory, linked in time order) is kept as rows
+    are written, and trimmed as the ring overwrites them. A write costs time in its own fragments, a draw time in
+    its own rows and the logarithm of the number of trajectories; neither feels the capacity.
+
+    A batch's first row of a trajectory continues the rows stored before if the last row of its id (without ids:
+    the newest row) is not done, the row is not ``is_init``, and ``step_count``, where stored, goes on. So slices
+    run across the windows a collector cut and across the writes of interleaved workers.
+
+    Not locked: writers and readers on several threads take turns by a lock of the caller's.
+
+    Args:
+        capacity: number of rows.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> done = torch.tensor([False, False, True, False, False])
+    >>> index = TrajectoryIndex(capacity=8)
+    >>> index.write(Runs.of(TensorDict({"next": {"done": done}}, [5]), BoundaryKeys()))
+    >>> index.trajectories, index.longest, index.starts(length=2)
+    (2, 3, 3)
+    >>> index.next_row(torch.arange(5))
+    tensor([ 1,  2, -1,  4, -1])
+    """
+
+    tracked = True
+
+    def __init__(self, capacity: int) -> None:
+        kernels = self._kernels
+        self._dtype = kernels.STATE
+        super().__init__(capacity)
+        self._fragments: Array = np.zeros(64, kernels.FRAGMENT)
+        self._chains: Array = np.zeros(64, kernels.CHAIN)
+        self._table: Array = np.zeros(64, kernels.ENTRY)
+        self._touched: Array = np.zeros(64, np.int64)
+        self._spare: Array = np.zeros(0, np.int64)
+        self._changing = False
+        self._weights: OrderedDict[tuple[int, bool, bool], tuple[Array, Array]] = OrderedDict()
+
+    @property
+    def _kernels(self) -> ModuleType:
+        from flatroll.kernels import slices  # numba: 0.3 s, only where an index is kept
+
+        return slices
+
+    # -- writing -----------------------------------------------------------------------------------------------
+
+    def write(self, runs: Runs) -> None:
+        """Claim, link and publish the rows of ``runs`` (at most ``capacity``) at once."""
+        self.claim(runs.rows)
+        self.enter(runs, self.link(runs))
+
+    def claim(self, rows: int) -> int:
+        """Drop the rows that the next ``rows`` rows (at most ``capacity``) overwrite; number of the first."""
+        self._changing = True
+        count = self._kernels.claim(
+            self._state, self.capacity, rows, self._fragments, self._chains, self._spare, self._touched
+        )
+        self._weigh(self._touched, count)
+        return self.written
+
+    def link(self, runs: Runs) -> Array:
+        """What each fragment of ``runs`` continues: a chain, ``-2 - i`` for its own fragment i, or -1; int64."""
+        before = np.empty(len(runs.firsts), np.int64)
+        self._kernels.link(
+            self._state,
+            self._chains,
+            self._table,
+            runs.joined,
+            runs.ids,
+            runs.init,
+            runs.done,
+            runs.step_first,
+            runs.step_last,
+            before,
+        )
+        return before
+
+    def enter(
+        self, runs: Runs, before: Array, pool: Array | None = None, released: Array | None = None
+    ) -> None:
+        """Publish the claimed rows of ``runs``.
+
+        Args:
+            runs: the rows' fragments.
+            before: what :meth:`link` said about them.
+            pool: pool entry with the next observation of each fragment's last row, -1 for none.
+            released: chains whose last row gives back its pool entry, because the next row holds the same.
+        """
+        count = len(runs.firsts)
+        self._reserve(count)
+        self._changing = True
+        self._kernels.publish(
+            self._state,
+            self._fragments,
+            self._chains,
+            self._table,
+            runs.rows,
+            runs.firsts,
+            runs.ids,
+            runs.done,
+            runs.step_last,
+            before,
+            np.full(count, -1) if pool is None else pool,
+            self._spare,
+            _NONE if released is None else released,
+            self._touched,
+        )
+        self._weigh(self._touched, count)
+
+    # -- the pool of next observations that no row holds ---------------------------------------------------------
+
+    def take(self, count: int) -> Array:
+        """``count`` free pool entries; the pool grows if there are too few."""
+        spare = int(self._state["spare"][0])
+        if count > spare:
+            size = len(self._spare)
+            larger = np.empty(max(2 * size, size + count, 64), np.int64)
+            larger[:spare] = self._spare[:spare]
+            fresh = np.arange(size, len(larger))
+            larger[spare : spare + len(fresh)] = fresh
+            self._spare, spare = larger, spare + len(fresh)
+        self._state["spare"] = spare - count
+        self._state["taken"] += count
+        return self._spare[spare - count : spare].copy()
+
+    @property
+    def pool_size(self) -> int:
+        """Pool entries there are, free ones included."""
+        return len(self._spare)
+
+    def tail_entries(self, chains: Array) -> Array:
+        """Pool entries of the last rows of ``chains``, -1 for none."""
+        numbers = self._chains["last"][chains] & (len(self._fragments) - 1)
+        entries: Array = self._fragments["pool"][numbers].astype(np.int64)
+        return entries
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    @property
+    def trajectories(self) -> int:
+        """Trajectories of which a row is stored."""
+        return int(self._state["live"][0])
+
+    @property
+    def open_trajectories(self) -> int:
+        """Of them, those whose last row is not done."""
+        return int(self._state["open"][0])
+
+    @property
+    def longest(self) -> int:
+        """Stored rows of the longest trajectory; looks at every trajectory."""
+        used = self._chains[: int(self._state["slots"][0])]
+        return int((used["total"] - used["dropped"]).max(initial=0))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the index's own tables."""
+        tables = [self._fragments, self._chains, self._table, self._touched, self._spare]
+        return sum(t.nbytes for t in (*tables, *(a for pair in self._weights.values() for a in pair)))
+
+    def starts(self, length: int, *, strict: bool = True) -> int:
+        """Rows at which a slice of ``length`` rows can start.
+
+        A trajectory of n stored rows has ``n - length + 1`` of them; a shorter one has none, or, unless
+        ``strict``, its first row.
+        """
+        return int(self._tree(length, "start", strict)[-1])
+
+    def draw(
+        self,
+        count: int,
+        length: int,
+        *,
+        by: By = "trajectory",
+        strict: bool = False,
+        generator: torch.Generator | None = None,
+        follow: bool = False,
+    ) -> Draw:
+        """Draw ``count`` slices of up to ``length`` consecutive rows of one trajectory each, with replacement.
+
+        Args:
+            count: number of slices.
+            length: rows per slice; shorter trajectories give what they have, or, if ``strict``, are left out.
+            by: ``"trajectory"`` draws a trajectory uniformly, then a start within it uniformly; ``"start"`` draws
+                uniformly over all starts of all trajectories.
+            strict: only trajectories of at least ``length`` rows.
+            generator: CPU random generator; None is torch's global one.
+            follow: say where the next observation of each row stands, too.
+
+        Raises:
+            RuntimeError: nothing is stored, or no trajectory is long enough.
+        """
+        stamp = self.stamp()
+        self.check_not_empty()
+        tree = self._tree(length, by, strict)
+        if not tree[-1]:
+            raise RuntimeError(
+                f"no stored trajectory has {length} rows in a row, the longest has {self.longest}: "
+                "use shorter slices, strict_length=False, or collect longer trajectories"
+            )
+        uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator)
+        slots = np.empty(count * length, np.int64)
+        firsts, lasts = np.empty(count, np.int64), np.empty(count, np.int64)
+        following = np.empty(count * length, np.int64) if follow else _NONE
+        patch = np.empty((2, count * length), np.int64) if follow else _NO_PATCH
+        rows, patched = self._kernels.draw(
+            self._state,
+            self.capacity,
+            self._fragments,
+            self._chains,
+            tree,
+            uniform.numpy(),
+            length,
+            by == "start",
+            slots,
+            firsts,
+            lasts,
+            following,
+            patch,
+        )
+        return Draw(
+            torch.from_numpy(slots[:rows]),
+            torch.from_numpy(firsts),
+            torch.from_numpy(lasts),
+            Follow(torch.from_numpy(following[:rows]), torch.from_numpy(patch[:, :patched]))
+            if follow
+            else None,
+            stamp=stamp,
+        )
+
+    def follow(self, slots: Tensor) -> Follow:
+        """Where the next observations of the rows in ``slots`` (int64 ``[N]``, stored ones) stand."""
+        asked = np.ascontiguousarray(slots.numpy(force=True))
+        following = np.empty(len(asked), np.int64)
+        patch = np.empty((2, len(asked)), np.int64)
+        patched = self._kernels.follow_rows(
+            self._state, self.capacity, self._fragments, asked, following, patch
+        )
+        return Follow(torch.from_numpy(following), torch.from_numpy(patch[:, :patched]))
+
+    def next_row(self, slots: Tensor) -> Tensor:
+        """Slot of the row that follows each of ``slots`` in its trajectory, -1 where none is stored; int64."""
+        return self.follow(slots).slots
+
+    def rows_of(self, traj: int) -> Tensor:
+        """Slots of the stored rows of trajectory ``traj`` in time order, int64; one after another if the id was
+        used for several trajectories. Without ids, trajectories are numbered as they begin.
+
+        Raises:
+            KeyError: no row of it is stored.
+        """
+        used = self._chains[: int(self._state["slots"][0])]
+        length = used["total"] - used["dropped"]
+        found = np.flatnonzero((used["id"] == traj) & (length > 0))
+        if not len(found):
+            raise KeyError(f"no row of trajectory {traj} is stored")
+        first = [self._chain_rows(int(c), int(length[c])) for c in found[np.argsort(used["last"][found])]]
+        return torch.from_numpy(np.concatenate(first))
+
+    def _chain_rows(self, chain: int, length: int) -> Array:
+        slots = np.empty(length, np.int64)
+        self._kernels.chain_rows(
+            self._state, self.capacity, self._fragments, self._chains, chain, slots, _NONE, _NO_PATCH
+        )
+        return slots
+
+    # -- weights: one Fenwick tree over the trajectories per way of drawing ----------------------------------------
+
+    def _tree(self, length: int, by: By, strict: bool) -> Array:
+        if by not in ("trajectory", "start"):
+            raise ValueError(f"by must be 'trajectory' or 'start', got {by!r}")
+        if length < 1:
+            raise ValueError(f"length must be at least 1, got {length}")
+        if by == "trajectory" and not strict:
+            length, strict = 1, True  # any trajectory will do
+        key = (length, by == "start", strict)
+        if self._changing:  # a change was interrupted (Ctrl-C) before the weights followed
+            self._weights.clear()
+            self._changing = False
+        if key not in self._weights:
+            self._weights[key] = self._new_weights(key)
+            if len(self._weights) > 4:
+                self._weights.popitem(last=False)
+        self._weights.move_to_end(key)
+        return self._weights[key][1]
+
+    def _new_weights(self, key: tuple[int, bool, bool]) -> tuple[Array, Array]:
+        weight, tree = np.zeros(len(self._chains), np.int64), np.zeros(len(self._chains) + 1, np.int64)
+        used = int(self._state["slots"][0])
+        self._kernels.weigh(self._chains, np.arange(used), used, weight, tree, *key)
+        return weight, tree
+
+    def _weigh(self, touched: Array, count: int) -> None:
+        """Bring all weights up to date, which ends a change."""
+        for key, (weight, tree) in self._weights.items():
+            self._kernels.weigh(self._chains, touched, count, weight, tree, *key)
+        self._changing = False
+
+    # -- growing -------------------------------------------------------------------------------------------------
+
+    def _reserve(self, count: int) -> None:
+        """Make room for ``count`` more fragments, each perhaps a trajectory of its own."""
+        state = self._state[0]
+        live = int(state["end"] - state["first"])
+        if live + count > len(self._fragments):
+            numbers = np.arange(state["first"], state["end"])
+            larger = np.zeros(_power_of_two(live + count), self._fragments.dtype)
+            larger[numbers & (len(larger) - 1)] = self._fragments[numbers & (len(self._fragments) - 1)]
+            self._fragments = larger
+        if int(state["slots"]) + count > len(self._chains):
+            larger = np.zeros(_power_of_two(int(state["slots"]) + count), self._chains.dtype)
+            larger[: len(self._chains)] = self._chains
+            self._chains = larger
+            for key in self._weights:
+                self._weights[key] = self._new_weights(key)
+        if 2 * (int(state["ids"]) + count) > len(self._table):
+            larger = np.zeros(_power_of_two(4 * (int(state["open"]) + count)), self._table.dtype)
+            self._state["ids"] = self._kernels.rehash(self._table, self._chains, larger)
+            self._table = larger
+        if len(self._touched) < max(count, len(self._fragments)):
+            self._touched = np.zeros(_power_of_two(max(count, len(self._fragments))), np.int64)
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << max(6, (least - 1).bit_length())
+
+
+def _column(batch: TensorDictBase, key: NestedKey) -> Array | None:
+    """A marker of ``batch`` as a flat host array; None if there is none. `run_ends` has checked its shape."""
+    column = batch.get(key, None)
+    if column is None:
+        return None
+    values: Array = column.numpy(force=True).reshape(-1)
+    return values
+
+
+def _integers(batch: TensorDictBase, key: NestedKey) -> Array:
+    values = _column(batch, key)
+    if values is None:
+        return _NONE
+    if values.dtype.kind not in "iu":
+        raise TypeError(f"batch[{key!r}] must be an integer column, got {values.dtype}")
+    if len(values) != len(batch):
+        raise ValueError(
+            f"batch[{key!r}] must have one number per row, got {len(values)} for {len(batch)} rows"
+        )
+    return values.astype(np.int64, copy=False)

@@ -1,0 +1,135 @@
+"""The ring of rows: which rows are stored, which may be read, where the next ones go."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Where the next observation of each drawn row stands (compact storage).
+
+    Attributes:
+        slots: int64 ``[N]``, slot of the row that follows, -1 where no stored row does.
+        patch: int64 ``[2, K]``, (position in ``slots``, pool entry) of the rows whose next observation is kept
+            apart; these win over ``slots``.
+    """
+
+    slots: Tensor
+    patch: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Rows chosen by a sampler.
+
+    Attributes:
+        slots: int64 ``[N]``, positions in the storage.
+        firsts: int64 ``[S]``, positions in ``slots`` where the slices begin; None if rows stand alone.
+        lasts: int64 ``[S]``, positions of the last row of each slice.
+        follow: where the next observations stand; None unless asked for.
+        mask: bool ``[N]``, False at rows that only pad; None without padding.
+        stamp: head and pool entries taken at the time of the draw, for :meth:`Ring.intact`.
+    """
+
+    slots: Tensor
+    firsts: Tensor | None = None
+    lasts: Tensor | None = None
+    follow: Follow | None = None
+    mask: Tensor | None = None
+    stamp: tuple[int, int] = (0, 0)
+
+
+class Ring:
+    """Row counters of a ring of ``capacity`` slots; row ``r`` stands in slot ``r % capacity``.
+
+    Writing is ``claim`` (the rows about to be overwritten can no longer be drawn), then copying, then ``publish``
+    (the new rows can). A write that fails between the two leaves a ring that is right, with fewer rows. Counters
+    are 64-bit and only grow.
+
+    Args:
+        capacity: number of slots, at least 1.
+
+    >>> ring = Ring(4)
+    >>> ring.claim(3), ring.publish(3), len(ring)
+    (0, None, 3)
+    >>> ring.claim(2), len(ring)  # row 0 is given up before row 4 takes its slot
+    (3, 2)
+    """
+
+    tracked = False
+    _dtype = np.dtype([("head", "i8"), ("written", "i8"), ("taken", "i8")])
+
+    def __init__(self, capacity: int) -> None:
+        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+            raise ValueError(f"capacity must be an integer of at least 1, got {capacity!r}")
+        self.capacity = capacity
+        self._state: Array = np.zeros(1, self._dtype)
+
+    def __len__(self) -> int:
+        return self.written - self.head
+
+    @property
+    def head(self) -> int:
+        """Number of the oldest row that may be read."""
+        return int(self._state["head"][0])
+
+    @property
+    def written(self) -> int:
+        """Rows ever published; the number of the next one."""
+        return int(self._state["written"][0])
+
+    def claim(self, rows: int) -> int:
+        """Drop the rows that the next ``rows`` rows (at most ``capacity``) overwrite; number of the first."""
+        written = self.written
+        self._state["head"] = max(self.head, written + rows - self.capacity)
+        return written
+
+    def publish(self, rows: int) -> None:
+        """Let ``rows`` claimed and copied rows be read."""
+        self._state["written"] += rows
+
+    def slots(self, first: int, rows: int) -> Tensor:
+        """Slots of ``rows`` rows from number ``first`` on, int64 ``[rows]``."""
+        return torch.arange(first, first + rows).remainder_(self.capacity)
+
+    def numbers(self, slots: Tensor, head: int) -> Tensor:
+        """Row numbers that stood in ``slots`` when ``head`` was the oldest row; int64 ``[N]``."""
+        return (slots - head).remainder_(self.capacity).add_(head)
+
+    def uniform(self, count: int, generator: torch.Generator | None) -> Draw:
+        """``count`` rows, uniform over the stored ones, with replacement.
+
+        Raises:
+            RuntimeError: nothing is stored.
+        """
+        self.check_not_empty()
+        head, written = self.head, self.written
+        slots = torch.randint(head, written, (count,), generator=generator)
+        if written > self.capacity:
+            slots.remainder_(self.capacity)
+        return Draw(slots, stamp=self.stamp())
+
+    def stamp(self) -> tuple[int, int]:
+        """What tells whether something was overwritten: the head, and how many pool entries were ever taken."""
+        return self.head, int(self._state["taken"][0])
+
+    def intact(self, draw: Draw) -> bool:
+        """Whether nothing that ``draw`` points to has been overwritten since it was drawn."""
+        head, taken = self.stamp()
+        if draw.follow is not None and draw.follow.patch.shape[1] and taken != draw.stamp[1]:
+            return False
+        if head == draw.stamp[0] or not len(draw.slots):
+            return True
+        return int(self.numbers(draw.slots, draw.stamp[0]).min()) >= head
+
+    def check_not_empty(self) -> None:
+        """RuntimeError if no row may be read."""
+        if not len(self):
+            raise RuntimeError("cannot sample from an empty buffer: extend it with a batch first")

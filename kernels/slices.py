@@ -1,0 +1,456 @@
+"""Compiled kernels of the trajectory index: link fragments, drop overwritten ones, draw slices through them.
+
+Terms. A *row number* counts every row ever written (64 bits); its *slot* in the ring is ``row % capacity``. A
+*fragment* is a stretch of consecutive row numbers of one trajectory; together the live fragments cover the live
+rows, in row order. A *chain* is a trajectory: its fragments, linked in time order. ``offset`` counts rows from
+the chain's first row ever, and does not change when the ring drops the head of the chain.
+
+Fragments live in a ring of their own (``number & mask``), links are distances between fragment numbers. ``jump``
+leads from the d-th fragment of a chain to number ``d - lowbit(d)``, so any offset is found in O(log² d) hops.
+
+This module imports numba: import it inside the function that needs it. All kernels are in one file because
+numba's cache does not notice a change in a callee that stands in another file.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatroll.kernels.scan_numba import compiled
+
+Array = NDArray[Any]
+
+#: Longest fragment; a trajectory that goes on longer gets another one, so that 32-bit lengths hold.
+LONGEST = 2**30
+
+STATE = np.dtype(
+    [
+        ("head", "i8"),  # oldest row that may be read
+        ("written", "i8"),  # rows ever published
+        ("first", "i8"),  # number of the oldest live fragment
+        ("end", "i8"),  # number the next fragment will get
+        ("created", "i8"),  # trajectories ever begun
+        ("live", "i8"),  # trajectories with a live row
+        ("open", "i8"),  # of them, those whose last row is not done
+        ("slots", "i8"),  # chain slots ever used
+        ("free", "i8"),  # 1 + first free chain slot (a list through chain.last), 0 if none
+        ("newest", "i8"),  # 1 + chain of the newest row, 0 if none
+        ("ids", "i8"),  # entries of the id table in use
+        ("spare", "i8"),  # free pool entries: spare[:state.spare]
+        ("taken", "i8"),  # pool entries ever handed out; a reader compares it before and after
+    ]
+)
+FRAGMENT = np.dtype(
+    [
+        ("first", "i8"),  # row number of its first row
+        ("offset", "i8"),  # offset of that row in its chain
+        ("length", "i4"),
+        ("chain", "i4"),
+        ("prev", "i4"),  # distance back to the previous fragment of the chain, 0 if none
+        ("jump", "i4"),  # distance back to an earlier fragment of the chain, 0 if none
+        ("next", "i4"),  # distance to the fragment that continues the trajectory, 0 if none
+        ("pool", "i4"),  # pool entry with the next observation of its last row, -1 if none
+    ]
+)
+CHAIN = np.dtype(
+    [
+        ("id", "i8"),
+        ("total", "i8"),  # rows ever written
+        ("dropped", "i8"),  # rows lost to the ring: live rows have offsets dropped ... total - 1
+        ("last", "i8"),  # number of the newest fragment
+        ("fragments", "i8"),  # fragments ever linked
+        ("step", "i8"),  # step count that the next row must have
+        ("open", "i8"),  # 1 if the last row is not done
+    ]
+)
+ENTRY = np.dtype([("id", "i8"), ("chain", "i8")])  # chain + 1; 0 marks an unused entry
+
+
+@compiled()
+def _entry(table: Array, key: int) -> int:
+    """Position of ``key`` in the hash table, or of the unused entry where it belongs."""
+    mask = len(table) - 1
+    at = np.int64(np.uint64(key) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(33)) & mask
+    while table[at].chain != 0 and table[at].id != key:
+        at = (at + 1) & mask
+    return at
+
+
+@compiled()
+def rehash(table: Array, chains: Array, larger: Array) -> int:
+    """Copy the entries of open live trajectories into ``larger``; how many they are."""
+    used = 0
+    for i in range(len(table)):
+        c = table[i].chain - 1
+        if c >= 0 and chains[c].id == table[i].id and chains[c].open and chains[c].total > chains[c].dropped:
+            larger[_entry(larger, table[i].id)] = table[i]
+            used += 1
+    return used
+
+
+@compiled()
+def claim(
+    state: Array, capacity: int, rows: int, fragments: Array, chains: Array, spare: Array, touched: Array
+) -> int:
+    """Drop the rows that the next ``rows`` rows overwrite; how many ``touched`` chains there are."""
+    s = state[0]
+    head = s.head = max(s.head, s.written + rows - capacity)
+    count = 0
+    while s.first < s.end:
+        f = fragments[s.first & (len(fragments) - 1)]
+        gone = min(head - f.first, np.int64(f.length))
+        if gone <= 0:
+            break
+        chain = chains[f.chain]
+        chain.dropped = f.offset + gone
+        touched[count] = f.chain
+        count += 1
+        if gone < f.length:
+            break
+        s.first += 1
+        if f.pool >= 0:
+            spare[s.spare] = f.pool
+            s.spare += 1
+        if chain.dropped == chain.total:
+            s.live -= 1
+            s.open -= chain.open
+            if s.newest == f.chain + 1:
+                s.newest = 0
+            chain.open = chain.total = chain.dropped = 0
+            chain.last = s.free
+            s.free = f.chain + 1
+    return count
+
+
+@compiled()
+def link(
+    state: Array,
+    chains: Array,
+    table: Array,
+    joined: Array,
+    ids: Array,
+    init: Array,
+    done: Array,
+    step_first: Array,
+    step_last: Array,
+    before: Array,
+) -> None:
+    """Find what each new fragment continues; changes nothing but ``before``.
+
+    ``before[j]`` becomes the chain it continues, or ``-2 - i`` for fragment i of the same write, or -1 for a new
+    trajectory. A fragment continues the last one of its id (without ids: the newest row) unless that one was
+    done, this one is_init, or the step count (where there is one) does not go on.
+    """
+    s = state[0]
+    count = len(before)
+    size = 4
+    while size < 2 * len(ids):
+        size *= 2
+    seen = np.zeros(size, table.dtype)
+    for j in range(count):
+        before[j] = -1
+        if joined[j]:
+            before[j] = -2 - (j - 1)
+        elif not init[j]:
+            c, i = np.int64(-1), np.int64(-1)
+            if len(ids):
+                known = table[_entry(table, ids[j])].chain - 1
+                if known >= 0 and chains[known].id == ids[j]:
+                    c = known
+                i = seen[_entry(seen, ids[j])].chain - 1
+            elif j == 0:
+                c = s.newest - 1
+            if i >= 0:
+                if not done[i] and (len(step_first) == 0 or step_first[j] == step_last[i] + 1):
+                    before[j] = -2 - i
+            elif c >= 0 and chains[c].open and chains[c].total > chains[c].dropped:  # noqa: SIM102
+                if len(step_first) == 0 or step_first[j] == chains[c].step:
+                    before[j] = c
+        if len(ids):
+            at = _entry(seen, ids[j])
+            seen[at].id = ids[j]
+            seen[at].chain = j + 1
+
+
+@compiled()
+def _begin(state: Array, chains: Array, ids: Array, j: int) -> int:
+    """A fresh chain for fragment ``j``."""
+    s = state[0]
+    if s.free:
+        c = s.free - 1
+        s.free = chains[c].last
+    else:
+        c = s.slots
+        s.slots += 1
+    chain = chains[c]
+    chain.id = ids[j] if len(ids) else s.created
+    chain.total = chain.dropped = chain.fragments = chain.open = 0
+    chain.last = -1
+    s.created += 1
+    s.live += 1
+    return c
+
+
+@compiled()
+def _attach(state: Array, fragments: Array, chains: Array, c: int, row: int, length: int, pool: int) -> None:
+    """Lengthen the last fragment of chain ``c``, or link a new one to it."""
+    s = state[0]
+    mask = len(fragments) - 1
+    chain = chains[c]
+    if chain.fragments and chain.last == s.end - 1:
+        newest = fragments[chain.last & mask]
+        if newest.pool < 0 and newest.first + newest.length == row and newest.length + length <= LONGEST:
+            newest.length += length
+            newest.pool = pool
+            return
+    number = s.end
+    s.end += 1
+    f = fragments[number & mask]
+    f.first, f.length, f.offset, f.chain, f.pool = row, length, chain.total, c, pool
+    f.prev = f.jump = f.next = 0
+    if chain.fragments:
+        fragments[chain.last & mask].next = number - chain.last
+        f.prev = number - chain.last
+        target, depth = chain.last, chain.fragments
+        goal = depth & (depth + 1)  # depth + 1 without its lowest set bit
+        while depth > goal and target >= s.first and fragments[target & mask].jump:
+            target -= fragments[target & mask].jump
+            depth &= depth - 1
+        if depth == goal and target >= s.first:
+            f.jump = number - target
+    chain.last = number
+    chain.fragments += 1
+
+
+@compiled()
+def publish(
+    state: Array,
+    fragments: Array,
+    chains: Array,
+    table: Array,
+    rows: int,
+    firsts: Array,
+    ids: Array,
+    done: Array,
+    step_last: Array,
+    before: Array,
+    pool: Array,
+    spare: Array,
+    released: Array,
+    touched: Array,
+) -> None:
+    """Enter ``rows`` copied rows: fragment j begins at ``firsts[j]`` of them and continues ``before[j]``.
+
+    The last rows of the chains ``released`` give back their pool entries: the rows that continue them agree.
+    """
+    s = state[0]
+    for c in released:
+        f = fragments[chains[c].last & (len(fragments) - 1)]
+        spare[s.spare] = f.pool
+        s.spare += 1
+        f.pool = -1
+    for j in range(len(firsts)):
+        stop = firsts[j + 1] if j + 1 < len(firsts) else rows
+        length = stop - firsts[j]
+        c = before[j]
+        if c < -1:
+            c = touched[-2 - c]
+        elif c == -1:
+            c = _begin(state, chains, ids, j)
+        chain = chains[c]
+        _attach(state, fragments, chains, c, s.written + firsts[j], length, pool[j])
+        chain.total += length
+        going = 0 if done[j] else 1
+        s.open += going - chain.open
+        chain.open = going
+        if len(step_last):
+            chain.step = step_last[j] + 1
+        if len(ids):
+            at = _entry(table, ids[j])
+            s.ids += table[at].chain == 0
+            table[at].id = ids[j]
+            table[at].chain = c + 1
+        touched[j] = c
+        s.newest = c + 1
+    s.written += rows
+
+
+@compiled()
+def weigh(
+    chains: Array,
+    touched: Array,
+    count: int,
+    weight: Array,
+    tree: Array,
+    length: int,
+    start: bool,
+    strict: bool,
+) -> None:
+    """Bring the weights of ``touched`` chains, and the Fenwick tree over them, up to date.
+
+    A chain of n live rows weighs, with ``start``, the slices of ``length`` rows that it holds (at least 1 unless
+    ``strict``), else 1 if n >= length.
+    """
+    for k in range(count):
+        c = touched[k]
+        n = chains[c].total - chains[c].dropped
+        now = max(n - length + 1, 0) if start else np.int64(n >= length)
+        if start and not strict and n > 0:
+            now = max(now, 1)
+        change = now - weight[c]
+        if change:
+            weight[c] = now
+            at = c + 1
+            while at < len(tree):
+                tree[at] += change
+                at += at & -at
+
+
+@compiled()
+def _locate(state: Array, fragments: Array, chains: Array, c: int, offset: int) -> int:
+    """Number of the fragment of chain ``c`` that holds ``offset``, a live one."""
+    mask = len(fragments) - 1
+    number = chains[c].last
+    f = fragments[number & mask]
+    while f.offset > offset:
+        far = number - f.jump
+        if f.jump and far >= state[0].first and fragments[far & mask].offset > offset:
+            number = far
+        else:
+            number -= f.prev
+        f = fragments[number & mask]
+    return number
+
+
+@compiled()
+def _emit(
+    fragments: Array,
+    capacity: int,
+    number: int,
+    row: int,
+    count: int,
+    slots: Array,
+    at: int,
+    follow: Array,
+    patch: Array,
+    patched: int,
+) -> int:
+    """Write the slots of ``count`` rows from ``row`` of fragment ``number`` on to ``slots[at:]``.
+
+    Where ``follow`` has room: ``follow[i]`` becomes the slot of the row after ``slots[i]`` or -1, and a row whose
+    next observation stands in the pool is entered in ``patch`` as (position, entry). Returns the patches so far.
+    """
+    mask = len(fragments) - 1
+    while True:
+        f = fragments[number & mask]
+        take = min(f.first + f.length - row, count)
+        slot = row % capacity
+        for i in range(at, at + take):
+            slots[i] = slot
+            slot += 1
+            if slot == capacity:
+                slot = 0
+            if len(follow):
+                follow[i] = slot
+        at += take
+        count -= take
+        ended = row + take == f.first + f.length
+        if ended and len(follow):
+            follow[at - 1] = fragments[(number + f.next) & mask].first % capacity if f.next else -1
+            if f.pool >= 0:
+                patch[0, patched] = at - 1
+                patch[1, patched] = f.pool
+                patched += 1
+        if count == 0:
+            return patched
+        number += f.next
+        row = fragments[number & mask].first
+
+
+@compiled()
+def draw(
+    state: Array,
+    capacity: int,
+    fragments: Array,
+    chains: Array,
+    tree: Array,
+    uniform: Array,
+    length: int,
+    start: bool,
+    slots: Array,
+    firsts: Array,
+    lasts: Array,
+    follow: Array,
+    patch: Array,
+) -> tuple[int, int]:
+    """Draw a slice for each of ``firsts``, from ``uniform`` (float64 in [0, 1), two per slice); rows, patches.
+
+    A chain is drawn by weight; its slice begins where the weight was hit (``start``) or uniformly. Slice j takes
+    positions ``firsts[j] ... lasts[j]`` of ``slots``.
+    """
+    at = patched = 0
+    size = len(tree) - 1  # a power of two, so tree[size] is the sum
+    total = tree[size]
+    for j in range(len(firsts)):
+        rest = min(np.int64(uniform[2 * j] * total), total - 1)
+        c, step = 0, size // 2
+        while step:
+            if tree[c + step] <= rest:
+                c += step
+                rest -= tree[c]
+            step //= 2
+        chain = chains[c]
+        live = chain.total - chain.dropped
+        take = min(live, length)
+        begin = rest if start else min(np.int64(uniform[2 * j + 1] * (live - take + 1)), live - take)
+        offset = chain.dropped + begin
+        number = _locate(state, fragments, chains, c, offset)
+        f = fragments[number & (len(fragments) - 1)]
+        row = f.first + offset - f.offset
+        patched = _emit(fragments, capacity, number, row, take, slots, at, follow, patch, patched)
+        firsts[j] = at
+        at += take
+        lasts[j] = at - 1
+    return at, patched
+
+
+@compiled()
+def chain_rows(
+    state: Array,
+    capacity: int,
+    fragments: Array,
+    chains: Array,
+    c: int,
+    slots: Array,
+    none: Array,
+    patch: Array,
+) -> None:
+    """Slots of all live rows of chain ``c``."""
+    offset = chains[c].dropped
+    number = _locate(state, fragments, chains, c, offset)
+    f = fragments[number & (len(fragments) - 1)]
+    row = f.first + offset - f.offset
+    _emit(fragments, capacity, number, row, len(slots), slots, 0, none, patch, 0)
+
+
+@compiled()
+def follow_rows(
+    state: Array, capacity: int, fragments: Array, slots: Array, follow: Array, patch: Array
+) -> int:
+    """As :func:`draw` does for slices: the slot after each of ``slots``, any rows in any order; patches."""
+    mask = len(fragments) - 1
+    head = state[0].head
+    patched = 0
+    scratch = np.empty(len(slots), np.int64)
+    for i in range(len(slots)):
+        row = head + (slots[i] - head) % capacity
+        low, high = state[0].first, state[0].end
+        while high - low > 1:
+            middle = (low + high) // 2
+            if fragments[middle & mask].first <= row:
+                low = middle
+            else:
+                high = middle
+        patched = _emit(fragments, capacity, low, row, 1, scratch, i, follow, patch, patched)
+    return patched
