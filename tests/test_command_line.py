@@ -45,7 +45,7 @@ def test_inspect_describes_a_sound_batch(tmp_path: Path, capsys: pytest.CaptureF
 def test_inspect_names_the_row_that_breaks_a_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flat_batch(done_matches=False).memmap(tmp_path / "batch")
     assert main(["inspect", str(tmp_path / "batch")]) == 1
-    assert "row 2: " in capsys.readouterr().out
+    assert "row 2 [done] terminated is True but done is False\n" in capsys.readouterr().out
 
 
 def test_inspect_saves_the_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,6 +54,35 @@ def test_inspect_saves_the_timeline(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["inspect", str(tmp_path / "batch"), "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert f"timeline saved to {picture}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("batch", "ending", "text"),
+    [
+        (flat_batch(), "nonsense", "Format 'nonsense' is not supported"),
+        (
+            TensorDict({"observation": torch.zeros(3, 2)}, batch_size=[3]),
+            "png",
+            "batch has no entry 'is_init'",
+        ),
+    ],
+)
+def test_inspect_says_why_it_cannot_draw(
+    batch: TensorDict, ending: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch.memmap(tmp_path / "batch")
+    picture = tmp_path / f"picture.{ending}"
+    assert main(["inspect", str(tmp_path / "batch"), "--plot", str(picture)]) == 2
+    assert capsys.readouterr().err.startswith(f"flatroll inspect: --plot {picture}: {text}")
+
+
+def test_a_missing_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flat_batch().memmap(tmp_path / "batch")
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    assert main(["inspect", str(tmp_path / "batch"), "--plot", str(tmp_path / "timeline.png")]) == 1
+    assert 'pip install "flatroll[plot]"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("made", [True, False])

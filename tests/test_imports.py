@@ -14,9 +14,9 @@ ROOMS = ["layout", "kernels", "wrappers", "rollouts", "buffers", "modules", "est
 HEAVY = {"envpool", "h5py", "matplotlib", "minari", "numba", "ray", "torchrl", "tqdm", "triton"}
 SOURCE = Path(__file__).parents[1] / "src"
 
+SEED = "import random, numpy, torch; torch.manual_seed(0), numpy.random.seed(0), random.seed(0)"
 REPORT = """
 import json, logging, multiprocessing, os, sys, warnings
-import torch
 print(json.dumps({
     "modules": sorted({name.partition(".")[0] for name in sys.modules}),
     "start method": multiprocessing.get_start_method(allow_none=True),
@@ -24,7 +24,7 @@ print(json.dumps({
     "threads": torch.get_num_threads(),
     "default dtype": str(torch.get_default_dtype()),
     "gradients": torch.is_grad_enabled(),
-    "random state": torch.get_rng_state().sum().item(),
+    "random state": [torch.rand(1).item(), numpy.random.random(), random.random()],
     "warning filters": [repr(entry) for entry in warnings.filters],
     "log handlers": [repr(entry) for entry in logging.getLogger().handlers],
 }))
@@ -33,7 +33,7 @@ print(json.dumps({
 
 def state_after(statements: str) -> dict[str, Any]:
     """What a fresh interpreter looks like after the statements."""
-    program = f"import sys; sys.path.insert(0, {str(SOURCE)!r})\n{statements}\n{REPORT}"
+    program = f"import sys; sys.path.insert(0, {str(SOURCE)!r})\n{SEED}\n{statements}\n{REPORT}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))

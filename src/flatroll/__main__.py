@@ -9,8 +9,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import flatroll
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
 
 BENCH_PREFIX = "bench_"
 
@@ -22,14 +26,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program name; those of the process by default.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["demo"]:  # the example parses its own arguments, --help included
-        return run_demo(words[1:])
-    arguments = build_parser().parse_args(words)
     try:
+        if words[:1] == ["demo"]:  # the example parses its own arguments, --help included
+            return run_demo(words[1:])
+        arguments = build_parser().parse_args(words)
         return int(arguments.run(arguments))
     except CommandError as error:
-        print(f"flatroll {arguments.command}: {error}", file=sys.stderr)
+        print(f"flatroll {words[0]}: {error}", file=sys.stderr)
         return 2
+    except ImportError as error:  # an extra that is not installed; its text says which
+        print(f"flatroll {words[0]}: {error}", file=sys.stderr)
+        return 1
 
 
 class CommandError(Exception):
@@ -61,13 +68,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run_demo(argv: list[str]) -> int:
     """Hand the arguments to the example that trains a recurrent policy."""
-    try:
-        from flatroll.examples import recurrent_ppo
+    from flatroll.examples import recurrent_ppo
 
-        return recurrent_ppo.main(argv)
-    except ImportError as error:  # an extra that is not installed; its text says which
-        print(f"flatroll demo: {error}", file=sys.stderr)
-        return 1
+    return recurrent_ppo.main(argv)
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
@@ -83,15 +86,31 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 
     batch = TensorDict.load_memmap(path)
     print(layout.describe(batch))
-    if arguments.plot is not None:
-        axes = layout.timeline(batch)
-        axes.figure.savefig(arguments.plot, bbox_inches="tight")
-        print(f"timeline saved to {arguments.plot}")
     findings = layout.audit(batch)
     for finding in findings:
-        print(f"row {finding.row}: {finding.rule}: {finding.text}")
+        print(finding)
     print(f"audit: {len(findings)} findings in {batch.batch_size.numel()} rows")
-    return 1 if findings else 0
+    if arguments.plot is not None:
+        save_timeline(batch, arguments.plot)
+    return 1 if any(finding.severity == "error" for finding in findings) else 0
+
+
+def save_timeline(batch: TensorDictBase, file: Path) -> None:
+    """Save the picture of the trajectories of a batch."""
+    from flatroll import layout
+
+    try:
+        from matplotlib.figure import Figure
+
+        figure = layout.timeline(batch).get_figure()
+        assert isinstance(figure, Figure)  # a new one, of timeline's own
+        figure.savefig(file, bbox_inches="tight")
+    except (
+        KeyError,
+        ValueError,
+    ) as error:  # no marker, no rows, or a file ending that matplotlib does not know
+        raise CommandError(f"--plot {file}: {error.args[0]}") from None
+    print(f"timeline saved to {file}")
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
