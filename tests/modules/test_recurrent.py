@@ -401,9 +401,9 @@ def test_same_features_and_final_states_as_torchrl(kind):
         torch.testing.assert_close(batch[key], theirs[key], atol=1e-6, rtol=1e-5)
 
 
-def test_every_state_of_a_run_is_one_row_further_than_the_last(kind=GRUModule):
+def test_the_state_after_a_row_steps_the_next_row():
     """("next", state) of row i is the state row i + 1 would be stepped from."""
-    module = module_of(kind)
+    module = module_of(GRUModule)
     batch = batch_of(module, [1, 0, 0, 0])
     with set_recurrent_mode("recurrent"):
         module(batch)
