@@ -68,16 +68,19 @@ def generalized_advantage_estimate(
         )
     time = 0 if reward.ndim == 1 else time_dim
     shape = reward.movedim(time, -1).shape
-    terminated = done if terminated is None else terminated
-    flags = {"done": done, "terminated": terminated} | ({} if ends is None else {"ends": ends})
-    stop = _ends({name: _flag(name, flag, reward).movedim(time, -1) for name, flag in flags.items()}, shape)
 
-    def row(x: Tensor) -> Tensor:
+    def row(x: Tensor) -> Tensor:  # time last, then flat: a view wherever there is one feature
         return x.movedim(time, -1).reshape(-1)
 
     def factor(x: float | Tensor) -> float | Tensor:
         return row(x.expand(reward.shape)) if isinstance(x, Tensor) and x.ndim else x
 
+    stopped = row(_flag("done", done, reward))
+    over = stopped if terminated is None else row(_flag("terminated", terminated, reward))
+    stop = stopped | over
+    if ends is not None:
+        stop |= row(_flag("ends", ends, reward))
+    stop.view(shape)[..., -1:] = True
     dtype = torch.promote_types(reward.dtype, state_value.dtype)
     scanned = residual_scan(
         factor(gamma),
@@ -85,7 +88,7 @@ def generalized_advantage_estimate(
         row(reward).to(dtype),
         row(state_value).to(dtype),
         row(next_state_value).to(dtype),
-        row(_flag("terminated", terminated, reward)),
+        over,
         stop,
         longest=shape[-1],
     )
@@ -105,13 +108,3 @@ def _flag(name: str, flag: Tensor, reward: Tensor) -> Tensor:
         f"{name} must have the reward's shape {tuple(reward.shape)}, or 1 as last dim, "
         f"got {tuple(flag.shape)}"
     )
-
-
-def _ends(flags: dict[str, Tensor], shape: torch.Size) -> Tensor:
-    """The rows at which the trace stops, time last and flat: any flag, and the last step of each sequence."""
-    first, *others = flags.values()
-    stop = first.clone()
-    for flag in others:
-        stop |= flag
-    stop[..., -1:] = True
-    return stop.reshape(-1)

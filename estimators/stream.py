@@ -1,7 +1,11 @@
-"""The extended stream: a batch with, behind each run, the final observation that the run bootstraps from."""
+"""The extended stream: a batch and, for each run, the final observation that the run bootstraps from.
+
+A network that remembers must meet that observation right behind its run. One that does not may meet it
+anywhere, so it stands at the end, where it costs no index over the rows.
+"""
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,12 +15,78 @@ from flatroll.layout.keys import NestedKey
 Columns: TypeAlias = dict[NestedKey, Tensor]
 
 
+class Stream(Protocol):
+    """N rows of a flat batch and K inserted ones, the observations behind the rows ``after``."""
+
+    @property
+    def rows(self) -> int:
+        """N + K."""
+        ...
+
+    def columns(self, root: Columns, behind: Columns, start: int, stop: int) -> Columns:
+        """Rows ``start`` to ``stop`` of the stream.
+
+        Args:
+            root: columns ``[N, *]`` of the batch.
+            behind: columns ``[K, *]`` of the inserted rows; one that is absent repeats the row before.
+            start, stop: the rows wanted.
+        """
+        ...
+
+    def split(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Values of the batch's rows and of what follows them ``[N, *]``; any number behind a terminated row."""
+        ...
+
+
+def open_ends(ends: Tensor, terminated: Tensor) -> Tensor:
+    """The rows that end a run without terminating, int64 ``[K]``. K is read on the host: the one sync.
+
+    >>> open_ends(*torch.tensor([[False, True, True, True], [False, False, True, False]])).tolist()
+    [1, 3]
+    """
+    return (ends & ~terminated).nonzero().squeeze(-1)
+
+
 @dataclass(frozen=True)
-class Stream:
-    """Index of the extended stream of a flat batch of N rows: K rows inserted, one behind each of ``after``.
+class Appended:
+    """The inserted rows come last.
+
+    >>> stream = Appended(torch.tensor([1, 3]), count=4)
+    >>> [x.tolist() for x in stream.split(torch.tensor([0.0, 1.0, 2.0, 3.0, 1.5, 3.5]))]
+    [[0.0, 1.0, 2.0, 3.0], [1.0, 1.5, 3.0, 3.5]]
+    """
+
+    after: Tensor
+    count: int
+
+    @property
+    def rows(self) -> int:
+        return self.count + self.after.shape[0]
+
+    def columns(self, root: Columns, behind: Columns, start: int, stop: int) -> Columns:
+        if stop <= self.count:
+            return {key: column[start:stop] for key, column in root.items()}
+        inserted = slice(max(start - self.count, 0), stop - self.count)
+        part = {
+            key: behind[key][inserted] if key in behind else column[self.after[inserted]]
+            for key, column in root.items()
+        }
+        if start >= self.count:
+            return part
+        return {key: torch.cat([column[start:], part[key].to(column.dtype)]) for key, column in root.items()}
+
+    def split(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        value = values[: self.count]
+        following = torch.cat([value[1:], value[-1:]])
+        return value, following.index_copy(0, self.after, values[self.count :])
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """Each inserted row stands right behind its run.
 
     Attributes:
-        after: int64 ``[K]``, the rows of the batch that end a run without terminating, ascending.
+        after: int64 ``[K]``, ascending.
         position: int64 ``[N]``, where each row of the batch stands in the stream.
         source: int64 ``[N + K]``, the row of the batch at each place; an inserted row has the one before it.
     """
@@ -26,23 +96,20 @@ class Stream:
     source: Tensor
 
     @classmethod
-    def of(cls, ends: Tensor, terminated: Tensor) -> "Stream":
-        """Index a batch by its ``ends`` and ``terminated`` ``[N]``. K is read on the host: the one sync.
+    def of(cls, after: Tensor, count: int) -> "Interleaved":
+        """The stream of ``count`` rows with one inserted behind each of ``after``.
 
-        >>> ends, terminated = torch.tensor([[False, True, True, True], [False, False, True, False]])
-        >>> stream = Stream.of(ends, terminated)
-        >>> stream.after.tolist(), stream.position.tolist(), stream.source.tolist()
-        ([1, 3], [0, 1, 3, 4], [0, 1, 1, 2, 3, 3])
+        >>> stream = Interleaved.of(torch.tensor([1, 3]), count=4)
+        >>> stream.position.tolist(), stream.source.tolist()
+        ([0, 1, 3, 4], [0, 1, 1, 2, 3, 3])
         """
-        inserts = (ends & ~terminated).long()
-        after = inserts.nonzero().squeeze(-1)
-        row = torch.arange(ends.shape[0], device=ends.device)
-        source = torch.repeat_interleave(row, 1 + inserts, output_size=row.shape[0] + after.shape[0])
+        row = torch.arange(count, device=after.device)
+        inserts = torch.zeros_like(row).index_fill_(0, after, 1)
+        source = torch.repeat_interleave(row, 1 + inserts, output_size=count + after.shape[0])
         return cls(after, row + inserts.cumsum(0) - inserts, source)
 
     @property
     def rows(self) -> int:
-        """N + K."""
         return self.source.shape[0]
 
     def stops(self, ends: Tensor) -> Tensor:
@@ -51,15 +118,6 @@ class Stream:
         return torch.cat([self.position[first], self.position.new_tensor([self.rows])])
 
     def columns(self, root: Columns, behind: Columns, start: int, stop: int) -> Columns:
-        """Rows ``start`` to ``stop`` of the stream.
-
-        Args:
-            root: columns ``[N, *]`` of the batch.
-            behind: columns ``[K, *]`` of the inserted rows; a key that is absent repeats the row before.
-            start, stop: the rows wanted.
-        """
-        if not self.after.shape[0]:
-            return {key: column[start:stop] for key, column in root.items()}
         inserted = self.position[self.after] + 1
         first, past = 0, inserted.shape[0]
         if (start, stop) != (0, self.rows):
@@ -69,3 +127,7 @@ class Stream:
         for key, column in behind.items():
             part[key][local] = column[first:past].to(part[key].dtype)
         return part
+
+    def split(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        following = (self.position + 1).clamp(max=self.rows - 1)
+        return values.index_select(0, self.position), values.index_select(0, following)

@@ -1,9 +1,9 @@
 """The values of a batch's observations and next observations, from one network (DESIGN M4).
 
 Two calls, on the observations and on the next observations, are right for a network that reads one row at
-a time. The *extended stream* needs one: each run of rows followed by the final observation it bootstraps
-from. A row's next value is then the value of the row behind it in the stream. That is N + K rows instead of
-2 N, exact, and the only right form for a recurrent network, whose memory runs on into the final observation.
+a time. The *extended stream* needs one: the rows, and for each run the final observation it bootstraps from.
+A row's next value is then the value of the row behind it. That is N + K rows instead of 2 N, exact, and the
+only right form for a recurrent network, whose memory runs on into the final observation.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from flatroll.estimators.chunks import Chunks
-from flatroll.estimators.stream import Columns, Stream
+from flatroll.estimators.stream import Appended, Columns, Interleaved, Stream, open_ends
 from flatroll.layout.keys import NestedKey, next_key, require
 
 
@@ -118,25 +118,27 @@ class StateValues:
         self, batch: TensorDictBase, at: Boundaries, final: TensorDictBase | None
     ) -> tuple[Tensor, Tensor]:
         ends = at.ends.reshape(-1)
-        stream = Stream.of(ends, at.terminated.reshape(-1))
-        unknown = None if at.unknown is None else at.unknown.reshape(-1)[stream.after]
+        after = open_ends(ends, at.terminated.reshape(-1))
+        unknown = None if at.unknown is None else at.unknown.reshape(-1)[after]
         held = [key for key in self.inputs.states if batch.get(key, None) is not None]
         root = {key: _flat(require(batch, key), batch) for key in (*self.inputs.observed, *held)}
-        behind = self._behind(batch, root, stream.after, unknown, final)
+        behind = self._behind(batch, root, after, unknown, final)
+        stream: Stream = Appended(after, ends.shape[0])
+        stops = None
         if self.inputs.recurrent:
             starts = torch.ones_like(ends)
             starts[1:] = ends[:-1]
             root[self.is_init_key] = starts.unsqueeze(-1)
-            behind[self.is_init_key] = starts.new_zeros(stream.after.shape[0], 1)
-        stops = stream.stops(ends) if self.inputs.recurrent else None
+            behind[self.is_init_key] = starts.new_zeros(after.shape[0], 1)
+            stream = interleaved = Interleaved.of(after, ends.shape[0])
+            stops = interleaved.stops(ends)
         values = [
             self._evaluate(stream.columns(root, behind, start, stop), torch.Size([stop - start]))
             for start, stop in self.chunks.spans(stream.rows, stops)
         ]
-        value = _joined(values)
+        value, next_value = stream.split(_joined(values))
         shape = (*batch.batch_size, *value.shape[1:])
-        next_position = (stream.position + 1).clamp(max=stream.rows - 1)  # behind a terminated row: masked
-        return value[stream.position].reshape(shape), value[next_position].reshape(shape)
+        return value.reshape(shape), next_value.reshape(shape)
 
     def _behind(
         self,
