@@ -80,7 +80,8 @@ def test_a_missing_extra_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flat_batch().memmap(tmp_path / "batch")
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.pyplot"):
+        monkeypatch.setitem(sys.modules, name, None)
     assert main(["inspect", str(tmp_path / "batch"), "--plot", str(tmp_path / "timeline.png")]) == 1
     assert 'pip install "flatroll[plot]"' in capsys.readouterr().err
 

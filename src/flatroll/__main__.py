@@ -99,16 +99,14 @@ def save_timeline(batch: TensorDictBase, file: Path) -> None:
     """Save the picture of the trajectories of a batch."""
     from flatroll import layout
 
-    try:
-        from matplotlib.figure import Figure
+    try:  # fails without a marker, without rows, or on a file ending that matplotlib does not know
+        axes = layout.timeline(batch)
+        from matplotlib.figure import Figure  # there: timeline has just drawn with it
 
-        figure = layout.timeline(batch).get_figure()
+        figure = axes.get_figure()
         assert isinstance(figure, Figure)  # a new one, of timeline's own
         figure.savefig(file, bbox_inches="tight")
-    except (
-        KeyError,
-        ValueError,
-    ) as error:  # no marker, no rows, or a file ending that matplotlib does not know
+    except (KeyError, ValueError) as error:
         raise CommandError(f"--plot {file}: {error.args[0]}") from None
     print(f"timeline saved to {file}")
 
