@@ -10,8 +10,8 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from flatroll.estimators.chunks import Chunks
-from flatroll.estimators.keyed import renamed, under_next
-from flatroll.estimators.reductions import real_rows, standardized
+from flatroll.estimators.keyed import VALID, renamed, under_next
+from flatroll.estimators.reductions import both, spread_over, standardized
 from flatroll.estimators.values import Boundaries, StateValues
 from flatroll.layout import run_ends
 from flatroll.layout.keys import IS_INIT, MASK, NEXT_KNOWN, TRAJ_IDS, NestedKey, marker, next_key, require
@@ -37,7 +37,8 @@ class ValueEstimator(TensorDictModuleBase):
         bootstrap_missing: what to do where a run ends, not terminated, at a row whose next observation the
             env hid (``("collector", "next_known")`` is False): ``"error"``; ``"current"``, the row's own
             observation stands in; ``"mask"``, the row is left out: the row before bootstraps from it, its own
-            advantage is 0 and ``("collector", "mask")`` is False there. Default: ``"error"``.
+            advantage is 0, and ``"shifted_valid"``, which the losses heed, is False there. Default:
+            ``"error"``.
         standardize: bring the advantage to zero mean and unit deviation over the real rows.
         keys: other names than the default ones, see :meth:`set_keys`.
 
@@ -56,6 +57,7 @@ class ValueEstimator(TensorDictModuleBase):
         "is_init": IS_INIT,
         "traj_ids": TRAJ_IDS,
         "mask": MASK,
+        "valid": VALID,
     }
 
     def __init__(
@@ -97,7 +99,7 @@ class ValueEstimator(TensorDictModuleBase):
         Args:
             keys: ``advantage``, ``value_target`` and ``value`` are written, the value under ``"next"``, too;
                 ``reward``, ``done`` and ``terminated`` are read under ``"next"``; the others are ``is_init``,
-                ``traj_ids`` and ``mask``. None leaves a name as it is.
+                ``traj_ids``, ``mask`` and ``valid``. None leaves a name as it is.
 
         Raises:
             ValueError: there is no such key.
@@ -159,25 +161,25 @@ class ValueEstimator(TensorDictModuleBase):
                 f"value_network must write values of the reward's shape {tuple(reward.shape)}, "
                 f"got {tuple(value.shape)}"
             )
-        mask = None if batch.get(names["mask"], None) is None else marker(batch, names["mask"])
         ends, left_out = at.ends, None
         if at.unknown is not None and self.bootstrap_missing == "mask":
             left_out = at.unknown
             ends = ends.clone()
             ends[..., :-1] |= left_out[..., 1:]
-            mask = ~left_out if mask is None else mask & ~left_out
         spread = [*at.ends.shape, *[1] * (reward.ndim - at.ends.ndim)]
         flags = at.terminated.reshape(spread), ends.reshape(spread)
         advantage, target = self.estimate(value, next_value, reward, *flags, time_dim=batch.batch_dims - 1)
+        valid = None if left_out is None else ~left_out
+        if self.standardize:
+            mask = None if batch.get(names["mask"], None) is None else marker(batch, names["mask"])
+            advantage = standardized(advantage, spread_over(both(mask, valid), advantage))
         if left_out is not None:
             advantage = advantage.masked_fill(left_out.reshape(spread), 0.0)
             target = torch.where(left_out.reshape(spread), value, target)
-        if self.standardize:
-            advantage = standardized(advantage, real_rows(mask, advantage))
         for key, column in zip(self.out_keys, (advantage, target, value, next_value), strict=True):
             batch.set(key, column)
-        if left_out is not None:
-            batch.set(names["mask"], mask)
+        if valid is not None or batch.get(names["valid"], None) is not None:  # never leave an old one behind
+            batch.set(names["valid"], torch.ones_like(at.ends) if valid is None else valid)
 
     def _reward(self, batch: TensorDictBase) -> Tensor:
         key = under_next(self.tensor_keys["reward"])
@@ -193,6 +195,7 @@ class ValueEstimator(TensorDictModuleBase):
             is_init_key=names["is_init"],
             done_key=under_next(names["done"]),
             traj_key=names["traj_ids"],
+            mask_key=names["mask"],
         )
         terminated = marker(batch, under_next(names["terminated"]))
         if batch.get(NEXT_KNOWN, None) is None:

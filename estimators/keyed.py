@@ -4,6 +4,9 @@ from collections.abc import Mapping
 
 from flatroll.layout.keys import NEXT, NestedKey, as_tuple, next_key
 
+#: Rows that a loss may use, as an estimator that leaves some out says (the references' name for it).
+VALID = "shifted_valid"
+
 
 def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | None]) -> dict[str, NestedKey]:
     """``keys`` with ``changes`` put in; None leaves a key as it is.

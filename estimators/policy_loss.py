@@ -11,8 +11,15 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.nn import functional as F
 
-from flatroll.estimators.keyed import renamed
-from flatroll.estimators.reductions import Reduction, masked_mean, masked_variance, reduced, standardized
+from flatroll.estimators.keyed import VALID, renamed
+from flatroll.estimators.reductions import (
+    Reduction,
+    both,
+    masked_mean,
+    masked_variance,
+    reduced,
+    standardized,
+)
 from flatroll.layout.keys import ACTION, MASK, NestedKey, flat_column, marker, missing_marker
 from flatroll.modules import set_recurrent_mode
 
@@ -36,7 +43,7 @@ class Rows:
     Attributes:
         batch: the batch as it came.
         work: a shallow copy, into which the networks write (a critic may read what the actor wrote).
-        mask: bool ``[*B]``, the real rows, or None.
+        mask: bool ``[*B]``, the rows that count, or None.
     """
 
     batch: TensorDictBase
@@ -73,6 +80,7 @@ class PolicyGradientLoss(TensorDictModuleBase):
         "value_target": "value_target",
         "value": "state_value",
         "mask": MASK,
+        "valid": VALID,
     }
     #: The keys that this loss reads from the batch besides what its networks read.
     reads: ClassVar[tuple[str, ...]] = ("action", "advantage")
@@ -122,8 +130,8 @@ class PolicyGradientLoss(TensorDictModuleBase):
         """Rename entries.
 
         Args:
-            keys: any of ``action``, ``sample_log_prob``, ``advantage``, ``value_target``, ``value``, ``mask``;
-                None leaves a name as it is.
+            keys: any of ``action``, ``sample_log_prob``, ``advantage``, ``value_target``, ``value``, ``mask``,
+                ``valid``; None leaves a name as it is.
 
         Raises:
             ValueError: there is no such key.
@@ -151,7 +159,7 @@ class PolicyGradientLoss(TensorDictModuleBase):
         """The losses of a batch ``[N]`` or ``[*B, T]``, which is left as it is.
 
         Recurrent networks run in recurrent mode, whatever the mode around the call. Rows at which
-        ``("collector", "mask")`` is False count nowhere.
+        ``("collector", "mask")`` or ``"shifted_valid"`` is False count nowhere.
 
         Returns:
             tensordict of ``loss_objective``, ``loss_critic``, ``loss_entropy``, whose sum is to be minimised,
@@ -160,8 +168,10 @@ class PolicyGradientLoss(TensorDictModuleBase):
         Raises:
             KeyError: an entry is missing; the text says what writes it.
         """
-        key = self.tensor_keys["mask"]
-        mask = None if tensordict.get(key, None) is None else marker(tensordict, key)
+        masks = [self.tensor_keys[name] for name in ("mask", "valid")]
+        mask = both(
+            *(None if tensordict.get(key, None) is None else marker(tensordict, key) for key in masks)
+        )
         rows = Rows(tensordict, tensordict.copy(), mask)
         with set_recurrent_mode(True):
             losses, diagnostics = self._policy_losses(rows)

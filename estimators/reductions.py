@@ -8,7 +8,14 @@ from torch import Tensor
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 
 
-def real_rows(mask: Tensor | None, column: Tensor) -> Tensor | None:
+def both(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Rows that count in both masks; None is the mask in which all do."""
+    if mask is None or other is None:
+        return other if mask is None else mask
+    return mask & other
+
+
+def spread_over(mask: Tensor | None, column: Tensor) -> Tensor | None:
     """``mask`` of the batch's shape, broadcast over the features of ``column``."""
     if mask is None:
         return None

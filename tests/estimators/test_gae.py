@@ -13,6 +13,7 @@ from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequ
 from torch import Tensor, nn
 
 from flatroll.estimators import GAE
+from flatroll.layout import split_trajectories
 
 BatchOf = Callable[..., TensorDict]
 GaeLoop = Callable[[TensorDictBase, TensorDictModuleBase, float, float], Tensor]
@@ -108,6 +109,15 @@ def test_rows_of_a_two_dim_batch_are_runs_of_their_own(
     torch.testing.assert_close(out["advantage"].reshape(-1, 1), gae_loop(flat, norm_critic(), 0.9, 0.8))
     without_ids = flat.exclude("collector").reshape(3, 4)  # the same although nothing else marks the row ends
     torch.testing.assert_close(gae(without_ids)["advantage"], out["advantage"])
+
+
+def test_padded_batch(mixed: TensorDict, gae_loop: GaeLoop) -> None:
+    """A cut run in the middle of the padded form bootstraps from its own final observation, not from padding."""
+    expected = gae_loop(mixed, norm_critic(), 0.9, 0.8)
+    padded = split_trajectories(mixed)
+    for shifted in (False, True):
+        out = GAE(gamma=0.9, lmbda=0.8, value_network=norm_critic(), shifted=shifted)(padded.clone())
+        torch.testing.assert_close(out["advantage"][out["collector", "mask"]], expected)
 
 
 def test_episode_end_without_leak(batch_of: BatchOf) -> None:

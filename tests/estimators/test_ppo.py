@@ -134,12 +134,13 @@ def test_without_critic_or_entropy() -> None:
     assert set(loss(batch).keys()) == keys == set(loss.out_keys)
 
 
-def test_rows_that_are_not_real_count_nowhere() -> None:
+@pytest.mark.parametrize("key", [("collector", "mask"), "shifted_valid"])
+def test_rows_that_are_not_real_count_nowhere(key: Any) -> None:
     batch = scored([1.5, 0.7, 1.0, 1.0], [1.0, -2.0, 0.5, 1.0])
     batch["value_target"] = torch.randn(4, 1)
     loss = ClipPPOLoss(table_actor(), first_column(), normalize_advantage=True)
     expected = loss(batch[:3])
-    batch["collector", "mask"] = torch.tensor([True, True, True, False])
+    batch[key] = torch.tensor([True, True, True, False])
     batch["action_log_prob"][3] = -1e9  # a ratio of inf in the padding
     batch["advantage"][3] = torch.nan
     out = loss(batch)

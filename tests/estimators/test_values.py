@@ -229,11 +229,26 @@ def test_hidden_final_observation_mask(hidden: TensorDict, gae_loop: GaeLoop, sh
     rest = hidden[torch.arange(8) != 2]
     gae = GAE(gamma=0.9, lmbda=0.8, value_network=calls.network, shifted=shifted, bootstrap_missing="mask")
     out = gae(hidden)
-    assert out["collector", "mask"].tolist() == [i != 2 for i in range(8)]
-    kept = out[out["collector", "mask"]]
+    assert out["shifted_valid"].tolist() == [i != 2 for i in range(8)]
+    kept = out[out["shifted_valid"]]
     torch.testing.assert_close(kept["advantage"], gae_loop(rest, calls.network, 0.9, 0.8))
     assert out["advantage"][2].item() == 0.0
     assert out["value_target"][2] == out["state_value"][2]
+    gae.bootstrap_missing = "current"
+    assert gae(out)["shifted_valid"].all()  # what an earlier estimator left out is not left out now
+
+
+def test_hidden_final_observation_mask_of_a_compact_batch_twice(hidden: TensorDict) -> None:
+    final = TensorDict(
+        {"row": torch.tensor([7]), ("next", "observation"): hidden["next", "observation"][7:]}, [1]
+    )
+    thin = hidden.exclude(("next", "observation"))
+    gae = GAE(gamma=0.9, lmbda=0.8, value_network=Calls().network, bootstrap_missing="mask", average_gae=True)
+    first = gae(thin, final=final)["advantage"].clone()
+    assert torch.equal(gae(thin, final=final)["advantage"], first)
+    rows, left_out = first[thin["shifted_valid"]], first[~thin["shifted_valid"]]
+    assert left_out.tolist() == [[0.0]]
+    torch.testing.assert_close((rows.mean(), rows.std()), (rows.new_tensor(0.0), rows.new_tensor(1.0)))
 
 
 def test_hidden_final_observation_with_compact_batch(hidden: TensorDict, gae_loop: GaeLoop) -> None:
