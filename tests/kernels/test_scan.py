@@ -14,7 +14,7 @@ from flatroll.kernels import residual_scan, scan, segmented_scan
 
 
 def loop(a: Tensor | float, b: Tensor, ends: Tensor) -> Tensor:
-    a = torch.as_tensor(a).double()
+    a = torch.as_tensor(a, dtype=torch.float64)
     a = (a.reshape(-1, *[1] * (b.ndim - 1)) if a.shape == b.shape[:1] else a).expand(b.shape)
     y = b.double().clone()
     for i in range(len(y) - 2, -1, -1):
@@ -183,3 +183,16 @@ def test_bad_input(name: str) -> None:
     a, b, ends, error, text = BAD[name]
     with pytest.raises(error, match=re.escape(text)):
         segmented_scan(a, b, ends)
+
+
+def test_compiles_where_no_machine_code_can_be_kept() -> None:
+    """Numba refuses to keep code that has no file, as it does where no directory can be written."""
+    import numba
+
+    from flatroll.kernels.scan_numba import compiled
+
+    scope: dict[str, Callable[[int], int]] = {}
+    exec("def twice(x): return 2 * x", scope)
+    with pytest.raises(RuntimeError, match="cannot cache function"):
+        numba.njit(cache=True)(scope["twice"])
+    assert compiled()(scope["twice"])(21) == 42
