@@ -18,8 +18,9 @@ WORKERS ?= 2
 demo: $(VENV)/.user
 	$(BIN)/python -m flatroll demo $(ARGS)
 
+# The workers fill the cores; more torch threads in each would only wait for one another.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
