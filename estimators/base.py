@@ -161,25 +161,29 @@ class ValueEstimator(TensorDictModuleBase):
                 f"value_network must write values of the reward's shape {tuple(reward.shape)}, "
                 f"got {tuple(value.shape)}"
             )
-        ends, left_out = at.ends, None
-        if at.unknown is not None and self.bootstrap_missing == "mask":
-            left_out = at.unknown
+        left_out = at.unknown if self.bootstrap_missing == "mask" else None
+        ends = at.ends
+        if (
+            left_out is not None
+        ):  # the row before stops there: what follows it is known, what follows that not
             ends = ends.clone()
             ends[..., :-1] |= left_out[..., 1:]
-        spread = [*at.ends.shape, *[1] * (reward.ndim - at.ends.ndim)]
+        spread = [*ends.shape, *[1] * (reward.ndim - ends.ndim)]
         flags = at.terminated.reshape(spread), ends.reshape(spread)
         advantage, target = self.estimate(value, next_value, reward, *flags, time_dim=batch.batch_dims - 1)
         valid = None if left_out is None else ~left_out
         if self.standardize:
             mask = None if batch.get(names["mask"], None) is None else marker(batch, names["mask"])
             advantage = standardized(advantage, spread_over(both(mask, valid), advantage))
-        if left_out is not None:
-            advantage = advantage.masked_fill(left_out.reshape(spread), 0.0)
-            target = torch.where(left_out.reshape(spread), value, target)
-        for key, column in zip(self.out_keys, (advantage, target, value, next_value), strict=True):
-            batch.set(key, column)
+        if valid is not None:
+            advantage = advantage.masked_fill(~valid.reshape(spread), 0.0)
+            target = torch.where(valid.reshape(spread), target, value)
+        batch.set(names["advantage"], advantage)
+        batch.set(names["value_target"], target)
+        batch.set(names["value"], value)
+        batch.set(next_key(names["value"]), next_value)
         if valid is not None or batch.get(names["valid"], None) is not None:  # never leave an old one behind
-            batch.set(names["valid"], torch.ones_like(at.ends) if valid is None else valid)
+            batch.set(names["valid"], torch.ones_like(ends) if valid is None else valid)
 
     def _reward(self, batch: TensorDictBase) -> Tensor:
         key = under_next(self.tensor_keys["reward"])

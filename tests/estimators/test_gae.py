@@ -166,6 +166,14 @@ def test_nested_observations_and_renamed_keys(mixed: TensorDict, critic: TensorD
         torch.testing.assert_close(gae(mixed.clone())["out", "adv"], expected["advantage"])
 
 
+def test_selected_out_keys(mixed: TensorDict, critic: TensorDictModule) -> None:
+    gae = GAE(gamma=0.9, lmbda=0.8, value_network=critic)
+    expected = gae(mixed.clone())["advantage"]
+    out = gae.select_out_keys("advantage")(mixed)
+    assert "value_target" not in out.keys()  # noqa: SIM118 - a tensordict iterates over its rows
+    torch.testing.assert_close(out["advantage"], expected)
+
+
 def test_works_inside_a_tensordict_sequence(mixed: TensorDict, critic: TensorDictModule) -> None:
     gae = GAE(gamma=0.9, lmbda=0.8, value_network=critic)
     double = TensorDictModule(lambda x: 2 * x, in_keys=["advantage"], out_keys=["double"])
