@@ -1,25 +1,18 @@
 """`Collector`: turns env steps into flat marked batches of an exact number of rows."""
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 from torch import nn
 
-from flatroll.layout.boundaries import run_ends
-from flatroll.layout.keys import DONE, TRUNCATED
-from flatroll.layout.trajectories import split_trajectories
-from flatroll.rollouts.policies import (
-    CallablePolicy,
-    Columns,
-    ModulePolicy,
-    RandomPolicy,
-    is_tensordict_module,
-)
-from flatroll.rollouts.runner import Act, Runner
+from flatroll.rollouts.arguments import check_counts, check_splitting, make_env
+from flatroll.rollouts.delivery import Delivery
+from flatroll.rollouts.progress import Progress
+from flatroll.rollouts.runner import Runner
 from flatroll.rollouts.trajectories import TrajectoryJoiner
 from flatroll.wrappers.markers import StepCounter, TrajId, find_wrapper
 
@@ -111,31 +104,20 @@ class Collector:
         replay_buffer: Any = None,
         auto_register_policy_transforms: bool | None = None,
         info_keys: Sequence[str] = (),
-        exploration_type: InteractionType = InteractionType.RANDOM,
+        exploration_type: InteractionType | str = InteractionType.RANDOM,
         seed: int | None = None,
         progress: bool = False,
     ) -> None:
         self._closed = True  # until the env is there
         self.final = None
-        _check_counts(frames_per_batch, total_frames, trajs_per_batch, init_random_frames)
-        if split_trajs:
-            if not track_traj_ids:
-                raise ValueError(
-                    "split_trajs=True needs track_traj_ids=True: pieces are told apart by their ids"
-                )
-            warnings.warn(
-                "split_trajs=True pads every trajectory to the longest of the batch and cuts them at its end; "
-                "flat batches need neither (flatroll.layout.split_trajectories does it afterwards)",
-                stacklevel=2,
-            )
-        if trajs_per_batch is not None and not track_traj_ids:
-            raise ValueError(
-                "trajs_per_batch needs track_traj_ids=True: trajectories are joined by their ids"
-            )
+        check_counts(frames_per_batch, total_frames, trajs_per_batch, init_random_frames, max_frames_per_traj)
+        check_splitting(
+            split_trajs, track_traj_ids, trajs_per_batch, compact_obs and replay_buffer is not None
+        )
         self.frames_per_batch = frames_per_batch
         self.total_frames = total_frames
         self.policy = policy
-        env = _make_env(create_env_fn)
+        env = make_env(create_env_fn)
         if max_frames_per_traj is not None:
             if find_wrapper(env, StepCounter) is not None:
                 raise ValueError(
@@ -143,58 +125,71 @@ class Collector:
                     "StepCounter max_steps instead"
                 )
             env = StepCounter(env, max_steps=max_frames_per_traj)
-        self._runner = Runner(env, info_keys=info_keys, track_traj_ids=track_traj_ids)
-        if env_device is not None and torch.device(env_device).type != self._runner.device.type:
+        self._runner = runner = Runner(env, info_keys=info_keys, track_traj_ids=track_traj_ids)
+        if env_device is not None and torch.device(env_device).type != runner.device.type:
             raise ValueError(
-                f"env_device={str(env_device)!r}, but the env's arrays are on {self._runner.device}: move the env, "
-                "or wrap it with as_vector_env(env, framework='torch', device=...)"
+                f"env_device={str(env_device)!r}, but the env's arrays are on {runner.device}: move the env, or "
+                "wrap it with as_vector_env(env, framework='torch', device=...)"
             )
-        self.env = self._runner.env
+        self.env = runner.env
         self._closed = False
-        target = storing_device or device
-        self._storing_device = None if target is None else torch.device(target)
-        self._no_sync = no_cuda_sync
-        act, defaults = make_act(
-            self._runner,
+        runner.start(
             policy,
-            policy_device or device,
+            -(-frames_per_batch // runner.num_envs),
+            device=policy_device or device,
             seed=seed,
             blocking=not no_cuda_sync,
             recurrent=auto_register_policy_transforms is not False,
         )
-        self._runner.start(act, defaults, -(-frames_per_batch // self._runner.num_envs))
-        self._compact = compact_obs or self._runner.asks_compact
-        self._joiner = TrajectoryJoiner(trajs_per_batch, self._runner.traj_key) if trajs_per_batch else None
-        self._set_truncated = set_truncated
+        self._compact = compact_obs or runner.asks_compact
+        self._joiner = TrajectoryJoiner(trajs_per_batch, runner.keys.traj) if trajs_per_batch else None
         self._random_frames = init_random_frames
         self._reset_each = reset_at_each_iter
-        self._split = split_trajs
-        self._postproc = postproc
         self._pre_hook = pre_collect_hook
-        self._post_hook = post_collect_hook
-        self._buffer = replay_buffer
+        target = storing_device or device
+        self._delivery = Delivery(
+            runner.keys,
+            set_truncated,
+            None if target is None else torch.device(target),
+            not no_cuda_sync,
+            split_trajs,
+            postproc,
+            post_collect_hook,
+            replay_buffer,
+        )
         self._exploration = exploration_type
         self._seed = seed
         self._progress = progress
-        self._bar: Any = None
+        self._bar: Progress | None = None
         self._frames = 0
         self._iterator: Iterator[TensorDict | None] | None = None
 
     def __iter__(self) -> Iterator[TensorDict | None]:
         """Yield batches (or None with a replay buffer) until ``total_frames`` are collected."""
-        if self._closed:
-            raise RuntimeError("the collector is closed: make a new one")
-        while not self._closed and (self.total_frames < 0 or self._frames < self.total_frames):
-            yield from self._guarded(self._collect)
-        if self._joiner is not None and not self._closed:
-            joiner = self._joiner
-            yield from self._guarded(lambda: self._deliver_all(joiner.rest()))
+        self._check_open()
+        while not self._closed:
+            # Whatever goes wrong in env, policy, hook or buffer closes the collector.
+            try:
+                made = self._next_batch()
+                batch = None if made is None else self._deliver(*made)
+            except BaseException:
+                self.shutdown()
+                raise
+            if made is None:
+                break
+            yield batch
+        self._close_bar()
 
     def __next__(self) -> TensorDict | None:
         """The next batch, without a loop; StopIteration after ``total_frames``."""
+        self._check_open()
         if self._iterator is None:
             self._iterator = iter(self)
-        return next(self._iterator)
+        try:
+            return next(self._iterator)
+        except BaseException:
+            self._iterator = None  # a generator that has ended or raised stays ended
+            raise
 
     @property
     def frames(self) -> int:
@@ -203,9 +198,7 @@ class Collector:
 
     def shutdown(self) -> None:
         """Close the env. Iterating afterwards is an error; calling it twice is not."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        self._close_bar()
         if not self._closed:
             self._closed = True
             self.env.close()
@@ -219,163 +212,93 @@ class Collector:
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on: counters, the ids handed out, random state, the policy's parameters.
 
-        The env's own state is not in it: on loading, open trajectories are cut and the env is reset.
+        The env's own state is not in it, nor are rows not yet yielded: on loading, open trajectories are cut and
+        the env is reset.
         """
-        runner = self._runner
         ids = find_wrapper(self.env, TrajId)
         return {
             "frames": self._frames,
             "traj_ids": None if ids is None else ids.state_dict(),
-            "random": None if runner.random is None else runner.random.state_dict(),
+            "random": self._runner.random.state_dict(),
             "policy": self.policy.state_dict() if isinstance(self.policy, nn.Module) else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after a `state_dict`: new ids follow the old ones, the env is reset at the next batch."""
+        """Continue after a `state_dict`: new ids follow the old ones, the env is reset at the next batch.
+
+        A collector with a seed resets the env with a seed made of its own and the rows collected, so that a
+        run that goes on does not meet its first episodes again.
+        """
         runner = self._runner
         self._frames = state["frames"]
         ids = find_wrapper(self.env, TrajId)
         if ids is not None and state["traj_ids"] is not None:
             ids.load_state_dict(state["traj_ids"])
-        if runner.random is not None and state["random"] is not None:
-            runner.random.load_state_dict(state["random"])
+        runner.random.load_state_dict(state["random"])
         if isinstance(self.policy, nn.Module) and state["policy"] is not None:
             self.policy.load_state_dict(state["policy"])
         runner.forget()
         if self._joiner is not None:
             self._joiner.forget()
 
-    def _guarded(self, work: Callable[[], list[TensorDict | None]]) -> list[TensorDict | None]:
-        """Do the work; whatever goes wrong in env, policy, hook or buffer closes the collector."""
-        try:
-            return work()
-        except BaseException:
-            self.shutdown()
-            raise
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the collector is closed (by shutdown, or by an error in it): make a new one")
 
-    def _collect(self) -> list[TensorDict | None]:
-        """Collect one window and deliver what it completes."""
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _next_batch(self) -> tuple[TensorDict, TensorDict | None] | None:
+        """The next window, or the next joined trajectories, with its *final*; None after the last."""
+        joiner = self._joiner
+        while True:
+            if joiner is not None and (joined := joiner.pop()) is not None:
+                return self._compacted(joined)
+            if 0 < self.total_frames <= self._frames:
+                rest = None if joiner is None else joiner.rest()
+                return None if rest is None else self._compacted(rest)
+            batch, final = self._collect()
+            if joiner is None:
+                return batch, final
+            joiner.add(batch)
+            if self._reset_each:
+                joiner.drop_open_but(self._runner.waiting_ids())
+
+    def _compacted(self, joined: TensorDict) -> tuple[TensorDict, TensorDict | None]:
+        return self._runner.layout.compact(joined) if self._compact else (joined, None)
+
+    def _collect(self) -> tuple[TensorDict, TensorDict | None]:
+        """One window of ``frames_per_batch`` rows."""
         if self._pre_hook is not None:
             self._pre_hook()
         runner = self._runner
         with torch.no_grad(), set_interaction_type(self._exploration):
             if not runner.started:
-                runner.reset(self._seed)
-            elif self._reset_each:
+                runner.reset(self._first_seed())
+            elif self._reset_each and runner.count() < self.frames_per_batch:
                 runner.reset()
+            perhaps_random = self._frames < self._random_frames
             while (missing := self.frames_per_batch - runner.count()) > 0:
                 for _ in range(-(-missing // runner.num_envs)):
-                    runner.step(
-                        random=self._frames + runner.window.steps * runner.num_envs < self._random_frames
-                    )
-            batch, final = runner.take(self.frames_per_batch, self._compact and self._joiner is None)
+                    runner.step(random=perhaps_random and self._acts_randomly())
+            made = runner.take(self.frames_per_batch, self._compact and self._joiner is None)
         self._frames += self.frames_per_batch
-        self._show(batch)
-        if self._joiner is None:
-            return self._deliver_all([(batch, final)])
-        return self._deliver_all((joined, None) for joined in self._joiner.add(batch))
-
-    def _deliver_all(self, batches: Any) -> list[TensorDict | None]:
-        return [self._deliver(batch, final) for batch, final in batches]
+        if self._progress:
+            if self._bar is None:
+                self._bar = Progress(self.total_frames, self._frames - self.frames_per_batch)
+            self._bar.show(made[0])
+        return made
 
     def _deliver(self, batch: TensorDict, final: TensorDict | None) -> TensorDict | None:
-        """The way of a finished batch: cut marks, compaction, device, postproc, hook, buffer."""
-        runner = self._runner
-        if self._joiner is not None and self._compact:
-            batch, final = runner.compact(batch)
-        if self._set_truncated:
-            ends = run_ends(batch, is_init_key=runner.init_key, traj_key=runner.traj_key).unsqueeze(-1)
-            cut = ends & ~batch.get(DONE)
-            batch.set(TRUNCATED, batch.get(TRUNCATED) | cut)
-            batch.set(DONE, batch.get(DONE) | cut)
-        if self._storing_device is not None:
-            batch = batch.to(self._storing_device, non_blocking=self._no_sync)
-            final = None if final is None else final.to(self._storing_device, non_blocking=self._no_sync)
-        self.final = final
-        if self._split:
-            batch = split_trajectories(batch, trajectory_key=runner.traj_key)
-        if self._postproc is not None:
-            batch = self._postproc(batch)
-        if self._post_hook is not None:
-            self._post_hook(batch)
-        if self._buffer is None:
-            return batch
-        if final is None:
-            self._buffer.extend(batch)
-        else:
-            self._buffer.extend(batch, final=final)
-        return None
+        batch, self.final = self._delivery.prepare(batch, final)
+        return self._delivery.finish(batch, self.final)
 
-    def _show(self, batch: TensorDict) -> None:
-        if not self._progress:
-            return
-        if self._bar is None:
-            from tqdm.auto import tqdm
+    def _first_seed(self) -> int | None:
+        if self._seed is None or not self._frames:
+            return self._seed
+        return int(np.random.SeedSequence((self._seed, self._frames)).generate_state(1)[0] >> 1)
 
-            total = None if self.total_frames < 0 else self.total_frames
-            self._bar = tqdm(total=total, unit="frame", unit_scale=True, initial=self._frames - len(batch))
-        self._bar.update(self.frames_per_batch)
-        returns = batch.get(("next", "episode_reward"), None)
-        if returns is not None:
-            ended = returns[batch.get(DONE)]
-            if len(ended):
-                self._bar.set_postfix({"return": f"{ended.mean().item():.1f}"})
-
-
-def make_act(
-    runner: Runner,
-    policy: Any,
-    policy_device: Device = None,
-    *,
-    seed: int | None = None,
-    blocking: bool = True,
-    recurrent: bool = True,
-) -> tuple[Act, Columns]:
-    """Any kind of policy as one function, and the states it starts an episode with."""
-    device = None if policy_device is None else torch.device(policy_device)
-    if device == runner.device:
-        device = None
-    runner.random = RandomPolicy(runner.env.single_action_space, runner.num_envs, runner.device, seed)
-    if policy is None:
-        random = runner.random
-        return (lambda columns, obs: (random(), {})), {}
-    if is_tensordict_module(policy):
-        module = ModulePolicy(policy, runner.num_envs, device, runner.device, blocking, recurrent)
-        return module, module.defaults
-    if not callable(policy):
-        raise TypeError(
-            "policy must be a tensordict module, a callable from observation to action, or None, got "
-            f"{type(policy).__name__}"
-        )
-    plain = CallablePolicy(policy, device, blocking)
-    return plain, plain.defaults
-
-
-def _make_env(create_env_fn: Any) -> Any:
-    if isinstance(create_env_fn, (list, tuple)):
-        raise TypeError(
-            f"create_env_fn must be one env or one function that makes it, got a list of {len(create_env_fn)}: "
-            "put them into one gymnasium.vector env, or use a multi-process collector"
-        )
-    if hasattr(create_env_fn, "step") and hasattr(create_env_fn, "reset"):
-        return create_env_fn
-    if not callable(create_env_fn):
-        raise TypeError(f"create_env_fn must be an env or a function that makes one, got {create_env_fn!r}")
-    return create_env_fn()
-
-
-def _check_counts(frames: int, total: int, trajs: int | None, random: int) -> None:
-    if frames <= 0:
-        raise ValueError(f"frames_per_batch must be at least 1, got {frames}")
-    if total == 0 or total < -1:
-        raise ValueError(f"total_frames must be positive, or -1 for no end, got {total}")
-    if trajs is not None and trajs <= 0:
-        raise ValueError(f"trajs_per_batch must be at least 1 or None, got {trajs}")
-    if random < 0:
-        raise ValueError(f"init_random_frames must be at least 0, got {random}")
-    if total > 0 and total % frames:
-        whole = -(-total // frames) * frames
-        warnings.warn(
-            f"total_frames={total} is no multiple of frames_per_batch={frames}: {whole} frames will be collected",
-            stacklevel=3,
-        )
+    def _acts_randomly(self) -> bool:
+        return self._frames + self._runner.count() < self._random_frames

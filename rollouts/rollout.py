@@ -8,7 +8,6 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 
-from flatroll.rollouts.collector import make_act
 from flatroll.rollouts.runner import Runner
 
 
@@ -20,7 +19,7 @@ def rollout(
     seed: int | None = None,
     info_keys: Sequence[str] = (),
     policy_device: torch.device | str | None = None,
-    exploration_type: InteractionType = InteractionType.RANDOM,
+    exploration_type: InteractionType | str = InteractionType.RANDOM,
 ) -> TensorDict:
     """Reset the env and return ``num_steps`` transitions of every row, trajectory after trajectory.
 
@@ -38,7 +37,8 @@ def rollout(
         exploration_type: how probabilistic modules choose. Default: they sample.
 
     Returns:
-        A flat batch ``[num_steps * E]`` (DESIGN section 1), env after env.
+        A flat batch ``[num_steps * E]`` (DESIGN section 1), env after env. It has its next observations with
+        a CompactObs in the stack too: there is no second result to put the final ones in.
 
     >>> import gymnasium as gym
     >>> batch = rollout(gym.make("CartPole-v1"), num_steps=5, seed=0)
@@ -48,8 +48,7 @@ def rollout(
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}")
     runner = Runner(env, info_keys=info_keys)
-    act, defaults = make_act(runner, policy, policy_device, seed=seed)
-    runner.start(act, defaults, num_steps)
+    runner.start(policy, num_steps, device=policy_device, seed=seed)
     missing = num_steps
     with torch.no_grad(), set_interaction_type(exploration_type):
         runner.reset(seed)
@@ -59,4 +58,4 @@ def rollout(
             missing = num_steps - int(runner.valid().sum(axis=0).min())
     mask = runner.valid()
     mask &= np.cumsum(mask, axis=0) <= num_steps
-    return runner.lay_out(mask, compact=runner.asks_compact)[0]
+    return runner.lay_out(mask, compact=False)[0]

@@ -1,42 +1,28 @@
 """The runner: one env, one policy, one window; the loop that `rollout` and `Collector` share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.vector import VectorObservationWrapper, VectorRewardWrapper
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.layout.boundaries import run_ends
-from flatroll.layout.delta import check_delta, encode_delta
-from flatroll.layout.keys import (
-    ACTION,
-    DELTA,
-    DONE,
-    IS_INIT,
-    NEXT_KNOWN,
-    REWARD,
-    TERMINATED,
-    TRAJ_IDS,
-    TRUNCATED,
-    NestedKey,
-    as_tuple,
-    next_key,
-)
-from flatroll.rollouts.policies import Columns, RandomPolicy, state_key
+from flatroll.layout.keys import ACTION, NEXT_KNOWN, REWARD, TERMINATED, TRUNCATED, NestedKey, next_key
+from flatroll.rollouts.columns import ColumnKeys, tree_leaves
+from flatroll.rollouts.flat import FlatLayout
+from flatroll.rollouts.policies import Act, Columns, as_act, state_key
+from flatroll.rollouts.random_actions import RandomPolicy
 from flatroll.rollouts.window import DEAD, Window
 from flatroll.wrappers.adapt import as_vector_env, find_stream
-from flatroll.wrappers.arrays import Array, Tree, leaf_at, select, to_torch
-from flatroll.wrappers.compact import CompactObs, NextObservationDelta, true_next
-from flatroll.wrappers.markers import InitTracker, MarkerWrapper, StepCounter, TrajId, find_wrapper
+from flatroll.wrappers.arrays import Array, Tree, leaf_at, map_tree, select, to_torch
+from flatroll.wrappers.compact import CompactObs, true_next
+from flatroll.wrappers.markers import InitTracker, MarkerWrapper, TrajId, find_wrapper
 from flatroll.wrappers.sources import layers
-from flatroll.wrappers.spaces import ActionCheck, observation_leaves
+from flatroll.wrappers.spaces import ActionCheck
 from flatroll.wrappers.stream import VectorStream
-
-#: From (the columns a policy may read, made when asked; the observation tree) to (action, further columns).
-Act = Callable[[Callable[[], Columns], Any], tuple[Any, Columns]]
 
 
 class Runner:
@@ -65,31 +51,23 @@ class Runner:
         self.stream: VectorStream = stream
         self.num_envs: int = env.num_envs
         self.device = stream.capabilities.device
-        markers = [layer for layer in layers(env) if isinstance(layer, MarkerWrapper)]
-        plain = [m for m in markers if not isinstance(m, CompactObs | NextObservationDelta)]
-        self._roots = [(m.key, m.info_name) for m in plain if not m.describes_step]
-        self._nexts = [(next_key(m.key), m.info_name) for m in plain if m.describes_step]
-        self._counts = [m.key for m in plain if isinstance(m, StepCounter)]
-        self.traj_key: NestedKey = next((m.key for m in plain if isinstance(m, TrajId)), TRAJ_IDS)
-        self.init_key: NestedKey = next((m.key for m in plain if isinstance(m, InitTracker)), IS_INIT)
-        self._delta = find_wrapper(env, NextObservationDelta)
+        self.keys = ColumnKeys(env, info_keys)
         self.asks_compact = find_wrapper(env, CompactObs) is not None
-        self.info_keys = tuple(info_keys)
-        # The adapted env checks its actions; an action wrapper in between takes others, and those are stored.
         space = env.single_action_space
+        # The adapted env checks its actions and keeps them; a wrapper in between may take others.
         self._check_actions = (
             None
-            if space is stream.single_action_space
+            if _actions_pass(env)
             else ActionCheck(space, self.num_envs, stream.capabilities.framework, self.device)
         )
+        self._leaves, self._roots, self._nexts = self.keys.leaves, self.keys.roots, self.keys.nexts
+        self._infos = self.keys.infos
         self._one_action = not isinstance(space, spaces.Dict | spaces.Tuple)
-        self._leaves = observation_leaves(env.single_observation_space)
-        self.obs_keys: list[NestedKey] = [key for key, _ in self._leaves]
-        self._delta_keys: set[NestedKey] = set() if self._delta is None else set(self._delta.keys)
         # A SAME_STEP env returns the reset observation in an ended row; the final one has to be kept apart.
         self._keeps_finals = self._never_invalid = stream.same_step
         self._on_host = stream.capabilities.framework == "numpy"
-        self.random: RandomPolicy | None = None
+        self._dense_finals = self._keeps_finals and not self._on_host
+        self.layout = FlatLayout(self.keys, self.num_envs, self.device, self._dense_finals)
         self.window = Window(self.num_envs, 1)
         self.states: Columns = {}
         self._defaults: Columns = {}
@@ -97,23 +75,60 @@ class Runner:
         self._info: dict[str, Any] = {}
         self._infos_seen: set[str] = set()
 
-    def start(self, act: Act, defaults: Columns, steps: int) -> None:
-        """Set the policy, the states it starts an episode with, and the window's first size."""
-        self._act = act
-        self._defaults = {
-            key: value.expand(self.num_envs, *value.shape).contiguous() for key, value in defaults.items()
-        }
+    def start(
+        self,
+        policy: Any,
+        steps: int,
+        *,
+        device: torch.device | str | None = None,
+        seed: int | None = None,
+        blocking: bool = True,
+        recurrent: bool = True,
+    ) -> None:
+        """Set the policy and the window's first size.
+
+        Args:
+            policy: a tensordict module, a callable from observation to action, or None for random actions.
+            steps: vector steps to have room for.
+            device: where the policy wants its input. Default: where the env's arrays are.
+            seed: of random actions.
+            blocking: wait for copies between devices.
+            recurrent: wire the recurrent states that the policy declares.
+        """
+        space = self.env.single_action_space
+        self.random = RandomPolicy(space, self.num_envs, self.device, seed)
+        self._act: Act | None = None
+        if policy is not None:
+            act = as_act(
+                policy,
+                space,
+                self.num_envs,
+                self.device,
+                device=device,
+                blocking=blocking,
+                recurrent=recurrent,
+            )
+            self.keys.claim("the policy's recurrent state", *act.defaults)
+            self.keys.claim("the policy", *act.writes)
+            self.keys.states = list(act.defaults)
+            self._act = act
+            self._defaults = {
+                key: value.expand(self.num_envs, *value.shape).contiguous()
+                for key, value in act.defaults.items()
+            }
         self.states = dict(self._defaults)
         self.window = Window(self.num_envs, steps)
 
     def reset(self, seed: int | None = None) -> None:
         """Reset the env: every open trajectory is cut here."""
-        if self.window.steps:  # rows that wait lose the step that held their next observations
+        window = self.window
+        if window.steps and not self._dense_finals:
+            # Rows that wait in the window lose the next step, which has held their next observations.
             waiting = ~self.stream.ended if self.stream.same_step else self.stream.ended | True
-            envs = np.flatnonzero(to_torch(waiting).cpu().numpy())
+            envs = np.flatnonzero(to_torch(waiting).numpy(force=True))
             for key, path in self._leaves:
-                values = to_torch(leaf_at(self._obs, path)).cpu().numpy()[envs]
-                self.window.put_final(key, envs, values, step=self.window.steps - 1)
+                values = to_torch(leaf_at(self._obs, path)).numpy(force=True)[envs]
+                window.put_final(key, envs, values, step=window.steps - 1)
         self._obs, self._info = self.env.reset(seed=seed)
 
     @property
@@ -152,7 +167,7 @@ class Runner:
             window.put(key, info[name])
         if self._keeps_finals:
             self._record_finals(obs, info)
-        if self.info_keys:
+        if self._infos:
             self._record_infos(info)
         self._obs, self._info = obs, info
         window.advance()
@@ -163,9 +178,8 @@ class Runner:
             window.put(key, leaf_at(obs, path) if path else obs)
         for key, name in self._roots:
             window.put(key, info[name])
-        for name in self.info_keys:
-            if name in info:
-                window.put(name, info[name])
+        for name in self._infos:
+            window.put_loose(name, self._array(info.get(name)))
 
     def _restart_state(self, key: NestedKey) -> None:
         if self.stream.any_first is not False:
@@ -173,25 +187,26 @@ class Runner:
             self.states[key] = select(first, self._defaults[key], self.states[key])
 
     def _action(self, random: bool) -> Any:
-        action, written = self._act(self._policy_columns, tensors(self._obs))
+        if self._act is None:
+            return self.random()
+        obs = self._obs
+        seen = torch.from_numpy(obs) if isinstance(obs, np.ndarray) else map_tree(to_torch, obs)
+        action, written = self._act(self._policy_columns, seen)
         for key, value in written.items():
             carried = state_key(key)
             if carried is not None and carried in self.states:
                 self.states[carried] = value
             self.window.put(key, value)
-        if random:
-            assert self.random is not None
-            action = self.random()
-        return action
+        return self.random() if random else action
 
     def _policy_columns(self) -> Columns:
         columns: Columns = {key: to_torch(leaf_at(self._obs, path)) for key, path in self._leaves}
         for key, name in self._roots:
             value = to_torch(self._info[name])
-            columns[key] = value if key == self.traj_key else value.unsqueeze(-1)
-        for name in self.info_keys:
+            columns[key] = value.unsqueeze(-1) if key in self.keys.trailing else value
+        for name in self._infos:
             if name in self._info:
-                columns[name] = to_torch(self._info[name])
+                columns[name] = to_torch(self._array(self._info[name]))
         columns.update(self.states)
         return columns
 
@@ -201,7 +216,7 @@ class Runner:
         if stream.hides_final_obs:
             known = stream.known
             window.put(NEXT_KNOWN, stream.ended | True if known is None else known)
-        if not self._on_host:
+        if self._dense_finals:
             following = true_next(obs, info, stream)
             for key, path in self._leaves:
                 window.put(next_key(key), leaf_at(following, path))
@@ -212,15 +227,26 @@ class Runner:
 
     def _record_infos(self, info: dict[str, Any]) -> None:
         """Entries of the step just made; Gymnasium moves those of ended SAME_STEP rows to ``final_info``."""
+        window = self.window
         final = info.get("final_info") if self._keeps_finals else None
-        for name in self.info_keys:
-            value = info.get(name)
+        for name in self._infos:
+            value = self._array(info.get(name))
             if isinstance(final, dict) and name in final:
-                last = final[name]
+                last = self._array(final[name])
                 value = last if value is None else select(self.stream.ended, last, value)
-            if value is not None:
+            window.put_loose(next_key(name), value)
+            if value is not None and name not in self._infos_seen:
                 self._infos_seen.add(name)
-                self.window.put(next_key(name), value)
+                if name not in window.columns:  # it came with no observation yet: all batches have both
+                    window.put_loose(name, value * 0)
+
+    def _array(self, value: Any) -> Array | None:
+        """An entry of ``info`` where the env's arrays are."""
+        if value is None:
+            return None
+        if self._on_host:
+            return value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
+        return to_torch(value, self.device)
 
     def count(self) -> int:
         """How many transitions wait in the window. Waits for the device only if the env has dead rows."""
@@ -235,6 +261,13 @@ class Runner:
         """Which cells of the window are transitions not yet taken: bool ``[steps, E]`` on the host."""
         return self.window.valid(self._never_invalid)
 
+    def waiting_ids(self) -> Tensor:
+        """The trajectories of the transitions that wait in the window."""
+        window = self.window
+        if not window.steps:
+            return torch.empty(0, dtype=torch.int64, device=self.device)
+        return window.gather(self.keys.traj, torch.from_numpy(window.cells(self.valid())).to(self.device))
+
     def take(self, frames: int, compact: bool) -> tuple[TensorDict, TensorDict | None]:
         """The first ``frames`` transitions in order of time as a flat batch; the rest stay."""
         mask, reached = self.window.first_cells(self.valid(), frames)
@@ -244,94 +277,25 @@ class Runner:
 
     def lay_out(self, mask: Array, compact: bool) -> tuple[TensorDict, TensorDict | None]:
         """The True cells as one flat batch, trajectory after trajectory, and its *final* if compact."""
-        window = self.window
         for key, path in self._leaves:  # what follows the last step
-            window.put(key, leaf_at(self._obs, path))
-        missing = [name for name in self.info_keys if name not in self._infos_seen]
+            self.window.put(key, leaf_at(self._obs, path))
+        self._check_infos()
+        return self.layout.lay_out(self.window, mask, compact)
+
+    def _check_infos(self) -> None:
+        missing = [name for name in self._infos if name not in self._infos_seen]
         if missing:
             there = sorted(key for key in self._info if not key.startswith("_"))
-            raise KeyError(f"info_keys={missing} were in no step's info; the last one had {there}")
-        host_cells = window.cells(mask)
-        cells = torch.from_numpy(host_cells).to(self.device, non_blocking=True)
-        columns = self._gather_columns(cells)
-        following = {key: self._next_obs(key, cells, host_cells, columns) for key in self.obs_keys}
-        batch = TensorDict({}, batch_size=[len(host_cells)], device=None)
-        for key, column in columns.items():
-            batch.set(key, column)
-        for key in self._counts:
-            batch.set(next_key(key), columns[key] + 1)
-        for key, column in following.items():
-            if key in self._delta_keys:
-                delta = encode_delta(columns[key], column, self._delta.delta_dtype)
-                check_delta(delta, columns[key], column, key)
-                batch.set((*DELTA, *as_tuple(key)), delta)
-        if compact:
-            return self.compact(batch, following)
-        for key, column in following.items():
-            if key not in self._delta_keys:
-                batch.set(next_key(key), column)
-        return batch, None
-
-    def compact(self, batch: TensorDict, following: Columns | None = None) -> tuple[TensorDict, TensorDict]:
-        """The batch without what its own later rows say, and its *final*: the observations no row holds."""
-        if following is None:
-            keys = [key for key in self.obs_keys if key not in self._delta_keys]
-            following = {key: batch.get(next_key(key)) for key in keys}
-        ends = run_ends(batch, is_init_key=self.init_key, traj_key=self.traj_key)
-        known = batch.get(NEXT_KNOWN, None)
-        rows = (ends if known is None else ends & known).nonzero().squeeze(-1)
-        final = TensorDict({"row": rows}, batch_size=[len(rows)])
-        for key, column in following.items():
-            final.set(next_key(key), column.index_select(0, rows))
-        repeated = [*self.obs_keys, *self._counts, *self.states]
-        return batch.exclude(*(next_key(key) for key in repeated)), final
-
-    def _gather_columns(self, cells: Tensor) -> Columns:
-        """All columns but the next observations, in the shapes of the layout contract."""
-        window = self.window
-        columns: Columns = {}
-        skipped: set[NestedKey] = {DEAD, *(next_key(key) for key in self.obs_keys)}
-        trailing: set[NestedKey] = {REWARD, TERMINATED, TRUNCATED, *(key for key, _ in self._nexts)}
-        trailing |= {key for key, _ in self._roots if key != self.traj_key}
-        for key in window.columns:
-            if key in skipped:
-                continue
-            column = window.gather(key, cells)
-            columns[key] = column.unsqueeze(-1) if key in trailing else column
-        columns[DONE] = columns[TERMINATED] | columns[TRUNCATED]
-        return columns
-
-    def _next_obs(self, key: NestedKey, cells: Tensor, host_cells: Array, columns: Columns) -> Tensor:
-        window = self.window
-        if self._keeps_finals and not self._on_host:
-            column = window.gather(next_key(key), cells)
-        else:
-            column = window.gather(key, cells, shift=1)
-            window.patch_finals(key, host_cells, column)
-        if NEXT_KNOWN in columns:
-            known = columns[NEXT_KNOWN]
-            lost = torch.full_like(column, torch.nan) if column.is_floating_point() else columns[key]
-            column = select(known, column, lost)
-        return column
+            raise KeyError(
+                f"info_keys={missing} were in no step's info; the last one had {there}. An entry that comes only "
+                "now and then must come in the first batch: take more frames_per_batch"
+            )
 
 
-def tree_leaves(key: NestedKey, tree: Any) -> list[tuple[NestedKey, Array]]:
-    """The leaves of a tree under a key."""
-    if isinstance(tree, (dict, tuple)):
-        items: Any = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        return [leaf for name, child in items for leaf in tree_leaves((*as_tuple(key), str(name)), child)]
-    return [(key, tree)]
-
-
-def tensors(tree: Tree) -> Any:
-    """The tree with tensors for leaves (views of NumPy memory)."""
-    if isinstance(tree, np.ndarray):
-        return torch.from_numpy(tree)
-    if isinstance(tree, dict):
-        return {key: tensors(child) for key, child in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(tensors(child) for child in tree)
-    return to_torch(tree)
+def _actions_pass(env: Any) -> bool:
+    """Whether actions reach the adapted env as they are."""
+    harmless = (VectorStream, MarkerWrapper, VectorObservationWrapper, VectorRewardWrapper)
+    return all(isinstance(layer, harmless) for layer in layers(env))
 
 
 __all__ = ["Runner"]

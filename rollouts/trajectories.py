@@ -1,13 +1,19 @@
 """Joining what windows cut: complete trajectories out of a stream of flat batches."""
 
+from typing import Any, cast
+
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from flatroll.layout.keys import DONE, NestedKey, marker, require
 
 
 class TrajectoryJoiner:
     """Holds the rows of open trajectories back until they end.
+
+    Complete trajectories come in the order of the windows that ended them, within one window by id. So the
+    first ones of a run are the short ones; over a whole run none is left out but those still open.
 
     Args:
         per_batch: how many complete trajectories make a batch.
@@ -19,33 +25,45 @@ class TrajectoryJoiner:
         self._traj_key = traj_key
         self._open: TensorDict | None = None
         self._ready: list[TensorDict] = []
-        self._count = 0
 
-    def add(self, batch: TensorDict) -> list[TensorDict]:
-        """Take a window in; return the batches of ``per_batch`` complete trajectories it fills."""
-        rows = batch if self._open is None else torch.cat([self._open, batch])
-        ids = require(rows, self._traj_key)
+    def add(self, batch: TensorDict) -> None:
+        """Take a window in."""
+        rows = batch if self._open is None else _cat([self._open, batch])
         # Stable: the rows of one trajectory keep their order in time.
-        rows = rows[ids.argsort(stable=True)]
+        rows = rows[require(rows, self._traj_key).argsort(stable=True)]
         ids = require(rows, self._traj_key)
         last = torch.ones_like(ids, dtype=torch.bool)
         last[:-1] = ids[1:] != ids[:-1]
-        lengths = last.nonzero().squeeze(-1).diff(prepend=torch.tensor([-1], device=ids.device))
+        lengths = last.nonzero().squeeze(-1).diff(prepend=ids.new_tensor([-1]))
         complete = marker(rows, DONE)[last]
         mask = complete.repeat_interleave(lengths)
         self._open = rows[~mask]
-        self._ready.extend(rows[mask].split(lengths[complete].tolist()))
-        batches = []
-        while len(self._ready) >= self._per_batch:
-            batches.append(torch.cat(self._ready[: self._per_batch]))
-            self._ready = self._ready[self._per_batch :]
-        return batches
+        pieces: Any = rows[mask].split(lengths[complete].tolist())
+        self._ready.extend(pieces)
 
-    def rest(self) -> list[tuple[TensorDict, None]]:
-        """The complete trajectories that did not fill a batch, as a last, smaller one."""
-        ready, self._ready = self._ready, []
-        return [(torch.cat(ready), None)] if ready else []
+    def pop(self) -> TensorDict | None:
+        """The next batch of ``per_batch`` complete trajectories, or None."""
+        if len(self._ready) < self._per_batch:
+            return None
+        batch = _cat(self._ready[: self._per_batch])
+        del self._ready[: self._per_batch]
+        return batch
+
+    def rest(self) -> TensorDict | None:
+        """The complete trajectories that do not fill a batch as a last, smaller one, or None."""
+        batch = _cat(self._ready) if self._ready else None
+        self._ready = []
+        return batch
+
+    def drop_open_but(self, ids: Tensor) -> None:
+        """Drop the open trajectories that are not among these: a reset has cut them."""
+        if self._open is not None:
+            self._open = self._open[torch.isin(require(self._open, self._traj_key), ids)]
 
     def forget(self) -> None:
-        """Drop the open trajectories (their env has been reset)."""
-        self._open = None
+        """Drop everything."""
+        self._open, self._ready = None, []
+
+
+def _cat(parts: list[TensorDict]) -> TensorDict:
+    return cast(TensorDict, TensorDict.cat(parts))

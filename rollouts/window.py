@@ -13,8 +13,8 @@ from torch import Tensor
 from flatroll.layout.keys import NestedKey
 from flatroll.wrappers.arrays import Array, to_torch
 
-#: Column of the rows on which the env only reset.
-DEAD = "_dead"
+#: Column of the rows on which the env only reset; never in a batch.
+DEAD = ("collector", "_dead")
 
 
 class Window:
@@ -41,6 +41,19 @@ class Window:
             self.columns[key][self.steps] = value
         except KeyError:
             self._allocate(key, value)[self.steps] = value
+
+    def put_loose(self, key: NestedKey, value: Any) -> None:
+        """`put` for a value that may change its dtype between steps, or be None: then the cells become 0."""
+        column = self.columns.get(key)
+        if value is None:
+            if column is not None:
+                column[self.steps] = 0
+            return
+        if not isinstance(value, Tensor):
+            value = np.asarray(value)
+        if column is not None and column.dtype != value.dtype:
+            self.columns[key] = _widened(column, value)
+        self.put(key, value)
 
     def put_final(self, key: NestedKey, envs: Array, values: Array, step: int | None = None) -> None:
         """Keep the true next observations of the given envs at a step, the current one by default."""
@@ -78,8 +91,7 @@ class Window:
 
     def cells(self, mask: Array) -> Array:
         """Numbers ``step * E + env`` of the True cells, env after env, each in order of time (int64 ``[N]``)."""
-        envs, steps = np.nonzero(mask.T)
-        cells: Array = steps * self.num_envs + envs
+        cells: Array = np.arange(mask.size).reshape(mask.shape).T[mask.T]
         return cells
 
     def gather(self, key: NestedKey, cells: Tensor, shift: int = 0) -> Tensor:
@@ -99,6 +111,9 @@ class Window:
         position[cells] = np.arange(len(cells))
         at = position[numbers]
         there = at >= 0
+        if gathered.device.type == "cpu":
+            gathered.numpy()[at[there]] = values[there]  # torch cannot index unsigned integers
+            return
         rows, rows_values = torch.from_numpy(at[there]), torch.from_numpy(values[there])
         gathered[rows.to(gathered.device)] = rows_values.to(gathered.device)
 
@@ -126,6 +141,12 @@ class Window:
     def _allocate(self, key: NestedKey, value: Array) -> Array:
         if not hasattr(value, "dtype"):
             value = np.asarray(value)
+        is_number = isinstance(value, Tensor) or value.dtype.kind in "biufc"
+        if not is_number or tuple(value.shape[:1]) != (self.num_envs,):
+            raise TypeError(
+                f"column {key!r} must be numbers with one row for each of {self.num_envs} envs, got "
+                f"{value.dtype} of shape {tuple(value.shape)}"
+            )
         shape = (self._room, *value.shape)
         column: Any
         if isinstance(value, Tensor):
@@ -136,7 +157,7 @@ class Window:
         return column
 
     def _grow(self) -> None:
-        self._room *= 2
+        self._room += max(8, self._room // 4)
         for key, column in self.columns.items():
             shape = (self._room, *column.shape[1:])
             wide: Any = (
@@ -146,3 +167,10 @@ class Window:
             )
             wide[: len(column)] = column
             self.columns[key] = wide
+
+
+def _widened(column: Array, value: Array) -> Array:
+    """The column in a dtype that holds the value too: an int 0 at reset must not truncate the floats after it."""
+    if isinstance(column, Tensor):
+        return column.to(torch.promote_types(column.dtype, to_torch(value).dtype))
+    return column.astype(np.promote_types(column.dtype, np.asarray(value).dtype))
