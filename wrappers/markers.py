@@ -8,7 +8,7 @@ follow from the row facts of the adapted env below, never from one another: the 
 from typing import Any, ClassVar
 
 import torch
-from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium.vector import VectorEnv, VectorObservationWrapper, VectorWrapper
 
 from flatroll.layout.keys import EPISODE_REWARD, IS_INIT, STEP_COUNT, TRAJ_IDS, NestedKey, as_tuple
 from flatroll.wrappers.adapt import as_vector_env, find_stream
@@ -105,7 +105,8 @@ class StepCounter(MarkerWrapper):
         step_count_key: another key to store it under. Default ``"step_count"``.
 
     Raises:
-        ValueError: ``max_steps`` < 1, or the env cannot reset chosen rows.
+        ValueError: ``max_steps`` < 1, the env cannot reset chosen rows, or an observation wrapper stands between
+            it and the adapted env.
 
     >>> import gymnasium as gym
     >>> env = StepCounter(gym.make("CartPole-v1"), max_steps=2)
@@ -125,9 +126,20 @@ class StepCounter(MarkerWrapper):
         if max_steps is not None:
             if max_steps < 1:
                 raise ValueError(f"max_steps must be at least 1 or None, got {max_steps}")
+            self._check_order(max_steps)
             self.stream.limit_steps(max_steps)
         self.max_steps = max_steps
         self._count: Array = None
+
+    def _check_order(self, max_steps: int) -> None:
+        """Rows that are reset in the same step have their last observation in info, where no wrapper sees it."""
+        for layer in layers(self.env):
+            if isinstance(layer, VectorObservationWrapper) and find_stream(layer) is not None:
+                name = type(layer).__name__
+                raise ValueError(
+                    f"max_steps={max_steps} with {name} around an adapted env: the last observations of the ended "
+                    f"episodes would pass {name} by. Put {name} directly around your env, and StepCounter outside"
+                )
 
     def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
         zero = full(self.stream.first, self.num_envs, 0, torch.int64)

@@ -148,7 +148,10 @@ class ActionCheck:
         if array.shape != self._shape:
             raise self._shape_error(array.shape)
         if array.dtype != self._dtype:
-            if not np.can_cast(array.dtype, self._dtype, "same_kind"):
+            whole = (
+                array.dtype.kind in "iu" and self._dtype.kind in "iu"
+            )  # argmax is int64, spaces may be uint8
+            if not (whole or np.can_cast(array.dtype, self._dtype, "same_kind")):
                 raise self._dtype_error(array.dtype)
             array = array.astype(self._dtype)
         if self._limit:

@@ -189,7 +189,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self.actions = self._check_actions(actions)
         obs, reward, terminated, truncated, info = self.source.step(self.actions)
         reward, terminated, truncated = self._flags(reward, terminated, truncated)
-        ended = terminated | truncated
+        ended: Array = terminated | truncated
         resets = ended if self._folds else None  # the rows that this stream has to reset itself
         if self._limit is not None:
             self._elapsed = self._elapsed + 1
