@@ -1,0 +1,49 @@
+"""The examples run: the demo in small, the notebook from top to bottom."""
+
+from pathlib import Path
+
+import pytest
+
+from flatroll.examples import recurrent_ppo
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--memoryless"]])
+def test_the_demo_prints_its_tables_and_saves_its_pictures(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--frames", "1024", "--num-envs", "8", "--steps", "64", "--hidden", "8", "--epochs", "1", "--quiet"]
+    code = recurrent_ppo.main([*small, *arguments, "--out", str(tmp_path)])
+    assert code == (0 if arguments else 1)  # 1,024 frames do not reach the target
+    printed = capsys.readouterr().out
+    assert "mean return of the last 100 episodes" in printed
+    assert "where the time went" in printed and "collect" in printed
+    assert "bytes per transition" in printed and "recurrent_state" not in printed or not arguments
+    for picture in ("learning_curve.png", "timeline.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_demo_runs_on_envpool(tmp_path: Path) -> None:
+    pytest.importorskip("envpool")
+    small = ["--env", "envpool:CartPole-v1", "--frames", "256", "--num-envs", "4", "--steps", "64", "--hidden", "8"]
+    assert recurrent_ppo.main([*small, "--quiet", "--out", str(tmp_path)]) == 1
+
+
+def test_the_training_script_is_short_enough_to_read() -> None:
+    assert len((ROOT / "examples" / "recurrent_ppo.py").read_text().splitlines()) <= 150
+
+
+# jupyter's own modules warn of their paths and event loops
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel is to choose its own
+    jupytext = pytest.importorskip("jupytext")
+    nbclient = pytest.importorskip("nbclient")
+    notebook = jupytext.read(ROOT / "examples" / "markers.py")
+    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any("episodes" in output.get("text", "") for output in outputs)
+    assert any("image/png" in output.get("data", {}) for output in outputs)
