@@ -3,6 +3,8 @@
 import warnings
 from typing import Any
 
+from flatroll.wrappers.markers import StepCounter, find_wrapper
+
 
 def check_counts(frames: int, total: int, trajs: int | None, random: int, max_steps: int | None) -> None:
     """Refuse counts that make no sense; warn where ``total`` is no whole number of batches."""
@@ -34,14 +36,16 @@ def check_counts(frames: int, total: int, trajs: int | None, random: int, max_st
         )
 
 
-def check_splitting(split: bool, ids: bool, trajs: int | None, final_to_buffer: bool) -> None:
-    """Refuse what needs trajectory ids without them; warn of padding."""
+def check_ids(ids: bool, trajs: int | None, split: bool) -> None:
+    """Refuse what needs trajectory ids without them."""
     if trajs is not None and not ids:
         raise ValueError("trajs_per_batch needs track_traj_ids=True: trajectories are joined by their ids")
-    if not split:
-        return
-    if not ids:
+    if split and not ids:
         raise ValueError("split_trajs=True needs track_traj_ids=True: pieces are told apart by their ids")
+
+
+def check_splitting(final_to_buffer: bool) -> None:
+    """Warn of padding; refuse it where final observations go along into a buffer."""
     if final_to_buffer:
         raise ValueError(
             "split_trajs=True cannot go with compact_obs=True and a replay_buffer: the final observations "
@@ -54,8 +58,20 @@ def check_splitting(split: bool, ids: bool, trajs: int | None, final_to_buffer: 
     )
 
 
-def make_env(create_env_fn: Any) -> Any:
-    """The env, or what the function (or class) makes; a TypeError for anything else."""
+def make_env(create_env_fn: Any, max_steps: int | None) -> Any:
+    """The env, or what the function (or class) makes, with a step limit; a TypeError for anything else."""
+    env = _env(create_env_fn)
+    if max_steps is None:
+        return env
+    if find_wrapper(env, StepCounter) is not None:
+        raise ValueError(
+            f"max_frames_per_traj={max_steps} and a StepCounter in the env's stack: give the StepCounter "
+            "max_steps instead"
+        )
+    return StepCounter(env, max_steps=max_steps)
+
+
+def _env(create_env_fn: Any) -> Any:
     if isinstance(create_env_fn, (list, tuple)):
         raise TypeError(
             f"create_env_fn must be one env or one function that makes it, got a list of {len(create_env_fn)}: "

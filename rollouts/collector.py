@@ -9,12 +9,12 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 from torch import nn
 
-from flatroll.rollouts.arguments import check_counts, check_splitting, make_env
+from flatroll.rollouts.arguments import check_counts, check_ids, check_splitting, make_env
 from flatroll.rollouts.delivery import Delivery
 from flatroll.rollouts.progress import Progress
 from flatroll.rollouts.runner import Runner
 from flatroll.rollouts.trajectories import TrajectoryJoiner
-from flatroll.wrappers.markers import StepCounter, TrajId, find_wrapper
+from flatroll.wrappers.markers import TrajId, find_wrapper
 
 Device = torch.device | str | None
 
@@ -37,28 +37,30 @@ class Collector:
             action, or None for random actions.
         frames_per_batch: rows of a batch.
         total_frames: rows in all; a whole number of batches is collected. Default -1: no end.
-        device: shorthand for the three devices below.
-        env_device: where the env's arrays live. Default: the env knows.
+        device: shorthand for ``policy_device`` and ``storing_device``.
+        env_device: where the env's arrays live, for checking. Default: the env knows.
         policy_device: where the policy wants its input. Default: where the env's arrays are.
         storing_device: where batches are put. Default: where the env's arrays are.
         no_cuda_sync: do not wait for copies between devices. Default False.
         compact_obs: leave ``("next", obs)`` out; `final` then has the observations that no row holds.
-        track_traj_ids: write ``("collector", "traj_ids")``. Default True.
+        track_traj_ids: write ``("collector", "traj_ids")``. Default True. Without them ``is_init`` also marks
+            the first row of each env in the batch, so that cut runs of neighbouring envs stay apart.
         trajs_per_batch: yield batches of so many complete trajectories instead (``frames_per_batch`` is then
-            how much is collected between looks). Trajectories still open at the end are not yielded.
+            how much is collected between looks), in the order in which they end. At the end of
+            ``total_frames`` those left over make a smaller batch; trajectories still open are not yielded.
         set_truncated: mark the last row of each run that the batch cuts as truncated and done.
         max_frames_per_traj: truncate episodes after so many steps (adds a StepCounter).
-        init_random_frames: take random actions in the first so many rows; the policy's other outputs are
-            recorded as they are.
-        reset_at_each_iter: reset the env before each batch.
+        init_random_frames: take random actions in the first so many rows, up to the end of the vector step
+            that the last of them is in; the policy's other outputs are recorded as they are.
+        reset_at_each_iter: reset the env before each batch that it is stepped for.
         split_trajs: yield padded ``[n, T_max]`` batches with a mask. Discouraged: warns.
-        postproc: function of the batch; its result is yielded.
+        postproc: function of the batch; its result is yielded. `final` counts the rows before it.
         pre_collect_hook: called without arguments before each batch is collected.
         post_collect_hook: called with each batch before it is yielded; what it returns is ignored.
         replay_buffer: batches are written into it, and None is yielded.
         auto_register_policy_transforms: wire recurrent states. Default None means True; False leaves them.
         info_keys: entries of ``info`` to store: ``key`` as the policy saw it, ``("next", key)`` as the step
-            gave it.
+            gave it; 0 in steps that came without it.
         exploration_type: how probabilistic modules choose. Default: they sample.
         seed: seeds the env's first reset and the random actions.
         progress: show a tqdm bar.
@@ -111,21 +113,15 @@ class Collector:
         self._closed = True  # until the env is there
         self.final = None
         check_counts(frames_per_batch, total_frames, trajs_per_batch, init_random_frames, max_frames_per_traj)
-        check_splitting(
-            split_trajs, track_traj_ids, trajs_per_batch, compact_obs and replay_buffer is not None
-        )
+        check_ids(track_traj_ids, trajs_per_batch, split_trajs)
         self.frames_per_batch = frames_per_batch
         self.total_frames = total_frames
         self.policy = policy
-        env = make_env(create_env_fn)
-        if max_frames_per_traj is not None:
-            if find_wrapper(env, StepCounter) is not None:
-                raise ValueError(
-                    f"max_frames_per_traj={max_frames_per_traj} and a StepCounter in the env's stack: give the "
-                    "StepCounter max_steps instead"
-                )
-            env = StepCounter(env, max_steps=max_frames_per_traj)
+        env = make_env(create_env_fn, max_frames_per_traj)
         self._runner = runner = Runner(env, info_keys=info_keys, track_traj_ids=track_traj_ids)
+        self._compact = compact_obs or runner.asks_compact
+        if split_trajs:
+            check_splitting(self._compact and replay_buffer is not None)
         if env_device is not None and torch.device(env_device).type != runner.device.type:
             raise ValueError(
                 f"env_device={str(env_device)!r}, but the env's arrays are on {runner.device}: move the env, or "
@@ -141,7 +137,6 @@ class Collector:
             blocking=not no_cuda_sync,
             recurrent=auto_register_policy_transforms is not False,
         )
-        self._compact = compact_obs or runner.asks_compact
         self._joiner = TrajectoryJoiner(trajs_per_batch, runner.keys.traj) if trajs_per_batch else None
         self._random_frames = init_random_frames
         self._reset_each = reset_at_each_iter

@@ -36,6 +36,9 @@ class TrajectoryJoiner:
         last[:-1] = ids[1:] != ids[:-1]
         lengths = last.nonzero().squeeze(-1).diff(prepend=ids.new_tensor([-1]))
         complete = marker(rows, DONE)[last]
+        if not bool(complete.any()):
+            self._open = rows
+            return
         mask = complete.repeat_interleave(lengths)
         self._open = rows[~mask]
         pieces: Any = rows[mask].split(lengths[complete].tolist())
