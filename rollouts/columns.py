@@ -87,11 +87,10 @@ class ColumnKeys:
         for key in map(as_tuple, keys):
             for other, owner in self._writers.items():
                 if key[: len(other)] == other[: len(key)]:
-                    where = "" if key == other else f" (as part of {max(key, other, key=len)!r})"
                     raise ValueError(
-                        f"two parts write the column {plain_key(key)!r}{where}: {owner}, and {writer}. Rename "
-                        "one: the marker wrappers take a key argument, policies out_keys, observations "
-                        "gymnasium.wrappers.TransformObservation"
+                        f"two parts write one column: {owner} writes {plain_key(other)!r}, {writer} writes "
+                        f"{plain_key(key)!r}. Rename one: the marker wrappers take a key argument, policies "
+                        "out_keys, observations gymnasium.wrappers.TransformObservation"
                     )
         self._writers.update((as_tuple(key), writer) for key in keys)
 

@@ -153,14 +153,11 @@ class Runner:
             action = self._check_actions(action)
         obs, reward, terminated, truncated, info = self.env.step(action)
         taken = stream.actions if self._check_actions is None else action
+        window.put_all((REWARD, reward), (TERMINATED, terminated), (TRUNCATED, truncated))
         if self._one_action:
             window.put(ACTION, taken)
         else:
-            for key, leaf in tree_leaves(ACTION, taken):
-                window.put(key, leaf)
-        window.put(REWARD, reward)
-        window.put(TERMINATED, terminated)
-        window.put(TRUNCATED, truncated)
+            window.put_all(*tree_leaves(ACTION, taken))
         if not self._never_invalid:
             window.put(DEAD, stream.first)
         for key, name in self._nexts:

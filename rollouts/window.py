@@ -55,6 +55,15 @@ class Window:
             self.columns[key] = _widened(column, value)
         self.put(key, value)
 
+    def put_all(self, *entries: tuple[NestedKey, Array]) -> None:
+        """`put` for several columns: less overhead for what every step writes."""
+        columns, step = self.columns, self.steps
+        for key, value in entries:
+            if key in columns:
+                columns[key][step] = value
+            else:
+                self.put(key, value)
+
     def put_final(self, key: NestedKey, envs: Array, values: Array, step: int | None = None) -> None:
         """Keep the true next observations of the given envs at a step, the current one by default."""
         first = (self.steps if step is None else step) * self.num_envs
