@@ -6,6 +6,7 @@
 import importlib.util
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -16,7 +17,13 @@ from flatroll.benchmarks.timing import ratio, table, take_turns
 from flatroll.rollouts import Collector
 from flatroll.wrappers import InitTracker, StepCounter, TrajId, as_vector_env
 
-STEPS = 256
+#: Vector steps of a batch of the peer's, which takes longer.
+PEER_STEPS = 16
+
+
+def batch_frames(num_envs: int) -> int:
+    """Rows of a batch: 256 vector steps of 64 envs, and at least 64 steps of more."""
+    return max(16_384, 64 * num_envs)
 
 
 def make_pool(num_envs: int) -> Any:
@@ -44,16 +51,24 @@ def make_peer(num_envs: int) -> Any:
         env = TransformedEnv(
             SerialEnv(num_envs, lambda: GymEnv("CartPole-v1")), Compose(PeerInit(), PeerCount())
         )
-        return iter(PeerCollector(env, None, frames_per_batch=num_envs * 16, total_frames=-1))
+        return iter(PeerCollector(env, None, frames_per_batch=num_envs * PEER_STEPS, total_frames=-1))
 
 
-def hand_written(env: Any, num_envs: int) -> Callable[[], None]:
-    """The loop one would write: NEXT_STEP env, the same columns time-major in place, three markers."""
-    obs = np.zeros((STEPS + 1, num_envs, 4), np.float32)
-    action = np.zeros((STEPS, num_envs), np.int64)
-    reward = np.zeros((STEPS, num_envs), np.float32)
-    terminated, truncated, valid, is_init = (np.zeros((STEPS, num_envs), bool) for _ in range(4))
-    count, ids = (np.zeros((STEPS, num_envs), np.int64) for _ in range(2))
+def hand_written(env: Any, num_envs: int, random: bool = True) -> Callable[[], None]:
+    """The loop one would write: NEXT_STEP env, three markers, the same columns in place, time-major.
+
+    Args:
+        env: a vector env.
+        num_envs: its rows.
+        random: random actions, or else a torch policy that costs nothing.
+    """
+    steps = batch_frames(num_envs) // num_envs
+    obs = np.zeros((steps, num_envs, 4), np.float32)
+    action = np.zeros((steps, num_envs), np.int64)
+    reward = np.zeros((steps, num_envs), np.float32)
+    next_obs = np.zeros((steps, num_envs, 4), np.float32)
+    terminated, truncated, ended, valid, is_init = (np.zeros((steps, num_envs), bool) for _ in range(5))
+    count, next_count, ids = (np.zeros((steps, num_envs), np.int64) for _ in range(3))
     state: dict[str, Any] = {
         "obs": env.reset()[0],
         "done": np.zeros(num_envs, bool),
@@ -61,42 +76,46 @@ def hand_written(env: Any, num_envs: int) -> Callable[[], None]:
         "count": np.zeros(num_envs, np.int64),
         "ids": np.arange(num_envs),
     }
-    chosen = torch.zeros(num_envs, dtype=torch.int64)
-
-    def policy(obs: torch.Tensor) -> torch.Tensor:
-        return chosen
+    rng = np.random.default_rng(0)
+    policy = free_policy(num_envs)
 
     def run() -> None:
         o, done, first, n, i = (state[k] for k in ("obs", "done", "first", "count", "ids"))
-        for t in range(STEPS):
+        for t in range(steps):
             obs[t] = o
             is_init[t] = first
             count[t] = n
             ids[t] = i
-            a = policy(torch.from_numpy(o)).numpy()
+            a = rng.integers(0, 2, num_envs) if random else policy(torch.from_numpy(o)).numpy()
             action[t] = a
             o, r, te, tr, _ = env.step(a)
             reward[t] = r
             terminated[t] = te
             truncated[t] = tr
+            next_obs[t] = o
             valid[t] = ~done
             first = done
-            done = te | tr
-            n = n + 1
+            ended[t] = done = te | tr
+            next_count[t] = n = n + 1
             if first.any():
                 n[first] = 0
                 i = i + first * num_envs
-        obs[STEPS] = o
         state.update(obs=o, done=done, first=first, count=n, ids=i)
 
     return run
 
 
-def ours(env: Any, num_envs: int, frames: int) -> Callable[[], object]:
-    """The collector with the three markers; the same constant action."""
+def free_policy(num_envs: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A policy that costs nothing: one constant action."""
     chosen = torch.zeros(num_envs, dtype=torch.int64)
+    return lambda obs: chosen
+
+
+def ours(env: Any, num_envs: int, random: bool = True) -> Callable[[], object]:
+    """The collector with the three markers, and the same policy."""
+    policy = None if random else free_policy(num_envs)
     env = InitTracker(StepCounter(TrajId(env)))
-    batches = iter(Collector(env, lambda obs: chosen, frames_per_batch=frames, total_frames=-1))
+    batches = iter(Collector(env, policy, frames_per_batch=batch_frames(num_envs), total_frames=-1))
     return lambda: next(batches)
 
 
@@ -138,63 +157,87 @@ def overhead(sizes: tuple[int, ...] = (1, 8, 64, 256, 1024)) -> str:
         action = np.zeros(n, np.int64)
         stack = take_turns(
             {
-                "bare": lambda env=bare, a=action: env.step(a),
-                "stack": lambda env=wrapped, a=action: env.step(a),
+                "bare": partial(bare.step, action),
+                "stack": partial(wrapped.step, action),
             },
             calls=1000,
         )
         whole = take_turns(
             {
                 "hand": hand_written(FreeEnv(n), n),
-                "ours": ours(as_vector_env(FreeEnv(n), own_buffers=False), n, n * STEPS),
+                "ours": ours(as_vector_env(FreeEnv(n), own_buffers=False), n),
             }
         )
-        hand, collector = whole["hand"].median / STEPS * 1e6, whole["ours"].median / STEPS * 1e6
+        steps = batch_frames(n) // n
+        hand, collector = whole["hand"].median / steps * 1e6, whole["ours"].median / steps * 1e6
         extra = (stack["stack"].median - stack["bare"].median) * 1e6
         rows.append([f"{n:,}", f"{extra:.1f}", f"{hand:.1f}", f"{collector:.1f}", f"{collector - hand:.1f}"])
     return table(["envs", "wrapper stack, extra µs", "loop, µs", "collector, µs", "extra µs"], rows)
 
 
-def against_loop_and_peer(num_envs: int = 64) -> str:
-    """Steps per second on CartPole, 64 envs: hand-written loop, ours, the peer's."""
-    frames = num_envs * STEPS
-    hand, mine = hand_written(make_pool(num_envs), num_envs), ours(make_pool(num_envs), num_envs, frames)
-    result = take_turns({"hand": hand, "ours": mine}, turns=15)
-    # A call of the loop makes `frames` rows with the dead ones; one of ours makes as many real rows. The
-    # share of dead rows of this policy (one constant action) is measured on the loop's own arrays.
-    rows = [["hand-written loop (rows with dead ones)", f"{frames / result['hand'].median:,.0f}", "1.00"]]
-    real = real_share(num_envs)
-    share = ratio(result["hand"], result["ours"]) / real
-    rows.append(["flatroll, vector steps", f"{frames / real / result['ours'].median:,.0f}", f"{share:.2f}"])
-    rows.append(["flatroll, real rows", f"{frames / result['ours'].median:,.0f}", ""])
-    if (peer := make_peer(num_envs)) is not None:
-        peer_run = take_turns({"peer": lambda: next(peer), "ours": mine}, turns=3)
-        peer_rate = num_envs * 16 / peer_run["peer"].median
-        mine_rate = frames / peer_run["ours"].median
-        rows.append(
-            ["torchrl (SerialEnv)", f"{peer_rate:,.0f}", f"flatroll is {mine_rate / peer_rate:,.0f} x"]
-        )
-    return table([f"CartPole x {num_envs}", "steps/s", "ratio to the loop"], rows)
+def against_loop(num_envs: int = 64) -> str:
+    """Steps per second on envpool's CartPole: a hand-written loop, and ours."""
+    frames, rows = batch_frames(num_envs), []
+    for name, random in (("random actions", True), ("a torch policy that costs nothing", False)):
+        contenders = {
+            "hand": hand_written(make_pool(num_envs), num_envs, random),
+            "ours": ours(make_pool(num_envs), num_envs, random),
+        }
+        result = take_turns(contenders, turns=25)
+        # A call of the loop makes `frames` rows, dead ones included; one of ours makes as many real rows, and
+        # so takes more vector steps. The share of real rows under each policy is measured.
+        real = real_share(num_envs, random)
+        hand, mine = frames / result["hand"].median, frames / result["ours"].median / real
+        share = ratio(result["hand"], result["ours"]) / real
+        rows.append([name, f"{hand:,.0f}", f"{mine:,.0f}", f"{share:.2f}", f"{mine * real:,.0f}"])
+    header = [
+        f"CartPole x {num_envs}",
+        "loop, steps/s",
+        "flatroll, steps/s",
+        "ratio",
+        "flatroll, transitions/s",
+    ]
+    return table(header, rows)
 
 
-def real_share(num_envs: int) -> float:
+def against_peer(num_envs: int = 64) -> str:
+    """Transitions per second on CartPole: ours on two vector envs, and the peer's collector."""
+    native = as_vector_env(gym.make_vec("CartPole-v1", num_envs=num_envs))
+    contenders: dict[str, tuple[Callable[[], object], int]] = {
+        "flatroll, gymnasium's native vector env": (ours(native, num_envs), batch_frames(num_envs)),
+        "flatroll, envpool": (ours(make_pool(num_envs), num_envs), batch_frames(num_envs)),
+    }
+    peer = make_peer(num_envs)
+    if peer is None:
+        return "torchrl is not installed: nothing to compare with"
+    name = "torchrl, SerialEnv of GymEnv"
+    contenders[name] = (lambda: next(peer), num_envs * PEER_STEPS)
+    result = take_turns({key: run for key, (run, _) in contenders.items()}, turns=5)
+    rates = {key: frames / result[key].median for key, (_, frames) in contenders.items()}
+    rows = [[key, f"{rate:,.0f}", f"{rate / rates[name]:,.1f} x"] for key, rate in rates.items()]
+    return table([f"CartPole x {num_envs}", "transitions/s", "ratio"], rows)
+
+
+def real_share(num_envs: int, random: bool) -> float:
     """The share of a NEXT_STEP env's rows that are transitions, under the benchmark's policy."""
-    env, total, dead = make_pool(num_envs), 0, 0
+    env, rng, dead, steps = make_pool(num_envs), np.random.default_rng(0), 0, 2000
     env.reset()
     done = np.zeros(num_envs, bool)
-    for _ in range(2000):
+    for _ in range(steps):
         dead += int(done.sum())
-        total += num_envs
-        _, _, te, tr, _ = env.step(np.zeros(num_envs, np.int64))
+        actions = rng.integers(0, 2, num_envs) if random else np.zeros(num_envs, np.int64)
+        _, _, te, tr, _ = env.step(actions)
         done = te | tr
-    return 1 - dead / total
+    return 1 - dead / (steps * num_envs)
 
 
 def main() -> None:
     """Print the tables."""
     torch.set_num_threads(1)
-    print("Collector against a hand-written loop and the peer\n")
-    print(against_loop_and_peer())
+    print("Collector against a hand-written loop that stores the same columns time-major\n")
+    print(against_loop())
+    print("\nCollector against the peer's\n")
+    print(against_peer())
     print("\nExtra time per vector step around an env that costs nothing\n")
     print(overhead())
 

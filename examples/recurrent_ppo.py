@@ -36,7 +36,7 @@ class HideVelocities(gym.vector.VectorObservationWrapper[Any, Any, Any]):
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, env.num_envs)
 
     def observations(self, observations: Any) -> Any:
-        return observations[:, ::2] / np.float32([2.4, 0.21])
+        return observations[:, ::2] / np.array([2.4, 0.21], np.float32)
 
 
 def make_env(name: str, num_envs: int, seed: int) -> gym.vector.VectorEnv[Any, Any, Any]:

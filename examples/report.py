@@ -53,12 +53,14 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def save_pictures(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Save the learning curve and the timeline of the first and last batch's first rows as PNG files."""
+    """Save the learning curve (PNG and CSV) and the timeline of the first and last batch's first rows."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('the pictures need matplotlib: pip install "flatroll[plot]"') from error
     folder.mkdir(parents=True, exist_ok=True)
+    points = "".join(f"{frames},{value:.1f}\n" for frames, value in result["curve"])
+    (folder / "learning_curve.csv").write_text("frames,mean_return\n" + points)
     curve = Figure(figsize=(7, 4), layout="constrained")
     axes = curve.add_subplot()
     axes.plot([frames / 1e6 for frames, _ in result["curve"]], [value for _, value in result["curve"]])

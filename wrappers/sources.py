@@ -34,6 +34,7 @@ class Capabilities:
             truncated then, so such an end is bootstrapped).
         seedable: whether ``reset(seed=...)`` has an effect.
         checks_range: whether the env itself refuses discrete actions outside its space.
+        exact_flags: whether reward is float32 and flags are bool, all ``(E,)``, as they come.
     """
 
     device: torch.device
@@ -45,6 +46,7 @@ class Capabilities:
     both_flags: bool = True
     seedable: bool = True
     checks_range: bool = True
+    exact_flags: bool = False
 
 
 class GymSource:
@@ -193,6 +195,7 @@ class EnvPoolSource:
             both_flags=False,
             seedable=False,
             checks_range=False,
+            exact_flags=True,
         )
         self._last: Tree = None
         # Discrete observations arrive as int32 where the space says int64.
@@ -229,9 +232,12 @@ class EnvPoolSource:
         return self._last, {"env_id": np.arange(self.num_envs), **_scattered(info, rows, self.num_envs)}
 
     def step(self, actions: Tree) -> Step:
-        actions = map_tree(np.ascontiguousarray, actions)
+        if not (isinstance(actions, np.ndarray) and actions.flags.c_contiguous):
+            actions = map_tree(np.ascontiguousarray, actions)
         obs, reward, terminated, truncated, info = self.env.step(actions)
-        self._last = obs = self._cast(obs)
+        if self._casts:
+            obs = _cast_discrete(obs, self.single_observation_space)
+        self._last = obs
         return obs, reward, terminated, truncated, info
 
     def final_obs(self, info: dict[str, Any], obs: Tree, done: Array) -> Tree | None:

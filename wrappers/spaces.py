@@ -144,7 +144,11 @@ class ActionCheck:
             return self._nested(actions)
         if self._framework == "torch":
             return self._torch(actions)
-        array = actions.numpy(force=True) if isinstance(actions, Tensor) else np.asarray(actions)
+        if isinstance(actions, Tensor):
+            plain = actions.is_cpu and not actions.requires_grad
+            array = actions.numpy() if plain else actions.numpy(force=True)
+        else:
+            array = np.asarray(actions)
         if array.shape != self._shape:
             raise self._shape_error(array.shape)
         if array.dtype != self._dtype:
@@ -181,7 +185,7 @@ class ActionCheck:
     def _check_range(self, array: Array) -> None:
         shifted = array - self._start if self._start else array
         # Seen as unsigned, what is below the range is far above it: one pass finds both.
-        if shifted.view(self._unsigned).max() >= self._limit:
+        if np.maximum.reduce(shifted.view(self._unsigned), axis=None) >= self._limit:
             low, high = self._start, self._start + self._limit - 1
             raise ValueError(
                 f"actions must lie in [{low}, {high}] for {self._space}, got {array.min()} to {array.max()}"

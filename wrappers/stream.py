@@ -77,6 +77,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             source.capabilities.device,
             check_range=source.capabilities.checks_range is False,
         )
+        self._exact_flags = source.capabilities.exact_flags
         self._final = final_obs
         self._folds = mode is AutoresetMode.DISABLED  # this stream resets the ended rows in the same step
         self._next_step = mode is AutoresetMode.NEXT_STEP
@@ -188,7 +189,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self._stepped = True
         self.actions = self._check_actions(actions)
         obs, reward, terminated, truncated, info = self.source.step(self.actions)
-        reward, terminated, truncated = self._flags(reward, terminated, truncated)
+        if not self._exact_flags:
+            reward, terminated, truncated = self._flags(reward, terminated, truncated)
         ended: Array = terminated | truncated
         resets = ended if self._folds else None  # the rows that this stream has to reset itself
         if self._limit is not None:
@@ -199,7 +201,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             fill_rows(self._elapsed, ended, 0)
         if self._next_step:
             self.first, self.any_first = self.ended, self.any_ended
-            self.ended, self.any_ended = ended, self._any(ended)
+            self.ended = ended
+            self.any_ended = self._any(ended)
         else:
             self.first, self.ended = own(ended), ended
             self.any_first = self.any_ended = self._any(ended)
