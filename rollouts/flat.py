@@ -93,6 +93,7 @@ class FlatLayout:
             window.patch_finals(key, host_cells, column)
         if NEXT_KNOWN in columns:
             known = columns[NEXT_KNOWN]
-            lost = torch.full_like(column, torch.nan) if column.is_floating_point() else columns[key]
-            column = select(known, column, lost)
+            if not column.is_floating_point():
+                return select(known, column, columns[key])
+            column.masked_fill_(~known.view(-1, *(1,) * (column.ndim - 1)), torch.nan)
         return column
