@@ -18,9 +18,10 @@ WORKERS ?= 2
 demo: $(VENV)/.user
 	$(BIN)/python -m flatroll demo $(ARGS)
 
-# The workers fill the cores; more torch threads in each would only wait for one another.
+# The workers fill the cores: more torch threads in each would only wait for one another. Each starts with one half
+# of the tests in order, so a fixture of a module is mostly made once.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("imports")  # one worker, so that its fixtures are made once
-
 ROOMS = ["layout", "kernels", "wrappers", "rollouts", "buffers", "modules", "estimators"]
 HEAVY = {"envpool", "h5py", "matplotlib", "minari", "numba", "ray", "torchrl", "tqdm", "triton"}
 SOURCE = Path(__file__).parents[1] / "src"

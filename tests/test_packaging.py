@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("packaging")  # one worker, so that its fixtures are made once
-
 ROOT = Path(__file__).parents[1]
 ROOMS = {"layout", "kernels", "wrappers", "rollouts", "buffers", "modules", "estimators"}
 FOLDERS = ROOMS | {"examples", "benchmarks"}
