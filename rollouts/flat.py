@@ -93,7 +93,8 @@ class FlatLayout:
             window.patch_finals(key, host_cells, column)
         if NEXT_KNOWN in columns:
             known = columns[NEXT_KNOWN]
-            if not column.is_floating_point():
-                return select(known, column, columns[key])
-            column.masked_fill_(~known.view(-1, *(1,) * (column.ndim - 1)), torch.nan)
+            if column.is_floating_point():
+                column.masked_fill_(~known.view(-1, *(1,) * (column.ndim - 1)), torch.nan)
+            else:
+                column = select(known, column, columns[key])
         return column

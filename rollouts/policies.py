@@ -150,7 +150,23 @@ def _recurrent_defaults(policy: Any) -> Iterator[tuple[NestedKey, Tensor]]:
     for part in parts:
         if hasattr(part, "make_tensordict_primer"):
             primer: Any = part.make_tensordict_primer  # any object may have one, not only nn.Module
-            yield from primer().defaults.items()
+            yield from _defaults(primer())
+
+
+def _defaults(primer: Any) -> Iterator[tuple[NestedKey, Tensor]]:
+    """Our primers have ``defaults``; torchrl's a spec for each key and one number, or one for each key."""
+    if hasattr(primer, "defaults"):
+        yield from primer.defaults.items()
+        return
+    for key in primer.primers.keys(True, True):
+        default, spec = primer.default_value, primer.primers[key]
+        value = default.get(key, 0.0) if hasattr(default, "get") else default
+        if primer.random or callable(value):
+            raise TypeError(
+                f"the recurrent state {key!r} must start from fixed values, and its primer draws them: give the "
+                "primer a default_value"
+            )
+        yield key, torch.as_tensor(value, dtype=spec.dtype).expand(spec.shape).clone()
 
 
 def is_tensordict_module(policy: Any) -> bool:
