@@ -152,7 +152,7 @@ class Collector:
             post_collect_hook,
             replay_buffer,
         )
-        self._exploration = exploration_type
+        self._exploration = InteractionType(exploration_type)
         self._seed = seed
         self._progress = progress
         self._bar: Progress | None = None

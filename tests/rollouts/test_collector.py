@@ -224,6 +224,48 @@ def test_any_windows_of_any_script(lengths, which, frames, windows, reset_each, 
 @settings(deadline=None, max_examples=80)
 @given(
     lengths=lengths,
+    which=st.sampled_from(["SameStep", "torch"]),
+    frames=st.integers(1, 14),
+    windows=st.integers(1, 6),
+    reset_each=st.booleans(),
+    compact=st.booleans(),
+    ids=st.booleans(),
+)
+def test_any_script_of_an_env_that_hides_its_last_observations(
+    lengths, which, frames, windows, reset_each, compact, ids
+):
+    """What is not known is said to be unknown; everything else is as in any env, cuts by a reset included."""
+    own = Script(len(lengths), lengths=lengths, ends=ENDS[0])
+    oracle = ListCollector(own, which, frames, reset_each)
+    collector = Collector(
+        StepCounter(make(which, own, final_obs="absent")),
+        frames_per_batch=frames,
+        total_frames=frames * windows,
+        reset_at_each_iter=reset_each,
+        compact_obs=compact,
+        track_traj_ids=ids,
+        seed=0,
+    )
+    for batch in collector:
+        rows = oracle.window()
+        check(batch, rows, ids=ids, num_envs=own.num_envs)
+        known = [not row["done"] for row in rows]
+        assert batch["collector", "next_known"].tolist() == known
+        following = next_obs(batch, collector.final)
+        assert [obs for obs, there in zip(following, known, strict=True) if there] == [
+            obs for obs, there in zip(true_next(rows), known, strict=True) if there
+        ]
+        if compact:
+            assert not {i for i, there in enumerate(known) if not there} & set(
+                collector.final["row"].tolist()
+            )
+        else:
+            assert batch["next", "observation"].isnan().all(-1).tolist() == [not there for there in known]
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    lengths=lengths,
     which=st.sampled_from(MODES),
     frames=st.integers(1, 14),
     windows=st.integers(1, 8),

@@ -75,6 +75,7 @@ ARGUMENTS = {
         ValueError,
         "max_frames_per_traj must be at least 1 or None, got 0",
     ),
+    "exploration": ({"exploration_type": "bogus"}, ValueError, "'bogus' is not a valid InteractionType"),
     "policy": (
         {"policy": 3},
         TypeError,

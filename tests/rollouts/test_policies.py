@@ -347,15 +347,16 @@ def test_states_may_be_left_to_the_policy():
 @pytest.mark.parametrize("which", ["NextStep", "SameStep", "torch"])
 @pytest.mark.parametrize("kind", [GRUModule, LSTMModule])
 def test_training_on_a_batch_computes_what_was_collected(kind, which):
-    """The stored states at the run starts are enough; no key argument is needed."""
+    """The stored states at the run starts are enough, with ids and without; no key argument is needed."""
     torch.manual_seed(0)
     net = kind(3, 4, in_key="observation", out_key="features")
     policy = TensorDictSequential(
         net,
         TensorDictModule(nn.Sequential(nn.Linear(4, 5), ArgMax()), in_keys=["features"], out_keys=["action"]),
     )
-    batches = list(Collector(make(which), policy, frames_per_batch=11, total_frames=55, seed=0))
-    for batch in batches:
+    options = {"frames_per_batch": 11, "total_frames": 55, "seed": 0}
+    batches = list(Collector(make(which), policy, **options))
+    for batch in [*batches, *Collector(make(which), policy, **options, track_traj_ids=False)]:
         with set_recurrent_mode(True), torch.no_grad():
             again = net(batch.clone().exclude("features"))
         torch.testing.assert_close(again["features"], batch["features"])
