@@ -48,9 +48,8 @@ def make_peer(num_envs: int) -> Any:
         from torchrl.envs import InitTracker as PeerInit
         from torchrl.envs import StepCounter as PeerCount
 
-        env = TransformedEnv(
-            SerialEnv(num_envs, lambda: GymEnv("CartPole-v1")), Compose(PeerInit(), PeerCount())
-        )
+        markers: list[Any] = [PeerInit(), PeerCount()]
+        env = TransformedEnv(SerialEnv(num_envs, lambda: GymEnv("CartPole-v1")), Compose(*markers))
         return iter(PeerCollector(env, None, frames_per_batch=num_envs * PEER_STEPS, total_frames=-1))
 
 

@@ -39,7 +39,7 @@ episodes = []
 before = info
 for _ in range(200):
     obs, reward, terminated, truncated, info = env.step(rng.integers(0, 2, size=4))
-    for i in np.flatnonzero(terminated | truncated):
+    for i in np.flatnonzero(np.logical_or(terminated, truncated)):
         length, total = before["step_count"][i] + 1, info["episode_reward"][i]
         episodes.append((int(before["traj_ids"][i]), int(length), float(total)))
     before = info

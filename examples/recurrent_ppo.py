@@ -65,7 +65,9 @@ def make_agent(hidden: int, memory: bool) -> tuple[Any, Any, Any]:
     policy = TensorDictModule(nn.Linear(hidden, 2), ["features"], ["logits"])
     choose = Sampler(["logits"], ["action"], distribution_class=Categorical, return_log_prob=True)
     head = TensorDictModule(nn.Linear(hidden, 1), ["features"], ["state_value"])
-    return ProbabilisticTensorDictSequential(*trunk, policy, choose), head, TensorDictSequential(*trunk, head)
+    act: list[Any] = [*trunk, policy, choose]
+    judge: list[Any] = [*trunk, head]
+    return ProbabilisticTensorDictSequential(*act), head, TensorDictSequential(*judge)
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
@@ -89,7 +91,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     curve: list[tuple[int, float]] = []
     returns: list[float] = []
     seconds: dict[str, float] = defaultdict(float)
-    first = None
+    first: Any = None
+    batch: Any = None
     clock = start = time.perf_counter()
 
     def spent(name: str) -> None:
@@ -121,14 +124,14 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             first = batch if first is None else first
             returns += batch["next", "episode_reward"][batch["next", "done"]].tolist()
             curve.append((collector.frames, float(np.mean(returns[-100:] or [0.0]))))
-            elapsed = time.perf_counter() - start
             bar.update(frames)
-            bar.set_postfix_str(f"return {curve[-1][1]:.0f}, {collector.frames / elapsed:,.0f} steps/s")
+            rate = collector.frames / (time.perf_counter() - start)
+            bar.set_postfix_str(f"return {curve[-1][1]:.0f}, {rate:,.0f} steps/s")
+            spent("rest")
             if len(returns) >= 100 and curve[-1][1] >= args.target:
                 break
-            spent("rest")
     collector.shutdown()
-    return {"curve": curve, "first": first, "last": batch, "seconds": dict(seconds), "wall": elapsed}
+    return {"curve": curve, "first": first, "last": batch, "seconds": dict(seconds), "wall": clock - start}
 
 
 def main(argv: list[str] | None = None) -> int:
