@@ -18,17 +18,24 @@ _OF_THE_STEP = {"reward", "done", "terminated", "truncated"}
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def same_bits(left: Tensor, right: Tensor) -> Tensor:
-    """Rows in which two tensors of one shape and dtype agree bit by bit (a NaN equals itself); bool ``[N]``.
+def differ(left: Tensor, right: Tensor) -> Tensor:
+    """Rows in which two tensors of one shape and dtype differ in any bit (so a NaN equals itself); bool ``[N]``.
 
-    >>> same_bits(torch.tensor([0.0, torch.nan, 1.0]), torch.tensor([-0.0, torch.nan, 1.0]))
-    tensor([False,  True,  True])
+    >>> differ(torch.tensor([0.0, torch.nan, 1.0]), torch.tensor([-0.0, torch.nan, 1.0]))
+    tensor([ True, False, False])
     """
     if left.is_complex():
         left, right = torch.view_as_real(left), torch.view_as_real(right)
     word = _WORDS[left.element_size()]
-    equal = left.view(word) == right.view(word)
-    return equal.flatten(1).all(1) if equal.ndim > 1 else equal
+    different = left.view(word).ne(right.view(word))
+    return different if different.ndim == 1 else different.flatten(1).any(1)
+
+
+def take_rows(column: Tensor, slots: Tensor) -> Tensor:
+    """``column.index_select(0, slots)``; a column ``[N, 1]`` is read flat, which torch does in half the time."""
+    if column.ndim == 2 and column.shape[1] == 1:
+        return column.view(-1).index_select(0, slots).unsqueeze_(-1)
+    return column.index_select(0, slots)
 
 
 def state_pairs(columns: Columns) -> list[NestedKey]:
@@ -150,7 +157,7 @@ class NextPool:
         for key in self.pairs:
             later = columns.get(next_key(key))
             if later is not None:
-                cut[:-1] |= ~same_bits(later[:-1], columns[key][1:])
+                cut[:-1].logical_or_(differ(later[:-1], columns[key][1:]))
         return cut
 
     def tails(self, columns: Columns, row: Tensor | None, kept: Columns, lasts: Array) -> Columns:
@@ -198,20 +205,22 @@ class NextPool:
 
     def read(self, key: NestedKey, column: Tensor, follow: Follow) -> Tensor:
         """Next observations ``("next", key)`` of drawn rows, given the stored ``column`` of ``key``."""
-        later = column.index_select(0, follow.slots.clamp(min=0).to(column.device))
+        later = take_rows(column, follow.slots.clamp(min=0).to(column.device))
         if follow.patch.shape[1]:
             at, entries = follow.patch.to(column.device)
             later.index_copy_(0, at, self._entries[key].index_select(0, entries))
         return later
 
     def _agree(self, tails: Columns, at: Array, heads: Mapping[NestedKey, Tensor], firsts: Array) -> Array:
-        agree = torch.ones(len(at), dtype=torch.bool)
+        """Where the next observations ``tails[at]`` are those of the rows ``heads[firsts]``; bool."""
+        device = heads[self.pairs[0]].device
+        here, there = torch.from_numpy(firsts).to(device), torch.from_numpy(at)
+        wrong = torch.zeros(len(at), dtype=torch.bool, device=device)
         for key in self.pairs:
-            tail, head = tails[key], heads[key]
-            tail = tail.index_select(0, torch.from_numpy(at).to(tail.device))
-            head = head.index_select(0, torch.from_numpy(firsts).to(head.device))
-            agree &= same_bits(tail.to(head.device), head).cpu()
-        return agree.numpy()
+            tail = tails[key].index_select(0, there.to(tails[key].device)).to(device)
+            wrong.logical_or_(differ(tail, heads[key].index_select(0, here)))
+        agree: Array = wrong.logical_not_().numpy(force=True)
+        return agree
 
     def _write(self, size: int, entries: Array, at: Array, tails: Columns) -> None:
         where, source = torch.from_numpy(entries), torch.from_numpy(at)

@@ -31,6 +31,22 @@ class BoundaryKeys:
     traj: NestedKey = TRAJ_IDS
     step_count: NestedKey = STEP_COUNT
 
+    @classmethod
+    def probe(
+        cls,
+        batch: TensorDictBase,
+        *,
+        traj_key: NestedKey | None = None,
+        end_key: NestedKey | None = None,
+        init_key: NestedKey = IS_INIT,
+    ) -> "BoundaryKeys":
+        """The given names; ids by default under ``("collector", "traj_ids")``, or ``"episode"`` if only that is
+        in ``batch``; ends under ``("next", "done")``."""
+        if traj_key is None:
+            only_episode = batch.get(TRAJ_IDS, None) is None and batch.get("episode", None) is not None
+            traj_key = "episode" if only_episode else TRAJ_IDS
+        return cls(is_init=init_key, done=DONE if end_key is None else end_key, traj=traj_key)
+
 
 @dataclass(frozen=True, slots=True)
 class Runs:
@@ -57,6 +73,7 @@ class Runs:
         Raises:
             KeyError: the batch has no marker at all.
             TypeError: a marker has the wrong dtype.
+            ValueError: a marker has the wrong shape.
         """
         ends = run_ends(batch, is_init_key=keys.is_init, done_key=keys.done, traj_key=keys.traj)
         run_end = ends.numpy(force=True)
@@ -344,15 +361,22 @@ class TrajectoryIndex(Ring):
         found = np.flatnonzero((used["id"] == traj) & (length > 0))
         if not len(found):
             raise KeyError(f"no row of trajectory {traj} is stored")
-        first = [self._chain_rows(int(c), int(length[c])) for c in found[np.argsort(used["last"][found])]]
-        return torch.from_numpy(np.concatenate(first))
-
-    def _chain_rows(self, chain: int, length: int) -> Array:
-        slots = np.empty(length, np.int64)
-        self._kernels.chain_rows(
-            self._state, self.capacity, self._fragments, self._chains, chain, slots, _NONE, _NO_PATCH
+        found = found[np.argsort(used["last"][found])]
+        left = length[found]
+        slots = np.empty(left.sum(), np.int64)
+        self._kernels.walk(
+            self._state,
+            self.capacity,
+            self._fragments,
+            used["last"][found],
+            used["dropped"][found],
+            left,
+            np.cumsum(left) - left,
+            slots,
+            _NONE,
+            _NO_PATCH,
         )
-        return slots
+        return torch.from_numpy(slots)
 
     # -- weights: one Fenwick tree over the trajectories per way of drawing ----------------------------------------
 

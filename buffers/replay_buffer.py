@@ -11,7 +11,7 @@ from torch import Tensor
 from flatroll.buffers.compact import Columns
 from flatroll.buffers.index import BoundaryKeys, TrajectoryIndex
 from flatroll.buffers.ring import Draw, Ring
-from flatroll.buffers.samplers import RandomSampler, Sampler, boundary_keys
+from flatroll.buffers.samplers import RandomSampler, Sampler
 from flatroll.buffers.storages import LazyTensorStorage, Rows, nest
 from flatroll.buffers.transforms import TransformLike, apply
 
@@ -137,7 +137,7 @@ class ReplayBuffer:
     def _first_ring(self, batch: TensorDictBase) -> Ring:
         self._keys = self.sampler.boundary_keys(batch)
         if self._keys is None and self.storage.compact_obs:
-            self._keys = boundary_keys(batch)
+            self._keys = BoundaryKeys.probe(batch)
         return Ring(self.storage.max_size) if self._keys is None else TrajectoryIndex(self.storage.max_size)
 
     def _store(self, ring: Ring, rows: Rows) -> Tensor:
@@ -223,14 +223,17 @@ class ReplayBuffer:
             with self._lock:
                 ring = self._ring
                 draw: Draw = choose(ring)
-            columns = self.storage.get(draw.slots, draw.follow)
+            columns = self._gather(draw)
             with self._lock:
                 if ring is self._ring and ring.intact(draw):
                     return draw, columns
         with self._write_lock:  # the ring is small and the writers fast: they wait for once
             with self._lock:
                 draw = choose(self._ring)
-            return draw, self.storage.get(draw.slots, draw.follow)
+            return draw, self._gather(draw)
+
+    def _gather(self, draw: Draw) -> Columns:
+        return self.storage.get(draw.slots, draw.follow, slices=draw.firsts is not None)
 
     def _transformed(self, columns: Columns, rows: int, ends: Any) -> TensorDictBase:
         sample: TensorDictBase = nest(columns, rows)

@@ -97,7 +97,9 @@ class Ring:
 
     def slots(self, first: int, rows: int) -> Tensor:
         """Slots of ``rows`` rows from number ``first`` on, int64 ``[rows]``."""
-        return torch.arange(first, first + rows).remainder_(self.capacity)
+        slot = first % self.capacity
+        slots = torch.arange(slot, slot + rows)
+        return slots if slot + rows <= self.capacity else slots.remainder_(self.capacity)
 
     def numbers(self, slots: Tensor, head: int) -> Tensor:
         """Row numbers that stood in ``slots`` when ``head`` was the oldest row; int64 ``[N]``."""

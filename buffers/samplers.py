@@ -11,10 +11,8 @@ from flatroll.buffers.compact import Columns
 from flatroll.buffers.index import BoundaryKeys, By, TrajectoryIndex
 from flatroll.buffers.ring import Draw, Ring
 from flatroll.layout.keys import (
-    DONE,
     IS_INIT,
     MASK,
-    TRAJ_IDS,
     TRUNCATED,
     NestedKey,
     as_tuple,
@@ -167,7 +165,7 @@ class SliceSampler:
         for key in self._flags:
             if batch.get(key, None) is not None:
                 marker(batch, key)
-        return boundary_keys(batch, traj_key=self.traj_key, end_key=self.end_key, init_key=self.init_key)
+        return BoundaryKeys.probe(batch, traj_key=self.traj_key, end_key=self.end_key, init_key=self.init_key)
 
     def check(self, batch_size: int | None) -> int:
         """``batch_size``, by default ``num_slices * slice_len``; ValueError if they do not fit."""
@@ -220,20 +218,6 @@ class SliceSampler:
         alive = columns[terminated_key].index_select(0, lasts).logical_not_()
         truncated.index_copy_(0, lasts, alive.logical_or_(truncated.index_select(0, lasts)))
         done.index_fill_(0, lasts, True)
-
-
-def boundary_keys(
-    batch: TensorDictBase,
-    *,
-    traj_key: NestedKey | None = None,
-    end_key: NestedKey | None = None,
-    init_key: NestedKey = IS_INIT,
-) -> BoundaryKeys:
-    """The default markers: trajectory ids under ``("collector", "traj_ids")``, else ``"episode"``, and done."""
-    if traj_key is None:
-        has_ids = batch.get(TRAJ_IDS, None) is not None
-        traj_key = "episode" if not has_ids and batch.get("episode", None) is not None else TRAJ_IDS
-    return BoundaryKeys(is_init=init_key, done=DONE if end_key is None else end_key, traj=traj_key)
 
 
 def _flag(columns: Columns, key: NestedKey, shape: Sequence[int], device: torch.device) -> Tensor:

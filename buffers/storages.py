@@ -1,8 +1,10 @@
 """Where rows are kept: one tensor per column, allocated from the first batch."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
@@ -14,11 +16,14 @@ from flatroll.buffers.compact import (
     final_columns,
     next_columns,
     state_pairs,
+    take_rows,
 )
-from flatroll.buffers.index import BoundaryKeys, Runs
+from flatroll.buffers.index import Array, BoundaryKeys, Runs
 from flatroll.buffers.ring import Follow
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.keys import as_tuple, next_key
+from flatroll.layout.keys import NestedKey, as_tuple, next_key
+
+_CACHE, _SAMPLE = 2**26, 2**20  # bytes: a storage larger than the one, a sample smaller than the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +91,9 @@ class LazyTensorStorage:
         self.device = torch.device(device)
         self.compact_obs = compact_obs
         self._columns: Columns = {}
+        self._like: dict[NestedKey, tuple[torch.dtype, torch.Size]] = {}
         self._pool: NextPool | None = None
+        self._bytes: tuple[tuple[Array, ...], Array] | None = None
 
     @property
     def allocated(self) -> bool:
@@ -101,7 +108,7 @@ class LazyTensorStorage:
     @property
     def bytes_per_row(self) -> int:
         """Bytes of one row's columns; 0 before the first extend."""
-        return sum(c[:1].numel() * c.element_size() for c in self._columns.values())
+        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self._like.values())
 
     @property
     def nbytes(self) -> int:
@@ -113,8 +120,8 @@ class LazyTensorStorage:
         """Bytes that a storage with two columns per pair would need on top; 0 unless compact."""
         if self._pool is None:
             return 0
-        pairs = (self._columns[key] for key in self._pool.pairs)
-        second = sum(c[:1].numel() * c.element_size() for c in pairs)
+        pairs = (self._like[key] for key in self._pool.pairs)
+        second = sum(math.prod(shape) * dtype.itemsize for dtype, shape in pairs)
         return second * self.max_size - self._pool.nbytes
 
     def prepare(self, batch: TensorDictBase, final: TensorDictBase | None, keys: BoundaryKeys | None) -> Rows:
@@ -130,12 +137,7 @@ class LazyTensorStorage:
                 ``final`` that its storage needs.
         """
         count = len(batch)
-        columns = dict(batch.items(True, True))
-        for key, column in columns.items():
-            if not isinstance(column, Tensor):
-                raise TypeError(
-                    f"batch[{key!r}] is a {type(column).__name__}: this storage takes tensors only"
-                )
+        columns = leaves(batch)
         row, kept = (None, {}) if final is None else final_columns(final, columns, count)
         skip = max(0, count - self.max_size)
         if skip:
@@ -144,15 +146,16 @@ class LazyTensorStorage:
                 late = row >= skip
                 row, kept = row[late] - skip, {k: v[late] for k, v in kept.items()}
         if row is not None:
-            keys = keys or BoundaryKeys()
-            ends = run_ends(batch, is_init_key=keys.is_init, done_key=keys.done, traj_key=keys.traj)
+            found = keys or BoundaryKeys.probe(batch)
+            ends = run_ends(batch, is_init_key=found.is_init, done_key=found.done, traj_key=found.traj)
             check_final_covers(row, ends, columns)
         if self.compact_obs:
-            return self._prepare_compact(batch, columns, row, kept, keys or BoundaryKeys())
+            return self._prepare_compact(batch, columns, row, kept, keys or BoundaryKeys.probe(batch))
         if row is not None:
             columns |= {next_key(k): v for k, v in next_columns(columns, row, kept).items()}
+        runs = None if keys is None else Runs.of(batch, keys)
         self._check(columns)
-        return Rows(count, columns, None if keys is None else Runs.of(batch, keys))
+        return Rows(count, columns, runs)
 
     def _prepare_compact(
         self, batch: TensorDictBase, columns: Columns, row: Tensor | None, kept: Columns, keys: BoundaryKeys
@@ -185,23 +188,24 @@ class LazyTensorStorage:
     def _check(self, columns: Columns) -> None:
         """ValueError unless ``columns`` are those of the first batch, which allocates."""
         if not self._columns:
+            self._like = {key: (c.dtype, c.shape[1:]) for key, c in columns.items()}
             self._columns = {
-                key: torch.empty((self.max_size, *c.shape[1:]), dtype=c.dtype, device=self.device)
-                for key, c in columns.items()
+                key: _empty((self.max_size, *c.shape[1:]), c.dtype, self.device) for key, c in columns.items()
             }
             return
         for key, column in columns.items():
-            there = self._columns.get(key)
+            there = self._like.get(key)
+            if there is not None and there == (column.dtype, column.shape[1:]):
+                continue
             if there is None:
                 raise ValueError(
                     f"the batch has an entry {key!r} that the first extend did not have: "
                     f"the storage keeps {sorted(map(repr, self._columns))}"
                 )
-            if there.shape[1:] != column.shape[1:] or there.dtype != column.dtype:
-                raise ValueError(
-                    f"batch[{key!r}] is {column.dtype} {tuple(column.shape[1:])} per row, the storage keeps "
-                    f"{there.dtype} {tuple(there.shape[1:])} since the first extend"
-                )
+            raise ValueError(
+                f"batch[{key!r}] is {column.dtype} {tuple(column.shape[1:])} per row, the storage keeps "
+                f"{there[0]} {tuple(there[1])} since the first extend"
+            )
         if len(columns) != len(self._columns):
             missing = next(key for key in self._columns if key not in columns)
             raise ValueError(f"the batch lacks the entry {missing!r} that the first extend had")
@@ -217,14 +221,61 @@ class LazyTensorStorage:
                 to[slot:] = column[:fit]
                 to[: rows.count - fit] = column[fit:]
 
-    def get(self, slots: Tensor, follow: Follow | None = None) -> Columns:
-        """Copies of the rows in ``slots`` (int64 ``[N]``), by key; a compact storage needs ``follow``."""
+    def get(self, slots: Tensor, follow: Follow | None = None, *, slices: bool = False) -> Columns:
+        """Copies of rows, by key.
+
+        Args:
+            slots: int64 ``[N]``, positions of the rows.
+            follow: where their next observations stand; a compact storage needs it to give them.
+            slices: whether the slots come in stretches of neighbours (a hint, for speed).
+        """
+        if slices and self._worth_touching(len(slots)):
+            self._touch(slots)
         slots = slots.to(self.device)
-        columns = {key: column.index_select(0, slots) for key, column in self._columns.items()}
+        columns = {key: take_rows(column, slots) for key, column in self._columns.items()}
         if self._pool is not None and follow is not None:
             for key in self._pool.pairs:
                 columns[next_key(key)] = self._pool.read(key, self._columns[key], follow)
         return columns
+
+    def _worth_touching(self, rows: int) -> bool:
+        """Whether the columns are too large for the caches and the sample is not."""
+        size = self.bytes_per_row
+        return self.device.type == "cpu" and size * self.max_size > _CACHE and size * rows < _SAMPLE
+
+    def _touch(self, slots: Tensor) -> None:
+        from flatroll.kernels.slices import touch
+
+        if self._bytes is None:
+            flat = tuple(c.view(-1).view(torch.uint8).numpy() for c in self._columns.values() if c.numel())
+            self._bytes = flat, np.array([len(f) // self.max_size for f in flat])
+        touch(*self._bytes, slots.numpy())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_bytes": None}  # views, which a copy would not share with its columns
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Unset memory; on the host from NumPy, which asks the system for large pages where they pay."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    memory = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)
+
+
+def leaves(batch: TensorDictBase, path: tuple[str, ...] = ()) -> Columns:
+    """The tensors of ``batch`` by key; TypeError for an entry that is none (it would be dropped silently)."""
+    columns: Columns = {}
+    for name, value in batch.items():
+        key = (*path, name)
+        if isinstance(value, Tensor):
+            columns[key if path else name] = value
+        elif isinstance(value, TensorDictBase):
+            columns |= leaves(value, key)
+        else:
+            shown = key if path else name
+            raise TypeError(f"batch[{shown!r}] is a {type(value).__name__}: this storage takes tensors only")
+    return columns
 
 
 def nest(columns: Columns, rows: int) -> TensorDict:

@@ -5,8 +5,9 @@ Terms. A *row number* counts every row ever written (64 bits); its *slot* in the
 rows, in row order. A *chain* is a trajectory: its fragments, linked in time order. ``offset`` counts rows from
 the chain's first row ever, and does not change when the ring drops the head of the chain.
 
-Fragments live in a ring of their own (``number & mask``), links are distances between fragment numbers. ``jump``
-leads from the d-th fragment of a chain to number ``d - lowbit(d)``, so any offset is found in O(log² d) hops.
+Fragments live in a ring of their own (``number & mask``), links are distances between fragment numbers. A
+fragment ends where the next one begins. Besides ``prev``, each has a ``jump`` far back, by the rule of Myers, "An
+applicative random-access stack" (1983), so any offset of a chain of d fragments is found in O(log d) hops.
 
 This module imports numba: import it inside the function that needs it. All kernels are in one file because
 numba's cache does not notice a change in a callee that stands in another file.
@@ -20,9 +21,6 @@ from numpy.typing import NDArray
 from flatroll.kernels.scan_numba import compiled
 
 Array = NDArray[Any]
-
-#: Longest fragment; a trajectory that goes on longer gets another one, so that 32-bit lengths hold.
-LONGEST = 2**30
 
 STATE = np.dtype(
     [
@@ -45,10 +43,10 @@ FRAGMENT = np.dtype(
     [
         ("first", "i8"),  # row number of its first row
         ("offset", "i8"),  # offset of that row in its chain
-        ("length", "i4"),
         ("chain", "i4"),
         ("prev", "i4"),  # distance back to the previous fragment of the chain, 0 if none
-        ("jump", "i4"),  # distance back to an earlier fragment of the chain, 0 if none
+        ("jump", "i4"),  # distance back to an earlier fragment of the chain, 0 from the first
+        ("span", "i4"),  # fragments of the chain that the jump goes back
         ("next", "i4"),  # distance to the fragment that continues the trajectory, 0 if none
         ("pool", "i4"),  # pool entry with the next observation of its last row, -1 if none
     ]
@@ -59,7 +57,6 @@ CHAIN = np.dtype(
         ("total", "i8"),  # rows ever written
         ("dropped", "i8"),  # rows lost to the ring: live rows have offsets dropped ... total - 1
         ("last", "i8"),  # number of the newest fragment
-        ("fragments", "i8"),  # fragments ever linked
         ("step", "i8"),  # step count that the next row must have
         ("open", "i8"),  # 1 if the last row is not done
     ]
@@ -90,6 +87,13 @@ def rehash(table: Array, chains: Array, larger: Array) -> int:
 
 
 @compiled()
+def _stop(state: Array, fragments: Array, number: int) -> int:
+    """Row number after the last row of fragment ``number``."""
+    s = state[0]
+    return fragments[(number + 1) & (len(fragments) - 1)].first if number + 1 < s.end else s.written
+
+
+@compiled()
 def claim(
     state: Array, capacity: int, rows: int, fragments: Array, chains: Array, spare: Array, touched: Array
 ) -> int:
@@ -99,14 +103,15 @@ def claim(
     count = 0
     while s.first < s.end:
         f = fragments[s.first & (len(fragments) - 1)]
-        gone = min(head - f.first, np.int64(f.length))
+        stop = _stop(state, fragments, s.first)
+        gone = min(head, stop) - f.first
         if gone <= 0:
             break
         chain = chains[f.chain]
         chain.dropped = f.offset + gone
         touched[count] = f.chain
         count += 1
-        if gone < f.length:
+        if head < stop:
             break
         s.first += 1
         if f.pool >= 0:
@@ -115,8 +120,6 @@ def claim(
         if chain.dropped == chain.total:
             s.live -= 1
             s.open -= chain.open
-            if s.newest == f.chain + 1:
-                s.newest = 0
             chain.open = chain.total = chain.dropped = 0
             chain.last = s.free
             s.free = f.chain + 1
@@ -185,7 +188,7 @@ def _begin(state: Array, chains: Array, ids: Array, j: int) -> int:
         s.slots += 1
     chain = chains[c]
     chain.id = ids[j] if len(ids) else s.created
-    chain.total = chain.dropped = chain.fragments = chain.open = 0
+    chain.total = chain.dropped = chain.open = 0
     chain.last = -1
     s.created += 1
     s.live += 1
@@ -193,34 +196,29 @@ def _begin(state: Array, chains: Array, ids: Array, j: int) -> int:
 
 
 @compiled()
-def _attach(state: Array, fragments: Array, chains: Array, c: int, row: int, length: int, pool: int) -> None:
-    """Lengthen the last fragment of chain ``c``, or link a new one to it."""
+def _attach(state: Array, fragments: Array, chains: Array, c: int, row: int, pool: int) -> None:
+    """Lengthen the last fragment of chain ``c`` if ``row`` comes right after it, else link a new one to it."""
     s = state[0]
     mask = len(fragments) - 1
     chain = chains[c]
-    if chain.fragments and chain.last == s.end - 1:
-        newest = fragments[chain.last & mask]
-        if newest.pool < 0 and newest.first + newest.length == row and newest.length + length <= LONGEST:
-            newest.length += length
-            newest.pool = pool
-            return
-    number = s.end
+    number, last = s.end, chain.last
+    if 0 <= last == number - 1 and fragments[last & mask].pool < 0:
+        fragments[last & mask].pool = pool
+        return
     s.end += 1
     f = fragments[number & mask]
-    f.first, f.length, f.offset, f.chain, f.pool = row, length, chain.total, c, pool
-    f.prev = f.jump = f.next = 0
-    if chain.fragments:
-        fragments[chain.last & mask].next = number - chain.last
-        f.prev = number - chain.last
-        target, depth = chain.last, chain.fragments
-        goal = depth & (depth + 1)  # depth + 1 without its lowest set bit
-        while depth > goal and target >= s.first and fragments[target & mask].jump:
-            target -= fragments[target & mask].jump
-            depth &= depth - 1
-        if depth == goal and target >= s.first:
-            f.jump = number - target
+    f.first, f.offset, f.chain, f.pool = row, chain.total, c, pool
+    f.prev = f.jump = f.span = f.next = 0
     chain.last = number
-    chain.fragments += 1
+    if last < 0:
+        return
+    before = fragments[last & mask]
+    before.next = f.prev = f.jump = number - last
+    f.span = 1
+    far = last - before.jump
+    if far >= s.first and fragments[far & mask].span == before.span:
+        f.jump = number - (far - fragments[far & mask].jump)
+        f.span = 2 * before.span + 1
 
 
 @compiled()
@@ -251,16 +249,14 @@ def publish(
         s.spare += 1
         f.pool = -1
     for j in range(len(firsts)):
-        stop = firsts[j + 1] if j + 1 < len(firsts) else rows
-        length = stop - firsts[j]
         c = before[j]
         if c < -1:
             c = touched[-2 - c]
         elif c == -1:
             c = _begin(state, chains, ids, j)
         chain = chains[c]
-        _attach(state, fragments, chains, c, s.written + firsts[j], length, pool[j])
-        chain.total += length
+        _attach(state, fragments, chains, c, s.written + firsts[j], pool[j])
+        chain.total += (firsts[j + 1] if j + 1 < len(firsts) else rows) - firsts[j]
         going = 0 if done[j] else 1
         s.open += going - chain.open
         chain.open = going
@@ -308,25 +304,30 @@ def weigh(
 
 
 @compiled()
-def _locate(state: Array, fragments: Array, chains: Array, c: int, offset: int) -> int:
-    """Number of the fragment of chain ``c`` that holds ``offset``, a live one."""
+def _back(state: Array, fragments: Array, number: int, offset: int) -> int:
+    """One link back from fragment ``number`` towards the one that holds ``offset``, or ``number`` if it does."""
     mask = len(fragments) - 1
-    number = chains[c].last
     f = fragments[number & mask]
-    while f.offset > offset:
-        far = number - f.jump
-        if f.jump and far >= state[0].first and fragments[far & mask].offset > offset:
-            number = far
-        else:
-            number -= f.prev
-        f = fragments[number & mask]
-    return number
+    if f.offset <= offset:
+        return number
+    far = number - f.jump
+    if f.jump and far >= state[0].first and fragments[far & mask].offset > offset:
+        return far
+    return number - f.prev
+
+
+@compiled()
+def _base(state: Array, capacity: int) -> int:
+    """Number of the row in slot 0 when the head was written: one division per call instead of one per fragment."""
+    return state[0].head - state[0].head % capacity
 
 
 @compiled()
 def _emit(
+    state: Array,
     fragments: Array,
     capacity: int,
+    base: int,
     number: int,
     row: int,
     count: int,
@@ -335,37 +336,95 @@ def _emit(
     follow: Array,
     patch: Array,
     patched: int,
-) -> int:
-    """Write the slots of ``count`` rows from ``row`` of fragment ``number`` on to ``slots[at:]``.
+) -> tuple[int, int]:
+    """Write the slots of up to ``count`` rows, from ``row`` on, of fragment ``number`` to ``slots[at:]``.
 
     Where ``follow`` has room: ``follow[i]`` becomes the slot of the row after ``slots[i]`` or -1, and a row whose
-    next observation stands in the pool is entered in ``patch`` as (position, entry). Returns the patches so far.
+    next observation stands in the pool is entered in ``patch`` as (position, entry). Returns the rows written and
+    the patches so far.
+    """
+    f = fragments[number & (len(fragments) - 1)]
+    stop = _stop(state, fragments, number)
+    take = min(stop - row, count)
+    slot = row - base
+    if slot >= capacity:
+        slot -= capacity
+    for i in range(at, at + take):
+        slots[i] = slot
+        slot += 1
+        if slot == capacity:
+            slot = 0
+        if len(follow):
+            follow[i] = slot
+    if row + take == stop and len(follow):
+        later = -1
+        if f.next:
+            later = fragments[(number + f.next) & (len(fragments) - 1)].first - base
+            if later >= capacity:
+                later -= capacity
+        follow[at + take - 1] = later
+        if f.pool >= 0:
+            patch[0, patched] = at + take - 1
+            patch[1, patched] = f.pool
+            patched += 1
+    return take, patched
+
+
+@compiled()
+def walk(
+    state: Array,
+    capacity: int,
+    fragments: Array,
+    number: Array,
+    offset: Array,
+    left: Array,
+    at: Array,
+    slots: Array,
+    follow: Array,
+    patch: Array,
+) -> int:
+    """Write the slots of ``left[j]`` rows from ``offset[j]`` on to ``slots[at[j]:]``, for each j; patches.
+
+    ``number[j]`` is the last fragment of the chain. All slices advance by one fragment per round, so that they
+    wait for memory together, not one after another.
     """
     mask = len(fragments) - 1
-    while True:
-        f = fragments[number & mask]
-        take = min(f.first + f.length - row, count)
-        slot = row % capacity
-        for i in range(at, at + take):
-            slots[i] = slot
-            slot += 1
-            if slot == capacity:
-                slot = 0
-            if len(follow):
-                follow[i] = slot
-        at += take
-        count -= take
-        ended = row + take == f.first + f.length
-        if ended and len(follow):
-            follow[at - 1] = fragments[(number + f.next) & mask].first % capacity if f.next else -1
-            if f.pool >= 0:
-                patch[0, patched] = at - 1
-                patch[1, patched] = f.pool
-                patched += 1
-        if count == 0:
-            return patched
-        number += f.next
-        row = fragments[number & mask].first
+    pending = len(number)
+    while pending:
+        pending = 0
+        for j in range(len(number)):
+            target = _back(state, fragments, number[j], offset[j])
+            pending += target != number[j]
+            number[j] = target
+    base, patched = _base(state, capacity), 0
+    pending = len(number)
+    while pending:
+        pending = 0
+        for j in range(len(number)):
+            if left[j] == 0:
+                continue
+            f = fragments[number[j] & mask]
+            row = f.first + offset[j] - f.offset
+            take, patched = _emit(
+                state,
+                fragments,
+                capacity,
+                base,
+                number[j],
+                row,
+                left[j],
+                slots,
+                at[j],
+                follow,
+                patch,
+                patched,
+            )
+            left[j] -= take
+            offset[j] += take
+            at[j] += take
+            number[j] += f.next
+            pending += left[j] > 0
+    return patched
 
 
 @compiled()
@@ -389,10 +448,12 @@ def draw(
     A chain is drawn by weight; its slice begins where the weight was hit (``start``) or uniformly. Slice j takes
     positions ``firsts[j] ... lasts[j]`` of ``slots``.
     """
-    at = patched = 0
+    count = len(firsts)
+    number, offset, left = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
+    at = 0
     size = len(tree) - 1  # a power of two, so tree[size] is the sum
     total = tree[size]
-    for j in range(len(firsts)):
+    for j in range(count):
         rest = min(np.int64(uniform[2 * j] * total), total - 1)
         c, step = 0, size // 2
         while step:
@@ -404,34 +465,11 @@ def draw(
         live = chain.total - chain.dropped
         take = min(live, length)
         begin = rest if start else min(np.int64(uniform[2 * j + 1] * (live - take + 1)), live - take)
-        offset = chain.dropped + begin
-        number = _locate(state, fragments, chains, c, offset)
-        f = fragments[number & (len(fragments) - 1)]
-        row = f.first + offset - f.offset
-        patched = _emit(fragments, capacity, number, row, take, slots, at, follow, patch, patched)
-        firsts[j] = at
+        number[j], offset[j], left[j], firsts[j] = chain.last, chain.dropped + begin, take, at
         at += take
         lasts[j] = at - 1
+    patched = walk(state, capacity, fragments, number, offset, left, firsts.copy(), slots, follow, patch)
     return at, patched
-
-
-@compiled()
-def chain_rows(
-    state: Array,
-    capacity: int,
-    fragments: Array,
-    chains: Array,
-    c: int,
-    slots: Array,
-    none: Array,
-    patch: Array,
-) -> None:
-    """Slots of all live rows of chain ``c``."""
-    offset = chains[c].dropped
-    number = _locate(state, fragments, chains, c, offset)
-    f = fragments[number & (len(fragments) - 1)]
-    row = f.first + offset - f.offset
-    _emit(fragments, capacity, number, row, len(slots), slots, 0, none, patch, 0)
 
 
 @compiled()
@@ -440,8 +478,7 @@ def follow_rows(
 ) -> int:
     """As :func:`draw` does for slices: the slot after each of ``slots``, any rows in any order; patches."""
     mask = len(fragments) - 1
-    head = state[0].head
-    patched = 0
+    head, base, patched = state[0].head, _base(state, capacity), 0
     scratch = np.empty(len(slots), np.int64)
     for i in range(len(slots)):
         row = head + (slots[i] - head) % capacity
@@ -452,5 +489,30 @@ def follow_rows(
                 low = middle
             else:
                 high = middle
-        patched = _emit(fragments, capacity, low, row, 1, scratch, i, follow, patch, patched)
+        _, patched = _emit(state, fragments, capacity, base, low, row, 1, scratch, i, follow, patch, patched)
     return patched
+
+
+@compiled()
+def touch(columns: tuple[Array, ...], row_bytes: Array, slots: Array) -> int:
+    """Read one byte of each cache line of the rows ``slots`` (uint8 views of the columns); their sum.
+
+    Copying slice after slice waits for memory at the start of each; these reads wait together. The sum keeps the
+    compiler from leaving them out.
+    """
+    count = 0
+    bounds = np.empty((2, len(slots)), np.int64)  # stretches of neighbouring slots
+    for i in range(len(slots)):
+        if i == 0 or slots[i] != slots[i - 1] + 1:
+            bounds[0, count] = slots[i]
+            count += 1
+        bounds[1, count - 1] = slots[i] + 1
+    if 8 * count > len(slots):  # scattered rows are copied as fast as they are touched
+        return 0
+    total = 0
+    for k in range(len(columns)):
+        column, size = columns[k], row_bytes[k]
+        for i in range(count):
+            for at in range(bounds[0, i] * size, bounds[1, i] * size, 64):
+                total += column[at]
+    return total

@@ -1,0 +1,265 @@
+"""Slice sampling: against one ``index_select`` per column, against capacity, writes in between, and the peer.
+
+``python -m flatroll bench slices``
+"""
+
+import importlib.util
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from flatroll.benchmarks.timing import Timing, ratio, table, take_turns
+from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler, TrajectoryIndex
+
+SLICES, LENGTH, EPISODE = 32, 64, 1000
+OBS, ACT = 17, 6
+TURNS, CALLS = 21, 20
+
+
+def rows_of(steps: Tensor, traj: Tensor) -> TensorDict:
+    """Rows with all columns of the layout: step ``steps[i]`` of trajectory ``traj[i]``."""
+    n = len(steps)
+    obs = (steps[:, None] * 64 + traj[:, None] * 7 + torch.arange(OBS)).float()
+    done = (steps == EPISODE - 1)[:, None]
+    after = {"observation": obs + 64, "step_count": steps[:, None] + 1, "reward": torch.rand(n, 1)}
+    flags = {"done": done, "terminated": torch.zeros_like(done), "truncated": done.clone()}
+    now = {"observation": obs, "action": torch.rand(n, ACT), "is_init": (steps == 0)[:, None]}
+    root = {**now, "step_count": steps[:, None], "next": {**after, **flags}, "collector": {"traj_ids": traj}}
+    return TensorDict(root, [n])
+
+
+def stream(envs: int, window: int, size: int) -> Iterator[TensorDict]:
+    """Batches of about ``size`` rows: ``window`` steps of each env, env after env, without end."""
+    repeat = max(1, size // (envs * window))
+    env, step = torch.arange(envs)[:, None], torch.arange(window)
+    for first in itertools.count(0, repeat):
+        start = (torch.arange(first, first + repeat) * window)[:, None, None]
+        t = start + step + env * 37  # envs are out of phase
+        traj = (t // EPISODE) * envs + env
+        yield rows_of((t % EPISODE).flatten(), traj.flatten())
+
+
+def filled(rows: int, envs: int = 1, window: int = 64, compact: bool = False) -> tuple[ReplayBuffer, Any]:
+    """A full buffer and the stream that goes on where its rows end."""
+    sampler = SliceSampler(slice_len=LENGTH)
+    storage = LazyTensorStorage(rows, compact_obs=compact)
+    buffer = ReplayBuffer(storage=storage, sampler=sampler, batch_size=SLICES * LENGTH)
+    batches = stream(envs, window, min(rows, 50_000))
+    while len(buffer) < rows:
+        buffer.extend(next(batches))
+    small = stream(envs, window, envs * window)
+    return buffer, small
+
+
+def gathers(buffer: ReplayBuffer, draw: Callable[[], Tensor]) -> Callable[[], object]:
+    """One ``index_select`` per column of a sample (its next observations included), of rows drawn beforehand."""
+    index = itertools.cycle([draw() for _ in range(TURNS * CALLS)])
+    one = buffer.sample(LENGTH)
+    stored = buffer.storage.get(torch.zeros(1, dtype=torch.int64))
+    columns = [buffer.storage._columns[k[1] if k not in stored else k] for k in one.keys(True, True)]
+
+    def run() -> object:
+        rows = next(index)
+        return [column.index_select(0, rows) for column in columns]
+
+    return run
+
+
+def extended(buffer: ReplayBuffer, batches: Iterator[TensorDict]) -> Callable[[], object]:
+    """64 rows in, a sample out; the batches are made beforehand."""
+    made = itertools.cycle(list(itertools.islice(batches, TURNS * CALLS + 1)))
+
+    def run() -> object:
+        buffer.extend(next(made))
+        return buffer.sample()
+
+    return run
+
+
+def micros(timing: Timing) -> str:
+    return f"{timing.median * 1e6:.0f}"
+
+
+def measured(buffer: ReplayBuffer, batches: Iterator[TensorDict]) -> dict[str, Timing]:
+    """Gather, sample, extend + sample of one buffer."""
+    index = buffer.index
+    assert index is not None
+    runs = {"gather": gathers(buffer, lambda: index.draw(SLICES, LENGTH).slots), "sample": buffer.sample}
+    alone = take_turns(runs, TURNS, CALLS)
+    both = take_turns({"sample alone": buffer.sample, "both": extended(buffer, batches)}, TURNS, CALLS)
+    return alone | both
+
+
+def by_size() -> str:
+    """Full storage, one stream of episodes of 1,000 steps."""
+    table_rows = []
+    base: Timing | None = None
+    for rows in (100_000, 1_000_000, 10_000_000):
+        buffer, _ = filled(rows)
+        times = measured(buffer, stream(1, 64, 64))
+        base = base or times["sample"]
+        table_rows.append(
+            [
+                f"{rows:,}",
+                micros(times["gather"]),
+                micros(times["sample"]),
+                f"{ratio(times['sample'], times['gather']):.2f} x",
+                f"{times['sample'].median / base.median:.2f} x",
+                micros(times["both"]),
+                f"{ratio(times['both'], times['sample alone']):.2f} x",
+            ]
+        )
+    header = [
+        "rows",
+        "gather, µs",
+        "sample, µs",
+        "of gather",
+        "of 100,000 rows",
+        "extend 64 + sample, µs",
+        "of sample",
+    ]
+    return table(header, table_rows)
+
+
+def by_writers() -> str:
+    """One million rows, as the writes were interleaved; full and compact storage."""
+    table_rows = []
+    for envs, window in ((1, 64), (64, 16), (64, 1)):
+        for compact in (False, True):
+            buffer, _ = filled(1_000_000, envs, window, compact)
+            times = measured(buffer, stream(envs, window, 64))
+            stats = buffer.stats()
+            index = buffer.index
+            table_rows.append(
+                [
+                    f"{envs} x {window}",
+                    "compact" if compact else "full",
+                    micros(times["gather"]),
+                    micros(times["sample"]),
+                    f"{ratio(times['sample'], times['gather']):.2f} x",
+                    micros(times["both"]),
+                    f"{stats['bytes'] / stats['capacity']:.1f}",
+                    f"{(0 if index is None else index.nbytes) / stats['capacity']:.1f}",
+                ]
+            )
+    header = ["envs x window", "storage", "gather, µs", "sample, µs", "of gather", "extend + sample, µs"]
+    return table([*header, "bytes per row", "of them index"], table_rows)
+
+
+def draw_in_numpy(index: TrajectoryIndex, uniform: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """What `TrajectoryIndex.draw` does, vectorised over slices: one pass per hop. Trajectories of full length."""
+    fragments, chains, state = index._fragments, index._chains, index._state[0]
+    mask, count = len(fragments) - 1, uniform.shape[1]
+    live = np.flatnonzero(chains["total"] - chains["dropped"] >= LENGTH)
+    chain = live[(uniform[0] * len(live)).astype(np.int64)]
+    length = chains["total"][chain] - chains["dropped"][chain]
+    offset = chains["dropped"][chain] + (uniform[1] * (length - LENGTH + 1)).astype(np.int64)
+    number = chains["last"][chain].copy()
+    while (late := fragments["offset"][number & mask] > offset).any():
+        far = number - fragments["jump"][number & mask]
+        good = (far < number) & (far >= state["first"]) & (fragments["offset"][far & mask] > offset)
+        number = np.where(late, np.where(good, far, number - fragments["prev"][number & mask]), number)
+    rows = np.empty((count, LENGTH), np.int64)
+    at = np.arange(LENGTH)
+    filled_to = np.zeros(count, np.int64)
+    while (open_ := filled_to < LENGTH).any():
+        f = fragments[number & mask]
+        stop = np.where(number + 1 < state["end"], fragments["first"][(number + 1) & mask], state["written"])
+        first = f["first"] + offset + filled_to - f["offset"]
+        here = open_[:, None] & (at >= filled_to[:, None])
+        rows[here] = (first[:, None] + at - filled_to[:, None])[here]
+        filled_to = np.where(open_, filled_to + stop - first, filled_to)
+        number = np.where(filled_to < LENGTH, number + f["next"], number)
+    slots: np.ndarray[Any, Any] = (rows % index.capacity).reshape(-1)
+    return slots
+
+
+def draws() -> str:
+    """Drawing alone: the compiled kernel against NumPy."""
+    table_rows = []
+    for envs, window in ((1, 64), (64, 16), (64, 1)):
+        index = filled(1_000_000, envs, window)[0].index
+        assert index is not None
+        runs: dict[str, Callable[[], object]] = {
+            "numpy": lambda i=index: draw_in_numpy(i, torch.rand(2, SLICES, dtype=torch.float64).numpy()),  # type: ignore[misc]
+            "kernel": lambda i=index: i.draw(SLICES, LENGTH),  # type: ignore[misc]
+        }
+        times = take_turns(runs, TURNS, CALLS)
+        faster = f"{ratio(times['numpy'], times['kernel']):.1f} x"
+        table_rows.append([f"{envs} x {window}", micros(times["numpy"]), micros(times["kernel"]), faster])
+    return table(["envs x window", "NumPy, µs", "compiled, µs", "faster"], table_rows)
+
+
+def random_rows() -> str:
+    """256 single rows of a million."""
+    table_rows = []
+    for compact in (False, True):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(1_000_000, compact_obs=compact), batch_size=256)
+        batches = stream(1, 64, 50_000)
+        while len(buffer) < 1_000_000:
+            buffer.extend(next(batches))
+        gather = gathers(buffer, lambda: torch.randint(1_000_000, (256,)))
+        times = take_turns({"gather": gather, "sample": buffer.sample}, TURNS, CALLS)
+        of = f"{ratio(times['sample'], times['gather']):.2f} x"
+        name = "compact" if compact else "full"
+        table_rows.append([name, micros(times["gather"]), micros(times["sample"]), of])
+    return table(["storage", "gather, µs", "sample, µs", "of gather"], table_rows)
+
+
+def against_the_peer() -> str:
+    """The same rows in both libraries, one million of them."""
+    if not importlib.util.find_spec("torchrl"):
+        return "(torchrl is not installed)"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchrl.data import LazyTensorStorage as PeerStorage
+        from torchrl.data import SliceSampler as PeerSampler
+        from torchrl.data import TensorDictReplayBuffer
+
+        peer = TensorDictReplayBuffer(
+            storage=PeerStorage(1_000_000),
+            sampler=PeerSampler(slice_len=LENGTH, traj_key=("collector", "traj_ids"), strict_length=False),
+            batch_size=SLICES * LENGTH,
+        )
+        buffer, _ = filled(1_000_000)
+        batches = stream(1, 64, 50_000)
+        while len(peer) < 1_000_000:
+            peer.extend(next(batches))
+        runs = {"ours": buffer.sample, "peer": peer.sample}
+        alone = take_turns(runs, turns=9, calls=3)
+        both = take_turns(
+            {"ours": extended(buffer, stream(1, 64, 64)), "peer": extended(peer, stream(1, 64, 64))},
+            turns=9,
+            calls=3,
+        )
+    table_rows = [
+        [name, micros(t["ours"]), micros(t["peer"]), f"{ratio(t['peer'], t['ours']):.0f} x"]
+        for name, t in (("sample", alone), ("extend 64 + sample", both))
+    ]
+    return table(["", "ours, µs", "torchrl, µs", "faster"], table_rows)
+
+
+def main() -> None:
+    """Print the tables."""
+    torch.set_num_threads(1)  # on a busy machine a second thread that waits is timed, not the work
+    torch.manual_seed(0)
+    print(f"{SLICES} slices of {LENGTH} rows, {OBS} + {ACT} floats, all columns of the layout, one thread\n")
+    print(by_size())
+    print("\nOne million rows, by how they were written\n")
+    print(by_writers())
+    print("\nDrawing the row numbers alone\n")
+    print(draws())
+    print("\n256 random rows of one million\n")
+    print(random_rows())
+    print("\nAgainst the peer, one million rows\n")
+    print(against_the_peer())
+
+
+if __name__ == "__main__":
+    main()

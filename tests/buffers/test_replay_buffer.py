@@ -1,0 +1,279 @@
+"""The buffer as a container: what goes in, what comes out, what is refused."""
+
+import copy
+import itertools
+import pickle
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from flatroll.buffers import LazyTensorStorage, RandomSampler, ReplayBuffer, SliceSampler
+
+
+def numbers(first: int, count: int) -> TensorDict:
+    n = torch.arange(first, first + count)
+    return TensorDict({"n": n, "next": {"n2": n * 2}}, [count])
+
+
+def test_rows_are_drawn_uniformly_from_a_wrapped_ring() -> None:
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(13), batch_size=26_000, generator=torch.Generator().manual_seed(0)
+    )
+    for first in range(0, 60, 6):
+        buffer.extend(numbers(first, 6))
+    counts = Counter(buffer.sample()["n"].tolist())
+    assert set(counts) == set(range(47, 60))
+    assert sum((c - 2000) ** 2 / 2000 for c in counts.values()) < 40  # 12 degrees of freedom
+
+
+def test_indexing_is_by_position() -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(5))
+    buffer.extend(numbers(0, 5))
+    buffer.extend(numbers(5, 2))
+    assert buffer[:]["n"].tolist() == [5, 6, 2, 3, 4]
+    assert buffer[0].batch_size == torch.Size([]) and buffer[-1]["n"].item() == 4
+    assert buffer[1:3]["next", "n2"].tolist() == [12, 4]
+    assert buffer[[0, 4]]["n"].tolist() == [5, 4]
+    assert buffer[torch.tensor([True, False, False, False, True])]["n"].tolist() == [5, 4]
+    for wrong in (5, -6, [0, 5]):
+        with pytest.raises(IndexError, match=r"is out of range: 5 rows are stored"):
+            buffer[wrong]
+
+
+def test_samples_own_their_memory() -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(5), batch_size=3)
+    batch = numbers(0, 5)
+    buffer.extend(batch)
+    batch["n"].zero_()  # the storage owns its memory, too
+    assert buffer[:]["n"].tolist() == [0, 1, 2, 3, 4]
+    kept = [buffer.sample() for _ in range(3)]
+    before = [s.clone() for s in kept]
+    buffer.extend(numbers(100, 5))
+    kept[0]["n"].fill_(-1)
+    assert buffer[:]["n"].tolist() == [100, 101, 102, 103, 104]
+    assert all(torch.equal(a["n"], b["n"]) for a, b in zip(kept[1:], before[1:], strict=True))
+    rows = buffer[:]
+    rows["n"].fill_(-1)
+    assert buffer[:]["n"].min() >= 100
+
+
+def test_seeds_make_samples_repeat(world: Any) -> None:
+    for sampler in (RandomSampler(), SliceSampler(slice_len=4)):
+        draws = []
+        for _ in range(2):
+            buffer = ReplayBuffer(
+                storage=LazyTensorStorage(50),
+                sampler=sampler,
+                batch_size=8,
+                generator=torch.Generator().manual_seed(5),
+            )
+            buffer.extend(world.to_batch(world.episode(0, 0, 50)))
+            draws.append(torch.cat([buffer.sample()["observation"] for _ in range(3)]))
+        assert torch.equal(*draws)
+        buffer.generator = None
+        seeded = []
+        for _ in range(2):
+            torch.manual_seed(11)
+            seeded.append(buffer.sample()["observation"])
+        assert torch.equal(*seeded)
+
+
+def test_info_says_where_rows_stand() -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(5), batch_size=8)
+    buffer.extend(numbers(3, 5))
+    sample, info = buffer.sample(return_info=True)
+    assert torch.equal(sample["n"], info["index"] + 3)
+    assert len(buffer.sample(2)) == 2
+    assert [len(s) for s in itertools.islice(buffer, 3)] == [8, 8, 8]
+
+
+def test_add_empty_and_repr() -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(3), batch_size=2)
+    assert [buffer.add(row) for row in numbers(0, 4)] == [0, 1, 2, 0]
+    assert repr(buffer) == "ReplayBuffer(3 of 3 rows, LazyTensorStorage, RandomSampler)"
+    buffer.empty()
+    assert len(buffer) == 0
+    with pytest.raises(
+        RuntimeError, match="cannot sample from an empty buffer: extend it with a batch first"
+    ):
+        buffer.sample()
+    assert buffer.extend(numbers(7, 2)).tolist() == [0, 1]
+    assert set(buffer.sample()["n"].tolist()) <= {7, 8}
+    assert buffer.extend(numbers(0, 0)).tolist() == []
+
+
+@pytest.mark.parametrize("sampler", [RandomSampler(), SliceSampler(slice_len=2)])
+def test_an_empty_buffer_says_so(sampler: Any) -> None:
+    with pytest.raises(
+        RuntimeError, match="cannot sample from an empty buffer: extend it with a batch first"
+    ):
+        ReplayBuffer(storage=LazyTensorStorage(3), sampler=sampler, batch_size=2).sample()
+
+
+def test_lazy_stacks_are_stored_as_they_read(world: Any) -> None:
+    batch = world.to_batch(world.episode(0, 0, 6))
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SliceSampler(slice_len=2), batch_size=2)
+    buffer.extend(lazy_stack(list(batch)))
+    assert bool((buffer[:] == batch).all())
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_copies_go_on_by_themselves(world: Any, compact: bool) -> None:
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(20, compact_obs=compact), sampler=SliceSampler(slice_len=4), batch_size=8
+    )
+    steps = world.episode(0, 0, 30)
+    buffer.extend(world.to_batch(steps[:10]))
+    for other in (copy.deepcopy(buffer), pickle.loads(pickle.dumps(buffer))):
+        other.extend(world.to_batch(steps[10:]))
+        assert (len(buffer), len(other)) == (10, 20)
+        assert other.index.longest == 20
+        sample = other.sample()
+        assert torch.equal(sample["next", "observation"], sample["observation"] + torch.tensor([0, 0, 1]))
+
+
+def test_a_batch_that_does_not_fit_changes_nothing(world: Any) -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(20), sampler=SliceSampler(slice_len=2), batch_size=4)
+    good = world.to_batch(world.episode(0, 0, 8))
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        (good.exclude(("next", "reward")), ValueError, r"lacks the entry \('next', 'reward'\)"),
+        (
+            good.clone().set("extra", torch.zeros(8)),
+            ValueError,
+            r"an entry 'extra' that the first extend did not",
+        ),
+        (
+            good.clone().set("observation", torch.zeros(8, 4)),
+            ValueError,
+            r"batch\['observation'\] is torch.float32 \(4,\) per row, the storage keeps torch.float32 \(3,\)",
+        ),
+        (
+            good.clone().set("observation", torch.zeros(8, 3, dtype=torch.float64)),
+            ValueError,
+            r"batch\['observation'\] is torch.float64 \(3,\) per row, the storage keeps torch.float32 \(3,\)",
+        ),
+        (
+            good.clone().set("is_init", torch.zeros(8, 1)),
+            TypeError,
+            r"is_init.*must be bool, got torch.float32",
+        ),
+        (good.reshape(2, 4), ValueError, r"batch must be flat, \[N\], got \[2, 4\]: batch.reshape\(-1\)"),
+        (good[0], ValueError, r"batch has batch size \[\]: use add for one row"),
+        (
+            {"observation": torch.zeros(8, 3)},
+            TypeError,
+            "batch must be a TensorDict of batch size .N., got dict",
+        ),
+    ]
+    for batch, error, text in wrong[4:]:  # before anything is stored, too
+        with pytest.raises(error, match=text):
+            buffer.extend(batch)
+    assert not buffer.storage.allocated
+    buffer.extend(good)
+    for batch, error, text in wrong:
+        with pytest.raises(error, match=text):
+            buffer.extend(batch)
+        assert len(buffer) == 8 and bool((buffer[:] == good).all())
+        index = buffer.index
+        assert index is not None and (index.trajectories, index.written) == (1, 8)
+    with pytest.raises(ValueError, match=r"add takes one row of batch size \[\], got \[8\]: use extend"):
+        buffer.add(good)
+
+
+def test_a_copy_that_fails_half_way_leaves_no_torn_row(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for sampler in (RandomSampler(), SliceSampler(slice_len=2)):
+        storage = LazyTensorStorage(10, compact_obs=True)
+        buffer = ReplayBuffer(storage=storage, sampler=sampler, batch_size=40)
+        steps = world.episode(0, 0, 40)
+        for i in range(0, 16, 4):
+            buffer.extend(world.to_batch(steps[i : i + 4]))
+
+        def interrupt(slot: int, rows: Any, storage: LazyTensorStorage = storage) -> None:
+            storage._columns["observation"][slot : slot + 2] = -1
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(storage, "write", interrupt)
+            buffer.extend(world.to_batch(steps[16:20]))
+        assert len(buffer) == 6
+        for _ in range(2):
+            assert buffer.sample()["observation"].min() >= 0
+            buffer.extend(world.to_batch(steps[20:24]))
+        sample = buffer.sample()
+        assert torch.equal(sample["next", "observation"], sample["observation"] + torch.tensor([0, 0, 1]))
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("capacity", [37, 400])
+def test_sampling_while_another_thread_writes(compact: bool, capacity: int) -> None:
+    """Every column is a function of one counter: no sample holds a row that was half overwritten."""
+    count = 4000
+    n = torch.arange(count + 1, dtype=torch.int64)
+    wide = n[:, None].expand(-1, 64)
+    done = (n[:-1] % 50 == 49)[:, None]
+    batch = TensorDict(
+        {
+            "wide": wide[:-1],
+            "narrow": n[:-1] * 3,
+            "next": {"wide": wide[1:], "done": done},
+            "collector": {"traj_ids": n[:-1] // 50},
+        },
+        [count],
+    )
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(capacity, compact_obs=compact),
+        sampler=SliceSampler(slice_len=4),
+        batch_size=32,
+    )
+    buffer.extend(batch[:30])
+    parts = batch[30:].split(9)
+    writer = threading.Thread(target=lambda: [buffer.extend(part) for part in parts])
+    writer.start()
+    samples = [buffer.sample() for _ in range(150)]
+    writer.join()
+    for sample in samples:
+        first = sample["wide"][:, :1]
+        assert bool((sample["wide"] == first).all())
+        assert torch.equal(sample["narrow"], first[:, 0] * 3)
+        assert bool((sample["next", "wide"] == first + 1).all())
+        starts = sample["is_init"][:, 0]
+        assert bool((first[1:, 0][~starts[1:]] == first[:-1, 0][~starts[1:]] + 1).all())
+    assert torch.equal(buffer[:]["wide"][:, 0].sort().values, n[-1 - len(buffer) : -1])
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_size must be an integer of at least 1, got 0"):
+        LazyTensorStorage(0)
+    with pytest.raises(ValueError, match=r"ndim must be 1, got 2: store flat batches"):
+        LazyTensorStorage(10, ndim=2)
+    with pytest.raises(ValueError, match="batch_size must be an integer of at least 1, got 0"):
+        ReplayBuffer(storage=LazyTensorStorage(10), batch_size=0)
+    with pytest.raises(ValueError, match="batch_size must be given"):
+        ReplayBuffer(storage=LazyTensorStorage(10)).sample()
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10))
+    with pytest.raises(TypeError, match=r"batch\['name'\] is a \w+: this storage takes tensors only"):
+        buffer.extend(TensorDict({"n": torch.zeros(2), "name": "x"}, [2]))
+
+
+def test_random_sampling_keeps_no_index_and_needs_no_numba() -> None:
+    """Plain storage and random rows: extend and sample leave numba alone."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, torch\n"
+        "from tensordict import TensorDict\n"
+        "from flatroll.buffers import LazyTensorStorage, ReplayBuffer\n"
+        "b = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)\n"
+        "b.extend(TensorDict({'x': torch.zeros(3)}, [3])); b.sample()\n"
+        "assert b.index is None\n"
+        "print(sorted({'numba', 'envpool', 'ray', 'triton', 'matplotlib'} & set(sys.modules)))\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": "src"}
+    )
+    assert found.stdout.strip() == "[]"
