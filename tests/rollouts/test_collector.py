@@ -864,6 +864,34 @@ def test_loading_into_a_running_collector_drops_what_waits():
     assert len(rows) == len(expected[0])
 
 
+def test_loading_drops_the_open_trajectories():
+    """Their ids are handed out once more, and their heads must not get the new tails."""
+    collector = Collector(
+        StepCounter(make("SameStep", Script(2, lengths=[[5], [9]]))),
+        frames_per_batch=8,
+        total_frames=160,
+        trajs_per_batch=1,
+    )
+    next(collector)
+    state = collector.state_dict()
+    for _ in range(3):
+        next(collector)
+    collector.load_state_dict(state)
+    for batch in collector:
+        assert batch["step_count"].squeeze(-1).tolist() == list(range(len(batch)))
+        assert batch["observation"][:, 2].tolist() == list(range(len(batch)))
+
+
+def test_a_collector_at_its_end_goes_on_after_loading():
+    collector = Collector(make("SameStep"), frames_per_batch=10, total_frames=20)
+    state = collector.state_dict()
+    for _ in range(2):
+        assert [len(next(collector)) for _ in range(2)] == [10, 10]
+        with pytest.raises(StopIteration):
+            next(collector)
+        collector.load_state_dict(state)
+
+
 def test_the_parameters_of_a_policy_are_in_the_state():
     def build():
         torch.manual_seed(0)
@@ -1053,6 +1081,15 @@ def test_hidden_final_observations_are_in_no_final(env):
     following = torch.tensor(next_obs(batch, final))
     assert torch.equal(following[known], true[known])
     assert torch.equal(full["next", "observation"][known], true[known])
+
+
+@pytest.mark.parametrize("env", ["torch", "SameStep"])
+def test_integers_have_no_nan_for_what_is_hidden(env):
+    """The observation itself stands there, not the first one of the next episode."""
+    batch = next(Collector(make(env, script(obs="uint8"), final_obs="absent"), frames_per_batch=24, seed=0))
+    hidden = ~batch["collector", "next_known"]
+    assert hidden.any()
+    assert torch.equal(batch["next", "observation"][hidden], batch["observation"][hidden])
 
 
 def test_a_rollout_keeps_its_next_observations():
