@@ -1,4 +1,4 @@
-"""The values of a batch's observations and next observations, from one network (DESIGN M4).
+"""The values of a batch's observations and next observations, from one network.
 
 Two calls, on the observations and on the next observations, are right for a network that reads one row at
 a time. The *extended stream* needs one: the rows, and for each run the final observation it bootstraps from.

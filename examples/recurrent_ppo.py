@@ -22,7 +22,7 @@ from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.estimators import GAE, ClipPPOLoss
 from flatroll.examples.report import parse, save_pictures, summary
 from flatroll.layout import run_starts
-from flatroll.modules import GRUModule, set_recurrent_mode
+from flatroll.modules import GRUModule
 from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum, as_vector_env
 
@@ -104,8 +104,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     with tqdm(total=total, unit="frame", unit_scale=True, disable=args.quiet) as bar:
         for batch in collector:
             spent("collect")
-            with set_recurrent_mode("recurrent"), torch.no_grad():
-                gae(batch, final=collector.final)
+            gae(batch, final=collector.final)  # in recurrent mode by itself, like the loss
             spent("advantages")
             buffer.extend(batch)
             # A slice as long as a window is a whole run: drawing a quarter of the runs draws every row alike.
@@ -113,8 +112,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             for _ in range(4 * args.epochs):
                 sample = buffer.sample(args.steps * quarter)
                 spent("sample slices")
-                with set_recurrent_mode("recurrent"):
-                    losses = loss(sample)
+                losses = loss(sample)
                 optimizer.zero_grad()
                 (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
                 nn.utils.clip_grad_norm_(weights, 0.5)

@@ -1,4 +1,4 @@
-"""The one boundary rule: where runs of consecutive rows begin and end (DESIGN section 1)."""
+"""The one boundary rule: where runs of consecutive rows begin and end (docs/layout.md)."""
 
 import torch
 from tensordict import TensorDictBase

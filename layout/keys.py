@@ -1,4 +1,4 @@
-"""The one key table: every column of a flat batch, and who writes it (DESIGN section 1)."""
+"""The one key table: every column of a flat batch, and who writes it (docs/layout.md)."""
 
 from collections.abc import Iterable
 from typing import TypeAlias

@@ -37,7 +37,7 @@ def rollout(
         exploration_type: how probabilistic modules choose. Default: they sample.
 
     Returns:
-        A flat batch ``[num_steps * E]`` (DESIGN section 1), env after env. It has its next observations with
+        A flat batch ``[num_steps * E]`` (docs/layout.md), env after env. It has its next observations with
         a CompactObs in the stack too: there is no second result to put the final ones in.
 
     >>> import gymnasium as gym

@@ -5,6 +5,7 @@ from typing import Any
 import gymnasium
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
 from flatroll.wrappers.sources import EnvPoolSource, GymSource, layers
 from flatroll.wrappers.stream import FinalObs, Source, VectorStream
@@ -86,11 +87,8 @@ def _source(
     env: Any, device: torch.device | None, mode: AutoresetMode | None, own_buffers: bool | str
 ) -> tuple[Source, AutoresetMode]:
     base = getattr(env, "unwrapped", env)
-    if isinstance(env, gymnasium.Wrapper) and isinstance(base, VectorEnv):
-        raise TypeError(
-            f"env is a gymnasium.Wrapper ({type(env).__name__}) around a vector env: single-env wrappers do not "
-            "understand batches; use the one in gymnasium.wrappers.vector, or wrap the env itself"
-        )
+    if isinstance(env, gymnasium.Wrapper) and (isinstance(base, VectorEnv) or hasattr(base, "num_envs")):
+        env = _without_checkers(env)
     if _is_envpool(base):
         if env is not base:
             raise TypeError(
@@ -114,6 +112,19 @@ def _source(
         "env must be a gymnasium.Env, a gymnasium.vector.VectorEnv, an envpool or a torch env with num_envs, "
         f"reset and step, got {type(env).__name__}" + (": call the factory first" if callable(env) else "")
     )
+
+
+def _without_checkers(env: gymnasium.Wrapper[Any, Any, Any, Any]) -> Any:
+    """What `gymnasium.make` wrapped: a simulator of many envs under wrappers that only check single ones."""
+    inner: Any = env
+    while isinstance(inner, gymnasium.Wrapper):
+        if not isinstance(inner, OrderEnforcing | PassiveEnvChecker):
+            raise TypeError(
+                f"env is a gymnasium.Wrapper ({type(inner).__name__}) around a vector env: single-env wrappers do "
+                "not understand batches; use the one in gymnasium.wrappers.vector, or wrap env.unwrapped"
+            )
+        inner = inner.env
+    return inner
 
 
 def _declared(env: Any) -> AutoresetMode:

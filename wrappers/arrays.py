@@ -39,8 +39,10 @@ def select(mask: Array, chosen: Array, other: Array) -> Array:
     return np.where(mask, chosen, other)
 
 
-def fill_rows(array: Array, mask: Array, value: float) -> Array:
-    """Set the masked rows of ``array`` (shape ``(E,)``) in place; no host sync."""
+def fill_rows(array: Array, mask: Array, value: float | None) -> Array:
+    """Set the rows of ``array`` where ``mask`` (shape ``(E,)``) is True, in place; no host sync."""
+    if array.ndim > 1:
+        mask = mask.reshape(mask.shape[0], *(1,) * (array.ndim - 1))
     if isinstance(array, Tensor):
         return array.masked_fill_(mask, value)
     np.copyto(array, value, where=mask)

@@ -295,12 +295,16 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 
 
 def _restarted_info(info: dict[str, Any], reset_info: dict[str, Any], rows: Array) -> dict[str, Any]:
-    """Gymnasium's SAME_STEP info: the reset's entries in the restarted rows, the step's in ``final_info``."""
+    """Gymnasium's SAME_STEP info: in the restarted rows the reset's entries, the step's in ``final_info``.
+
+    A restarted row of an entry that only steps give is empty (0, False or None), as Gymnasium leaves it.
+    """
     merged = {**info, "final_info": info, "_final_info": rows}
+    for key, value in info.items():
+        if key not in reset_info and isinstance(value, np.ndarray | Tensor) and value.shape[:1] == rows.shape:
+            merged[key] = fill_rows(own(value), rows, None if value.dtype == object else False)
     for key, value in reset_info.items():
         old: Any = info.get(key)
-        same = (
-            isinstance(value, np.ndarray | Tensor) and type(old) is type(value) and old.shape == value.shape
-        )
-        merged[key] = select(rows, value, old) if same else value
+        array = isinstance(value, np.ndarray | Tensor) and isinstance(old, np.ndarray | Tensor)
+        merged[key] = select(rows, value, old) if array and old.shape == value.shape else value
     return merged

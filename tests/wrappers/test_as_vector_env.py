@@ -693,3 +693,56 @@ def test_async_pools_and_single_env_wrappers_are_refused(pool: Any) -> None:
     vector = RecordEpisodeStatistics(pool.make_gymnasium("CartPole-v1", num_envs=2))
     with pytest.raises(TypeError, match="envpool"):
         as_vector_env(vector)
+
+
+class GymTorchEnv(gym.Env[Any, Any]):
+    """A torch simulator of many envs that says it is a gymnasium.Env, as Isaac Lab's do."""
+
+    is_vector_env = True
+
+    def __init__(self) -> None:
+        self.inner = ScriptedTorchEnv(script(), final_obs="dense")
+        self.num_envs, self.device = self.inner.num_envs, self.inner.device
+        self.single_observation_space = self.observation_space = self.inner.single_observation_space
+        self.single_action_space = self.action_space = self.inner.single_action_space
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return self.inner.reset()
+
+    def step(self, action: Any) -> Any:
+        return self.inner.step(action)
+
+
+def test_a_simulator_under_the_checkers_of_gymnasium_make() -> None:
+    checked = gym.wrappers.OrderEnforcing(gym.wrappers.PassiveEnvChecker(GymTorchEnv()))
+    env = as_vector_env(checked, autoreset_mode="SameStep")
+    assert env.num_envs == 2
+    obs, _ = env.reset()
+    assert isinstance(obs, torch.Tensor)
+    with pytest.raises(
+        TypeError, match=r"gymnasium\.Wrapper \(TimeLimit\) around a vector env.*env\.unwrapped"
+    ):
+        as_vector_env(gym.wrappers.TimeLimit(GymTorchEnv(), 5), autoreset_mode="SameStep")
+
+
+class Speedy(gym.Env[Any, Any]):
+    """Steps tell a speed, resets do not; episodes of two steps."""
+
+    observation_space, action_space = gym.spaces.Box(0, 9, (1,)), gym.spaces.Discrete(2)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.t = 0
+        return np.zeros(1, np.float32), {"x": 1}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return np.full(1, self.t, np.float32), 0.0, self.t == 2, False, {"x": 2, "speed": 5.0}
+
+
+def test_info_of_a_restarted_row_is_the_reset_s_alone() -> None:
+    env = as_vector_env(Speedy())
+    env.reset()
+    assert env.step([0])[4]["speed"].tolist() == [5.0]
+    info = env.step([0])[4]
+    assert (info["x"].tolist(), info["speed"].tolist(), info["_speed"].tolist()) == ([1], [0.0], [False])
+    assert info["final_info"]["speed"].tolist() == [5.0]
