@@ -23,7 +23,7 @@ class Collector:
     """Steps an env with a policy and yields flat marked batches of exactly ``frames_per_batch`` rows.
 
     Each batch is a plain tensordict ``[frames_per_batch]``: the rows of each trajectory stand together in time
-    order, env after env, with the columns of DESIGN section 1. Rows on which an env only resets never appear;
+    order, env after env, with the columns of docs/layout.md. Rows on which an env only resets never appear;
     rows beyond ``frames_per_batch`` come first in the next batch. Cutting the stream into other windows changes
     no row, flag or id of it. Yielded batches own their memory.
 
@@ -159,7 +159,7 @@ class Collector:
         self._frames = 0
         self._iterator: Iterator[TensorDict | None] | None = None
 
-    def __iter__(self) -> Iterator[TensorDict | None]:
+    def __iter__(self) -> Iterator[Any]:
         """Yield batches (or None with a replay buffer) until ``total_frames`` are collected."""
         self._check_open()
         while not self._closed:
@@ -175,7 +175,7 @@ class Collector:
             yield batch
         self._close_bar()
 
-    def __next__(self) -> TensorDict | None:
+    def __next__(self) -> Any:
         """The next batch, without a loop; StopIteration after ``total_frames``."""
         self._check_open()
         if self._iterator is None:

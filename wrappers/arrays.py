@@ -39,7 +39,7 @@ def select(mask: Array, chosen: Array, other: Array) -> Array:
     return np.where(mask, chosen, other)
 
 
-def fill_rows(array: Array, mask: Array, value: float | None) -> Array:
+def fill_rows(array: Array, mask: Array, value: Any) -> Array:
     """Set the rows of ``array`` where ``mask`` (shape ``(E,)``) is True, in place; no host sync."""
     if array.ndim > 1:
         mask = mask.reshape(mask.shape[0], *(1,) * (array.ndim - 1))
