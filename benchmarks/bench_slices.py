@@ -71,7 +71,7 @@ def gathers(buffer: ReplayBuffer, draw: Callable[[], Tensor]) -> Callable[[], ob
     return run
 
 
-def extended(buffer: ReplayBuffer, batches: Iterator[TensorDict]) -> Callable[[], object]:
+def extended(buffer: Any, batches: Iterator[TensorDict]) -> Callable[[], object]:
     """64 rows in, a sample out; the batches are made beforehand."""
     made = itertools.cycle(list(itertools.islice(batches, TURNS * CALLS + 1)))
 
@@ -231,12 +231,10 @@ def against_the_peer() -> str:
         batches = stream(1, 64, 50_000)
         while len(peer) < 1_000_000:
             peer.extend(next(batches))
-        runs = {"ours": buffer.sample, "peer": peer.sample}
-        alone = take_turns(runs, turns=9, calls=3)
+        pair: dict[str, Any] = {"ours": buffer, "peer": peer}
+        alone = take_turns({name: b.sample for name, b in pair.items()}, turns=9, calls=10)
         both = take_turns(
-            {"ours": extended(buffer, stream(1, 64, 64)), "peer": extended(peer, stream(1, 64, 64))},
-            turns=9,
-            calls=3,
+            {name: extended(b, stream(1, 64, 64)) for name, b in pair.items()}, turns=9, calls=10
         )
     table_rows = [
         [name, micros(t["ours"]), micros(t["peer"]), f"{ratio(t['peer'], t['ours']):.0f} x"]

@@ -159,6 +159,8 @@ class TrajectoryIndex(Ring):
     def claim(self, rows: int) -> int:
         """Drop the rows that the next ``rows`` rows (at most ``capacity``) overwrite; number of the first."""
         self._changing = True
+        if len(self._touched) <= rows:
+            self._touched = np.zeros(_power_of_two(rows + 1), np.int64)
         count = self._kernels.claim(
             self._state, self.capacity, rows, self._fragments, self._chains, self._spare, self._touched
         )
@@ -194,7 +196,7 @@ class TrajectoryIndex(Ring):
             released: chains whose last row gives back its pool entry, because the next row holds the same.
         """
         count = len(runs.firsts)
-        self._reserve(count)
+        self._reserve(count, int((before == -1).sum()))
         self._changing = True
         self._kernels.publish(
             self._state,
@@ -412,27 +414,27 @@ class TrajectoryIndex(Ring):
 
     # -- growing -------------------------------------------------------------------------------------------------
 
-    def _reserve(self, count: int) -> None:
-        """Make room for ``count`` more fragments, each perhaps a trajectory of its own."""
+    def _reserve(self, fragments: int, chains: int) -> None:
+        """Make room for so many more fragments and trajectories."""
         state = self._state[0]
         live = int(state["end"] - state["first"])
-        if live + count > len(self._fragments):
+        if live + fragments > len(self._fragments):
             numbers = np.arange(state["first"], state["end"])
-            larger = np.zeros(_power_of_two(live + count), self._fragments.dtype)
+            larger = np.zeros(_power_of_two(live + fragments), self._fragments.dtype)
             larger[numbers & (len(larger) - 1)] = self._fragments[numbers & (len(self._fragments) - 1)]
             self._fragments = larger
-        if int(state["slots"]) + count > len(self._chains):
-            larger = np.zeros(_power_of_two(int(state["slots"]) + count), self._chains.dtype)
+        if int(state["slots"]) + chains > len(self._chains):
+            larger = np.zeros(_power_of_two(int(state["slots"]) + chains), self._chains.dtype)
             larger[: len(self._chains)] = self._chains
             self._chains = larger
             for key in self._weights:
                 self._weights[key] = self._new_weights(key)
-        if 2 * (int(state["ids"]) + count) > len(self._table):
-            larger = np.zeros(_power_of_two(4 * (int(state["open"]) + count)), self._table.dtype)
+        if 2 * (int(state["ids"]) + chains) > len(self._table):
+            larger = np.zeros(_power_of_two(4 * (int(state["open"]) + chains)), self._table.dtype)
             self._state["ids"] = self._kernels.rehash(self._table, self._chains, larger)
             self._table = larger
-        if len(self._touched) < max(count, len(self._fragments)):
-            self._touched = np.zeros(_power_of_two(max(count, len(self._fragments))), np.int64)
+        if len(self._touched) < fragments:
+            self._touched = np.zeros(_power_of_two(fragments), np.int64)
 
 
 def _power_of_two(least: int) -> int:

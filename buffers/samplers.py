@@ -26,15 +26,19 @@ class Sampler(Protocol):
 
     def boundary_keys(self, batch: TensorDictBase) -> BoundaryKeys | None:
         """Markers of the trajectories in ``batch`` (the first one), None if the sampler needs none."""
+        ...
 
     def check(self, batch_size: int | None) -> int:
         """``batch_size``, or what the sampler's own numbers say; ValueError if they do not fit."""
+        ...
 
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
         """Choose rows; ``follow`` asks where their next observations stand (a trajectory index does)."""
+        ...
 
     def mark(self, columns: Columns, draw: Draw) -> None:
         """Write the sampler's markers into the columns of a sample."""
+        ...
 
 
 class RandomSampler:
@@ -215,8 +219,9 @@ class SliceSampler:
         truncated = _flag(columns, truncated_key, shape, device)
         if terminated_key not in columns:
             columns[terminated_key] = done & ~truncated
-        alive = columns[terminated_key].index_select(0, lasts).logical_not_()
-        truncated.index_copy_(0, lasts, alive.logical_or_(truncated.index_select(0, lasts)))
+        terminated = columns[terminated_key].index_select(0, lasts)
+        # of two bools, a <= b is "not a, or b"
+        truncated.index_copy_(0, lasts, terminated.le(truncated.index_select(0, lasts)))
         done.index_fill_(0, lasts, True)
 
 

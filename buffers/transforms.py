@@ -21,6 +21,7 @@ class Transform(Protocol):
 
     def forward(self, td: TensorDictBase, /) -> TensorDictBase:
         """The changed sample."""
+        ...
 
 
 TransformLike: TypeAlias = Transform | Callable[[TensorDictBase], TensorDictBase]

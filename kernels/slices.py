@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from flatroll.kernels.scan_numba import compiled
 
 Array = NDArray[Any]
+Int = Any  # a 64-bit integer of NumPy's or Python's
+Records = Any  # a structured array: its entries' fields are attributes, which no type checker knows
 
 STATE = np.dtype(
     [
@@ -65,7 +67,7 @@ ENTRY = np.dtype([("id", "i8"), ("chain", "i8")])  # chain + 1; 0 marks an unuse
 
 
 @compiled()
-def _entry(table: Array, key: int) -> int:
+def _entry(table: Records, key: Int) -> Int:
     """Position of ``key`` in the hash table, or of the unused entry where it belongs."""
     mask = len(table) - 1
     at = np.int64(np.uint64(key) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(33)) & mask
@@ -75,7 +77,7 @@ def _entry(table: Array, key: int) -> int:
 
 
 @compiled()
-def rehash(table: Array, chains: Array, larger: Array) -> int:
+def rehash(table: Records, chains: Records, larger: Records) -> Int:
     """Copy the entries of open live trajectories into ``larger``; how many they are."""
     used = 0
     for i in range(len(table)):
@@ -87,7 +89,7 @@ def rehash(table: Array, chains: Array, larger: Array) -> int:
 
 
 @compiled()
-def _stop(state: Array, fragments: Array, number: int) -> int:
+def _stop(state: Records, fragments: Records, number: Int) -> Int:
     """Row number after the last row of fragment ``number``."""
     s = state[0]
     return fragments[(number + 1) & (len(fragments) - 1)].first if number + 1 < s.end else s.written
@@ -95,8 +97,14 @@ def _stop(state: Array, fragments: Array, number: int) -> int:
 
 @compiled()
 def claim(
-    state: Array, capacity: int, rows: int, fragments: Array, chains: Array, spare: Array, touched: Array
-) -> int:
+    state: Records,
+    capacity: Int,
+    rows: Int,
+    fragments: Records,
+    chains: Records,
+    spare: Array,
+    touched: Array,
+) -> Int:
     """Drop the rows that the next ``rows`` rows overwrite; how many ``touched`` chains there are."""
     s = state[0]
     head = s.head = max(s.head, s.written + rows - capacity)
@@ -128,9 +136,9 @@ def claim(
 
 @compiled()
 def link(
-    state: Array,
-    chains: Array,
-    table: Array,
+    state: Records,
+    chains: Records,
+    table: Records,
     joined: Array,
     ids: Array,
     init: Array,
@@ -150,7 +158,7 @@ def link(
     size = 4
     while size < 2 * len(ids):
         size *= 2
-    seen = np.zeros(size, table.dtype)
+    seen: Records = np.zeros(size, table.dtype)
     for j in range(count):
         before[j] = -1
         if joined[j]:
@@ -177,7 +185,7 @@ def link(
 
 
 @compiled()
-def _begin(state: Array, chains: Array, ids: Array, j: int) -> int:
+def _begin(state: Records, chains: Records, ids: Array, j: Int) -> Int:
     """A fresh chain for fragment ``j``."""
     s = state[0]
     if s.free:
@@ -196,7 +204,7 @@ def _begin(state: Array, chains: Array, ids: Array, j: int) -> int:
 
 
 @compiled()
-def _attach(state: Array, fragments: Array, chains: Array, c: int, row: int, pool: int) -> None:
+def _attach(state: Records, fragments: Records, chains: Records, c: Int, row: Int, pool: Int) -> None:
     """Lengthen the last fragment of chain ``c`` if ``row`` comes right after it, else link a new one to it."""
     s = state[0]
     mask = len(fragments) - 1
@@ -223,11 +231,11 @@ def _attach(state: Array, fragments: Array, chains: Array, c: int, row: int, poo
 
 @compiled()
 def publish(
-    state: Array,
-    fragments: Array,
-    chains: Array,
-    table: Array,
-    rows: int,
+    state: Records,
+    fragments: Records,
+    chains: Records,
+    table: Records,
+    rows: Int,
     firsts: Array,
     ids: Array,
     done: Array,
@@ -274,12 +282,12 @@ def publish(
 
 @compiled()
 def weigh(
-    chains: Array,
+    chains: Records,
     touched: Array,
-    count: int,
+    count: Int,
     weight: Array,
     tree: Array,
-    length: int,
+    length: Int,
     start: bool,
     strict: bool,
 ) -> None:
@@ -304,7 +312,7 @@ def weigh(
 
 
 @compiled()
-def _back(state: Array, fragments: Array, number: int, offset: int) -> int:
+def _back(state: Records, fragments: Records, number: Int, offset: Int) -> Int:
     """One link back from fragment ``number`` towards the one that holds ``offset``, or ``number`` if it does."""
     mask = len(fragments) - 1
     f = fragments[number & mask]
@@ -317,26 +325,26 @@ def _back(state: Array, fragments: Array, number: int, offset: int) -> int:
 
 
 @compiled()
-def _base(state: Array, capacity: int) -> int:
+def _base(state: Records, capacity: Int) -> Int:
     """Number of the row in slot 0 when the head was written: one division per call instead of one per fragment."""
     return state[0].head - state[0].head % capacity
 
 
 @compiled()
 def _emit(
-    state: Array,
-    fragments: Array,
-    capacity: int,
-    base: int,
-    number: int,
-    row: int,
-    count: int,
+    state: Records,
+    fragments: Records,
+    capacity: Int,
+    base: Int,
+    number: Int,
+    row: Int,
+    count: Int,
     slots: Array,
-    at: int,
+    at: Int,
     follow: Array,
     patch: Array,
-    patched: int,
-) -> tuple[int, int]:
+    patched: Int,
+) -> tuple[Int, Int]:
     """Write the slots of up to ``count`` rows, from ``row`` on, of fragment ``number`` to ``slots[at:]``.
 
     Where ``follow`` has room: ``follow[i]`` becomes the slot of the row after ``slots[i]`` or -1, and a row whose
@@ -372,9 +380,9 @@ def _emit(
 
 @compiled()
 def walk(
-    state: Array,
-    capacity: int,
-    fragments: Array,
+    state: Records,
+    capacity: Int,
+    fragments: Records,
     number: Array,
     offset: Array,
     left: Array,
@@ -382,7 +390,7 @@ def walk(
     slots: Array,
     follow: Array,
     patch: Array,
-) -> int:
+) -> Int:
     """Write the slots of ``left[j]`` rows from ``offset[j]`` on to ``slots[at[j]:]``, for each j; patches.
 
     ``number[j]`` is the last fragment of the chain. All slices advance by one fragment per round, so that they
@@ -429,20 +437,20 @@ def walk(
 
 @compiled()
 def draw(
-    state: Array,
-    capacity: int,
-    fragments: Array,
-    chains: Array,
+    state: Records,
+    capacity: Int,
+    fragments: Records,
+    chains: Records,
     tree: Array,
     uniform: Array,
-    length: int,
+    length: Int,
     start: bool,
     slots: Array,
     firsts: Array,
     lasts: Array,
     follow: Array,
     patch: Array,
-) -> tuple[int, int]:
+) -> tuple[Int, Int]:
     """Draw a slice for each of ``firsts``, from ``uniform`` (float64 in [0, 1), two per slice); rows, patches.
 
     A chain is drawn by weight; its slice begins where the weight was hit (``start``) or uniformly. Slice j takes
@@ -474,8 +482,8 @@ def draw(
 
 @compiled()
 def follow_rows(
-    state: Array, capacity: int, fragments: Array, slots: Array, follow: Array, patch: Array
-) -> int:
+    state: Records, capacity: Int, fragments: Records, slots: Array, follow: Array, patch: Array
+) -> Int:
     """As :func:`draw` does for slices: the slot after each of ``slots``, any rows in any order; patches."""
     mask = len(fragments) - 1
     head, base, patched = state[0].head, _base(state, capacity), 0
@@ -494,7 +502,7 @@ def follow_rows(
 
 
 @compiled()
-def touch(columns: tuple[Array, ...], row_bytes: Array, slots: Array) -> int:
+def touch(columns: tuple[Array, ...], row_bytes: Array, slots: Array) -> Int:
     """Read one byte of each cache line of the rows ``slots`` (uint8 views of the columns); their sum.
 
     Copying slice after slice waits for memory at the start of each; these reads wait together. The sum keeps the

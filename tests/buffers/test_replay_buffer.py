@@ -245,6 +245,37 @@ def test_sampling_while_another_thread_writes(compact: bool, capacity: int) -> N
     assert torch.equal(buffer[:]["wide"][:, 0].sort().values, n[-1 - len(buffer) : -1])
 
 
+@pytest.mark.parametrize("compact", [False, True])
+def test_large_storages_are_read_ahead_and_give_the_same(
+    world: Any, compact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sampled(buffer: ReplayBuffer) -> Any:
+        buffer.generator = torch.Generator().manual_seed(1)
+        return buffer.sample()
+
+    storage = LazyTensorStorage(200, compact_obs=compact)
+    buffer = ReplayBuffer(storage=storage, sampler=SliceSampler(slice_len=20), batch_size=40)
+    buffer.extend(world.to_batch(world.episode(0, 0, 100) + world.episode(0, 1, 100)))
+    plain = sampled(buffer)
+    monkeypatch.setattr("flatroll.buffers.storages._CACHE", 0)
+    assert bool((sampled(buffer) == plain).all())
+    assert storage._bytes is not None
+    other = copy.deepcopy(buffer)
+    assert other.storage._bytes is None and bool((sampled(other) == plain).all())
+
+
+def test_columns_begin_at_cache_lines_and_may_be_empty() -> None:
+    storage = LazyTensorStorage(1000)
+    dtypes = [torch.bool, torch.uint8, torch.bfloat16, torch.float64, torch.complex64]
+    columns = {str(d): torch.ones(3, 5, dtype=d) for d in dtypes}
+    buffer = ReplayBuffer(storage=storage, batch_size=2)
+    buffer.extend(TensorDict({**columns, "none": torch.zeros(3, 0)}, [3]))
+    for key, column in columns.items():
+        assert torch.equal(buffer[:][key], column)
+        assert storage._columns[key].data_ptr() % 64 == 0
+    assert buffer[:]["none"].shape == (3, 0)
+
+
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="max_size must be an integer of at least 1, got 0"):
         LazyTensorStorage(0)

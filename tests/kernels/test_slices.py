@@ -98,3 +98,13 @@ def test_fenwick_tree_holds_the_sums_of_the_weights(start: bool, strict: bool) -
         sums = np.concatenate([[0], np.cumsum(expected)])
         for at in range(1, 65):
             assert tree[at] == sums[at] - sums[at - (at & -at)]
+
+
+def test_touch_reads_the_lines_of_the_rows_and_nothing_else() -> None:
+    small, wide = np.arange(100, dtype=np.uint8), np.arange(20_000) // 200
+    columns, sizes = (small, wide.astype(np.uint8)), np.array([1, 200])
+    lines = sum(int(wide[at]) for at in range(84 * 200, 20_000, 64))
+    assert slices.touch(columns, sizes, np.arange(84, 100)) == 84 + lines
+    wrapped = np.concatenate([np.arange(84, 100), np.arange(0, 16)])
+    assert slices.touch((small,), sizes, wrapped) == 84 + 0
+    assert slices.touch(columns, sizes, np.array([7, 3, 99, 0])) == 0  # scattered rows are left alone
