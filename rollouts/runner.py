@@ -117,7 +117,7 @@ class Runner:
                 for key, value in act.defaults.items()
             }
         self.states = dict(self._defaults)
-        self.window = Window(self.num_envs, steps)
+        self.window, self._steps = Window(self.num_envs, steps), steps
 
     def reset(self, seed: int | None = None) -> None:
         """Reset the env: every open trajectory is cut here."""
@@ -138,7 +138,8 @@ class Runner:
 
     def forget(self) -> None:
         """Drop what waits in the window; the next step needs a reset first."""
-        self.window = Window(self.num_envs, 1)
+        self.window = Window(self.num_envs, self._steps)
+        self._infos_seen.clear()
         self._obs = None
 
     def step(self, random: bool = False) -> None:

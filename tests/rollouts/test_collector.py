@@ -726,8 +726,11 @@ def test_batches_have_the_same_columns_whenever_an_entry_first_comes():
     collector = Collector(
         Telling(lambda n: {"gap": np.full(2, n)}), frames_per_batch=2, total_frames=8, info_keys=["gap"]
     )
-    keys = [sorted(map(str, batch.keys(True, True))) for batch in collector]
-    assert keys == [keys[0]] * 4
+    state = collector.state_dict()
+    for _ in range(2):
+        keys = [sorted(map(str, batch.keys(True, True))) for batch in collector]
+        assert keys == [keys[0]] * 4 and "gap" in keys[0]
+        collector.load_state_dict(state)
 
 
 def test_a_policy_reads_info_entries():
