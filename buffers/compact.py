@@ -7,8 +7,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.index import Array, Runs, TrajectoryIndex
-from flatroll.buffers.ring import Follow
+from flatroll.buffers.index import TrajectoryIndex
+from flatroll.buffers.ring import Array, Follow
+from flatroll.buffers.runs import Runs
 from flatroll.layout.keys import NEXT, NEXT_KNOWN, NestedKey, as_tuple, next_key
 
 Columns = dict[NestedKey, Tensor]

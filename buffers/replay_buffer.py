@@ -1,19 +1,22 @@
 """The replay buffer: rows in, marked samples out."""
 
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers.compact import Columns
-from flatroll.buffers.index import BoundaryKeys, TrajectoryIndex
+from flatroll.buffers.index import TrajectoryIndex
 from flatroll.buffers.ring import Draw, Ring
+from flatroll.buffers.runs import BoundaryKeys
 from flatroll.buffers.samplers import RandomSampler, Sampler
 from flatroll.buffers.storages import LazyTensorStorage, Rows, nest
 from flatroll.buffers.transforms import TransformLike, apply
+
+Informed: TypeAlias = tuple[TensorDictBase, dict[str, Tensor]]
 
 _LOCKS = ("_lock", "_write_lock")
 
@@ -68,6 +71,7 @@ class ReplayBuffer:
             self.append_transform(transform)
         self._ring = Ring(storage.max_size)
         self._keys: BoundaryKeys | None = None
+        self._started = False
         self._lock = threading.Lock()  # bookkeeping: held for microseconds
         self._write_lock = threading.Lock()  # one writer at a time
 
@@ -125,13 +129,11 @@ class ReplayBuffer:
         if not len(batch):
             return torch.zeros(0, dtype=torch.int64)
         with self._write_lock:
-            ring = self._ring
-            if not self.storage.allocated:
-                ring = self._first_ring(batch)
+            ring = self._ring if self._started else self._first_ring(batch)
             rows = self.storage.prepare(batch, final, self._keys)
-            if ring is not self._ring:
+            if not self._started:
                 with self._lock:
-                    self._ring = ring
+                    self._ring, self._started = ring, True
             return self._store(ring, rows)
 
     def _first_ring(self, batch: TensorDictBase) -> Ring:
@@ -171,7 +173,15 @@ class ReplayBuffer:
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+    @overload
+    def sample(
+        self, batch_size: int | None = None, return_info: Literal[False] = False
+    ) -> TensorDictBase: ...
+
+    @overload
+    def sample(self, batch_size: int | None = None, *, return_info: Literal[True]) -> Informed: ...
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> TensorDictBase | Informed:
         """Draw a sample: a tensordict ``[n]``; with ``return_info`` also a dict with the rows' positions.
 
         Args:
@@ -217,12 +227,12 @@ class ReplayBuffer:
             raise ValueError(f"batch_size must be an integer of at least 1, got {size!r}")
         return self.sampler.check(size)
 
-    def _read(self, choose: Any) -> tuple[Draw, Columns]:
+    def _read(self, choose: Callable[[Ring], Draw]) -> tuple[Draw, Columns]:
         """Draw and gather; again if a writer overwrote one of the rows meanwhile."""
         for _ in range(8):
             with self._lock:
                 ring = self._ring
-                draw: Draw = choose(ring)
+                draw = choose(ring)
             columns = self._gather(draw)
             with self._lock:
                 if ring is self._ring and ring.intact(draw):
@@ -235,7 +245,7 @@ class ReplayBuffer:
     def _gather(self, draw: Draw) -> Columns:
         return self.storage.get(draw.slots, draw.follow, slices=draw.firsts is not None)
 
-    def _transformed(self, columns: Columns, rows: int, ends: Any) -> TensorDictBase:
+    def _transformed(self, columns: Columns, rows: int, ends: Callable[[], Tensor]) -> TensorDictBase:
         sample: TensorDictBase = nest(columns, rows)
         for transform in self._transforms:
             sample = apply(transform, sample, ends)

@@ -63,7 +63,6 @@ class Ring:
     (3, 2)
     """
 
-    tracked = False
     _dtype = np.dtype([("head", "i8"), ("written", "i8"), ("taken", "i8")])
 
     def __init__(self, capacity: int) -> None:

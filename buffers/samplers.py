@@ -8,8 +8,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers.compact import Columns
-from flatroll.buffers.index import BoundaryKeys, By, TrajectoryIndex
+from flatroll.buffers.index import By, TrajectoryIndex
 from flatroll.buffers.ring import Draw, Ring
+from flatroll.buffers.runs import BoundaryKeys
 from flatroll.layout.keys import (
     IS_INIT,
     MASK,

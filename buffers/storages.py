@@ -18,8 +18,8 @@ from flatroll.buffers.compact import (
     state_pairs,
     take_rows,
 )
-from flatroll.buffers.index import Array, BoundaryKeys, Runs
-from flatroll.buffers.ring import Follow
+from flatroll.buffers.ring import Array, Follow
+from flatroll.buffers.runs import BoundaryKeys, Runs
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.keys import NestedKey, next_key
 

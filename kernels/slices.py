@@ -1,13 +1,6 @@
 """Compiled kernels of the trajectory index: link fragments, drop overwritten ones, draw slices through them.
 
-Terms. A *row number* counts every row ever written (64 bits); its *slot* in the ring is ``row % capacity``. A
-*fragment* is a stretch of consecutive row numbers of one trajectory; together the live fragments cover the live
-rows, in row order. A *chain* is a trajectory: its fragments, linked in time order. ``offset`` counts rows from
-the chain's first row ever, and does not change when the ring drops the head of the chain.
-
-Fragments live in a ring of their own (``number & mask``), links are distances between fragment numbers. A
-fragment ends where the next one begins. Besides ``prev``, each has a ``jump`` far back, by the rule of Myers, "An
-applicative random-access stack" (1983), so any offset of a chain of d fragments is found in O(log d) hops.
+The tables and their terms are described in `flatroll.kernels.records`.
 
 This module imports numba: import it inside the function that needs it. All kernels are in one file because
 numba's cache does not notice a change in a callee that stands in another file.
@@ -23,47 +16,6 @@ from flatroll.kernels.scan_numba import compiled
 Array = NDArray[Any]
 Int = Any  # a 64-bit integer of NumPy's or Python's
 Records = Any  # a structured array: its entries' fields are attributes, which no type checker knows
-
-STATE = np.dtype(
-    [
-        ("head", "i8"),  # oldest row that may be read
-        ("written", "i8"),  # rows ever published
-        ("first", "i8"),  # number of the oldest live fragment
-        ("end", "i8"),  # number the next fragment will get
-        ("created", "i8"),  # trajectories ever begun
-        ("live", "i8"),  # trajectories with a live row
-        ("open", "i8"),  # of them, those whose last row is not done
-        ("slots", "i8"),  # chain slots ever used
-        ("free", "i8"),  # 1 + first free chain slot (a list through chain.last), 0 if none
-        ("newest", "i8"),  # 1 + chain of the newest row, 0 if none
-        ("ids", "i8"),  # entries of the id table in use
-        ("spare", "i8"),  # free pool entries: spare[:state.spare]
-        ("taken", "i8"),  # pool entries ever handed out; a reader compares it before and after
-    ]
-)
-FRAGMENT = np.dtype(
-    [
-        ("first", "i8"),  # row number of its first row
-        ("offset", "i8"),  # offset of that row in its chain
-        ("chain", "i4"),
-        ("prev", "i4"),  # distance back to the previous fragment of the chain, 0 if none
-        ("jump", "i4"),  # distance back to an earlier fragment of the chain, 0 from the first
-        ("span", "i4"),  # fragments of the chain that the jump goes back
-        ("next", "i4"),  # distance to the fragment that continues the trajectory, 0 if none
-        ("pool", "i4"),  # pool entry with the next observation of its last row, -1 if none
-    ]
-)
-CHAIN = np.dtype(
-    [
-        ("id", "i8"),
-        ("total", "i8"),  # rows ever written
-        ("dropped", "i8"),  # rows lost to the ring: live rows have offsets dropped ... total - 1
-        ("last", "i8"),  # number of the newest fragment
-        ("step", "i8"),  # step count that the next row must have
-        ("open", "i8"),  # 1 if the last row is not done
-    ]
-)
-ENTRY = np.dtype([("id", "i8"), ("chain", "i8")])  # chain + 1; 0 marks an unused entry
 
 
 @compiled()

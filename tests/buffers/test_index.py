@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.buffers import TrajectoryIndex
-from flatroll.buffers.index import BoundaryKeys, Runs
+from flatroll.buffers.runs import BoundaryKeys, Runs
 
 KEYS = BoundaryKeys()
 

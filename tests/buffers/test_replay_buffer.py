@@ -91,6 +91,15 @@ def test_info_says_where_rows_stand() -> None:
     assert [len(s) for s in itertools.islice(buffer, 3)] == [8, 8, 8]
 
 
+def test_two_buffers_of_one_storage_each_know_their_own_rows(world: Any) -> None:
+    storage = LazyTensorStorage(20)
+    batch = world.to_batch(world.episode(0, 0, 20))
+    ReplayBuffer(storage=storage).extend(batch)
+    buffer = ReplayBuffer(storage=storage, sampler=SliceSampler(slice_len=2), batch_size=4)
+    buffer.extend(batch[:6])
+    assert len(buffer) == 6 and buffer.sample()["step_count"].max() < 6
+
+
 def test_add_empty_and_repr() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(3), batch_size=2)
     assert [buffer.add(row) for row in numbers(0, 4)] == [0, 1, 2, 0]
@@ -243,6 +252,29 @@ def test_sampling_while_another_thread_writes(compact: bool, capacity: int) -> N
         starts = sample["is_init"][:, 0]
         assert bool((first[1:, 0][~starts[1:]] == first[:-1, 0][~starts[1:]] + 1).all())
     assert torch.equal(buffer[:]["wide"][:, 0].sort().values, n[-1 - len(buffer) : -1])
+
+
+def test_a_pool_entry_given_away_while_being_read_is_read_again(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row drawn stays, but its next observation moves from the pool to the row that continues it."""
+    storage = LazyTensorStorage(100, compact_obs=True)
+    buffer = ReplayBuffer(storage=storage, sampler=SliceSampler(slice_len=4), batch_size=4)
+    first, other = world.episode(0, 0, 8), world.episode(1, 0, 8)
+    buffer.extend(world.to_batch(first[:4]))
+    get, calls = storage.get, []
+
+    def late(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:  # between the draw and the copy
+            buffer.extend(world.to_batch(first[4:]))
+            buffer.extend(world.to_batch(other[:3]))
+        return get(*args, **options)
+
+    monkeypatch.setattr(storage, "get", late)
+    sample = buffer.sample()
+    assert len(calls) == 2
+    assert torch.equal(sample["next", "observation"], sample["observation"] + torch.tensor([0, 0, 1]))
 
 
 @pytest.mark.parametrize("compact", [False, True])

@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 
 from flatroll.kernels import slices
+from flatroll.kernels.records import CHAIN, ENTRY, FRAGMENT, STATE
 
 
 @pytest.fixture
 def interleaved() -> dict[str, Any]:
     """Chain 0 and chain 1 written in turn, one row at a time: 700 fragments each."""
     tables = {
-        "state": np.zeros(1, slices.STATE),
-        "fragments": np.zeros(2048, slices.FRAGMENT),
-        "chains": np.zeros(64, slices.CHAIN),
-        "table": np.zeros(64, slices.ENTRY),
+        "state": np.zeros(1, STATE),
+        "fragments": np.zeros(2048, FRAGMENT),
+        "chains": np.zeros(64, CHAIN),
+        "table": np.zeros(64, ENTRY),
     }
     none = np.zeros(0, np.int64)
     for i in range(1400):
@@ -66,8 +67,8 @@ def test_dropped_fragments_are_never_visited(interleaved: dict[str, Any]) -> Non
 
 def test_hash_table_finds_what_was_put_whatever_the_ids() -> None:
     ids = np.concatenate([np.arange(-50, 50), np.arange(1, 101) << 40, [2**63 - 1, -(2**63)]])
-    table = np.zeros(512, slices.ENTRY)
-    chains = np.zeros(256, slices.CHAIN)
+    table = np.zeros(512, ENTRY)
+    chains = np.zeros(256, CHAIN)
     for i, key in enumerate(ids):
         at = slices._entry(table, key)
         assert table["chain"][at] == 0
@@ -75,7 +76,7 @@ def test_hash_table_finds_what_was_put_whatever_the_ids() -> None:
         chains[i] = (key, 1, 0, 0, 0, i % 2)
     found = [int(table["chain"][slices._entry(table, key)]) - 1 for key in ids]
     assert found == list(range(len(ids)))
-    larger = np.zeros(1024, slices.ENTRY)
+    larger = np.zeros(1024, ENTRY)
     assert slices.rehash(table, chains, larger) == sum(i % 2 for i in range(len(ids)))
     kept = [int(larger["chain"][slices._entry(larger, key)]) - 1 for key in ids]
     assert kept == [i if i % 2 else -1 for i in range(len(ids))]
@@ -83,7 +84,7 @@ def test_hash_table_finds_what_was_put_whatever_the_ids() -> None:
 
 @pytest.mark.parametrize(("start", "strict"), [(True, True), (True, False), (False, True)])
 def test_fenwick_tree_holds_the_sums_of_the_weights(start: bool, strict: bool) -> None:
-    chains = np.zeros(64, slices.CHAIN)
+    chains = np.zeros(64, CHAIN)
     weight, tree = np.zeros(64, np.int64), np.zeros(65, np.int64)
     random = np.random.default_rng(0)
     for _ in range(50):
