@@ -283,51 +283,41 @@ def _base(state: Records, capacity: Int) -> Int:
 
 
 @compiled()
-def _emit(
-    state: Records,
+def _slot(row: Int, base: Int, capacity: Int) -> Int:
+    """Slot of a live row; ``base`` saves a division per row."""
+    slot = row - base
+    return slot if slot < capacity else slot - capacity
+
+
+@compiled()
+def _after(
     fragments: Records,
     capacity: Int,
     base: Int,
     number: Int,
     row: Int,
-    count: Int,
-    slots: Array,
+    stop: Int,
     at: Int,
     follow: Array,
     patch: Array,
     patched: Int,
-) -> tuple[Int, Int]:
-    """Write the slots of up to ``count`` rows, from ``row`` on, of fragment ``number`` to ``slots[at:]``.
+) -> Int:
+    """Say what follows the row before ``row``, of fragment ``number`` that ends at ``stop``; patches so far.
 
-    Where ``follow`` has room: ``follow[i]`` becomes the slot of the row after ``slots[i]`` or -1, and a row whose
-    next observation stands in the pool is entered in ``patch`` as (position, entry). Returns the rows written and
-    the patches so far.
+    ``follow[at]`` becomes the slot of the next row or -1. If the next observation stands in the pool, the row is
+    entered in ``patch`` as (position, entry).
     """
     f = fragments[number & (len(fragments) - 1)]
-    stop = _stop(state, fragments, number)
-    take = min(stop - row, count)
-    slot = row - base
-    if slot >= capacity:
-        slot -= capacity
-    for i in range(at, at + take):
-        slots[i] = slot
-        slot += 1
-        if slot == capacity:
-            slot = 0
-        if len(follow):
-            follow[i] = slot
-    if row + take == stop and len(follow):
-        later = -1
-        if f.next:
-            later = fragments[(number + f.next) & (len(fragments) - 1)].first - base
-            if later >= capacity:
-                later -= capacity
-        follow[at + take - 1] = later
-        if f.pool >= 0:
-            patch[0, patched] = at + take - 1
-            patch[1, patched] = f.pool
-            patched += 1
-    return take, patched
+    if row < stop:
+        follow[at] = _slot(row, base, capacity)
+        return patched
+    later = fragments[(number + f.next) & (len(fragments) - 1)].first
+    follow[at] = _slot(later, base, capacity) if f.next else -1
+    if f.pool < 0:
+        return patched
+    patch[0, patched] = at
+    patch[1, patched] = f.pool
+    return patched + 1
 
 
 @compiled()
@@ -346,7 +336,8 @@ def walk(
     """Write the slots of ``left[j]`` rows from ``offset[j]`` on to ``slots[at[j]:]``, for each j; patches.
 
     ``number[j]`` is the last fragment of the chain. All slices advance by one fragment per round, so that they
-    wait for memory together, not one after another.
+    wait for memory together, not one after another. ``follow`` and ``patch``, where ``follow`` has room, are as
+    in :func:`_after`.
     """
     mask = len(fragments) - 1
     pending = len(number)
@@ -356,34 +347,37 @@ def walk(
             target = _back(state, fragments, number[j], offset[j])
             pending += target != number[j]
             number[j] = target
-    base, patched = _base(state, capacity), 0
+    patched = 0
+    base = state[0].head - state[0].head % capacity
     pending = len(number)
     while pending:
         pending = 0
         for j in range(len(number)):
-            if left[j] == 0:
+            rows = left[j]
+            if rows == 0:
                 continue
-            f = fragments[number[j] & mask]
+            k, first = number[j], at[j]
+            f = fragments[k & mask]
             row = f.first + offset[j] - f.offset
-            take, patched = _emit(
-                state,
-                fragments,
-                capacity,
-                base,
-                number[j],
-                row,
-                left[j],
-                slots,
-                at[j],
-                follow,
-                patch,
-                patched,
-            )
-            left[j] -= take
+            stop = _stop(state, fragments, k)
+            take = min(stop - row, rows)
+            slot = _slot(row, base, capacity)
+            slots[first] = slot
+            for i in range(first + 1, first + take):
+                slot += 1
+                if slot == capacity:
+                    slot = 0
+                slots[i] = slot
+            if len(follow):
+                for i in range(first, first + take - 1):
+                    follow[i] = slots[i + 1]
+                last = first + take - 1
+                patched = _after(fragments, capacity, base, k, row + take, stop, last, follow, patch, patched)
+            left[j] = rows - take
             offset[j] += take
-            at[j] += take
-            number[j] += f.next
-            pending += left[j] > 0
+            at[j] = first + take
+            number[j] = k + f.next
+            pending += rows > take
     return patched
 
 
@@ -438,8 +432,8 @@ def follow_rows(
 ) -> Int:
     """As :func:`draw` does for slices: the slot after each of ``slots``, any rows in any order; patches."""
     mask = len(fragments) - 1
-    head, base, patched = state[0].head, _base(state, capacity), 0
-    scratch = np.empty(len(slots), np.int64)
+    head = state[0].head
+    base, patched = head - head % capacity, 0
     for i in range(len(slots)):
         row = head + (slots[i] - head) % capacity
         low, high = state[0].first, state[0].end
@@ -449,7 +443,8 @@ def follow_rows(
                 low = middle
             else:
                 high = middle
-        _, patched = _emit(state, fragments, capacity, base, low, row, 1, scratch, i, follow, patch, patched)
+        stop = _stop(state, fragments, low)
+        patched = _after(fragments, capacity, base, low, row + 1, stop, i, follow, patch, patched)
     return patched
 
 
