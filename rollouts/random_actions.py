@@ -37,14 +37,16 @@ class RandomPolicy:
         self.generator = torch.Generator(device=device if device.type == "cuda" else "cpu")
         self.generator.manual_seed(int(torch.randint(2**62, ()).item()) if seed is None else seed)
         self._chunk: Any = None
+        self._steps: list[Any] = []
         self._used = _CHUNK
 
     def __call__(self) -> Any:
         """The actions of the next vector step, a tree as the space is."""
         if self._used == _CHUNK:
             self._chunk, self._used = self._draw(self._space), 0
+            self._steps = _unbound(self._chunk)
         self._used += 1
-        return _at(self._chunk, self._used - 1)
+        return self._steps[self._used - 1]
 
     def state_dict(self) -> dict[str, Any]:
         """The random state and the actions drawn ahead."""
@@ -54,6 +56,7 @@ class RandomPolicy:
         """Go on drawing where `state_dict` was taken."""
         self.generator.set_state(state["generator"])
         self._chunk, self._used = state["chunk"], state["used"]
+        self._steps = [] if self._chunk is None else _unbound(self._chunk)
 
     def _draw(self, space: spaces.Space[Any]) -> Any:
         if isinstance(space, spaces.Dict):
@@ -99,9 +102,11 @@ class RandomPolicy:
         return torch.randint(n, shape, generator=self.generator, device=self.generator.device)
 
 
-def _at(chunk: Any, i: int) -> Any:
+def _unbound(chunk: Any) -> list[Any]:
+    """The actions of each step of a chunk, as trees."""
     if isinstance(chunk, dict):
-        return {key: _at(child, i) for key, child in chunk.items()}
+        parts = {key: _unbound(child) for key, child in chunk.items()}
+        return [{key: part[i] for key, part in parts.items()} for i in range(_CHUNK)]
     if isinstance(chunk, tuple):
-        return tuple(_at(child, i) for child in chunk)
-    return chunk[i]
+        return list(zip(*map(_unbound, chunk), strict=True))
+    return list(chunk.unbind())
