@@ -90,7 +90,10 @@ def measured(buffer: ReplayBuffer, batches: Iterator[TensorDict]) -> dict[str, T
     """Gather, sample, extend + sample of one buffer."""
     index = buffer.index
     assert index is not None
-    runs = {"gather": gathers(buffer, lambda: index.draw(SLICES, LENGTH).slots), "sample": buffer.sample}
+    runs: dict[str, Callable[[], object]] = {
+        "gather": gathers(buffer, lambda: index.draw(SLICES, LENGTH).slots),
+        "sample": buffer.sample,
+    }
     alone = take_turns(runs, TURNS, CALLS)
     both = take_turns({"sample alone": buffer.sample, "both": extended(buffer, batches)}, TURNS, CALLS)
     return alone | both

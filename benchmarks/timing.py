@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -19,7 +19,7 @@ class Timing:
 
 
 def take_turns(
-    contenders: dict[str, Callable[[], object]], turns: int = 7, calls: int = 1
+    contenders: Mapping[str, Callable[[], object]], turns: int = 7, calls: int = 1
 ) -> dict[str, Timing]:
     """Call every contender once to warm it up, then ``turns`` times in turn, each time ``calls`` times."""
     for run in contenders.values():

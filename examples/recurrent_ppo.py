@@ -27,7 +27,7 @@ from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum, as_vector_env
 
 
-class HideVelocities(gym.vector.VectorObservationWrapper[Any, Any, Any]):
+class HideVelocities(gym.vector.VectorObservationWrapper):
     """Shows the positions of cart and pole (as shares of their limits), not how fast they move."""
 
     def __init__(self, env: Any) -> None:

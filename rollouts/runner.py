@@ -10,7 +10,7 @@ from gymnasium.vector import VectorObservationWrapper, VectorRewardWrapper
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.layout.keys import ACTION, NEXT_KNOWN, REWARD, TERMINATED, TRUNCATED, NestedKey, next_key
+from flatroll.layout.keys import ACTION, NEXT_KNOWN, REWARD, TERMINATED, TRUNCATED, next_key
 from flatroll.rollouts.columns import ColumnKeys, tree_leaves
 from flatroll.rollouts.flat import FlatLayout
 from flatroll.rollouts.policies import Act, Columns, as_act, state_key
@@ -146,23 +146,19 @@ class Runner:
         """One vector step: record what the policy sees, act, step, record what came of it."""
         window, stream = self.window, self.stream
         self._record_roots()
-        for key in self.states:
-            self._restart_state(key)
-            window.put(key, self.states[key])
+        if self.states:
+            self._record_states()
         action = self._action(random)
         if self._check_actions is not None:
             action = self._check_actions(action)
         obs, reward, terminated, truncated, info = self.env.step(action)
         taken = stream.actions if self._check_actions is None else action
-        window.put_all((REWARD, reward), (TERMINATED, terminated), (TRUNCATED, truncated))
-        if self._one_action:
-            window.put(ACTION, taken)
-        else:
-            window.put_all(*tree_leaves(ACTION, taken))
+        actions = [(ACTION, taken)] if self._one_action else tree_leaves(ACTION, taken)
+        window.put_all((REWARD, reward), (TERMINATED, terminated), (TRUNCATED, truncated), *actions)
         if not self._never_invalid:
             window.put(DEAD, stream.first)
-        for key, name in self._nexts:
-            window.put(key, info[name])
+        if self._nexts:
+            window.put_named(self._nexts, info)
         if self._keeps_finals:
             self._record_finals(obs, info)
         if self._infos:
@@ -174,15 +170,17 @@ class Runner:
         window, obs, info = self.window, self._obs, self._info
         for key, path in self._leaves:
             window.put(key, leaf_at(obs, path) if path else obs)
-        for key, name in self._roots:
-            window.put(key, info[name])
+        window.put_named(self._roots, info)
         for name in self._infos:
             window.put_loose(name, self._array(info.get(name)))
 
-    def _restart_state(self, key: NestedKey) -> None:
-        if self.stream.any_first is not False:
-            first = to_torch(self.stream.first)
-            self.states[key] = select(first, self._defaults[key], self.states[key])
+    def _record_states(self) -> None:
+        """Restart the states of episodes that begin, and record all."""
+        for key, state in self.states.items():
+            if self.stream.any_first is not False:
+                state = select(to_torch(self.stream.first), self._defaults[key], state)
+                self.states[key] = state
+            self.window.put(key, state)
 
     def _action(self, random: bool) -> Any:
         if self._act is None:

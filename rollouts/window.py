@@ -4,6 +4,7 @@ Every column is one array ``[steps, E, ...]`` written in place, one row for each
 joined or sorted while stepping; `Window.rows` and `Window.gather` do it once for each batch.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -59,9 +60,19 @@ class Window:
         """`put` for several columns: less overhead for what every step writes."""
         columns, step = self.columns, self.steps
         for key, value in entries:
-            if key in columns:
+            try:
                 columns[key][step] = value
-            else:
+            except KeyError:
+                self.put(key, value)
+
+    def put_named(self, names: Sequence[tuple[NestedKey, str]], values: dict[str, Any]) -> None:
+        """`put` for entries of ``values``: which name goes into which column."""
+        columns, step = self.columns, self.steps
+        for key, name in names:
+            value = values[name]
+            try:
+                columns[key][step] = value
+            except KeyError:
                 self.put(key, value)
 
     def put_final(self, key: NestedKey, envs: Array, values: Array, step: int | None = None) -> None:

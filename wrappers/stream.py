@@ -77,6 +77,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             source.capabilities.device,
             check_range=source.capabilities.checks_range is False,
         )
+        self._on_host = source.capabilities.framework == "numpy"
         self._exact_flags = source.capabilities.exact_flags
         self._final = final_obs
         self._folds = mode is AutoresetMode.DISABLED  # this stream resets the ended rows in the same step
@@ -202,7 +203,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         if self._next_step:
             self.first, self.any_first = self.ended, self.any_ended
             self.ended = ended
-            self.any_ended = self._any(ended)
+            self.any_ended = bool(np.count_nonzero(ended)) if self._on_host else None
         else:
             self.first, self.ended = own(ended), ended
             self.any_first = self.any_ended = self._any(ended)
@@ -288,10 +289,10 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         return reward, terminated, truncated
 
     def _any(self, mask: Array) -> bool | None:
-        return None if isinstance(mask, Tensor) else bool(np.count_nonzero(mask))
+        return bool(np.count_nonzero(mask)) if self._on_host else None
 
     def _host(self, value: bool) -> bool | None:
-        return None if self.capabilities.framework == "torch" else value
+        return value if self._on_host else None
 
 
 def _restarted_info(info: dict[str, Any], reset_info: dict[str, Any], rows: Array) -> dict[str, Any]:
