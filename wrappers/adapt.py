@@ -4,7 +4,7 @@ from typing import Any
 
 import gymnasium
 import torch
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
 from flatroll.wrappers.sources import EnvPoolSource, GymSource, layers
@@ -62,13 +62,25 @@ def as_vector_env(
     >>> obs.shape, env.metadata["autoreset_mode"].value
     ((1, 4), 'SameStep')
     """
+    if own_buffers not in ("auto", True, False):
+        raise ValueError(f"own_buffers must be 'auto', True or False, got {own_buffers!r}")
     if find_stream(env) is not None:
+        if (device, framework, autoreset_mode, final_obs, own_buffers) != (None, None, None, "auto", "auto"):
+            raise ValueError(
+                "env is adapted already, so device, framework, autoreset_mode, final_obs and own_buffers have no "
+                "effect here: give them where it is adapted first, as_vector_env(bare_env, ...)"
+            )
+        _check_size(num_envs, env.num_envs)
         adapted: VectorEnv[Any, Any, Any] = env
         return adapted
     source, mode = _source(env, _device(device), _mode(autoreset_mode), own_buffers)
-    if num_envs is not None and num_envs != source.num_envs:
-        raise ValueError(f"num_envs={num_envs} was expected, and the env has {source.num_envs}")
+    _check_size(num_envs, source.num_envs)
     native = source.capabilities.framework
+    if device is not None and native == "numpy" and framework != "torch":
+        raise ValueError(
+            f"device={str(device)!r} is for tensors, and {type(env).__name__} returns NumPy arrays: add "
+            "framework='torch', or give the device to the collector's policy_device or storing_device"
+        )
     if framework == "torch" and native == "numpy":
         source = TorchView(source, _device(device))
     elif framework not in (None, native):
@@ -76,6 +88,11 @@ def as_vector_env(
             f"framework={framework!r} is not possible here: {type(env).__name__} speaks {native}"
         )
     return VectorStream(source, mode, final_obs=final_obs)
+
+
+def _check_size(expected: int | None, found: int) -> None:
+    if expected is not None and expected != found:
+        raise ValueError(f"num_envs={expected} was expected, and the env has {found}")
 
 
 def find_stream(env: Any) -> VectorStream | None:
@@ -94,6 +111,10 @@ def _source(
             raise TypeError(
                 f"env is {type(env).__name__} around an envpool, whose batched spaces are the single ones: put "
                 "as_vector_env(envpool_env) inside, and the wrapper around it"
+            )
+        if mode not in (None, AutoresetMode.NEXT_STEP):
+            raise ValueError(
+                f"autoreset_mode={mode.value!r} is not possible here: an envpool is always 'NextStep'"
             )
         return EnvPoolSource(env), AutoresetMode.NEXT_STEP
     if isinstance(env, VectorEnv):
@@ -128,13 +149,18 @@ def _without_checkers(env: gymnasium.Wrapper[Any, Any, Any, Any]) -> Any:
 
 
 def _declared(env: Any) -> AutoresetMode:
+    base = getattr(env, "unwrapped", env)
     metadata = getattr(env, "metadata", None) or {}
-    declared = metadata.get("autoreset_mode")
+    # Before 1.4 Gymnasium writes the mode of a Sync or Async env into the metadata of the class of its envs,
+    # often that of gymnasium.Env, where the vector env made last overwrites those of the others.
+    if isinstance(base, SyncVectorEnv | AsyncVectorEnv) and metadata is base.metadata:
+        return base.autoreset_mode
+    declared = None if metadata is gymnasium.Env.metadata else metadata.get("autoreset_mode")
     if declared is None:
         declared = getattr(getattr(env, "cfg", None), "autoreset_mode", None)
     if declared is None:
         raise TypeError(
-            f"autoreset_mode is needed: {type(getattr(env, 'unwrapped', env)).__name__} declares none in "
+            f"autoreset_mode is needed: {type(base).__name__} declares none in "
             "metadata['autoreset_mode'], and a wrong guess would mix episodes. Pass "
             "as_vector_env(env, autoreset_mode='NextStep' | 'SameStep' | 'Disabled'); most GPU simulators "
             "reset in the same step"
@@ -165,7 +191,7 @@ def _is_envpool(env: Any) -> bool:
 
 
 def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) -> None:
-    """Gymnasium 1.4 combinations that give wrong data or an unrelated error deep inside."""
+    """Combinations in Gymnasium (1.1 to 1.4) that give wrong data or an unrelated error deep inside."""
     if type(env.unwrapped).__name__ == "FunctionalJaxVectorEnv":
         raise ValueError(
             "gymnasium's FunctionalJaxVectorEnv (phys2d/*) throws away the step of every other row when one row "

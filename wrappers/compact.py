@@ -13,9 +13,24 @@ from flatroll.wrappers.spaces import observation_leaves
 from flatroll.wrappers.stream import VectorStream
 
 
+def final_of(info: dict[str, Any], stream: VectorStream) -> Tree | None:
+    """``info["final_obs"]`` of a SAME_STEP env, None if the env hides it.
+
+    Raises:
+        ValueError: a wrapper in between made an ``info`` of its own and left it out.
+    """
+    final = info.get("final_obs")
+    if final is None and stream.has_final and stream.any_ended is not False:
+        raise ValueError(
+            "a wrapper around the adapted env has dropped info['final_obs'], and with it the last observations of "
+            "ended episodes: let it pass the entries of info on, or put it inside as_vector_env"
+        )
+    return final
+
+
 def true_next(obs: Tree, info: dict[str, Any], stream: VectorStream) -> Tree:
     """The true next observation of the step just made: never a reset observation where the env tells it."""
-    final = info.get("final_obs")
+    final = final_of(info, stream)
     if final is None or stream.any_ended is False or not stream.same_step:
         return obs
     return map_tree(lambda o, f: select(stream.ended, f, o), obs, final)
@@ -116,6 +131,10 @@ class NextObservationDelta(MarkerWrapper):
         if not self.stream.same_step and self.stream.any_first is not False:
             first = self.stream.first  # rows on which the env only reset: no transition, no difference
             following = map_tree(lambda f, o: select(first, o, f), following, self._obs)
+        if self.stream.known is not None:  # the env hides the last observation: nothing to subtract from
+            known = self.stream.known
+            lost = map_tree(lambda o: o * float("nan") if "float" in str(o.dtype) else o, self._obs)
+            following = map_tree(lambda f, o: select(known, f, o), following, lost)
         root = (OBSERVATION,) if isinstance(obs, tuple) else ()
         info["delta"] = self._delta(root, self._obs, following)
         self._obs = obs

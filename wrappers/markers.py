@@ -7,8 +7,10 @@ follow from the row facts of the adapted env below, never from one another: the 
 
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from gymnasium.vector import VectorEnv, VectorObservationWrapper, VectorWrapper
+from torch import Tensor
 
 from flatroll.layout.keys import EPISODE_REWARD, IS_INIT, STEP_COUNT, TRAJ_IDS, NestedKey, as_tuple
 from flatroll.wrappers.adapt import as_vector_env, find_stream
@@ -19,7 +21,7 @@ from flatroll.wrappers.stream import VectorStream
 StepResult = tuple[Tree, Array, Array, Array, dict[str, Any]]
 
 
-class MarkerWrapper(VectorWrapper[Any, Any, Any]):
+class MarkerWrapper(VectorWrapper):
     """Base of the wrappers: finds or makes the adapted env below, and refuses a second copy of itself.
 
     Args:
@@ -245,7 +247,10 @@ class RewardSum(MarkerWrapper):
         """Step, and add up the reward of the rows that are transitions."""
         result = self.env.step(actions)
         stream = self.stream
-        total = self._sum + result[1]
+        reward = result[1]
+        if reward.dtype != self._sum.dtype:  # a wrapper inside made it float64
+            reward = reward.to(self._sum.dtype) if isinstance(reward, Tensor) else reward.astype(np.float32)
+        total = self._sum + reward
         if not stream.same_step and stream.any_first is not False:
             fill_rows(total, stream.first, 0.0)  # a wrapper inside may have paid for the reset row
         self._sum = own(total)
@@ -255,6 +260,6 @@ class RewardSum(MarkerWrapper):
         return result
 
 
-def find_wrapper(env: VectorEnv[Any, Any, Any], kind: type[VectorWrapper[Any, Any, Any]]) -> Any:
+def find_wrapper(env: VectorEnv[Any, Any, Any], kind: type[VectorWrapper]) -> Any:
     """The wrapper of class ``kind`` in the stack, or None."""
     return next((layer for layer in layers(env) if isinstance(layer, kind)), None)

@@ -88,8 +88,10 @@ class GymSource:
         obs, info = self.env.reset(seed=seed, options=options)
         return self._owned(obs), dict(info)
 
-    def reset_rows(self, mask: Array, options: dict[str, Any] | None = None) -> tuple[Tree, dict[str, Any]]:
-        obs, info = self.env.reset(options={**(options or {}), "reset_mask": mask})
+    def reset_rows(
+        self, mask: Array, options: dict[str, Any] | None = None, seed: Any = None
+    ) -> tuple[Tree, dict[str, Any]]:
+        obs, info = self.env.reset(seed=seed, options={**(options or {}), "reset_mask": mask})
         return self._owned(obs), dict(info)
 
     def step(self, actions: Tree) -> Step:
@@ -104,14 +106,16 @@ class GymSource:
     def final_obs(self, info: dict[str, Any], obs: Tree, done: Array) -> Tree | None:
         """Gymnasium's object array of final observations as one dense tree, or None where it gave none."""
         given = info.get("final_obs", info.get("final_observation"))
-        if given is None:
-            return None
+        return None if given is None else self.dense(given, obs, done)
+
+    def dense(self, given: Any, obs: Tree, done: Array) -> Tree:
+        """Final observations as Gymnasium (object array) or others (dense) give them, dense and owned."""
         if isinstance(given, np.ndarray) and given.dtype == object:
             rows = np.flatnonzero(done)
             if self._checks_reuse:
                 self._refuse_reused(given, obs, rows)
-            given = map_rows(obs, rows, [given[i] for i in rows])
-        return given
+            return map_rows(obs, rows, [given[i] for i in rows])
+        return self._owned(given)
 
     def close(self) -> None:
         self.env.close()
@@ -204,20 +208,18 @@ class EnvPoolSource:
         )
 
     def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Tree, dict[str, Any]]:
-        if seed is not None:
-            warnings.warn(
-                "envpool takes its seed when it is made (envpool.make_gymnasium(..., seed=...)): "
-                f"reset(seed={seed!r}) has no effect",
-                stacklevel=4,
-            )
+        self._warn_of(seed)
         if options:
             raise ValueError(f"envpool takes no reset options but reset_mask, got {sorted(options)}")
         obs, info = self.env.reset()
         self._last = self._cast(obs)
         return self._last, info
 
-    def reset_rows(self, mask: Array, options: dict[str, Any] | None = None) -> tuple[Tree, dict[str, Any]]:
+    def reset_rows(
+        self, mask: Array, options: dict[str, Any] | None = None, seed: Any = None
+    ) -> tuple[Tree, dict[str, Any]]:
         """envpool returns only the rows it reset; the others keep what they showed last."""
+        self._warn_of(seed)
         if options:
             raise ValueError(f"envpool takes no reset options but reset_mask, got {sorted(options)}")
         rows = np.flatnonzero(mask)
@@ -242,6 +244,17 @@ class EnvPoolSource:
 
     def final_obs(self, info: dict[str, Any], obs: Tree, done: Array) -> Tree | None:
         return None
+
+    def dense(self, given: Any, obs: Tree, done: Array) -> Tree:
+        return given
+
+    def _warn_of(self, seed: Any) -> None:
+        if seed is not None:
+            warnings.warn(
+                "envpool takes its seed when it is made (envpool.make_gymnasium(..., seed=...)): "
+                f"reset(seed={seed!r}) has no effect",
+                stacklevel=5,
+            )
 
     def _cast(self, obs: Tree) -> Tree:
         return _cast_discrete(obs, self.single_observation_space) if self._casts else obs

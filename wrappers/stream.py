@@ -28,10 +28,11 @@ class Source(Protocol):
 
     def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Tree, dict[str, Any]]: ...
     def reset_rows(
-        self, mask: Array, options: dict[str, Any] | None = None
+        self, mask: Array, options: dict[str, Any] | None = None, seed: Any = None
     ) -> tuple[Tree, dict[str, Any]]: ...
     def step(self, actions: Tree) -> Step: ...
     def final_obs(self, info: dict[str, Any], obs: Tree, done: Array) -> Tree | None: ...
+    def dense(self, given: Any, obs: Tree, done: Array) -> Tree: ...
     def close(self) -> None: ...
 
 
@@ -47,6 +48,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         valid: the step just made is a transition; None if every row is. A NEXT_STEP env that resets in the
             row after the end ignores the action there, and that row is no transition.
         known: the true next observation of the step is known; None if it is in every row.
+        has_final: ``info["final_obs"]`` was there when the step left this env.
         any_first, any_ended: whether any row is; None on a device where asking would wait for it.
         actions: what the env was given at the last step, after the checks and casts.
         capabilities: see `Capabilities`.
@@ -80,6 +82,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self._on_host = source.capabilities.framework == "numpy"
         self._exact_flags = source.capabilities.exact_flags
         self._final = final_obs
+        if final_obs != "auto" and mode is not AutoresetMode.SAME_STEP:
+            raise ValueError(
+                f"final_obs={final_obs!r} is for envs with autoreset_mode=SAME_STEP; in {mode.name} the step itself "
+                "returns the last observation"
+            )
         self._folds = mode is AutoresetMode.DISABLED  # this stream resets the ended rows in the same step
         self._next_step = mode is AutoresetMode.NEXT_STEP
         self._native_same_step = mode is AutoresetMode.SAME_STEP
@@ -97,6 +104,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self.first: Array = None
         self.ended: Array = None
         self.known: Array | None = None
+        self.has_final = False
         self.any_first: bool | None = True
         self.any_ended: bool | None = False
 
@@ -171,7 +179,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         options = dict(options) if options else None
         mask = options.pop("reset_mask", None) if options else None
         if mask is not None:
-            return self._reset_rows(self.as_mask(mask), options)
+            return self._reset_rows(self.as_mask(mask), options, seed)
         obs, info = self.source.reset(seed, options)
         like = first_leaf(obs)
         self.first = full(like, self.num_envs, True, torch.bool)
@@ -228,6 +236,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             fresh, reset_info = self.source.reset_rows(resets)
             obs = map_tree(lambda new, old: select(resets, new, old), fresh, obs)
             info = _restarted_info(info, reset_info, resets)
+        self.has_final = final is not None
         if final is None:
             info.pop("final_obs", None)
         else:
@@ -237,15 +246,22 @@ class VectorStream(VectorEnv[Any, Any, Any]):
     def _native_final(self, info: dict[str, Any], obs: Tree, ended: Array) -> Tree | None:
         if self._final is None:
             return None
-        if callable(self._final):
-            return self._final(info, ended)
-        if self._final != "auto":
-            return info.get(self._final)
         if self.any_ended is False:
             return obs
-        return self.source.final_obs(info, obs, ended)
+        if self._final == "auto":
+            return self.source.final_obs(info, obs, ended)
+        given = self._final(info, ended) if callable(self._final) else info.get(self._final)
+        if given is None:
+            there = sorted(key for key in info if not key.startswith("_"))
+            raise ValueError(
+                f"final_obs={self._final!r} gave no final observations in a step that may end episodes; info has "
+                f"{there}. Name the key, or pass final_obs='auto' (look for it) or None (it hides them)"
+            )
+        return self.source.dense(given, obs, ended)
 
-    def _reset_rows(self, mask: Array, options: dict[str, Any] | None) -> tuple[Tree, dict[str, Any]]:
+    def _reset_rows(
+        self, mask: Array, options: dict[str, Any] | None, seed: Any
+    ) -> tuple[Tree, dict[str, Any]]:
         if not self.capabilities.partial_reset:
             raise ValueError(
                 f"options['reset_mask'] is not possible here: {type(self.source.env).__name__} cannot reset "
@@ -253,7 +269,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             )
         if not self._started:
             raise RuntimeError("options['reset_mask'] was given to the first reset: reset all rows first")
-        obs, info = self.source.reset_rows(mask, options)
+        obs, info = self.source.reset_rows(mask, options, seed)
         self.first = self.first | mask
         self.ended = self.ended & ~mask
         if self._elapsed is not None:

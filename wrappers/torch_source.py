@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flatroll.wrappers.arrays import Array, Tree, first_leaf, map_tree, to_torch
 from flatroll.wrappers.sources import Capabilities, Step
+from flatroll.wrappers.spaces import ActionCheck
 
 
 class TorchSource:
@@ -57,28 +58,22 @@ class TorchSource:
         )
 
     def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Tree, dict[str, Any]]:
-        arguments: dict[str, Any] = {}
-        if seed is not None and not self._takes_seed:
-            warnings.warn(
-                f"{type(self.env).__name__}.reset takes no seed: reset(seed={seed!r}) has no effect; seed the env "
-                "when you make it",
-                stacklevel=4,
-            )
-        elif seed is not None:
-            arguments["seed"] = seed
+        arguments = self._seeding(seed)
         if options and self._takes_options:
             arguments["options"] = options
         result = self.env.reset(**arguments)
         obs, info = result if isinstance(result, tuple) else (result, {})
         return self._owned(obs), dict(info)
 
-    def reset_rows(self, mask: Array, options: dict[str, Any] | None = None) -> tuple[Tree, dict[str, Any]]:
+    def reset_rows(
+        self, mask: Array, options: dict[str, Any] | None = None, seed: Any = None
+    ) -> tuple[Tree, dict[str, Any]]:
         """Reset the masked rows. These envs take row numbers, so this reads the mask on the host."""
         ids = torch.as_tensor(mask, device=self._device).nonzero().squeeze(-1)
         if self._takes_idx:
-            obs, info = self.env.reset(options={**(options or {}), "env_idx": ids})
+            obs, info = self.env.reset(seed=seed, options={**(options or {}), "env_idx": ids})
         else:
-            result = self.env.reset(env_ids=ids)
+            result = self.env.reset(env_ids=ids, **self._seeding(seed))
             obs, info = result if isinstance(result, tuple) else (result, {})
         return self._owned(obs), dict(info)
 
@@ -109,6 +104,19 @@ class TorchSource:
             return None
         ids = ended["env_ids"]
         return map_tree(lambda o, rows: o.index_copy(0, ids, rows), obs, plain(ended["observations"]))
+
+    def dense(self, given: Any, obs: Tree, done: Array) -> Tree:
+        return self._owned(given)
+
+    def _seeding(self, seed: Any) -> dict[str, Any]:
+        if seed is None or self._takes_seed:
+            return {} if seed is None else {"seed": seed}
+        warnings.warn(
+            f"{type(self.env).__name__}.reset takes no seed: reset(seed={seed!r}) has no effect; seed the env "
+            "when you make it",
+            stacklevel=5,
+        )
+        return {}
 
     def close(self) -> None:
         if hasattr(self.env, "close"):
@@ -146,20 +154,24 @@ class TorchView:
         self.single_observation_space = source.single_observation_space
         self.single_action_space = source.single_action_space
         self._device = device or torch.device("cpu")
+        in_range = source.capabilities.checks_range
+        self._check_actions = ActionCheck(
+            source.single_action_space, source.num_envs, "numpy", check_range=not in_range
+        )
         self.capabilities = replace(source.capabilities, framework="torch", device=self._device)
 
     def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Tree, dict[str, Any]]:
         obs, info = self.source.reset(seed, options)
         return self._tensors(obs), info
 
-    def reset_rows(self, mask: Array, options: dict[str, Any] | None = None) -> tuple[Tree, dict[str, Any]]:
-        obs, info = self.source.reset_rows(mask.cpu().numpy(), options)
+    def reset_rows(
+        self, mask: Array, options: dict[str, Any] | None = None, seed: Any = None
+    ) -> tuple[Tree, dict[str, Any]]:
+        obs, info = self.source.reset_rows(mask.cpu().numpy(), options, seed)
         return self._tensors(obs), info
 
     def step(self, actions: Tree) -> Step:
-        obs, reward, terminated, truncated, info = self.source.step(
-            map_tree(lambda x: x.cpu().numpy(), actions)
-        )
+        obs, reward, terminated, truncated, info = self.source.step(self._check_actions(actions))
         self._seen = obs, np.asarray(terminated) | np.asarray(truncated)
         reward, terminated, truncated = (
             self._tensors(np.asarray(x)) for x in (reward, terminated, truncated)
@@ -169,6 +181,9 @@ class TorchView:
     def final_obs(self, info: dict[str, Any], obs: Tree, done: Array) -> Tree | None:
         given = self.source.final_obs(info, *self._seen) if self._seen[1].any() else self._seen[0]
         return None if given is None else self._tensors(given)
+
+    def dense(self, given: Any, obs: Tree, done: Array) -> Tree:
+        return self._tensors(self.source.dense(given, *self._seen))
 
     def close(self) -> None:
         self.source.close()

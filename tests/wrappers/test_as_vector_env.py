@@ -237,10 +237,12 @@ def test_spaces_mode_dtypes_and_shapes(adapted: Any) -> None:
 
 
 def test_declared_modes_and_folding() -> None:
-    for mode, declared in zip(MODES, ("NEXT_STEP", "SAME_STEP", "SAME_STEP"), strict=True):
-        env = as_vector_env(make_scripted(script(), autoreset_mode=mode))  # type: ignore[arg-type]
-        assert env.metadata["autoreset_mode"] is AutoresetMode[declared]
-    assert "autoreset_mode" not in ScriptedEnv.metadata
+    # All are made before the first is adapted: Gymnasium before 1.4 keeps the last mode for all of them.
+    envs = [make_scripted(script(), autoreset_mode=mode) for mode in MODES]  # type: ignore[arg-type]
+    before = dict(ScriptedEnv.metadata)
+    for env, declared in zip(envs, ("NEXT_STEP", "SAME_STEP", "SAME_STEP"), strict=True):
+        assert as_vector_env(env).metadata["autoreset_mode"] is AutoresetMode[declared]
+    assert ScriptedEnv.metadata == before
     assert "autoreset_mode" not in VectorEnv.metadata
 
 
@@ -581,7 +583,7 @@ def test_numpy_to_torch_over_same_step_is_refused() -> None:
 
 
 def test_a_wrapper_by_the_name_of_numpy_to_torch_is_refused() -> None:
-    class NumpyToTorch(gym.vector.VectorWrapper[Any, Any, Any]):
+    class NumpyToTorch(gym.vector.VectorWrapper):
         pass
 
     with pytest.raises(ValueError, match="framework='torch'"):
@@ -725,6 +727,13 @@ def test_a_simulator_under_the_checkers_of_gymnasium_make() -> None:
         as_vector_env(gym.wrappers.TimeLimit(GymTorchEnv(), 5), autoreset_mode="SameStep")
 
 
+def test_a_mode_in_the_metadata_of_every_env_is_nobody_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gymnasium before 1.4 writes it there; an env that declares no metadata of its own inherits it."""
+    monkeypatch.setitem(gym.Env.metadata, "autoreset_mode", AutoresetMode.DISABLED)
+    with pytest.raises(TypeError, match="autoreset_mode is needed: GymTorchEnv"):
+        as_vector_env(GymTorchEnv())
+
+
 class Speedy(gym.Env[Any, Any]):
     """Steps tell a speed, resets do not; episodes of two steps."""
 
@@ -746,3 +755,64 @@ def test_info_of_a_restarted_row_is_the_reset_s_alone() -> None:
     info = env.step([0])[4]
     assert (info["x"].tolist(), info["speed"].tolist(), info["_speed"].tolist()) == ([1], [0.0], [False])
     assert info["final_info"]["speed"].tolist() == [5.0]
+
+
+@pytest.mark.parametrize("where", ["typo", lambda info, done: None])
+def test_a_final_obs_that_is_not_there_is_refused(where: Any) -> None:
+    for bare in (
+        ScriptedVectorEnv(script(), autoreset_mode="SameStep", final_obs="dense"),
+        ScriptedTorchEnv(script(), final_obs="dense"),
+    ):
+        env = as_vector_env(bare, final_obs=where)
+        env.reset()
+        with pytest.raises(ValueError, match=r"gave no final observations.*final_obs='auto'.*or None"):
+            for _ in range(20):
+                env.step(zeros(env))
+
+
+def test_a_named_final_obs_is_dense_and_owned() -> None:
+    env = as_vector_env(ScriptedVectorEnv(script(), autoreset_mode="SameStep"), final_obs="final_obs")
+    assert transitions(env, "float32") == true_rows(script(), "SameStep")
+    env = as_vector_env(ScriptedTorchEnv(script(), final_obs="dense", reuse_obs=True), final_obs="final_obs")
+    env.reset()
+    kept = [env.step(zeros(env))[4]["final_obs"] for _ in range(4)]
+    assert len({final.data_ptr() for final in kept}) == 4
+
+
+def test_final_obs_is_for_same_step_envs_only() -> None:
+    with pytest.raises(ValueError, match=r"final_obs='last' is for envs with autoreset_mode=SAME_STEP"):
+        as_vector_env(make_scripted(script(), autoreset_mode="NextStep"), final_obs="last")
+
+
+def test_arguments_that_would_have_no_effect_are_refused() -> None:
+    adapted = InitTracker(make_scripted(script()))
+    with pytest.raises(ValueError, match="adapted already"):
+        as_vector_env(adapted, framework="torch")
+    with pytest.raises(ValueError, match="num_envs=99 was expected, and the env has 2"):
+        as_vector_env(adapted, num_envs=99)
+    assert as_vector_env(adapted, num_envs=2) is adapted
+    with pytest.raises(ValueError, match=r"device='cpu' is for tensors.*framework='torch'"):
+        as_vector_env(make_scripted(script()), device="cpu")
+    with pytest.raises(ValueError, match="own_buffers must be 'auto', True or False, got 'no'"):
+        as_vector_env(make_scripted(script()), own_buffers="no")
+
+
+def test_a_masked_reset_heeds_its_seed() -> None:
+    def first_rows(env: Any) -> Any:
+        env.reset(seed=0)
+        return env.reset(seed=5, options={"reset_mask": np.array([True, False])})[0]
+
+    def make() -> Any:
+        return gym.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
+
+    np.testing.assert_array_equal(first_rows(as_vector_env(make())), first_rows(make()))
+
+
+def test_the_range_of_actions_is_checked_behind_a_torch_view_too() -> None:
+    envpool = pytest.importorskip("envpool")
+    env = as_vector_env(envpool.make_gymnasium("CartPole-v1", num_envs=2), framework="torch")
+    env.reset()
+    with pytest.raises(ValueError, match=r"must lie in \[0, 1\]"):
+        env.step(torch.tensor([0, 9]))
+    with pytest.raises(ValueError, match="an envpool is always 'NextStep'"):
+        as_vector_env(envpool.make_gymnasium("CartPole-v1", num_envs=2), autoreset_mode="SameStep")

@@ -183,7 +183,7 @@ def test_own_actions_are_played() -> None:
 # --- planted faults -----------------------------------------------------------------------------------------
 
 
-class Faulty(VectorWrapper[Any, Any, Any]):
+class Faulty(VectorWrapper):
     """A scripted env whose step results are spoilt by ``self.spoil``."""
 
     def __init__(self, spoil: Any, **arguments: Any) -> None:
@@ -251,7 +251,7 @@ def test_planted_faults_are_named(spoil: Any, arguments: dict[str, Any], text: s
     assert any(text in problem for problem in problems), problems
 
 
-class IgnoresTheMask(VectorWrapper[Any, Any, Any]):
+class IgnoresTheMask(VectorWrapper):
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         return self.env.reset(seed=seed)
 

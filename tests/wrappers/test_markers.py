@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import VectorWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatroll.wrappers import (
@@ -438,3 +439,40 @@ def test_a_gpu_is_never_waited_for() -> None:
             env.step(action)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_sum_of_a_float64_reward_is_float32() -> None:
+    inside = gym.wrappers.vector.TransformReward(as_vector_env(make_scripted(SCRIPT)), np.float64)
+    env = RewardSum(inside)
+    env.reset(seed=0)
+    assert env.step(np.zeros(2, np.int64))[4]["episode_reward"].dtype == np.float32
+
+
+def test_the_delta_to_a_hidden_observation_is_nan() -> None:
+    script = Script(1, lengths=3)
+    for bare in (
+        ScriptedTorchEnv(script, final_obs="absent"),
+        ScriptedVectorEnv(script, autoreset_mode="SameStep", final_obs="absent"),
+    ):
+        env = NextObservationDelta(bare)
+        env.reset()
+        deltas = [torch.as_tensor(env.step(np.zeros(1, np.int64))[4]["delta"]) for _ in range(4)]
+        assert [bool(delta.isnan().all()) for delta in deltas] == [False, False, True, False]
+
+
+class OwnInfo(VectorWrapper):
+    """Returns an info of its own, without the entries of the env below."""
+
+    def step(self, actions: Any) -> Any:
+        obs, reward, terminated, truncated, _ = self.env.step(actions)
+        return obs, reward, terminated, truncated, {}
+
+
+def test_a_wrapper_that_drops_the_final_observations_is_found_out() -> None:
+    env = CompactObs(
+        NextObservationDelta(OwnInfo(as_vector_env(make_scripted(SCRIPT, autoreset_mode="SameStep"))))
+    )
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match=r"dropped info\['final_obs'\]"):
+        for _ in range(10):
+            env.step(np.zeros(2, np.int64))
