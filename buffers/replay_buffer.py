@@ -15,6 +15,7 @@ from flatroll.buffers.runs import BoundaryKeys
 from flatroll.buffers.samplers import RandomSampler, Sampler
 from flatroll.buffers.storages import LazyTensorStorage, Rows, nest
 from flatroll.buffers.transforms import TransformLike, apply
+from flatroll.layout.keys import MASK, marker
 
 Informed: TypeAlias = tuple[TensorDictBase, dict[str, Tensor]]
 
@@ -119,13 +120,15 @@ class ReplayBuffer:
 
         Raises:
             TypeError: ``batch`` is no tensordict, or a marker has the wrong dtype.
-            ValueError: the batch is not flat, or differs from the first one in entries, shapes or dtypes.
+            ValueError: the batch is not flat, holds padding, or differs from the first one in entries, shapes or
+                dtypes.
             KeyError: a marker that the sampler or the storage needs is missing.
         """
         _check_flat(batch)
         for transform in reversed(self._transforms):
             inverse = getattr(transform, "inv", None)
             batch = batch if inverse is None else inverse(batch)
+        _check_not_padded(batch)
         if not len(batch):
             return torch.zeros(0, dtype=torch.int64)
         with self._write_lock:
@@ -283,6 +286,18 @@ def _check_flat(batch: TensorDictBase) -> None:
         raise ValueError(
             f"batch must be flat, [N], got {list(batch.batch_size)}: batch.reshape(-1) lays [envs, time] end to "
             'end, and ("collector", "traj_ids") tells the trajectories apart'
+        )
+
+
+def _check_not_padded(batch: TensorDictBase) -> None:
+    if batch.get(MASK, None) is None:
+        return
+    padding = ~marker(batch, MASK)
+    if bool(padding.any()):
+        raise ValueError(
+            f"the batch has {int(padding.sum())} rows of padding, where batch[{MASK!r}] is False, which would be "
+            'stored as transitions: extend with batch[batch["collector", "mask"]], or with '
+            "flatroll.layout.join(batch) of what split_trajectories gave"
         )
 
 

@@ -12,14 +12,19 @@ from flatroll.buffers.index import By, TrajectoryIndex
 from flatroll.buffers.ring import Draw, Ring
 from flatroll.buffers.runs import BoundaryKeys
 from flatroll.layout.keys import (
+    DONE,
     IS_INIT,
     MASK,
+    TRAJ_IDS,
     TRUNCATED,
     NestedKey,
     as_tuple,
     marker,
     require,
 )
+
+#: Entries by which runs are told apart; a batch with one of them holds trajectories.
+_MARKERS: tuple[NestedKey, ...] = (IS_INIT, DONE, TRAJ_IDS, "episode")
 
 
 class Sampler(Protocol):
@@ -43,7 +48,12 @@ class Sampler(Protocol):
 
 
 class RandomSampler:
-    """Rows drawn uniformly, with replacement. Each stands alone; none is marked.
+    """Rows drawn uniformly, with replacement, each a run of its own.
+
+    In the sample every row has ``is_init`` True, in mid-episode too, so that two rows of one trajectory side by
+    side are never read as a transition (shifted GAE, recurrent modules, `audit`). Only a batch of plain rows,
+    without any of ``is_init``, ``done``, ``("collector", "traj_ids")`` and ``"episode"``, is left as it is. The
+    stored flags are in ``buffer[info["index"]]`` (``sample(return_info=True)``).
 
     >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
     >>> ReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=4).batch_size
@@ -68,7 +78,11 @@ class RandomSampler:
         return Draw(draw.slots, follow=ring.follow(draw.slots), stamp=draw.stamp)
 
     def mark(self, columns: Columns, draw: Draw) -> None:
-        """Nothing: rows keep what the env said."""
+        """Make each row the first of its run, where columns tell runs apart."""
+        there = next((columns[key] for key in _MARKERS if key in columns), None)
+        if there is not None:
+            shape = columns[IS_INIT].shape if IS_INIT in columns else (len(draw.slots), 1)
+            columns[IS_INIT] = torch.ones(shape, dtype=torch.bool, device=there.device)
 
 
 class SliceSampler:
@@ -95,6 +109,7 @@ class SliceSampler:
             slices, and the sample fewer rows.
         pad_output: repeat the last row of short slices up to ``slice_len`` and write a bool
             ``("collector", "mask")``, False at repeated rows. The mask is written even if nothing is short.
+            Repeated rows have ``is_init`` False.
         init_key: bool entry marked at the start of slices, default ``"is_init"``.
         by: ``"trajectory"`` as said above, or ``"start"``: uniform over all starts of all trajectories, so that
             long trajectories are not under-represented.
@@ -162,7 +177,7 @@ class SliceSampler:
 
         Raises:
             KeyError: ``batch`` lacks the ``traj_key`` or ``end_key`` that was asked for.
-        TypeError: done, terminated or truncated is not bool.
+            TypeError: done, terminated or truncated is not bool.
         """
         for key in (self.traj_key, self.end_key):
             if key is not None:
@@ -209,9 +224,10 @@ class SliceSampler:
         rows = len(draw.slots)
         device = next(iter(columns.values())).device
         firsts, lasts = draw.firsts.to(device), draw.lasts.to(device)
-        _flag(columns, self.init_key, (rows, 1), device).index_fill_(0, firsts, True)
+        init = _flag(columns, self.init_key, (rows, 1), device).index_fill_(0, firsts, True)
         if draw.mask is not None:
             columns[MASK] = draw.mask.to(device)
+            init.view(rows).logical_and_(columns[MASK])  # a repeated first row begins nothing
         if not self._flags:
             return
         done_key, terminated_key, truncated_key = self._flags

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from flatroll.buffers import LazyTensorStorage, RandomSampler, ReplayBuffer, SliceSampler
+from flatroll.layout import join, split_trajectories
 
 
 def numbers(first: int, count: int) -> TensorDict:
@@ -340,3 +341,21 @@ def test_random_sampling_keeps_no_index_and_needs_no_numba() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": "src"}
     )
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("sampler", [RandomSampler(), SliceSampler(slice_len=2)])
+def test_a_padded_batch_is_refused_and_its_real_rows_are_not(world: Any, sampler: Any) -> None:
+    batch = world.to_batch(world.episode(0, 0, 5) + world.episode(0, 1, 2))
+    parts = split_trajectories(batch)
+    padded = parts.reshape(-1)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=4)
+    with pytest.raises(
+        ValueError, match=r"3 rows of padding, where batch\[\('collector', 'mask'\)\] is False.*layout.join"
+    ):
+        buffer.extend(padded)
+    assert len(buffer) == 0 and not buffer.storage.allocated
+    buffer.extend(padded[padded["collector", "mask"]])
+    assert len(buffer) == 7
+    other = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=4)
+    other.extend(join(parts))
+    assert bool((other[:] == batch).all())

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
-from flatroll.layout import run_ends
+from flatroll.buffers import LazyTensorStorage, RandomSampler, ReplayBuffer, SliceSampler
+from flatroll.layout import audit, run_ends
 
 
 def filled(batch: TensorDict, batch_size: int | None, **options: Any) -> ReplayBuffer:
@@ -185,3 +185,45 @@ def test_bad_arguments_are_refused(world: Any) -> None:
         filled(TensorDict({"x": torch.zeros(5)}, [5]), 4, slice_len=2)
     with pytest.raises(TypeError, match=r"truncated.*must be bool, got torch.float32"):
         filled(batch.clone().set(("next", "truncated"), torch.zeros(7, 1)), 8, slice_len=8)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_random_rows_are_runs_of_their_own(world: Any, compact: bool) -> None:
+    """Two rows of one trajectory side by side, even in order, are no transition: nothing may bootstrap across."""
+    batch = world.to_batch(world.episode(0, 0, 30) + world.episode(0, 1, 9, "terminated"))
+    for stored in (batch, batch.exclude("is_init")):
+        buffer = ReplayBuffer(
+            storage=LazyTensorStorage(100, compact_obs=compact),
+            sampler=RandomSampler(),
+            batch_size=64,
+            generator=torch.Generator().manual_seed(0),
+        )
+        buffer.extend(stored)
+        sample, info = buffer.sample(return_info=True)
+        assert sample["is_init"].shape == (64, 1) and bool(sample["is_init"].all())
+        assert bool(run_ends(sample).all())
+        assert [str(f) for f in audit(sample) if f.severity == "error"] == []
+        kept = buffer[info["index"]]
+        for key in set(kept.keys(True, True)) - {"is_init"}:
+            assert torch.equal(sample[key], kept[key])
+        if stored is batch:
+            assert torch.equal(kept["is_init"], kept["step_count"] == 0)  # stored flags are left alone
+
+
+def test_random_rows_without_any_marker_are_left_as_they_are() -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(9), batch_size=4)
+    buffer.extend(TensorDict({"x": torch.arange(9)}, [9]))
+    assert set(buffer.sample().keys()) == {"x"}
+
+
+@pytest.mark.parametrize("truncated_key", [("next", "truncated"), None])
+def test_padding_of_an_episode_of_one_row_is_not_is_init(world: Any, truncated_key: Any) -> None:
+    """The repeated row is the first of its episode, its copies begin nothing."""
+    batch = world.to_batch(world.episode(0, 0, 1, "terminated"))
+    for stored in (batch, batch.clone().set("is_init", batch["is_init"][:, 0])):
+        buffer = filled(stored, 8, slice_len=4, pad_output=True, truncated_key=truncated_key)
+        sample = buffer.sample()
+        assert sample["collector", "mask"].tolist() == [True, False, False, False] * 2
+        assert sample["is_init"].flatten().tolist() == [True, False, False, False] * 2
+        errors = [f.rule for f in audit(sample) if f.severity == "error"]
+        assert errors == ([] if stored is batch else ["shape"])  # audit wants is_init as [N, 1]
