@@ -10,6 +10,7 @@ from torch import Tensor
 from flatroll.buffers.index import TrajectoryIndex
 from flatroll.buffers.ring import Array, Follow
 from flatroll.buffers.runs import Runs
+from flatroll.layout.delta import signed
 from flatroll.layout.keys import NEXT, NEXT_KNOWN, NestedKey, as_tuple, next_key
 
 Columns = dict[NestedKey, Tensor]
@@ -125,7 +126,7 @@ def next_columns(columns: Columns, row: Tensor, kept: Columns, at: Tensor | None
             else column.index_select(0, here)
         )
         following = torch.where(hidden.view(-1, *[1] * (column.ndim - 1)), lost, following)
-        following.index_copy_(0, row if at is None else torch.searchsorted(here, row), value)
+        signed(following).index_copy_(0, row if at is None else torch.searchsorted(here, row), signed(value))
         result[root] = following
     return result
 
@@ -209,7 +210,7 @@ class NextPool:
         later = take_rows(column, follow.slots.clamp(min=0).to(column.device))
         if follow.patch.shape[1]:
             at, entries = follow.patch.to(column.device)
-            later.index_copy_(0, at, self._entries[key].index_select(0, entries))
+            signed(later).index_copy_(0, at, signed(self._entries[key]).index_select(0, entries))
         return later
 
     def _agree(self, tails: Columns, at: Array, heads: Mapping[NestedKey, Tensor], firsts: Array) -> Array:
@@ -232,7 +233,7 @@ class NextPool:
                 larger[: len(pool)] = pool
                 self._entries[key] = pool = larger
             values = tails[key].index_select(0, source.to(tails[key].device))
-            pool.index_copy_(0, where.to(pool.device), values.to(pool.device))
+            signed(pool).index_copy_(0, where.to(pool.device), signed(values.to(pool.device)))
 
     def allocate(self, columns: Columns, device: torch.device) -> None:
         """Take shapes and dtypes from a batch's columns; the pool starts empty."""

@@ -162,6 +162,12 @@ class LazyTensorStorage:
     ) -> Rows:
         pairs = state_pairs(columns)
         pairs += [key for key in kept if key not in pairs]
+        if not pairs and row is not None:
+            raise ValueError(
+                "the storage has compact_obs=True, but neither the batch nor the final that came with it has a "
+                'next observation ("next", <observation>): there is nothing to keep once. If next observations '
+                "are kept as deltas, use a storage without compact_obs and transform=NextObservationDelta()"
+            )
         if not pairs:
             raise ValueError(
                 'the storage has compact_obs=True, but the batch has no ("next", <observation>) and no final '

@@ -8,6 +8,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends
+from flatroll.layout.delta import signed
 from flatroll.layout.keys import DONE, TRAJ_IDS, NestedKey, flat_column, next_key, require
 
 
@@ -48,7 +49,8 @@ class NextStateReconstructor:
     A storage with ``compact_obs=True`` gives the exact next observation at every row and needs none of this.
 
     Args:
-        keys: root entries to put back; one string is one key.
+        keys: root entries to put back, a list or tuple of keys; one string is one key. A nested key stands
+            inside a list: ``[("agents", "obs")]``.
         traj_key: integer entry, constant within a trajectory.
         done_key: bool entry, True at the last row of an episode.
         step_count_key: integer entry that rises by one per row, checked if given.
@@ -56,7 +58,8 @@ class NextStateReconstructor:
         strict: whether ``traj_key``, ``done_key`` and ``step_count_key`` must be there.
 
     Raises:
-        ValueError: the batch has not exactly one batch dimension.
+        ValueError: ``keys`` is a tuple of several strings, which may mean one nested key or several keys; or the
+            batch has not exactly one batch dimension.
         KeyError: an entry is missing.
         TypeError: an integer entry and a NaN fill value.
 
@@ -79,6 +82,11 @@ class NextStateReconstructor:
         fill_value: float = float("nan"),
         strict: bool = True,
     ) -> None:
+        if isinstance(keys, tuple) and len(keys) > 1 and all(isinstance(key, str) for key in keys):
+            raise ValueError(
+                f"keys={keys!r} may mean one nested key or {len(keys)} keys: write [{keys!r}] for the nested key, "
+                f"{list(keys)!r} for the {len(keys)} keys"
+            )
         self.keys: list[NestedKey] = [keys] if isinstance(keys, str) else list(keys)
         self.traj_key = traj_key
         self.done_key = done_key
@@ -105,7 +113,7 @@ class NextStateReconstructor:
                     f"batch[{key!r}] is {column.dtype}, which has no NaN: give fill_value=0 (or another integer)"
                 )
             following = torch.roll(column, -1, 0)
-            following.masked_fill_(ends.view(-1, *[1] * (column.ndim - 1)), self.fill_value)
+            signed(following).masked_fill_(ends.view(-1, *[1] * (column.ndim - 1)), self.fill_value)
             result.set(next_key(key), following)
         return result
 

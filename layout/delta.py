@@ -9,8 +9,20 @@ from torch import Tensor
 
 from flatroll.layout.keys import DELTA, NestedKey, as_tuple, next_key, require
 
-# torch has no arithmetic for these; the signed dtype of the same width has the same bits modulo 2**n.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def signed(column: Tensor) -> Tensor:
+    """``column`` itself, or seen as the signed dtype of its width where it is uint16, uint32 or uint64.
+
+    torch has no arithmetic and no indexed writing for these three; the signed view shares their memory and has
+    the same bits modulo 2**n.
+
+    >>> signed(torch.tensor([65535], dtype=torch.uint16))
+    tensor([-1], dtype=torch.int16)
+    """
+    other = _SIGNED.get(column.dtype)
+    return column if other is None else column.view(other)
 
 
 def encode_delta(obs: Tensor, next_obs: Tensor, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -43,8 +55,7 @@ def encode_delta(obs: Tensor, next_obs: Tensor, dtype: torch.dtype = torch.float
         return (next_obs - obs).to(dtype)
     if obs.dtype is torch.bool:
         return next_obs ^ obs
-    signed = _SIGNED.get(obs.dtype, obs.dtype)
-    return (next_obs.view(signed) - obs.view(signed)).view(obs.dtype)
+    return (signed(next_obs) - signed(obs)).view(obs.dtype)
 
 
 def decode_delta(obs: Tensor, delta: Tensor) -> Tensor:
@@ -73,8 +84,7 @@ def decode_delta(obs: Tensor, delta: Tensor) -> Tensor:
         )
     if obs.dtype is torch.bool:
         return obs ^ delta
-    signed = _SIGNED.get(obs.dtype, obs.dtype)
-    return (obs.view(signed) + delta.view(signed)).view(obs.dtype)
+    return (signed(obs) + signed(delta)).view(obs.dtype)
 
 
 def check_delta(delta: Tensor, obs: Tensor, next_obs: Tensor, key: NestedKey) -> None:

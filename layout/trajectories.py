@@ -8,6 +8,7 @@ from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_starts
+from flatroll.layout.delta import signed
 from flatroll.layout.keys import DONE, MASK, TRAJ_IDS, NestedKey, as_tuple, marker, missing_marker, next_key
 
 
@@ -40,7 +41,8 @@ def split_trajectories(
         KeyError: a key asked for by name is missing, or no marker is there at all.
         ValueError: both ``prefix`` and ``trajectory_key`` are given, the batch has no batch dimension, or an
             empty batch is to be nested in the strided layout.
-        TypeError: ``as_nested`` is neither bool nor one of the two layouts, or an entry is no tensor.
+        TypeError: ``as_nested`` is neither bool nor one of the two layouts, or an entry is no tensor, or has a
+            dtype (uint16, uint32, uint64) that the strided layout cannot hold.
 
     >>> ids = torch.tensor([4, 4, 9, 4])
     >>> batch = TensorDict({"x": torch.arange(1, 5), "collector": {"traj_ids": ids}}, [4])
@@ -134,7 +136,8 @@ def _pad(flat: TensorDictBase, starts: Tensor, offsets: Tensor, mask_key: Nested
 
     def scatter(column: Tensor) -> Tensor:
         target = column.new_zeros((n * longest, *column.shape[1:]))
-        return target.index_copy_(0, slot, column).view(n, longest, *column.shape[1:])
+        signed(target).index_copy_(0, slot, signed(column))
+        return target.view(n, longest, *column.shape[1:])
 
     padded = cast(TensorDict, flat.apply(scatter, batch_size=[n, longest]))
     padded.set(mask_key, scatter(torch.ones_like(starts)))
@@ -154,6 +157,12 @@ def _nest(flat: TensorDictBase, offsets: Tensor, layout: torch.layout) -> Tensor
         )
     if not lengths:
         raise ValueError("as_nested=torch.strided cannot hold zero trajectories, use torch.jagged")
+    for key, column in flat.items(True, True):
+        if signed(column) is not column:
+            raise TypeError(
+                f"batch[{key!r}] is {column.dtype}, of which torch has no nested tensors in the strided layout: "
+                "use as_nested=torch.jagged"
+            )
     return flat.apply(
         lambda c: torch.nested.as_nested_tensor(list(c.split(lengths)), layout=torch.strided),
         batch_size=[len(lengths)],

@@ -9,7 +9,21 @@ from tensordict import TensorDict
 from flatroll.buffers import LazyTensorStorage, RandomSampler, ReplayBuffer, SliceSampler
 from flatroll.buffers.compact import differ
 
-KINDS = ["float32", "float64", "float16", "bfloat16", "uint8", "int32", "int64", "bool", "scalar", "dict"]
+KINDS = [
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "int32",
+    "int64",
+    "bool",
+    "scalar",
+    "dict",
+]
 
 
 def pair(capacity: int, sampler: Any, seed: int = 0) -> tuple[ReplayBuffer, ReplayBuffer]:
@@ -49,7 +63,7 @@ def test_samples_are_bit_equal_to_those_of_a_full_storage(world: Any, kind: str,
         assert_bit_equal(full[:], compact[:])
 
 
-@pytest.mark.parametrize("kind", ["float32", "uint8", "dict"])
+@pytest.mark.parametrize("kind", ["float32", "uint8", "uint16", "uint64", "dict"])
 @pytest.mark.parametrize("compact", [False, True])
 def test_a_compact_batch_with_its_final_is_exact_in_any_storage(world: Any, kind: str, compact: bool) -> None:
     buffer = ReplayBuffer(
@@ -190,6 +204,8 @@ def test_errors_of_final(world: Any) -> None:
         )
     with pytest.raises(ValueError, match=r"final\['reward'\] must be \('next', <entry of the batch>\)"):
         buffer.extend(compact, final=final.clone().set("reward", torch.zeros(2)))
+    with pytest.raises(ValueError, match=r"neither the batch nor the final that came with it has a next obs"):
+        buffer.extend(compact, final=final.select("row"))
     assert len(buffer) == 0 and not buffer.storage.allocated
     buffer.extend(compact, final=final)
     with pytest.raises(

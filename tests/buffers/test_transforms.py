@@ -163,3 +163,23 @@ def test_transforms_see_the_marks_and_run_in_order(world: Any) -> None:
     assert torch.equal(sample["observation"], batch["observation"].repeat(2, 1) + 1)
     with pytest.raises(TypeError, match=r"must have forward\(td\) or be a function of td, got int"):
         buffer.append_transform(3)  # type: ignore[arg-type]
+
+
+def test_a_tuple_of_several_strings_is_ambiguous() -> None:
+    """("agents", "obs") may be one nested key or two keys: nothing is guessed."""
+    with pytest.raises(
+        ValueError, match=r"write \[\('agents', 'obs'\)\] for the nested key, \['agents', 'obs'\]"
+    ):
+        NextStateReconstructor(("agents", "obs"))
+    assert NextStateReconstructor([("agents", "obs")]).keys == [("agents", "obs")]
+    assert NextStateReconstructor(["agents", "obs"]).keys == ["agents", "obs"]
+    assert NextStateReconstructor(("observation",)).keys == ["observation"]
+    assert NextStateReconstructor((("agents", "obs"), "eye")).keys == [("agents", "obs"), "eye"]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_wide_unsigned_observations_are_filled(world: Any, dtype: torch.dtype) -> None:
+    batch = world.to_batch(world.episode(0, 0, 4)).exclude(("next", "observation"))
+    batch["observation"] = batch["observation"].to(dtype)
+    filled = NextStateReconstructor(fill_value=7)(batch)["next", "observation"]
+    assert filled.dtype == dtype and filled[:, 2].tolist() == [1, 2, 3, 7]

@@ -208,3 +208,16 @@ def test_what_join_cannot_join(batch):
         join([])
     with pytest.raises(ValueError, match=r"parts\[1\] must have batch size \[T\], got \[2, 7\]"):
         join([batch, batch.reshape(2, 7)])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_wide_unsigned_columns_are_padded_and_joined(dtype):
+    wide = torch.tensor([[torch.iinfo(dtype).max], [1], [2], [3]], dtype=dtype)
+    batch = ids_batch([4, 4, 9, 4], wide=wide)
+    padded = split_trajectories(batch)
+    assert padded["wide"].dtype == dtype
+    assert padded["wide"][..., 0].tolist() == [[torch.iinfo(dtype).max, 1], [2, 0], [3, 0]]
+    assert (join(padded) == batch).all()
+    assert (join(split_trajectories(batch, as_nested=True)) == batch).all()
+    with pytest.raises(TypeError, match=r"batch\['wide'\] is torch.uint\d+.*use as_nested=torch.jagged"):
+        split_trajectories(batch, as_nested=torch.strided)
