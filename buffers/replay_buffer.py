@@ -209,15 +209,21 @@ class ReplayBuffer:
             yield self.sample()
 
     def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> TensorDictBase:
-        """Stored rows by position in the storage (not by age), transformed but not marked."""
-        stored = len(self)
-        slots = torch.arange(stored)
+        """Stored rows by position in the storage (not by age), transformed but not marked.
+
+        Positions that a write under way, or one that failed, has given up are left out of slices; asked for one
+        by one they raise IndexError.
+        """
+        slots = torch.arange(min(self._ring.written, self._ring.capacity))
         try:
             slots = slots[index]
         except IndexError:
-            raise IndexError(f"index {index!r} is out of range: {stored} rows are stored") from None
-        asked = slots.reshape(-1)
-        draw, columns = self._read(lambda ring: _given(ring, asked, self.storage.compact_obs))
+            raise IndexError(f"index {index!r} is out of range: {len(self)} rows are stored") from None
+        listed = not isinstance(index, slice)
+        draw, columns = self._read(
+            lambda ring: _given(ring, slots.reshape(-1), listed, self.storage.compact_obs)
+        )
+        asked = draw.slots
         ends = torch.ones(len(asked), dtype=torch.bool)
         numbers = self._ring.numbers(asked, draw.stamp[0])
         ends[:-1] = numbers[1:] != numbers[:-1] + 1
@@ -310,8 +316,17 @@ def _slice_ends(draw: Draw) -> Tensor:
     return ends if draw.mask is None else ends | ~draw.mask
 
 
-def _given(ring: Ring, slots: Tensor, follow: bool) -> Draw:
+def _given(ring: Ring, slots: Tensor, listed: bool, follow: bool) -> Draw:
+    """The rows in ``slots``; those that may not be read are left out, or refused if ``listed`` one by one."""
     stamp = ring.stamp()
     ring.check_not_empty()
+    readable = ring.numbers(slots, ring.head) < ring.written
+    if not bool(readable.all()):
+        if listed:
+            raise IndexError(
+                f"position {int(slots[~readable][0])} holds no row: a write has given it up, and its new row is "
+                "not there yet"
+            )
+        slots = slots[readable]
     there = ring.follow(slots) if follow and isinstance(ring, TrajectoryIndex) else None
     return Draw(slots, follow=there, stamp=stamp)

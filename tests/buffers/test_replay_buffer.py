@@ -359,3 +359,32 @@ def test_a_padded_batch_is_refused_and_its_real_rows_are_not(world: Any, sampler
     other = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=4)
     other.extend(join(parts))
     assert bool((other[:] == batch).all())
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_rows_given_up_by_a_failed_write_are_not_read_by_position(
+    world: Any, compact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hole stands in mid-ring: buffer[:] holds the rows on both sides of it, and nothing of it."""
+    storage = LazyTensorStorage(10, compact_obs=compact)
+    buffer = ReplayBuffer(storage=storage, batch_size=4)
+    steps = world.episode(0, 0, 40)
+    for i in (0, 7):
+        buffer.extend(world.to_batch(steps[i : i + 7]))
+
+    def interrupt(slot: int, rows: Any) -> None:
+        storage._columns["observation"][slot : slot + 2] = -1
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(storage, "write", interrupt)
+        buffer.extend(world.to_batch(steps[14:18]))
+    rows = buffer[:]
+    assert rows["step_count"][:, 0].tolist() == [10, 11, 12, 13, 8, 9]
+    assert torch.equal(rows["next", "observation"], rows["observation"] + torch.tensor([0, 0, 1]))
+    assert buffer[-1]["step_count"].item() == 9
+    for hole in (4, [0, 5]):
+        with pytest.raises(IndexError, match=r"position [45] holds no row: a write has given it up"):
+            buffer[hole]
+    buffer.extend(world.to_batch(steps[14:18]))
+    assert buffer[:]["step_count"][:, 0].tolist() == [10, 11, 12, 13, 14, 15, 16, 17, 8, 9]
