@@ -1,9 +1,10 @@
 """What a collector is given: the checks that need no env, and the env itself."""
 
 import warnings
+from contextlib import ExitStack
 from typing import Any
 
-from flatroll.wrappers.markers import StepCounter, find_wrapper
+from flatroll.wrappers.markers import StepCounter, TrajId, find_wrapper
 
 
 def check_counts(frames: int, total: int, trajs: int | None, random: int, max_steps: int | None) -> None:
@@ -44,12 +45,27 @@ def check_ids(ids: bool, trajs: int | None, split: bool) -> None:
         raise ValueError("split_trajs=True needs track_traj_ids=True: pieces are told apart by their ids")
 
 
-def check_splitting(final_to_buffer: bool) -> None:
-    """Warn of padding; refuse it where final observations go along into a buffer."""
-    if final_to_buffer:
+def check_writer(writer: int, ids: bool, marker: TrajId | None) -> None:
+    """Refuse a writer number that would not come into the ids; ``marker`` is the TrajId in the env's stack."""
+    if isinstance(writer, bool) or not hasattr(writer, "__index__"):
+        raise TypeError(f"writer must be an integer, got {writer!r}")
+    if not writer:
+        return
+    if marker is not None and marker.writer != writer:
         raise ValueError(
-            "split_trajs=True cannot go with compact_obs=True and a replay_buffer: the final observations "
-            "belong to rows of the flat batch. Leave split_trajs out"
+            f"writer={writer} and a TrajId with writer={marker.writer} in the env's stack: give the TrajId "
+            f"writer={writer} instead"
+        )
+    if marker is None and not ids:
+        raise ValueError(f"writer={writer} needs track_traj_ids=True: it is a part of the trajectory ids")
+
+
+def check_splitting(to_buffer: bool) -> None:
+    """Warn of padding; refuse it on the way into a buffer."""
+    if to_buffer:
+        raise ValueError(
+            "split_trajs=True cannot go with a replay_buffer: buffers hold flat rows, and their samplers find the "
+            "trajectories in them. Leave split_trajs out"
         )
     warnings.warn(
         "split_trajs=True pads every trajectory to the longest of the batch and cuts them at its end; "
@@ -58,9 +74,14 @@ def check_splitting(final_to_buffer: bool) -> None:
     )
 
 
-def make_env(create_env_fn: Any, max_steps: int | None) -> Any:
-    """The env, or what the function (or class) makes, with a step limit; a TypeError for anything else."""
+def make_env(create_env_fn: Any, max_steps: int | None, undo: ExitStack) -> Any:
+    """The env, or what the function (or class) makes, with a step limit; a TypeError for anything else.
+
+    ``undo`` closes an env that was made here; one that the caller made is the caller's to close.
+    """
     env = _env(create_env_fn)
+    if env is not create_env_fn and hasattr(env, "close"):
+        undo.callback(env.close)
     if max_steps is None:
         return env
     if find_wrapper(env, StepCounter) is not None:

@@ -1,6 +1,7 @@
 """`Collector`: turns env steps into flat marked batches of an exact number of rows."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,8 @@ class Collector:
         init_random_frames: take random actions in the first so many rows, up to the end of the vector step
             that the last of them is in; the policy's other outputs are recorded as they are.
         reset_at_each_iter: reset the env before each batch that it is stepped for.
-        split_trajs: yield padded ``[n, T_max]`` batches with a mask. Discouraged: warns.
+        split_trajs: yield padded ``[n, T_max]`` batches with a mask. Discouraged: warns. Not with a
+            ``replay_buffer``.
         postproc: function of the batch; its result is yielded. `final` counts the rows before it.
         pre_collect_hook: called without arguments before each batch is collected.
         post_collect_hook: called with each batch before it is yielded; what it returns is ignored.
@@ -63,6 +65,8 @@ class Collector:
             gave it; 0 in steps that came without it.
         exploration_type: how probabilistic modules choose. Default: they sample.
         seed: seeds the env's first reset and the random actions.
+        writer: number of this collector in the trajectory ids, 0 to 2**23 - 1. Default 0. Give each collector that
+            writes into one buffer its own: equal ids would join their trajectories.
         progress: show a tqdm bar.
 
     Raises:
@@ -108,51 +112,57 @@ class Collector:
         info_keys: Sequence[str] = (),
         exploration_type: InteractionType | str = InteractionType.RANDOM,
         seed: int | None = None,
+        writer: int = 0,
         progress: bool = False,
     ) -> None:
         self._closed = True  # until the env is there
         self.final = None
         check_counts(frames_per_batch, total_frames, trajs_per_batch, init_random_frames, max_frames_per_traj)
         check_ids(track_traj_ids, trajs_per_batch, split_trajs)
+        if split_trajs:
+            check_splitting(replay_buffer is not None)
         self.frames_per_batch = frames_per_batch
         self.total_frames = total_frames
         self.policy = policy
-        env = make_env(create_env_fn, max_frames_per_traj)
-        self._runner = runner = Runner(env, info_keys=info_keys, track_traj_ids=track_traj_ids)
-        self._compact = compact_obs or runner.asks_compact
-        if split_trajs:
-            check_splitting(self._compact and replay_buffer is not None)
-        if env_device is not None and torch.device(env_device).type != runner.device.type:
-            raise ValueError(
-                f"env_device={str(env_device)!r}, but the env's arrays are on {runner.device}: move the env, or "
-                "wrap it with as_vector_env(env, framework='torch', device=...)"
+        self._exploration = InteractionType(exploration_type)
+        with ExitStack() as undo:
+            env = make_env(create_env_fn, max_frames_per_traj, undo)
+            self._runner = runner = Runner(
+                env, info_keys=info_keys, track_traj_ids=track_traj_ids, writer=writer
             )
+            self._compact = compact_obs or runner.asks_compact
+            if env_device is not None and torch.device(env_device).type != runner.device.type:
+                raise ValueError(
+                    f"env_device={str(env_device)!r}, but the env's arrays are on {runner.device}: move the env, "
+                    "or wrap it with as_vector_env(env, framework='torch', device=...)"
+                )
+            runner.start(
+                policy,
+                -(-frames_per_batch // runner.num_envs),
+                device=policy_device or device,
+                seed=seed,
+                blocking=not no_cuda_sync,
+                recurrent=auto_register_policy_transforms is not False,
+            )
+            target = storing_device or device
+            storing = None if target is None else torch.device(target)
+            undo.pop_all()
         self.env = runner.env
         self._closed = False
-        runner.start(
-            policy,
-            -(-frames_per_batch // runner.num_envs),
-            device=policy_device or device,
-            seed=seed,
-            blocking=not no_cuda_sync,
-            recurrent=auto_register_policy_transforms is not False,
-        )
         self._joiner = TrajectoryJoiner(trajs_per_batch, runner.keys.traj) if trajs_per_batch else None
         self._random_frames = init_random_frames
         self._reset_each = reset_at_each_iter
         self._pre_hook = pre_collect_hook
-        target = storing_device or device
         self._delivery = Delivery(
             runner.keys,
             set_truncated,
-            None if target is None else torch.device(target),
+            storing,
             not no_cuda_sync,
             split_trajs,
             postproc,
             post_collect_hook,
             replay_buffer,
         )
-        self._exploration = InteractionType(exploration_type)
         self._seed = seed
         self._progress = progress
         self._bar: Progress | None = None
@@ -282,7 +292,9 @@ class Collector:
         self._frames += self.frames_per_batch
         if self._progress:
             if self._bar is None:
-                self._bar = Progress(self.total_frames, self._frames - self.frames_per_batch)
+                self._bar = Progress(
+                    self.total_frames, self._frames - self.frames_per_batch, self._runner.keys.returns
+                )
             self._bar.show(made[0])
         return made
 

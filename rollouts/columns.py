@@ -23,7 +23,7 @@ from flatroll.layout.keys import (
 from flatroll.rollouts.window import DEAD
 from flatroll.wrappers.arrays import Array
 from flatroll.wrappers.compact import CompactObs, NextObservationDelta
-from flatroll.wrappers.markers import InitTracker, MarkerWrapper, StepCounter, TrajId
+from flatroll.wrappers.markers import InitTracker, MarkerWrapper, RewardSum, StepCounter, TrajId
 from flatroll.wrappers.sources import layers
 from flatroll.wrappers.spaces import observation_leaves
 
@@ -40,6 +40,8 @@ class ColumnKeys:
         infos: the entries of ``info`` to store.
         deltas: the observation keys that a NextObservationDelta treats, in ``delta_dtype``.
         has_ids: whether there are trajectory ids.
+        returns: where a RewardSum's returns stand, or None.
+        float32: the columns that are float32 whatever a wrapper makes of them.
         states: the recurrent states of the policy, once there is one.
 
     Raises:
@@ -60,6 +62,8 @@ class ColumnKeys:
         self.counts = [m.key for m in plain if isinstance(m, StepCounter)]
         self.traj: NestedKey = next((m.key for m in plain if isinstance(m, TrajId)), TRAJ_IDS)
         self.init: NestedKey = next((m.key for m in plain if isinstance(m, InitTracker)), IS_INIT)
+        self.returns = next((next_key(m.key) for m in plain if isinstance(m, RewardSum)), None)
+        self.float32: set[NestedKey] = {REWARD} if self.returns is None else {REWARD, self.returns}
         delta = next((m for m in markers if isinstance(m, NextObservationDelta)), None)
         self.deltas: list[NestedKey] = [] if delta is None else delta.keys
         self.delta_dtype = torch.float16 if delta is None else delta.delta_dtype

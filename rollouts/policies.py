@@ -8,7 +8,7 @@ from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from flatroll.layout.keys import ACTION, NEXT, NestedKey, as_tuple
+from flatroll.layout.keys import ACTION, NEXT, NestedKey, as_tuple, next_key
 from flatroll.rollouts.columns import plain_key
 
 Columns = dict[NestedKey, Tensor]
@@ -95,6 +95,9 @@ class ModulePolicy:
         env_device: where the env's arrays live, and so the columns.
         blocking: wait for copies between devices.
         recurrent: read the recurrent states it declares (``make_tensordict_primer``).
+
+    Raises:
+        ValueError: the module declares a state and does not write its ``("next", key)``.
     """
 
     def __init__(
@@ -121,6 +124,13 @@ class ModulePolicy:
             for key in dict.fromkeys(policy.out_keys)
             if as_tuple(key)[0] != ACTION and not as_tuple(key)[-1].startswith("_")
         ]
+        for key in self.defaults:
+            if next_key(key) not in map(as_tuple, self.writes):
+                raise ValueError(
+                    f"the policy declares the recurrent state {key!r} (make_tensordict_primer) but does not keep "
+                    f"{next_key(key)!r} among its out_keys {list(policy.out_keys)}: it would forget at every step. "
+                    f"Keep it: select_out_keys(..., {next_key(key)!r}); names that begin with '_' are not kept"
+                )
         self._written: list[NestedKey] | None = None  # those of them that it does write
 
     def __call__(self, columns: Callable[[], Columns], obs: Any) -> tuple[Any, Columns]:

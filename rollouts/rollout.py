@@ -17,6 +17,7 @@ def rollout(
     num_steps: int = 100,
     *,
     seed: int | None = None,
+    writer: int = 0,
     info_keys: Sequence[str] = (),
     policy_device: torch.device | str | None = None,
     exploration_type: InteractionType | str = InteractionType.RANDOM,
@@ -32,6 +33,8 @@ def rollout(
         policy: a tensordict module, a callable from observation to action, or None for random actions.
         num_steps: transitions of each row, at least 1. Default 100.
         seed: seeds the env's reset and the random actions. Default None: neither.
+        writer: number of this writer in the trajectory ids, 0 to 2**23 - 1. Default 0. Whatever writes into one
+            buffer needs numbers of its own.
         info_keys: entries of ``info`` to store.
         policy_device: where the policy wants its input. Default: where the env's arrays are.
         exploration_type: how probabilistic modules choose. Default: they sample.
@@ -47,7 +50,7 @@ def rollout(
     """
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}")
-    runner = Runner(env, info_keys=info_keys)
+    runner = Runner(env, info_keys=info_keys, writer=writer)
     runner.start(policy, num_steps, device=policy_device, seed=seed)
     missing = num_steps
     with torch.no_grad(), set_interaction_type(exploration_type):

@@ -11,14 +11,15 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flatroll.layout.keys import ACTION, NEXT_KNOWN, REWARD, TERMINATED, TRUNCATED, next_key
+from flatroll.rollouts.arguments import check_writer
 from flatroll.rollouts.columns import ColumnKeys, tree_leaves
 from flatroll.rollouts.flat import FlatLayout
 from flatroll.rollouts.policies import Act, Columns, as_act, state_key
 from flatroll.rollouts.random_actions import RandomPolicy
 from flatroll.rollouts.window import DEAD, Window
 from flatroll.wrappers.adapt import as_vector_env, find_stream
-from flatroll.wrappers.arrays import Array, Tree, leaf_at, map_tree, select, to_torch
-from flatroll.wrappers.compact import CompactObs, true_next
+from flatroll.wrappers.arrays import Array, Tree, fill_rows, leaf_at, map_tree, own, select, to_torch
+from flatroll.wrappers.compact import CompactObs, final_of, true_next
 from flatroll.wrappers.markers import InitTracker, MarkerWrapper, TrajId, find_wrapper
 from flatroll.wrappers.sources import layers
 from flatroll.wrappers.spaces import ActionCheck
@@ -34,7 +35,7 @@ class Runner:
         info_keys: entries of ``info`` to store: ``key`` as it came with the observation, ``("next", key)`` as
             it came with the step.
         track_traj_ids: whether to add TrajId.
-        writer: the number of this writer, for ids that are unique over processes.
+        writer: the number of this writer, for ids that are unique over all that write into one buffer.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Runner:
         env = as_vector_env(env)
         if find_wrapper(env, InitTracker) is None:
             env = InitTracker(env)
+        check_writer(writer, track_traj_ids, find_wrapper(env, TrajId))
         if track_traj_ids and find_wrapper(env, TrajId) is None:
             env = TrajId(env, writer=writer)
         stream = find_stream(env)
@@ -68,7 +70,7 @@ class Runner:
         self._on_host = stream.capabilities.framework == "numpy"
         self._dense_finals = self._keeps_finals and not self._on_host
         self.layout = FlatLayout(self.keys, self.num_envs, self.device, self._dense_finals)
-        self.window = Window(self.num_envs, 1)
+        self.window = self._new_window(1)
         self.states: Columns = {}
         self._defaults: Columns = {}
         self._obs: Tree = None
@@ -117,7 +119,7 @@ class Runner:
                 for key, value in act.defaults.items()
             }
         self.states = dict(self._defaults)
-        self.window, self._steps = Window(self.num_envs, steps), steps
+        self.window, self._steps = self._new_window(steps), steps
 
     def reset(self, seed: int | None = None) -> None:
         """Reset the env: every open trajectory is cut here."""
@@ -131,6 +133,9 @@ class Runner:
                 window.put_final(key, envs, values, step=window.steps - 1)
         self._obs, self._info = self.env.reset(seed=seed)
 
+    def _new_window(self, steps: int) -> Window:
+        return Window(self.num_envs, steps, self.keys.float32)
+
     @property
     def started(self) -> bool:
         """Whether the env has been reset."""
@@ -138,7 +143,7 @@ class Runner:
 
     def forget(self) -> None:
         """Drop what waits in the window; the next step needs a reset first."""
-        self.window = Window(self.num_envs, self._steps)
+        self.window = self._new_window(self._steps)
         self._infos_seen.clear()
         self._obs = None
 
@@ -216,10 +221,10 @@ class Runner:
             following = true_next(obs, info, stream)
             for key, path in self._leaves:
                 window.put(next_key(key), leaf_at(following, path))
-        elif stream.any_ended and "final_obs" in info:
+        elif stream.any_ended and (final := final_of(info, stream)) is not None:
             envs = np.flatnonzero(stream.ended)
             for key, path in self._leaves:
-                window.put_final(key, envs, leaf_at(info["final_obs"], path)[envs])
+                window.put_final(key, envs, leaf_at(final, path)[envs])
 
     def _record_infos(self, info: dict[str, Any]) -> None:
         """Entries of the step just made; Gymnasium moves those of ended SAME_STEP rows to ``final_info``."""
@@ -230,11 +235,16 @@ class Runner:
             if isinstance(final, dict) and name in final:
                 last = self._array(final[name])
                 value = last if value is None else select(self.stream.ended, last, value)
+            elif final is not None and value is not None and value.shape[:1] == (self.num_envs,):
+                value = fill_rows(
+                    own(value), self.stream.ended, False
+                )  # it belongs to the next episode's reset
             window.put_loose(next_key(name), value)
             if value is not None and name not in self._infos_seen:
                 self._infos_seen.add(name)
                 if name not in window.columns:  # it came with no observation yet: all batches have both
-                    window.put_loose(name, value * 0)
+                    zeros = torch.zeros_like(value) if isinstance(value, Tensor) else np.zeros_like(value)
+                    window.put_loose(name, zeros)
 
     def _array(self, value: Any) -> Array | None:
         """An entry of ``info`` where the env's arrays are."""

@@ -4,7 +4,7 @@ Every column is one array ``[steps, E, ...]`` written in place, one row for each
 joined or sorted while stepping; `Window.rows` and `Window.gather` do it once for each batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,13 +24,15 @@ class Window:
     Args:
         num_envs: E.
         steps: how many vector steps to have room for at first (one more is kept, for what follows the last).
+        float32: columns that are float32 whatever numbers come.
     """
 
-    def __init__(self, num_envs: int, steps: int) -> None:
+    def __init__(self, num_envs: int, steps: int, float32: Collection[NestedKey] = ()) -> None:
         self.num_envs = num_envs
         self.steps = 0
         self.columns: dict[NestedKey, Array] = {}
         self._room = steps + 2
+        self._float32 = float32
         #: Next observations that the next step does not hold, on the host: key -> (cell numbers, values).
         self._finals: dict[NestedKey, list[tuple[Array, Array]]] = {}
         #: Cells of step 0 that an earlier batch has taken: all envs below this number.
@@ -169,6 +171,8 @@ class Window:
             )
         shape = (self._room, *value.shape)
         column: Any
+        if key in self._float32:  # later rows are cast as they are written
+            value = value.float() if isinstance(value, Tensor) else value.astype(np.float32)
         if isinstance(value, Tensor):
             column = torch.zeros(shape, dtype=value.dtype, device=value.device)
         else:

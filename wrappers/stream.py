@@ -314,9 +314,15 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 def _restarted_info(info: dict[str, Any], reset_info: dict[str, Any], rows: Array) -> dict[str, Any]:
     """Gymnasium's SAME_STEP info: in the restarted rows the reset's entries, the step's in ``final_info``.
 
-    A restarted row of an entry that only steps give is empty (0, False or None), as Gymnasium leaves it.
+    A restarted row of an entry that only steps give is empty (0, False or None), as Gymnasium leaves it. Rows
+    that the env itself restarted in this step keep what it put into ``final_info`` for them.
     """
-    merged = {**info, "final_info": info, "_final_info": rows}
+    known = info.get("_final_info")
+    merged = {
+        **info,
+        "final_info": _final_info(info, rows),
+        "_final_info": rows if known is None else rows | known,
+    }
     for key, value in info.items():
         if key not in reset_info and isinstance(value, np.ndarray | Tensor) and value.shape[:1] == rows.shape:
             merged[key] = fill_rows(own(value), rows, None if value.dtype == object else False)
@@ -325,3 +331,27 @@ def _restarted_info(info: dict[str, Any], reset_info: dict[str, Any], rows: Arra
         array = isinstance(value, np.ndarray | Tensor) and isinstance(old, np.ndarray | Tensor)
         merged[key] = select(rows, value, old) if array and old.shape == value.shape else value
     return merged
+
+
+def _final_info(info: dict[str, Any], rows: Array) -> dict[str, Any]:
+    """The step's entries in ``rows``, and in the others those of the env's own ``final_info``, if it made one."""
+    native = info.get("final_info")
+    if not isinstance(native, dict):
+        return info
+    final = dict(native)
+    for key, value in info.items():
+        if key in ("final_info", "_final_info"):
+            continue
+        if not isinstance(value, np.ndarray | Tensor) or value.shape[:1] != rows.shape:
+            final.setdefault(key, value)
+            continue
+        old: Any = native.get(key)
+        if isinstance(old, np.ndarray | Tensor) and old.shape == value.shape:
+            final[key] = select(rows, value, old)
+        else:
+            final[key] = fill_rows(own(value), ~rows, None if value.dtype == object else False)
+    for key in native.keys() - info.keys():
+        old = native[key]
+        if isinstance(old, np.ndarray | Tensor) and old.shape[:1] == rows.shape:
+            final[key] = fill_rows(own(old), rows, None if old.dtype == object else False)
+    return final
