@@ -127,12 +127,20 @@ def _source(
         mode = mode or _declared(env)
         return TorchSource(env, mode, device, own_buffers), mode
     if isinstance(env, gymnasium.Env):
-        vector = SyncVectorEnv([lambda: env], autoreset_mode=AutoresetMode.DISABLED)
-        return GymSource(vector, AutoresetMode.DISABLED, own_buffers), AutoresetMode.DISABLED
+        vector = _OneEnv([lambda: env], autoreset_mode=AutoresetMode.DISABLED)
+        # Its arrays are copies already, as those of any SyncVectorEnv are.
+        return GymSource(vector, AutoresetMode.DISABLED, own_buffers is True), AutoresetMode.DISABLED
     raise TypeError(
         "env must be a gymnasium.Env, a gymnasium.vector.VectorEnv, an envpool or a torch env with num_envs, "
         f"reset and step, got {type(env).__name__}" + (": call the factory first" if callable(env) else "")
     )
+
+
+class _OneEnv(SyncVectorEnv):
+    """A single env as a vector env of one."""
+
+    def __del__(self) -> None:
+        """Before 1.3 Gymnasium closes a dropped vector env; this one's env is the caller's."""
 
 
 def _without_checkers(env: gymnasium.Wrapper[Any, Any, Any, Any]) -> Any:

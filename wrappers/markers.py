@@ -47,6 +47,9 @@ class MarkerWrapper(VectorWrapper):
         self.key = key
         self.info_name = as_tuple(key)[-1]
 
+    def __del__(self) -> None:
+        """Before 1.3 Gymnasium closes a dropped wrapper's env, which is the caller's."""
+
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Tree, dict[str, Any]]:

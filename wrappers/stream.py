@@ -221,6 +221,9 @@ class VectorStream(VectorEnv[Any, Any, Any]):
     def close_extras(self, **kwargs: Any) -> None:
         self.source.close()
 
+    def __del__(self) -> None:
+        """Before 1.3 Gymnasium closes a dropped vector env; what this one adapts is the caller's."""
+
     def _restart(
         self, obs: Tree, info: dict[str, Any], ended: Array, resets: Array | None
     ) -> tuple[Tree, dict[str, Any]]:

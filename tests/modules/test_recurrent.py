@@ -387,8 +387,7 @@ def test_renamed_and_nested_keys():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_features_and_final_states_as_torchrl(kind):
-    import torchrl.modules as peers
-
+    peers = pytest.importorskip("torchrl.modules")
     module = module_of(kind, torch.float32, num_layers=2)
     peer = getattr(peers, kind.__name__)(IN, HIDDEN, 2, in_key="observation", out_key="features")
     peer.load_state_dict(module.state_dict())

@@ -1,5 +1,6 @@
 """as_vector_env: one contract and one stream of transitions, whatever env goes in."""
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -256,6 +257,21 @@ def test_batches_kept_in_a_list_stay_unchanged(adapted: Any) -> None:
         kept += new
         were += [copied(array) for array in new]
     assert all(np.array_equal(copied(a), b) for a, b in zip(kept, were, strict=True))
+
+
+def test_a_dropped_adapter_leaves_the_env_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    monkeypatch.setattr(ScriptedEnv, "close", lambda env: closed.append(env.index))
+    single, vector = ScriptedEnv(script(), 1), make_scripted(script())
+    for env in (single, vector):
+        stack: Any = InitTracker(env)
+        stack.reset()
+        del stack
+        gc.collect()
+    assert closed == []
+    InitTracker(single).close()
+    as_vector_env(vector).close()
+    assert closed == [1, 0, 1]
 
 
 def test_an_adapted_env_comes_back_as_it_is() -> None:
