@@ -13,7 +13,19 @@ ROOT = Path(__file__).parents[2]
 def test_the_demo_prints_its_tables_and_saves_its_pictures(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = ["--frames", "1024", "--num-envs", "8", "--steps", "64", "--hidden", "8", "--epochs", "1", "--quiet"]
+    small = [
+        "--frames",
+        "1024",
+        "--num-envs",
+        "8",
+        "--steps",
+        "64",
+        "--hidden",
+        "8",
+        "--epochs",
+        "1",
+        "--quiet",
+    ]
     code = recurrent_ppo.main([*small, *arguments, "--out", str(tmp_path)])
     assert code == (0 if arguments else 1)  # 1,024 frames do not reach the target
     printed = capsys.readouterr().out
@@ -27,7 +39,18 @@ def test_the_demo_prints_its_tables_and_saves_its_pictures(
 
 def test_the_demo_runs_on_envpool(tmp_path: Path) -> None:
     pytest.importorskip("envpool")
-    small = ["--env", "envpool:CartPole-v1", "--frames", "256", "--num-envs", "4", "--steps", "64", "--hidden", "8"]
+    small = [
+        "--env",
+        "envpool:CartPole-v1",
+        "--frames",
+        "256",
+        "--num-envs",
+        "4",
+        "--steps",
+        "64",
+        "--hidden",
+        "8",
+    ]
     assert recurrent_ppo.main([*small, "--quiet", "--out", str(tmp_path)]) == 1
 
 
