@@ -116,6 +116,17 @@ def test_envs_in_processes(mode: Any, options: dict[str, bool]) -> None:
     assert [rows_of(batch, "dict") for batch in batches] == table(script(), mode, 10, 3)
 
 
+@pytest.mark.parametrize("kind", ["float32", "uint8"])
+@pytest.mark.parametrize("mode", MODES)
+def test_envs_in_processes_of_other_kinds(mode: Any, kind: Any) -> None:
+    """Each env of the modes that allow it writes all its observations into one array."""
+    env = make_scripted(
+        script(obs=kind), backend="async", autoreset_mode=mode, reuse_buffer=mode != "SameStep"
+    )
+    batches = collect(StepCounter(env), 10, 3)
+    assert [rows_of(batch, kind) for batch in batches] == table(script(), mode, 10, 3)
+
+
 @pytest.mark.parametrize("final_obs", ["dense", "ids"])
 @pytest.mark.parametrize("kind", ["float32", "uint8", "dict"])
 def test_torch_envs(kind: Any, final_obs: Any) -> None:
