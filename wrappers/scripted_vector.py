@@ -145,8 +145,8 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
 def row(tree: Any, i: int) -> Any:
     """Row ``i`` of every leaf of a batched observation.
 
-    >>> row({"a": np.arange(3), "b": (np.arange(3) + 5,)}, 1)
-    {'a': np.int64(1), 'b': (np.int64(6),)}
+    >>> row({"a": np.arange(4).reshape(2, 2), "b": (np.eye(2),)}, 1)
+    {'a': array([2, 3]), 'b': (array([0., 1.]),)}
     """
     if isinstance(tree, dict):
         return {name: row(leaf, i) for name, leaf in tree.items()}
