@@ -61,17 +61,14 @@ class GymSource:
         gymnasiums_own = all(type(layer).__module__.startswith("gymnasium.") for layer in layers(env))
         fresh = gymnasiums_own and getattr(base, "copy", True) is not False
         self._copies = not fresh if own_buffers == "auto" else bool(own_buffers)
-        self._checks_reuse = mode is AutoresetMode.SAME_STEP and isinstance(
-            base, (SyncVectorEnv, AsyncVectorEnv)
-        )
-        self._checks_reuse &= own_buffers == "auto"
+        known_base = isinstance(base, (SyncVectorEnv, AsyncVectorEnv))
+        self._checks_reuse = mode is AutoresetMode.SAME_STEP and known_base and own_buffers == "auto"
         self._proven = np.zeros(self.num_envs, dtype=bool)
         # A worker of AsyncVectorEnv(shared_memory=False) keeps its pending autoreset through a reset, and
         # resets once more at the next step.
         self._flush = isinstance(base, AsyncVectorEnv) and not base.shared_memory
         self._pending = np.zeros(self.num_envs, dtype=bool)
         self._mode = mode
-        known_base = isinstance(base, (SyncVectorEnv, AsyncVectorEnv))
         partial = known_base or mode is AutoresetMode.DISABLED
         self.capabilities = Capabilities(
             torch.device("cpu"),
@@ -237,9 +234,7 @@ class EnvPoolSource:
         if not (isinstance(actions, np.ndarray) and actions.flags.c_contiguous):
             actions = map_tree(np.ascontiguousarray, actions)
         obs, reward, terminated, truncated, info = self.env.step(actions)
-        if self._casts:
-            obs = _cast_discrete(obs, self.single_observation_space)
-        self._last = obs
+        self._last = obs = self._cast(obs)
         return obs, reward, terminated, truncated, info
 
     def final_obs(self, info: dict[str, Any], obs: Tree, done: Array) -> Tree | None:

@@ -211,7 +211,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         if self._next_step:
             self.first, self.any_first = self.ended, self.any_ended
             self.ended = ended
-            self.any_ended = bool(np.count_nonzero(ended)) if self._on_host else None
+            self.any_ended = self._any(ended)
         else:
             self.first, self.ended = own(ended), ended
             self.any_first = self.any_ended = self._any(ended)
@@ -328,12 +328,17 @@ def _restarted_info(info: dict[str, Any], reset_info: dict[str, Any], rows: Arra
     }
     for key, value in info.items():
         if key not in reset_info and isinstance(value, np.ndarray | Tensor) and value.shape[:1] == rows.shape:
-            merged[key] = fill_rows(own(value), rows, None if value.dtype == object else False)
+            merged[key] = _emptied(value, rows)
     for key, value in reset_info.items():
         old: Any = info.get(key)
         array = isinstance(value, np.ndarray | Tensor) and isinstance(old, np.ndarray | Tensor)
         merged[key] = select(rows, value, old) if array and old.shape == value.shape else value
     return merged
+
+
+def _emptied(entry: Array, rows: Array) -> Array:
+    """A copy of an entry of ``info`` with nothing in the given rows (0, False or None)."""
+    return fill_rows(own(entry), rows, None if entry.dtype == object else False)
 
 
 def _final_info(info: dict[str, Any], rows: Array) -> dict[str, Any]:
@@ -352,9 +357,9 @@ def _final_info(info: dict[str, Any], rows: Array) -> dict[str, Any]:
         if isinstance(old, np.ndarray | Tensor) and old.shape == value.shape:
             final[key] = select(rows, value, old)
         else:
-            final[key] = fill_rows(own(value), ~rows, None if value.dtype == object else False)
+            final[key] = _emptied(value, ~rows)
     for key in native.keys() - info.keys():
         old = native[key]
         if isinstance(old, np.ndarray | Tensor) and old.shape[:1] == rows.shape:
-            final[key] = fill_rows(own(old), rows, None if old.dtype == object else False)
+            final[key] = _emptied(old, rows)
     return final
