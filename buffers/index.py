@@ -266,6 +266,16 @@ class TrajectoryIndex(Ring):
         """Slot of the row that follows each of ``slots`` in its trajectory, -1 where none is stored; int64."""
         return self.follow(slots).slots
 
+    def ahead(self, slots: Tensor, n: int) -> Tensor:
+        """Slots of the rows in ``slots`` (int64 ``[N]``, stored ones) and of the rows after each; int64 ``[N, n]``.
+
+        Column 0 is ``slots``, column j the row j steps later in the same trajectory, -1 where none is stored.
+        """
+        asked = np.ascontiguousarray(slots.numpy(force=True))
+        ahead = np.empty((len(asked), n), np.int64)
+        self._kernels.ahead_rows(self._state, self.capacity, self._fragments, asked, ahead)
+        return torch.from_numpy(ahead)
+
     def rows_of(self, traj: int) -> Tensor:
         """Slots of the stored rows of trajectory ``traj`` in time order, int64; one after another if the id was
         used for several trajectories. Without ids, trajectories are numbered as they begin.

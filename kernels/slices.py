@@ -427,25 +427,58 @@ def draw(
 
 
 @compiled()
+def _fragment_of(state: Records, fragments: Records, row: Int) -> Int:
+    """Number of the fragment that holds the live row number ``row``."""
+    mask = len(fragments) - 1
+    low, high = state[0].first, state[0].end
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fragments[middle & mask].first <= row:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@compiled()
 def follow_rows(
     state: Records, capacity: Int, fragments: Records, slots: Array, follow: Array, patch: Array
 ) -> Int:
     """As :func:`draw` does for slices: the slot after each of ``slots``, any rows in any order; patches."""
-    mask = len(fragments) - 1
     head = state[0].head
     base, patched = head - head % capacity, 0
     for i in range(len(slots)):
         row = head + (slots[i] - head) % capacity
-        low, high = state[0].first, state[0].end
-        while high - low > 1:
-            middle = (low + high) // 2
-            if fragments[middle & mask].first <= row:
-                low = middle
-            else:
-                high = middle
-        stop = _stop(state, fragments, low)
-        patched = _after(fragments, capacity, base, low, row + 1, stop, i, follow, patch, patched)
+        number = _fragment_of(state, fragments, row)
+        stop = _stop(state, fragments, number)
+        patched = _after(fragments, capacity, base, number, row + 1, stop, i, follow, patch, patched)
     return patched
+
+
+@compiled()
+def ahead_rows(state: Records, capacity: Int, fragments: Records, slots: Array, ahead: Array) -> None:
+    """Write the slots of the row in ``slots[i]`` and of the rows after it in its trajectory to ``ahead[i]``.
+
+    -1 from where no row is stored on.
+    """
+    mask = len(fragments) - 1
+    head = state[0].head
+    base = head - head % capacity
+    for i in range(len(slots)):
+        row = head + (slots[i] - head) % capacity
+        number = _fragment_of(state, fragments, row)
+        stop = _stop(state, fragments, number)
+        for j in range(ahead.shape[1]):
+            if row == stop:
+                distance = fragments[number & mask].next
+                if distance == 0:
+                    ahead[i, j:] = -1
+                    break
+                number += distance
+                row = fragments[number & mask].first
+                stop = _stop(state, fragments, number)
+            ahead[i, j] = _slot(row, base, capacity)
+            row += 1
 
 
 @compiled()
