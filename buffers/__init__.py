@@ -2,17 +2,25 @@
 
 from flatroll.buffers.index import TrajectoryIndex
 from flatroll.buffers.replay_buffer import ReplayBuffer
-from flatroll.buffers.samplers import RandomSampler, SliceSampler
-from flatroll.buffers.storages import LazyTensorStorage
+from flatroll.buffers.samplers import RandomSampler, Sampler, SliceSampler
+from flatroll.buffers.storage import ListStorage, Storage
+from flatroll.buffers.storages import LazyTensorStorage, TensorStorage
 from flatroll.buffers.transforms import NextStateReconstructor
+from flatroll.buffers.writers import RoundRobinWriter, Writer
 from flatroll.layout.delta import NextObservationDelta
 
 __all__ = [
     "LazyTensorStorage",
+    "ListStorage",
     "NextObservationDelta",
     "NextStateReconstructor",
     "RandomSampler",
     "ReplayBuffer",
+    "RoundRobinWriter",
+    "Sampler",
     "SliceSampler",
+    "Storage",
+    "TensorStorage",
     "TrajectoryIndex",
+    "Writer",
 ]

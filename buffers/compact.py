@@ -1,19 +1,18 @@
 """Next observations without a second copy: which ones no later row holds, and where they are kept (DESIGN M3)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from flatroll.buffers.columns import After, Column, Columns
 from flatroll.buffers.index import TrajectoryIndex
 from flatroll.buffers.ring import Array, Follow
 from flatroll.buffers.runs import Runs
 from flatroll.layout.delta import signed
 from flatroll.layout.keys import NEXT, NEXT_KNOWN, NestedKey, as_tuple, next_key
-
-Columns = dict[NestedKey, Tensor]
 
 #: Entries under "next" that are facts about the step, not the state after it.
 _OF_THE_STEP = {"reward", "done", "terminated", "truncated"}
@@ -31,13 +30,6 @@ def differ(left: Tensor, right: Tensor) -> Tensor:
     word = _WORDS[left.element_size()]
     different = left.view(word).ne(right.view(word))
     return different if different.ndim == 1 else different.flatten(1).any(1)
-
-
-def take_rows(column: Tensor, slots: Tensor) -> Tensor:
-    """``column.index_select(0, slots)``; a column ``[N, 1]`` is read flat, which torch does in half the time."""
-    if column.ndim == 2 and column.shape[1] == 1:
-        return column.view(-1).index_select(0, slots).unsqueeze_(-1)
-    return column.index_select(0, slots)
 
 
 def state_pairs(columns: Columns) -> list[NestedKey]:
@@ -143,12 +135,16 @@ class NextPool:
 
     def __init__(self, pairs: list[NestedKey]) -> None:
         self.pairs = pairs
-        self._entries: Columns = {}
+        self.entries: dict[NestedKey, Column] = {}
+
+    def allocate(self, columns: Mapping[NestedKey, Column]) -> None:
+        """Take the kinds of the storage's ``columns``; the pool starts empty."""
+        self.entries = {key: columns[key].pool() for key in self.pairs}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the pool, free entries included."""
-        return sum(e.numel() * e.element_size() for e in self._entries.values())
+        return sum(column.nbytes for column in self.entries.values())
 
     def cuts(self, columns: Columns, row: Tensor | None) -> Tensor:
         """Rows whose next observation is not the observation of the row after; bool ``[N]``."""
@@ -178,6 +174,7 @@ class NextPool:
         before: Array,
         heads: Mapping[NestedKey, Tensor],
         tails: Columns,
+        first: int,
     ) -> tuple[Array, Array]:
         """Keep what no row will hold; (pool entry per fragment or -1, chains whose last entry is now spare).
 
@@ -187,56 +184,57 @@ class NextPool:
             before: what each continues (`TrajectoryIndex.link`).
             heads: columns of the batch, by root key.
             tails: next observation of each fragment's last row, by root key.
+            first: number of the batch's first row, whose columns are stored already.
         """
         keep = np.ones(len(runs.firsts), np.bool_)
         inner = np.flatnonzero(before < -1)
         if len(inner):
             earlier = -2 - before[inner]
-            agree = self._agree(tails, earlier, heads, runs.firsts[inner])
+            there = torch.from_numpy(earlier)
+            agree = self._agree(lambda key: _pick(tails[key], there), heads, runs.firsts[inner])
             keep[earlier[agree]] = False
         outer = np.flatnonzero(before >= 0)
         chains = before[outer]
         if len(outer):
-            entries = index.tail_entries(chains)
-            chains = chains[self._agree(self._entries, entries, heads, runs.firsts[outer])]
+            entries = torch.from_numpy(index.tail_entries(chains))
+            agree = self._agree(lambda key: self._taken(key, entries), heads, runs.firsts[outer])
+            chains = chains[agree]
         kept = np.flatnonzero(keep)
         pool = np.full(len(keep), -1)
         pool[kept] = index.take(len(kept))
-        self._write(index.pool_size, pool[kept], kept, tails)
+        self._write(index.pool_size, pool[kept], kept, tails, (first + runs.lasts[kept]) % index.capacity)
         return pool, chains
 
-    def read(self, key: NestedKey, column: Tensor, follow: Follow) -> Tensor:
-        """Next observations ``("next", key)`` of drawn rows, given the stored ``column`` of ``key``."""
-        later = take_rows(column, follow.slots.clamp(min=0).to(column.device))
+    def read(self, key: NestedKey, column: Column, follow: Follow) -> Tensor:
+        """Next observations ``("next", key)`` of drawn rows, given the storage's ``column`` of ``key``."""
+        later = column.take(follow.slots.clamp(min=0))
         if follow.patch.shape[1]:
-            at, entries = follow.patch.to(column.device)
-            signed(later).index_copy_(0, at, signed(self._entries[key]).index_select(0, entries))
+            at, entries = follow.patch
+            signed(later).index_copy_(0, at.to(later.device), signed(self._taken(key, entries)))
         return later
 
-    def _agree(self, tails: Columns, at: Array, heads: Mapping[NestedKey, Tensor], firsts: Array) -> Array:
-        """Where the next observations ``tails[at]`` are those of the rows ``heads[firsts]``; bool."""
+    def _taken(self, key: NestedKey, entries: Tensor) -> Tensor:
+        return self.entries[key].take(entries)
+
+    def _agree(
+        self, tails: Callable[[NestedKey], Tensor], heads: Mapping[NestedKey, Tensor], firsts: Array
+    ) -> Array:
+        """Where the next observations ``tails(key)`` are those of the rows ``heads[key][firsts]``; bool."""
         device = heads[self.pairs[0]].device
-        here, there = torch.from_numpy(firsts).to(device), torch.from_numpy(at)
-        wrong = torch.zeros(len(at), dtype=torch.bool, device=device)
+        here = torch.from_numpy(firsts).to(device)
+        wrong = torch.zeros(len(firsts), dtype=torch.bool, device=device)
         for key in self.pairs:
-            tail = tails[key].index_select(0, there.to(tails[key].device)).to(device)
-            wrong.logical_or_(differ(tail, heads[key].index_select(0, here)))
+            wrong.logical_or_(differ(tails(key).to(device), heads[key].index_select(0, here)))
         agree: Array = wrong.logical_not_().numpy(force=True)
         return agree
 
-    def _write(self, size: int, entries: Array, at: Array, tails: Columns) -> None:
+    def _write(self, size: int, entries: Array, at: Array, tails: Columns, slots: Array) -> None:
         where, source = torch.from_numpy(entries), torch.from_numpy(at)
-        for key in self.pairs:
-            pool = self._entries[key]
-            if len(pool) < size:
-                larger = pool.new_empty((size, *pool.shape[1:]))
-                larger[: len(pool)] = pool
-                self._entries[key] = pool = larger
-            values = tails[key].index_select(0, source.to(tails[key].device))
-            signed(pool).index_copy_(0, where.to(pool.device), signed(values.to(pool.device)))
+        after = After(torch.arange(len(at)), torch.from_numpy(slots))
+        for key, column in self.entries.items():
+            column.grow(size)
+            column.put(where, _pick(tails[key], source), after)
 
-    def allocate(self, columns: Columns, device: torch.device) -> None:
-        """Take shapes and dtypes from a batch's columns; the pool starts empty."""
-        for key in self.pairs:
-            column = columns[key]
-            self._entries[key] = torch.empty((0, *column.shape[1:]), dtype=column.dtype, device=device)
+
+def _pick(values: Tensor, rows: Tensor) -> Tensor:
+    return values.index_select(0, rows.to(values.device))

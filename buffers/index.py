@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ class TrajectoryIndex(Ring):
 
     Args:
         capacity: number of rows.
+        first: number of the first row.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -48,8 +49,8 @@ class TrajectoryIndex(Ring):
 
     _dtype = STATE
 
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
+    def __init__(self, capacity: int, first: int = 0) -> None:
+        super().__init__(capacity, first)
         self._fragments: Array = np.zeros(64, FRAGMENT)
         self._chains: Array = np.zeros(64, CHAIN)
         self._table: Array = np.zeros(64, ENTRY)
@@ -157,6 +158,13 @@ class TrajectoryIndex(Ring):
         numbers = self._chains["last"][chains] & (len(self._fragments) - 1)
         entries: Array = self._fragments["pool"][numbers].astype(np.int64)
         return entries
+
+    def last_slots(self, chains: Array) -> Tensor:
+        """Slots of the last rows of ``chains``, int64."""
+        numbers = self._chains["last"][chains]
+        mask, end, written = len(self._fragments) - 1, int(self._state["end"][0]), self.written
+        stops = np.where(numbers + 1 < end, self._fragments["first"][(numbers + 1) & mask], written)
+        return torch.from_numpy((stops - 1) % self.capacity)
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -304,6 +312,24 @@ class TrajectoryIndex(Ring):
             _NO_PATCH,
         )
         return torch.from_numpy(slots)
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    _TABLES = ("_state", "_fragments", "_chains", "_table", "_spare")
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Ring`."""
+        return {"capacity": self.capacity} | {name[1:]: getattr(self, name).copy() for name in self._TABLES}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Ring`; open trajectories are cut, so that no row written from now on continues them."""
+        super().load_state_dict(state)
+        for name in self._TABLES[1:]:
+            setattr(self, name, state[name[1:]].copy())
+        self._chains["open"] = 0
+        self._state["open"] = self._state["newest"] = 0
+        self._weights.clear()
+        self._changing = False
 
     # -- weights: one Fenwick tree over the trajectories per way of drawing ----------------------------------------
 

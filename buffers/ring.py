@@ -1,6 +1,6 @@
 """The ring of rows: which rows are stored, which may be read, where the next ones go."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,9 @@ class Draw:
         follow: where the next observations stand; None unless asked for.
         mask: bool ``[N]``, False at rows that only pad; None without padding.
         stamp: head and pool entries taken at the time of the draw, for :meth:`Ring.intact`.
+        info: further entries of the sample's info, one value per row.
+        ahead: int64 ``[N, n]``, slots of each row and of the rows after it in its trajectory, -1 where there is
+            none; None unless asked for.
     """
 
     slots: Tensor
@@ -44,6 +47,8 @@ class Draw:
     follow: Follow | None = None
     mask: Tensor | None = None
     stamp: tuple[int, int] = (0, 0)
+    info: dict[str, Tensor] = field(default_factory=dict)
+    ahead: Tensor | None = None
 
 
 class Ring:
@@ -55,6 +60,7 @@ class Ring:
 
     Args:
         capacity: number of slots, at least 1.
+        first: number of the first row.
 
     >>> ring = Ring(4)
     >>> ring.claim(3), ring.publish(3), len(ring)
@@ -65,11 +71,12 @@ class Ring:
 
     _dtype = np.dtype([("head", "i8"), ("written", "i8"), ("taken", "i8")])
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, first: int = 0) -> None:
         if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
             raise ValueError(f"capacity must be an integer of at least 1, got {capacity!r}")
         self.capacity = capacity
         self._state: Array = np.zeros(1, self._dtype)
+        self._state["head"] = self._state["written"] = first
 
     def __len__(self) -> int:
         return self.written - self.head
@@ -124,11 +131,24 @@ class Ring:
     def intact(self, draw: Draw) -> bool:
         """Whether nothing that ``draw`` points to has been overwritten since it was drawn."""
         head, taken = self.stamp()
-        if draw.follow is not None and draw.follow.patch.shape[1] and taken != draw.stamp[1]:
+        patched = draw.ahead is not None or (draw.follow is not None and draw.follow.patch.shape[1] > 0)
+        if patched and taken != draw.stamp[1]:
             return False
         if head == draw.stamp[0] or not len(draw.slots):
             return True
         return int(self.numbers(draw.slots, draw.stamp[0]).min()) >= head
+
+    def state_dict(self) -> dict[str, Any]:
+        """What :meth:`load_state_dict` needs; owns its memory."""
+        return {"capacity": self.capacity, "state": self._state.copy()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Stand where the ring that gave ``state`` stood."""
+        if state["capacity"] != self.capacity:
+            raise ValueError(
+                f"the state is of a ring of {state['capacity']} rows, this one has {self.capacity}"
+            )
+        self._state[:] = state["state"]
 
     def check_not_empty(self) -> None:
         """RuntimeError if no row may be read."""

@@ -1,13 +1,14 @@
 """Which rows a sample is made of, and how it is marked."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.compact import Columns
+from flatroll.buffers.columns import Columns
 from flatroll.buffers.index import By, TrajectoryIndex
 from flatroll.buffers.ring import Draw, Ring
 from flatroll.buffers.runs import BoundaryKeys
@@ -27,27 +28,62 @@ from flatroll.layout.keys import (
 _MARKERS: tuple[NestedKey, ...] = (IS_INIT, DONE, TRAJ_IDS, "episode")
 
 
-class Sampler(Protocol):
-    """What a replay buffer asks of its sampler."""
+class Sampler:
+    """Chooses the rows of a sample. A subclass defines :meth:`draw`; one sampler belongs to one buffer.
+
+    The buffer calls :meth:`claimed`, :meth:`entered` and :meth:`draw` under its lock.
+
+    Attributes:
+        ran_out: whether the last sample ended a pass over the rows (samplers without replacement); iterating over
+            the buffer stops there.
+    """
+
+    ran_out: bool = False
 
     def boundary_keys(self, batch: TensorDictBase) -> BoundaryKeys | None:
         """Markers of the trajectories in ``batch`` (the first one), None if the sampler needs none."""
-        ...
+        return None
 
     def check(self, batch_size: int | None) -> int:
         """``batch_size``, or what the sampler's own numbers say; ValueError if they do not fit."""
-        ...
+        if batch_size is None:
+            raise ValueError("batch_size must be given to ReplayBuffer(...) or to sample(...)")
+        return batch_size
 
+    @abstractmethod
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
         """Choose rows; ``follow`` asks where their next observations stand (a trajectory index does)."""
-        ...
 
     def mark(self, columns: Columns, draw: Draw) -> None:
         """Write the sampler's markers into the columns of a sample."""
-        ...
+        return
+
+    def claimed(self, ring: Ring, first: int, rows: int) -> None:
+        """The rows ``first ... first + rows - 1`` are about to be written: what stood in their slots is gone."""
+        return
+
+    def entered(self, ring: Ring, first: int, rows: int) -> None:
+        """The rows ``first ... first + rows - 1`` may be drawn."""
+        return
+
+    def emptied(self) -> None:
+        """The buffer forgot its rows."""
+        return
+
+    def update_priority(self, ring: Ring, slots: Tensor, priority: Tensor, generation: Tensor | None) -> None:
+        """Set the priorities of rows; TypeError for a sampler that has none."""
+        raise TypeError(f"{type(self).__name__} has no priorities: use PrioritizedSampler")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What :meth:`load_state_dict` needs to go on as this sampler would; empty for one without a state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the sampler that gave ``state`` stood."""
+        return
 
 
-class RandomSampler:
+class RandomSampler(Sampler):
     """Rows drawn uniformly, with replacement, each a run of its own.
 
     In the sample every row has ``is_init`` True, in mid-episode too, so that two rows of one trajectory side by
@@ -59,16 +95,6 @@ class RandomSampler:
     >>> ReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=4).batch_size
     4
     """
-
-    def boundary_keys(self, batch: TensorDictBase) -> BoundaryKeys | None:
-        """None: no trajectory is followed."""
-        return None
-
-    def check(self, batch_size: int | None) -> int:
-        """``batch_size``; ValueError if there is none."""
-        if batch_size is None:
-            raise ValueError("batch_size must be given to ReplayBuffer(...) or to sample(...)")
-        return batch_size
 
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
         """``batch_size`` rows."""
@@ -85,7 +111,7 @@ class RandomSampler:
             columns[IS_INIT] = torch.ones(shape, dtype=torch.bool, device=there.device)
 
 
-class SliceSampler:
+class SliceSampler(Sampler):
     """Slices of consecutive rows of one trajectory each, end to end in one flat batch.
 
     A slice is drawn by drawing a trajectory uniformly, then its start within the trajectory uniformly, both with

@@ -17,7 +17,10 @@ class Transform(Protocol):
     """Anything with ``forward(td) -> td``; an optional ``inv(td) -> td`` is applied to what is stored.
 
     If it has an attribute ``wants_ends = True``, samples come as ``forward(td, ends)`` with a bool ``[N]`` that is
-    True at rows after which the sample goes on elsewhere.
+    True at rows after which the sample goes on elsewhere. If it has ``look_ahead = n``, the buffer calls
+    ``read(columns, ahead, get)`` on the gathered columns before the sampler's marks: ``ahead`` (int64 ``[N, n]``)
+    holds the positions of each row and of those after it in its trajectory, -1 where there is none, and
+    ``get(positions, keys)`` reads columns of other rows.
     """
 
     def forward(self, td: TensorDictBase, /) -> TensorDictBase:
@@ -37,6 +40,11 @@ def apply(transform: TransformLike, td: TensorDictBase, ends: Callable[[], Tenso
         changed: TensorDictBase = wanting.forward(td, ends())
         return changed
     return transform.forward(td)
+
+
+def looks_ahead(transform: TransformLike) -> int:
+    """How many rows of its trajectory, itself included, a transform reads for each row: its ``look_ahead``, or 0."""
+    return int(getattr(transform, "look_ahead", 0))
 
 
 class NextStateReconstructor:

@@ -176,7 +176,7 @@ def test_a_batch_that_does_not_fit_changes_nothing(world: Any) -> None:
         (
             {"observation": torch.zeros(8, 3)},
             TypeError,
-            "batch must be a TensorDict of batch size .N., got dict",
+            "SliceSampler follows trajectories, which needs tensordict batches, got dict",
         ),
     ]
     for batch, error, text in wrong[4:]:  # before anything is stored, too
@@ -203,7 +203,7 @@ def test_a_copy_that_fails_half_way_leaves_no_torn_row(world: Any, monkeypatch: 
             buffer.extend(world.to_batch(steps[i : i + 4]))
 
         def interrupt(slot: int, rows: Any, storage: LazyTensorStorage = storage) -> None:
-            storage._columns["observation"][slot : slot + 2] = -1
+            storage.columns["observation"].data[slot : slot + 2] = -1
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -305,7 +305,7 @@ def test_columns_begin_at_cache_lines_and_may_be_empty() -> None:
     buffer.extend(TensorDict({**columns, "none": torch.zeros(3, 0)}, [3]))
     for key, column in columns.items():
         assert torch.equal(buffer[:][key], column)
-        assert storage._columns[key].data_ptr() % 64 == 0
+        assert storage.columns[key].data.data_ptr() % 64 == 0
     assert buffer[:]["none"].shape == (3, 0)
 
 
@@ -373,7 +373,7 @@ def test_rows_given_up_by_a_failed_write_are_not_read_by_position(
         buffer.extend(world.to_batch(steps[i : i + 7]))
 
     def interrupt(slot: int, rows: Any) -> None:
-        storage._columns["observation"][slot : slot + 2] = -1
+        storage.columns["observation"].data[slot : slot + 2] = -1
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

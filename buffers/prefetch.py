@@ -1,0 +1,44 @@
+"""Samples made ahead, in threads."""
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Prefetcher(Generic[T]):
+    """Keeps ``count`` results under way.
+
+    Args:
+        count: results made ahead, and threads that make them.
+        begin: called in the caller's thread, in order; returns what a thread has to finish.
+    """
+
+    def __init__(self, count: int, begin: Callable[[], Callable[[], T]]) -> None:
+        self._count = count
+        self._begin = begin
+        self._pool: ThreadPoolExecutor | None = None
+        self._queue: deque[Future[T]] = deque()
+
+    def next(self) -> T:
+        """The oldest result; starts others in its place."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._count, "flatroll-prefetch")
+        while len(self._queue) <= self._count:
+            self._queue.append(self._pool.submit(self._begin()))
+        return self._queue.popleft().result()
+
+    def clear(self) -> None:
+        """Forget the results under way."""
+        for future in self._queue:
+            future.cancel()
+        self._queue.clear()
+
+    def close(self) -> None:
+        """Forget the results and let the threads end."""
+        self.clear()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None

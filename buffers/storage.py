@@ -1,0 +1,228 @@
+"""What a replay buffer asks of its storage, and the storage that takes anything: a list."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from flatroll.buffers.columns import After, Columns
+from flatroll.buffers.compact import NextPool
+from flatroll.buffers.ring import Draw, Follow
+from flatroll.buffers.runs import BoundaryKeys, Runs
+from flatroll.buffers.structure import Structure, apart, stacked
+from flatroll.layout.keys import NestedKey
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A checked batch, ready to be copied into a storage.
+
+    Attributes:
+        count: number of rows.
+        columns: what the storage keeps per row, by key.
+        runs: the fragments of the batch; None where no trajectory index is kept.
+        tails: compact storage: next observation of each fragment's last row, by root key.
+        items: the items of a storage without columns.
+    """
+
+    count: int
+    columns: Columns = field(default_factory=dict)
+    runs: Runs | None = None
+    tails: Columns = field(default_factory=dict)
+    items: list[Any] = field(default_factory=list)
+
+
+class Storage(ABC):
+    """The container of a replay buffer: ``max_size`` slots, written and read by position.
+
+    One storage belongs to one buffer, which knows the order of the rows and which of them may be read.
+
+    Args:
+        max_size: number of slots.
+
+    Attributes:
+        ndim: number of batch dimensions; with 2 or more, slots are steps of several parallel lanes.
+        lanes: sizes of the batch dimensions after the first.
+        compact_obs: whether ``("next", observation)`` is read from the following row.
+        shares: whether columns want to know which rows continue stored ones (`After`).
+        structure: what kind of data there is, known from the first batch on.
+        pool: the next observations that no row holds; None unless compact.
+    """
+
+    ndim: int = 1
+    lanes: torch.Size = torch.Size([])
+    compact_obs: bool = False
+    shares: bool = False
+    structure: Structure | None = None
+    pool: NextPool | None = None
+
+    def __init__(self, max_size: int) -> None:
+        if isinstance(max_size, bool) or not isinstance(max_size, int) or max_size < 1:
+            raise ValueError(f"max_size must be an integer of at least 1, got {max_size!r}")
+        self.max_size = max_size
+
+    @property
+    def capacity(self) -> int:
+        """Rows there is room for: ``max_size``, rounded down to whole steps of all lanes."""
+        return self.max_size // self.lanes.numel() * self.lanes.numel()
+
+    @property
+    def contents(self) -> Any:
+        """The batch that the storage was made with, all of whose rows are there from the start; None for none."""
+        return None
+
+    @abstractmethod
+    def prepare(self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None) -> Rows:
+        """Check ``batch`` and lay it out. Nothing is stored yet."""
+
+    @abstractmethod
+    def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
+        """Copy ``rows`` to ``slot`` and the slots after it, going on at slot 0 after the last one."""
+
+    @abstractmethod
+    def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
+        """Copy the rows ``at`` (default: all) of ``rows`` to ``slots``, in any order."""
+
+    @abstractmethod
+    def set(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
+        """Overwrite the rows that were drawn with ``data`` of batch shape ``shape``."""
+
+    @abstractmethod
+    def get(
+        self,
+        slots: Tensor,
+        follow: Follow | None = None,
+        *,
+        slices: bool = False,
+        keys: frozenset[NestedKey] | None = None,
+    ) -> Any:
+        """Copies of rows: columns by key, or items.
+
+        Args:
+            slots: int64 ``[N]``, positions of the rows.
+            follow: where their next observations stand; a compact storage needs it to give them.
+            slices: whether the slots come in stretches of neighbours (a hint, for speed).
+            keys: which columns, default all.
+        """
+
+    @abstractmethod
+    def build(self, values: Any, shape: torch.Size) -> Any:
+        """What :meth:`get` gave, as a batch of batch shape ``shape``."""
+
+    @property
+    @abstractmethod
+    def bytes_per_row(self) -> int:
+        """Bytes of one stored row; 0 before the first extend, or where that is not known."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the storage; 0 where that is not known."""
+
+    @property
+    def bytes_saved(self) -> int:
+        """Bytes that the columns would need on top as plain tensors; 0 unless compact or encoded."""
+        return 0
+
+    @abstractmethod
+    def state_dict(self, rows: int, pool_rows: int = 0) -> dict[str, Any]:
+        """What :meth:`load_state_dict` needs of the first ``rows`` slots and ``pool_rows`` pool entries."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Hold what the storage that gave ``state`` held."""
+
+
+class ListStorage(Storage):
+    """Items of any kind, in a list. By far the slowest storage: tensors belong into `LazyTensorStorage`.
+
+    A sample is a list of items, or, where all of them are tensors, tensordicts or trees of tensors of one form and
+    shape, their stack.
+
+    Args:
+        max_size: number of items, default 1000.
+
+    >>> from flatroll.buffers import ReplayBuffer
+    >>> buffer = ReplayBuffer(storage=ListStorage(10))
+    >>> buffer.add("a string!"), buffer.extend([30, None]), buffer[:]
+    (0, tensor([1, 2]), ['a string!', 30, None])
+    """
+
+    def __init__(self, max_size: int = 1000) -> None:
+        super().__init__(max_size)
+        self._items: list[Any] = []
+
+    def prepare(self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None) -> Rows:
+        """See `Storage`; ``batch`` is a list, or has a leading dimension to take apart."""
+        if keys is not None:
+            raise TypeError(
+                "ListStorage holds items, not rows of trajectories: use LazyTensorStorage with a slice sampler"
+            )
+        if final is not None:
+            raise ValueError(
+                "final comes with a compact tensordict batch only, which ListStorage does not know"
+            )
+        items = apart(batch)[-self.max_size :]
+        return Rows(len(items), items=items)
+
+    def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
+        """See `Storage`."""
+        self._reach(min(slot + rows.count, self.max_size))
+        fit = min(rows.count, self.max_size - slot)
+        self._items[slot : slot + fit] = rows.items[:fit]
+        self._items[: rows.count - fit] = rows.items[fit:]
+
+    def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
+        """See `Storage`."""
+        self._reach(int(slots.max()) + 1 if len(slots) else 0)
+        chosen = range(rows.count) if at is None else at.tolist()
+        for slot, i in zip(slots.tolist(), chosen, strict=True):
+            self._items[slot] = rows.items[i]
+
+    def _reach(self, length: int) -> None:
+        self._items.extend([None] * (length - len(self._items)))
+
+    def set(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
+        """See `Storage`; ``data`` is one item for one slot, else a list of as many."""
+        items = data if shape else [data]
+        if not isinstance(items, list) or len(items) != len(draw.slots):
+            raise ValueError(f"{len(draw.slots)} slots need a list of as many items, got {data!r:.80}")
+        self.put(draw.slots, Rows(len(items), items=items))
+
+    def get(
+        self,
+        slots: Tensor,
+        follow: Follow | None = None,
+        *,
+        slices: bool = False,
+        keys: frozenset[NestedKey] | None = None,
+    ) -> list[Any]:
+        """See `Storage`."""
+        return [self._items[slot] for slot in slots.tolist()]
+
+    def build(self, values: Any, shape: torch.Size) -> Any:
+        """See `Storage`: the list, or the stack where its items can be stacked."""
+        return stacked(values)
+
+    @property
+    def bytes_per_row(self) -> int:
+        """0: not known."""
+        return 0
+
+    @property
+    def nbytes(self) -> int:
+        """0: not known."""
+        return 0
+
+    def state_dict(self, rows: int, pool_rows: int = 0) -> dict[str, Any]:
+        """See `Storage`."""
+        return {"items": self._items[:rows]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Storage`."""
+        if len(state["items"]) > self.max_size:
+            raise ValueError(f"the state holds {len(state['items'])} items, max_size is {self.max_size}")
+        self._items = list(state["items"])
