@@ -1,6 +1,7 @@
 """Replay buffers for flat batches: storages, the trajectory index, samplers, transforms."""
 
 from flatroll.buffers.index import TrajectoryIndex
+from flatroll.buffers.multi_step import MultiStep, MultiStepTransform
 from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.samplers import RandomSampler, Sampler, SliceSampler
 from flatroll.buffers.storage import ListStorage, Storage
@@ -12,6 +13,8 @@ from flatroll.layout.delta import NextObservationDelta
 __all__ = [
     "LazyTensorStorage",
     "ListStorage",
+    "MultiStep",
+    "MultiStepTransform",
     "NextObservationDelta",
     "NextStateReconstructor",
     "RandomSampler",

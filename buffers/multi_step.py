@@ -71,11 +71,7 @@ class MultiStep(NStep):
             TypeError: done is not bool.
             ValueError: ``td`` is not flat, lacks next observations, or consists of n-step transitions.
         """
-        if td.batch_dims != 1:
-            raise ValueError(
-                f"MultiStep needs a flat batch [N], got {list(td.batch_size)}: batch.reshape(-1) lays [envs, time] "
-                'end to end, and ("collector", "traj_ids") or "is_init" tells the trajectories apart'
-            )
+        _check_flat(td, type(self).__name__)
         ends = run_ends(
             td,
             is_init_key=self.is_init_key,
@@ -106,7 +102,8 @@ class MultiStepTransform(NStep):
 
     So ``reward + gamma**k * value(next observation) * ~terminated`` is the n-step target at every row: nothing is
     bootstrapped beyond a terminal state, and truncated, cut and newest rows bootstrap from the last observation
-    known. Deltas, ``("next", "delta", <obs>)``, are decoded on the way: leave `NextObservationDelta` out.
+    known. Deltas, ``("next", "delta", <obs>)``, are decoded on the way: leave `NextObservationDelta` out. What other
+    transforms do to samples, they do to n-step transitions: these are made first.
 
     The sampler marks its rows afterwards: the last row of a slice is done and truncated unless it is terminated.
     Rows whose window ends the episode are done in mid-slice, so n-step samples are transitions, no sequences: a
@@ -143,6 +140,8 @@ class MultiStepTransform(NStep):
     ) -> None:
         super().__init__(n_steps, gamma, reward_keys, done_key, mask_key)
 
+    wants_ends = True
+
     @property
     def look_ahead(self) -> int:
         """How many rows, itself included, the buffer finds for each sampled row."""
@@ -163,17 +162,23 @@ class MultiStepTransform(NStep):
         """
         return self.written(columns, ahead, get)
 
-    def forward(self, td: TensorDictBase) -> TensorDictBase:
-        """``td`` as it is if it is a sample that :meth:`read` made, else what `MultiStep` makes of the flat batch."""
+    def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
+        """A sample that :meth:`read` made as it is; of another flat batch, what `MultiStep` makes of it.
+
+        ``ends`` (bool ``[N]``) adds run ends.
+        """
         if td.get(STEPS, None) is not None:
             return td
-        alone = MultiStep(
-            self.gamma,
-            self.n_steps,
-            reward_keys=self.reward_keys,
-            done_key=self.done_key,
-            mask_key=self.mask_key,
-        )
-        return alone.forward(td)
+        _check_flat(td, type(self).__name__)
+        found = run_ends(td, done_key=self.done_key, mask_key=self.mask_key)
+        return self.within(td, None, found if ends is None else found | ends.to(found.device))
 
     __call__ = forward
+
+
+def _check_flat(td: TensorDictBase, name: str) -> None:
+    if td.batch_dims != 1:
+        raise ValueError(
+            f"{name} needs a flat batch [N], got {list(td.batch_size)}: batch.reshape(-1) lays [envs, time] end to "
+            'end, and ("collector", "traj_ids") or "is_init" tells the trajectories apart'
+        )

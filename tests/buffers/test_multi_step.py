@@ -361,3 +361,49 @@ def test_compact_batches_need_their_final_observations(world: Any) -> None:
     buffer.extend(compact)
     with pytest.raises(ValueError, match=r"no \('next', 'observation'\)"):
         read(MultiStepTransform(3, 0.9), buffer, torch.arange(5))
+
+
+@pytest.mark.parametrize("sampler", ["random", "slices"])
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("kind", ["float32", "dict"])
+def test_buffers_sample_n_step_transitions(world: Any, kind: str, compact: bool, sampler: str) -> None:
+    """Through the buffer: what a sample says of each row is what the loop over the stored rows says."""
+    n, gamma = 4, 0.9
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(CAPACITY, compact_obs=compact),
+        sampler=SliceSampler(slice_len=6) if sampler == "slices" else None,
+        transform=MultiStepTransform(n, gamma),
+        batch_size=48,
+        generator=torch.Generator().manual_seed(0),
+    )
+    model = world.Model(CAPACITY)
+    writers = world.writers(3, 11, longest=9)
+    for i in range(60):
+        steps = world.windows(writers, [(i % 3, i % 5 + 1), ((i + 1) % 3, 2)])
+        buffer.extend(batch_of(world, steps, kind))
+        model.extend(steps)
+        sample, info = buffer.sample(return_info=True)
+        rows = columns_of(sample)
+        window = [windows(model, n)[slot] for slot in info["index"].tolist()]
+        single = batch_of(world, [w[0] for w in window], kind)
+        rows["is_init"] = single["is_init"]
+        if sampler == "slices":  # the sampler's marks come last
+            ends = batch_of(world, [w[-1] for w in window], kind)["next"]
+            marked = rows["next", "done"] & ~ends["done"]
+            assert torch.equal(marked, rows["next", "truncated"] & ~ends["truncated"] & ~ends["terminated"])
+            rows["next", "done"], rows["next", "truncated"] = ends["done"], ends["truncated"]
+        check(world, rows, window, gamma, kind)
+
+
+def test_rows_read_by_position_look_no_further_than_they_may(world: Any) -> None:
+    """One trajectory that fills the ring: the newest row stands before the oldest."""
+    transform = MultiStepTransform(3, 1.0)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), transform=transform, batch_size=4)
+    steps = world.episode(0, 0, 14, "")
+    for i in range(0, 14, 2):
+        buffer.extend(batch_of(world, steps[i : i + 2]))
+    rows = buffer[:]
+    last = rows["step_count"] + rows["steps_to_next_obs"]
+    assert torch.equal(last, rows["next", "step_count"])
+    assert int(last.max()) == 14
+    assert rows["steps_to_next_obs"][:4].flatten().tolist() == [3, 3, 2, 1]
