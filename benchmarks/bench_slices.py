@@ -62,6 +62,7 @@ def gathers(buffer: ReplayBuffer, draw: Callable[[], Tensor]) -> Callable[[], ob
     index = itertools.cycle([draw() for _ in range(TURNS * CALLS)])
     one = buffer.sample(LENGTH)
     stored = buffer.storage.get(torch.zeros(1, dtype=torch.int64))
+    assert isinstance(buffer.storage, LazyTensorStorage)
     columns = [buffer.storage.columns[k[1] if k not in stored else k].data for k in one.keys(True, True)]
 
     def run() -> object:

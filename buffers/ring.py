@@ -154,3 +154,23 @@ class Ring:
         """RuntimeError if no row may be read."""
         if not len(self):
             raise RuntimeError("cannot sample from an empty buffer: extend it with a batch first")
+
+    def follow(self, slots: Tensor) -> Follow | None:
+        """Where the next observations of rows stand; None where rows are not followed."""
+        return None
+
+
+def given(ring: Ring, slots: Tensor, listed: bool, follow: bool) -> Draw:
+    """The rows in ``slots``; those that may not be read are left out, or refused if ``listed`` one by one."""
+    stamp = ring.stamp()
+    ring.check_not_empty()
+    readable = ring.numbers(slots, ring.head) < ring.written
+    if not bool(readable.all()):
+        if listed:
+            raise IndexError(
+                f"position {int(slots[~readable][0])} holds no row: a write has given it up, and its new row is "
+                "not there yet"
+            )
+        slots = slots[readable]
+    there = ring.follow(slots) if follow else None
+    return Draw(slots, follow=there, stamp=stamp)

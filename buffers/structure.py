@@ -43,6 +43,14 @@ class Structure(ABC):
         return Trees(pytree.tree_structure(batch))
 
 
+def not_flat(batch: TensorDictBase) -> ValueError:
+    """The error for a batch of several dimensions where rows are stored."""
+    return ValueError(
+        f"batch must be flat, [N], got {list(batch.batch_size)}: batch.reshape(-1) lays [envs, time] end to end, and "
+        '("collector", "traj_ids") tells the trajectories apart; a storage with ndim=2 takes it as it is'
+    )
+
+
 class TensorDicts(Structure):
     """Tensordicts; ``inner`` is the batch size of one item, ``[]`` for rows, ``[T]`` for whole trajectories."""
 
@@ -54,6 +62,8 @@ class TensorDicts(Structure):
         if not isinstance(batch, TensorDictBase):
             raise TypeError(f"the storage holds tensordicts, got {type(batch).__name__}")
         if batch.batch_size[1:] != self.inner:
+            if not self.inner:
+                raise not_flat(batch)
             raise ValueError(
                 f"the storage holds rows of batch size {list(self.inner)}, got {list(batch.batch_size[1:])}"
             )

@@ -1,0 +1,137 @@
+"""What a replay buffer is put together from, and its locks."""
+
+import threading
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, Self, TypeAlias
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from flatroll.buffers.index import TrajectoryIndex
+from flatroll.buffers.lanes import grid
+from flatroll.buffers.prefetch import Prefetcher
+from flatroll.buffers.ring import Ring
+from flatroll.buffers.runs import BoundaryKeys
+from flatroll.buffers.samplers import RandomSampler, Sampler
+from flatroll.buffers.storage import ListStorage, Storage
+from flatroll.buffers.transforms import TransformLike, looks_ahead
+from flatroll.buffers.writers import RoundRobinWriter, Writer
+
+Made: TypeAlias = tuple[Any, dict[str, Tensor], bool]  # a sample, its info, and whether a pass ended with it
+
+_UNSAVED = ("_lock", "_write_lock", "_ahead")
+
+
+class BufferParts:
+    """Storage, sampler, writer, transforms and the ring of a replay buffer, and the locks that guard them."""
+
+    def __init__(
+        self,
+        *,
+        storage: Storage | None = None,
+        sampler: Sampler | None = None,
+        writer: Writer | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        prefetch: int | None = None,
+        transform: TransformLike | None = None,
+        batch_size: int | None = None,
+        dim_extend: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if generator is not None and generator.device.type != "cpu":
+            raise ValueError(
+                f"generator must be a CPU generator (rows are drawn on the host), got {generator.device}"
+            )
+        self.storage: Storage = ListStorage() if storage is None else storage
+        self.sampler: Sampler = RandomSampler() if sampler is None else sampler
+        self.writer: Writer = RoundRobinWriter() if writer is None else writer
+        self.collate_fn = collate_fn
+        self.prefetch = prefetch
+        self.batch_size = batch_size
+        self.dim_extend = self.storage.ndim - 1 if dim_extend is None else dim_extend
+        self.generator = generator
+        if not 0 <= self.dim_extend < self.storage.ndim:
+            raise ValueError(
+                f"dim_extend must be one of the {self.storage.ndim} dimensions of the storage (its ndim), "
+                f"got {dim_extend}"
+            )
+        if batch_size is not None or prefetch:
+            self._checked(batch_size)
+        self._transforms: list[TransformLike] = []
+        if transform is not None:
+            self.append_transform(transform)
+        self._keys: BoundaryKeys | None = None
+        self._started = False
+        self._ring = Ring(self.storage.max_size)
+        self._make_locks()
+        if self.storage.contents is not None:
+            self._write(self.storage.contents, None)
+
+    def _make_locks(self) -> None:
+        self._lock = threading.Lock()  # bookkeeping: held for microseconds
+        self._write_lock = threading.Lock()  # one writer at a time
+        self._ahead = (
+            Prefetcher(self.prefetch, lambda: self._begin(self._checked(None))) if self.prefetch else None
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _UNSAVED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._make_locks()
+
+    def __len__(self) -> int:
+        return len(self._ring)
+
+    def __repr__(self) -> str:
+        name, kind, sampler = (type(part).__name__ for part in (self, self.storage, self.sampler))
+        return f"{name}({len(self)} of {self._ring.capacity} rows, {kind}, {sampler})"
+
+    @property
+    def index(self) -> TrajectoryIndex | None:
+        """The trajectory index; None before the first extend, and where nothing needs one."""
+        return self._ring if isinstance(self._ring, TrajectoryIndex) else None
+
+    def append_transform(self, transform: TransformLike) -> Self:
+        """Add a transform after those there are: an object with ``forward(td)`` and perhaps ``inv(td)``, or a
+        function. Samples go through ``forward`` in order, batches to store through ``inv`` in reverse order.
+
+        Raises:
+            TypeError: neither of the two.
+            RuntimeError: a transform that reads ahead (n-step), but the rows stored so far are not indexed.
+        """
+        if not callable(transform) and not hasattr(transform, "forward"):
+            raise TypeError(
+                f"transform must have forward(td) or be a function of td, got {type(transform).__name__}"
+            )
+        if looks_ahead(transform) and len(self._transforms) and self._started and self.index is None:
+            raise RuntimeError(
+                f"{type(transform).__name__} follows trajectories, which the rows stored so far cannot: append it "
+                "before the first extend"
+            )
+        self._transforms.append(transform)
+        return self
+
+    def _checked(self, batch_size: int | None) -> int:
+        size = self.batch_size if batch_size is None else batch_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ValueError(f"batch_size must be an integer of at least 1, got {size!r}")
+        return self.sampler.check(size)
+
+    def _slots(self, index: Any) -> Tensor:
+        """The positions that ``index`` names, in its shape."""
+        try:
+            return grid(min(self._ring.written, self._ring.capacity), self.storage.lanes)[index]
+        except IndexError:
+            raise IndexError(f"index {index!r} is out of range: {len(self)} rows are stored") from None
+
+    @abstractmethod
+    def _begin(self, size: int) -> Callable[[], Made]:
+        """Draw rows; what is left to do, on any thread."""
+
+    @abstractmethod
+    def _write(self, data: Any, final: TensorDictBase | None) -> Tensor:
+        """Store a batch whose batch dimensions are one."""
