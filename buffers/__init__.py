@@ -1,5 +1,6 @@
 """Replay buffers for flat batches: storages, the trajectory index, samplers, transforms."""
 
+from flatroll.buffers.crop import RandomCropTensorDict
 from flatroll.buffers.index import TrajectoryIndex
 from flatroll.buffers.multi_step import MultiStep, MultiStepTransform
 from flatroll.buffers.replay_buffer import ReplayBuffer
@@ -17,6 +18,7 @@ __all__ = [
     "MultiStepTransform",
     "NextObservationDelta",
     "NextStateReconstructor",
+    "RandomCropTensorDict",
     "RandomSampler",
     "ReplayBuffer",
     "RoundRobinWriter",
