@@ -1,14 +1,18 @@
 """What a batch says about its trajectories, read once when it is stored."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers.ring import Array
-from flatroll.layout.boundaries import run_ends
-from flatroll.layout.keys import DONE, IS_INIT, STEP_COUNT, TRAJ_IDS, NestedKey
+from flatroll.layout.boundaries import end_runs
+from flatroll.layout.keys import DONE, IS_INIT, MASK, STEP_COUNT, TRAJ_IDS, NestedKey, missing_marker
+
+Batch: TypeAlias = TensorDictBase | Mapping[NestedKey, Tensor]
 
 _NONE = np.zeros(0, np.int64)
 
@@ -58,58 +62,72 @@ class Runs:
     step_last: Array
 
     @classmethod
-    def of(cls, batch: TensorDictBase, keys: BoundaryKeys, cuts: Tensor | None = None) -> "Runs":
-        """Read the markers of ``batch``, ``[N]``; ``cuts`` (bool ``[N]``) ends fragments inside runs as well.
+    def of(cls, batch: Batch, keys: BoundaryKeys, cuts: Tensor | None = None) -> "Runs":
+        """Read the markers of ``batch`` (``[N]``, or its columns by key, which is faster); `layout.run_ends` says
+        where runs end. ``cuts`` (bool ``[N]``) ends fragments inside runs as well.
 
         Raises:
             KeyError: the batch has no marker at all.
             TypeError: a marker has the wrong dtype.
             ValueError: a marker has the wrong shape.
         """
-        ends = run_ends(batch, is_init_key=keys.is_init, done_key=keys.done, traj_key=keys.traj)
-        run_end = ends.numpy(force=True)
-        lasts = np.flatnonzero(run_end if cuts is None else (ends | cuts).numpy(force=True))
+        done, init = _flags(batch, keys.done), _flags(batch, keys.is_init)
+        ids, step = _integers(batch, keys.traj), _integers(batch, keys.step_count)
+        there = next((column for column in (done, init, ids) if column is not None), None)
+        if there is None:
+            present = batch.keys(True, True) if isinstance(batch, TensorDictBase) else batch.keys()
+            error = missing_marker(keys.is_init, present)
+            raise KeyError(
+                f"{error.args[0]}. Any one of {keys.is_init!r}, {keys.done!r}, {keys.traj!r} would do"
+            )
+        rows = len(there)
+        run_end = np.zeros(rows, np.bool_) if done is None else done.copy()
+        end_runs(run_end, init, ids, _flags(batch, MASK))
+        lasts = np.flatnonzero(run_end if cuts is None else run_end | cuts.numpy(force=True))
         firsts = np.empty_like(lasts)
         firsts[0] = 0
         np.add(lasts[:-1], 1, out=firsts[1:])
         unset = np.zeros(len(firsts), np.bool_)
-        if cuts is None:
-            joined = unset
-        else:
+        joined = unset
+        if cuts is not None:
             joined = ~run_end[firsts - 1]
             joined[0] = False
-        ids, step = _integers(batch, keys.traj), _integers(batch, keys.step_count)
-        init, done = _column(batch, keys.is_init), _column(batch, keys.done)
         return cls(
-            rows=len(run_end),
+            rows=rows,
             firsts=firsts,
             lasts=lasts,
             joined=joined,
-            ids=ids[firsts] if len(ids) else _NONE,
+            ids=_NONE if ids is None else ids[firsts],
             init=unset if init is None else init[firsts],
             done=unset if done is None else done[lasts],
-            step_first=step[firsts] if len(step) else _NONE,
-            step_last=step[lasts] if len(step) else _NONE,
+            step_first=_NONE if step is None else step[firsts],
+            step_last=_NONE if step is None else step[lasts],
         )
 
 
-def _column(batch: TensorDictBase, key: NestedKey) -> Array | None:
-    """A marker of ``batch`` as a flat host array; None if there is none. `run_ends` has checked its shape."""
-    column = batch.get(key, None)
+def _column(batch: Batch, key: NestedKey) -> Array | None:
+    """A marker of ``batch`` as a flat host array; None if there is none."""
+    column: Tensor | None = batch.get(key, None)
     if column is None:
         return None
-    values: Array = column.numpy(force=True).reshape(-1)
+    rows = column.shape[0]
+    if column.numel() != rows:
+        raise ValueError(f"batch[{key!r}] must have one number per row, got {column.numel()} for {rows} rows")
+    values: Array = column.numpy(force=True).reshape(rows)
     return values
 
 
-def _integers(batch: TensorDictBase, key: NestedKey) -> Array:
+def _flags(batch: Batch, key: NestedKey) -> Array | None:
+    values = _column(batch, key)
+    if values is not None and values.dtype != np.bool_:
+        raise TypeError(f"batch[{key!r}] must be bool, got {batch[key].dtype}: cast it with .bool()")
+    return values
+
+
+def _integers(batch: Batch, key: NestedKey) -> Array | None:
     values = _column(batch, key)
     if values is None:
-        return _NONE
+        return None
     if values.dtype.kind not in "iu":
         raise TypeError(f"batch[{key!r}] must be an integer column, got {values.dtype}")
-    if len(values) != len(batch):
-        raise ValueError(
-            f"batch[{key!r}] must have one number per row, got {len(values)} for {len(batch)} rows"
-        )
     return values.astype(np.int64, copy=False)

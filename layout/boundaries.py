@@ -1,5 +1,7 @@
 """The one boundary rule: where runs of consecutive rows begin and end (docs/layout.md)."""
 
+from typing import Any
+
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -46,29 +48,47 @@ def run_ends(
     """
     if batch.batch_dims < 1:
         raise ValueError("batch must have at least one batch dimension (time is the last), got batch size []")
-    ends = torch.zeros(batch.batch_size, dtype=torch.bool, device=batch.device)
-    found = False
-    if batch.get(done_key, None) is not None:
-        done = marker(batch, done_key)
-        ends, found = done.clone(), True
-    if batch.get(is_init_key, None) is not None:
-        is_init = marker(batch, is_init_key)
-        ends = ends.to(is_init.device)
-        ends[..., :-1] |= is_init[..., 1:]
-        found = True
-    if (ids := batch.get(traj_key, None)) is not None:
+    done, is_init, mask = (_flags(batch, key) for key in (done_key, is_init_key, mask_key))
+    ids = batch.get(traj_key, None)
+    if ids is not None:
         ids = flat_column(ids, batch, traj_key)
-        ends = ends.to(ids.device)
-        ends[..., :-1] |= ids[..., 1:] != ids[..., :-1]
-        found = True
-    if not found:
+    there = next((column for column in (ids, is_init, done) if column is not None), None)
+    if there is None:
         error = missing_marker(is_init_key, batch.keys(True, True))
         raise KeyError(f"{error.args[0]}. Any one of {is_init_key!r}, {done_key!r}, {traj_key!r} would do")
-    if batch.get(mask_key, None) is not None:
-        mask = marker(batch, mask_key)
-        ends[..., :-1] |= mask[..., 1:] != mask[..., :-1]
-    ends[..., -1:] = True
+    if done is None:
+        ends = torch.zeros(batch.batch_size, dtype=torch.bool, device=there.device)
+    else:
+        ends = done.to(there.device, copy=True)
+    end_runs(ends, *(None if c is None else c.to(there.device) for c in (is_init, ids, mask)))
     return ends
+
+
+def end_runs(ends: Any, is_init: Any = None, ids: Any = None, mask: Any = None) -> None:
+    """The rule itself: from True where done, ``ends`` becomes True at the last row of every run, in place.
+
+    Args:
+        ends: bool ``[*B, T]``, done rows; a tensor, or a NumPy array, which costs a fifth for short host columns.
+        is_init, ids, mask: columns as in :func:`run_ends`, of the kind and shape of ``ends``; None if there is none.
+
+    >>> import numpy as np
+    >>> done = np.array([False, True, False, False])
+    >>> end_runs(done, ids=np.array([5, 5, 6, 7]))
+    >>> done.tolist()
+    [False, True, True, True]
+    """
+    inner = ends[..., :-1]
+    if is_init is not None:
+        inner |= is_init[..., 1:]
+    for column in (ids, mask):
+        if column is not None:
+            inner |= column[..., 1:] != column[..., :-1]
+    ends[..., -1:] = True
+
+
+def _flags(batch: TensorDictBase, key: NestedKey) -> Tensor | None:
+    """The bool column ``key`` in the batch's shape; None if there is none."""
+    return None if batch.get(key, None) is None else marker(batch, key)
 
 
 def run_starts(

@@ -1,0 +1,167 @@
+"""Rows of many columns copied as raw memory by one compiled call.
+
+``index_select`` column by column spends most of a small sample's time on calls, on copying neighbouring rows one by
+one, and on waiting for memory at the start of each slice. One loop over all columns copies stretches of neighbours
+at once and asks for the next ones ahead of time: 0.45 of the time for 32 slices of 64 rows of 11 columns.
+
+This module imports numba: import it inside the function that needs it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir  # type: ignore[import-untyped]  # numba's own
+from numba import types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flatroll.kernels.scan_numba import compiled
+
+Array = NDArray[Any]
+Int = Any  # a 64-bit integer of NumPy's or Python's
+
+_BIT, _INT, _LONG = ir.IntType(1), ir.IntType(32), ir.IntType(64)
+_POINTER = ir.IntType(8).as_pointer()
+_AHEAD = 16  # stretches between asking for one and copying it
+_LINES = 64  # cache lines asked for per stretch; the hardware foresees the rest of a longer one
+
+
+def _copy_code(typing_context: Any, target: Any, source: Any, size: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        memcpy = builder.module.declare_intrinsic("llvm.memcpy", [_POINTER, _POINTER, _LONG])
+        to, source, size = arguments
+        to, source = builder.inttoptr(to, _POINTER), builder.inttoptr(source, _POINTER)
+        builder.call(memcpy, [to, source, size, _BIT(0)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+def _ask_code(typing_context: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [_POINTER, _INT, _INT, _INT])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [_POINTER], kind)
+        # to read it, to keep it in the nearest cache, as data
+        builder.call(prefetch, [builder.inttoptr(arguments[0], _POINTER), _INT(0), _INT(3), _INT(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+#: ``_copy(to, source, size)`` copies bytes between addresses; ``_ask(address)`` begins to load a cache line.
+_copy: Any = intrinsic(_copy_code)
+_ask: Any = intrinsic(_ask_code)
+
+
+@compiled()
+def gather(source: Array, target: Array, size: Array, rows: Int, slots: Array) -> Int:
+    """Copy row ``slots[i]`` of each column at address ``source[k]`` to row i of the one at ``target[k]``.
+
+    A row of column k has ``size[k]`` bytes, a column ``rows`` rows. Returns the position of a slot out of range,
+    with nothing copied, or -1.
+    """
+    stretches = np.empty((len(slots), 3), np.int64)  # first slot, first position, rows
+    count = 0
+    for i in range(len(slots)):
+        if slots[i] < 0 or slots[i] >= rows:
+            return i
+        if i == 0 or slots[i] != slots[i - 1] + 1:
+            stretches[count, 0], stretches[count, 1], stretches[count, 2] = slots[i], i, 0
+            count += 1
+        stretches[count - 1, 2] += 1
+    asked, following = 0, 0  # column and stretch to ask for next
+    for k in range(-1, len(source)):
+        for j in range(count if k >= 0 else min(_AHEAD, len(source) * count)):
+            if asked < len(source):
+                first = source[asked] + stretches[following, 0] * size[asked]
+                lines = min(stretches[following, 2] * size[asked] + 63 >> 6, _LINES)
+                for line in range(lines):
+                    _ask(first + 64 * line)
+                following += 1
+                if following == count:
+                    asked, following = asked + 1, 0
+            if k >= 0:
+                _copy(
+                    target[k] + stretches[j, 1] * size[k],
+                    source[k] + stretches[j, 0] * size[k],
+                    stretches[j, 2] * size[k],
+                )
+    return -1
+
+
+@compiled()
+def copy(source: Array, target: Array, size: Array) -> None:
+    """Copy ``size[k]`` bytes from address ``source[k]`` to ``target[k]``."""
+    for k in range(len(source)):
+        _copy(target[k], source[k], size[k])
+
+
+class Block:
+    """Columns in host memory, of one length, that are read and written together.
+
+    Args:
+        columns: contiguous CPU tensors ``[rows, ...]``; their memory must stay where it is.
+
+    >>> block = Block([torch.arange(10), torch.arange(20.0).view(10, 2)])
+    >>> block.take(torch.tensor([3, 4, 0]))
+    [tensor([3, 4, 0]), tensor([[6., 7.],
+            [8., 9.],
+            [0., 1.]])]
+    >>> block.write(8, [torch.tensor([5, 6, 7]), torch.zeros(3, 2)], 1, 2)
+    >>> block.columns[0].tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7, 6, 7]
+    """
+
+    def __init__(self, columns: Sequence[Tensor]) -> None:
+        self.columns = list(columns)
+        self.rows = len(self.columns[0])
+        for column in self.columns:
+            if column.device.type != "cpu" or not column.is_contiguous() or len(column) != self.rows:
+                raise ValueError("columns must be contiguous CPU tensors of one length")
+        like = [
+            torch.empty((1, *column.shape[1:]), dtype=column.dtype, device="meta") for column in self.columns
+        ]
+        self._forms = [(one.shape[1:], one.stride(), one.dtype) for one in like]
+        self._address: Array = np.array([column.data_ptr() for column in self.columns], np.int64)
+        self._size: Array = np.array([one.numel() * one.element_size() for one in like], np.int64)
+        self.row_bytes = int(self._size.sum())
+
+    def take(self, slots: Tensor) -> list[Tensor]:
+        """Copies of the rows in ``slots`` (int64 ``[N]``, on the host), by column.
+
+        Raises:
+            IndexError: a slot that is none.
+        """
+        rows = len(slots)
+        # with strides given it takes 1 µs a column, torch.empty 1.7
+        copies = [
+            torch.empty_strided((rows, *shape), stride, dtype=dtype) for shape, stride, dtype in self._forms
+        ]
+        target = np.array([copy.data_ptr() for copy in copies], np.int64)
+        wrong = gather(self._address, target, self._size, self.rows, slots.numpy())
+        if wrong >= 0:
+            raise IndexError(f"slot {int(slots[wrong])} is out of range: there are {self.rows} slots")
+        return copies
+
+    def write(self, slot: int, values: Sequence[Tensor], first: int, rows: int) -> None:
+        """Copy the rows ``first ... first + rows - 1`` of ``values`` to ``slot`` and the slots after it.
+
+        Args:
+            slot: with ``rows``, within the block.
+            values: per column, of its dtype and row shape, on the host.
+            first: first row of ``values`` to copy.
+            rows: how many.
+        """
+        plain = [_plain(value) for value in values]
+        source = np.array([value.data_ptr() for value in plain], np.int64)
+        copy(source + first * self._size, self._address + slot * self._size, rows * self._size)
+
+
+def _plain(value: Tensor) -> Tensor:
+    """``value`` with its numbers in memory as they are, row after row."""
+    if value.is_contiguous() and not value.is_conj() and not value.is_neg():
+        return value
+    return value.resolve_conj().resolve_neg().contiguous()
