@@ -3,7 +3,7 @@
 from typing import cast
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
 from flatroll.buffers.columns import take_rows
@@ -72,7 +72,7 @@ class RandomCropTensorDict:
 
         Raises:
             KeyError: the mask is missing.
-            TypeError: mask or ``is_init`` is not bool.
+            TypeError: mask or ``is_init`` is not bool, or an entry with a value per step is no tensor.
             ValueError: a trajectory is too short, the real steps do not come first, ``td`` has no such dimension, or
                 is a flat sample.
         """
@@ -101,6 +101,11 @@ class RandomCropTensorDict:
             )
 
         crop = cast(TensorDictBase, td.apply(cropped, batch_size=[*shape[:dim], length, *shape[dim:]]))
+        for key in td.keys(True, True, is_leaf=is_leaf_nontensor):
+            if crop.get(key, None) is None:
+                raise TypeError(
+                    f"batch[{key!r}] is no tensor and cannot be cropped: leave it out with .exclude"
+                )
         if crop.get(self.init_key, None) is not None:
             marker(crop, self.init_key).select(dim, 0).fill_(True)
         return crop
