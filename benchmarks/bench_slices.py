@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flatroll.benchmarks.timing import Timing, ratio, table, take_turns
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler, TrajectoryIndex
+from flatroll.buffers.columns import TensorColumn
 
 SLICES, LENGTH, EPISODE = 32, 64, 1000
 OBS, ACT = 17, 6
@@ -63,7 +64,8 @@ def gathers(buffer: ReplayBuffer, draw: Callable[[], Tensor]) -> Callable[[], ob
     one = buffer.sample(LENGTH)
     stored = buffer.storage.get(torch.zeros(1, dtype=torch.int64))
     assert isinstance(buffer.storage, LazyTensorStorage)
-    columns = [buffer.storage.columns[k[1] if k not in stored else k].data for k in one.keys(True, True)]
+    kept = [buffer.storage.columns[k[1] if k not in stored else k] for k in one.keys(True, True)]
+    columns = [column.data for column in kept if isinstance(column, TensorColumn)]
 
     def run() -> object:
         rows = next(index)

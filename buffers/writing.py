@@ -15,7 +15,7 @@ from flatroll.buffers.ring import Array, Ring, given
 from flatroll.buffers.runs import BoundaryKeys
 from flatroll.buffers.samplers import Sampler
 from flatroll.buffers.storage import ListStorage, Rows
-from flatroll.buffers.structure import batched, map_rows, not_flat, one_row
+from flatroll.buffers.structure import TensorDicts, batched, map_rows, not_flat, one_row
 from flatroll.buffers.transforms import looks_ahead
 from flatroll.layout.keys import MASK, marker
 
@@ -59,6 +59,9 @@ class BufferWriting(BufferParts):
             return int(self.extend([data])[0])
         if self.storage.ndim > 1:
             return int(self.extend(map_rows(data, lambda leaf: leaf.unsqueeze(self.dim_extend)))[0, 0])
+        kind = self.storage.structure
+        if isinstance(data, TensorDictBase) and data.batch_dims and isinstance(kind, TensorDicts) and not kind.inner:
+            raise ValueError(f"add takes one row of batch size [], got {list(data.batch_size)}: use extend")
         return int(self.extend(one_row(data))[0])
 
     def _time_first(self, data: Any) -> Any:

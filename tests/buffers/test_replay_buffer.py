@@ -176,7 +176,7 @@ def test_a_batch_that_does_not_fit_changes_nothing(world: Any) -> None:
         (
             {"observation": torch.zeros(8, 3)},
             TypeError,
-            "SliceSampler follows trajectories, which needs tensordict batches, got dict",
+            "needs tensordict batches, got dict|the storage holds tensordicts, got dict",
         ),
     ]
     for batch, error, text in wrong[4:]:  # before anything is stored, too
@@ -202,7 +202,7 @@ def test_a_copy_that_fails_half_way_leaves_no_torn_row(world: Any, monkeypatch: 
         for i in range(0, 16, 4):
             buffer.extend(world.to_batch(steps[i : i + 4]))
 
-        def interrupt(slot: int, rows: Any, storage: LazyTensorStorage = storage) -> None:
+        def interrupt(slot: int, rows: Any, after: Any = None, storage: LazyTensorStorage = storage) -> None:
             storage.columns["observation"].data[slot : slot + 2] = -1
             raise KeyboardInterrupt
 
@@ -312,8 +312,8 @@ def test_columns_begin_at_cache_lines_and_may_be_empty() -> None:
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="max_size must be an integer of at least 1, got 0"):
         LazyTensorStorage(0)
-    with pytest.raises(ValueError, match=r"ndim must be 1, got 2: store flat batches"):
-        LazyTensorStorage(10, ndim=2)
+    with pytest.raises(ValueError, match="ndim must be an integer of at least 1, got 0"):
+        LazyTensorStorage(10, ndim=0)
     with pytest.raises(ValueError, match="batch_size must be an integer of at least 1, got 0"):
         ReplayBuffer(storage=LazyTensorStorage(10), batch_size=0)
     with pytest.raises(ValueError, match="batch_size must be given"):
@@ -372,7 +372,7 @@ def test_rows_given_up_by_a_failed_write_are_not_read_by_position(
     for i in (0, 7):
         buffer.extend(world.to_batch(steps[i : i + 7]))
 
-    def interrupt(slot: int, rows: Any) -> None:
+    def interrupt(slot: int, rows: Any, after: Any = None) -> None:
         storage.columns["observation"].data[slot : slot + 2] = -1
         raise KeyboardInterrupt
 
