@@ -1,6 +1,7 @@
 """The trajectory index: which stored rows follow each other, kept at write time (DESIGN M2)."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal
 
@@ -56,6 +57,7 @@ class TrajectoryIndex(Ring):
         self._table: Array = np.zeros(64, ENTRY)
         self._touched: Array = np.zeros(64, np.int64)
         self._spare: Array = np.zeros(0, np.int64)
+        self._dropped = 0  # chains in _touched after claim
         self._changing = False
         self._weights: OrderedDict[tuple[int, bool, bool], tuple[Array, Array]] = OrderedDict()
 
@@ -80,6 +82,7 @@ class TrajectoryIndex(Ring):
         count = self._kernels.claim(
             self._state, self.capacity, rows, self._fragments, self._chains, self._spare, self._touched
         )
+        self._dropped = count
         self._weigh(self._touched, count)
         return self.written
 
@@ -222,28 +225,34 @@ class TrajectoryIndex(Ring):
         Raises:
             RuntimeError: nothing is stored, or no trajectory is long enough.
         """
-        stamp = self.stamp()
         self.check_not_empty()
         tree = self._tree(length, by, strict)
         if not tree[-1]:
-            raise RuntimeError(
-                f"no stored trajectory has {length} rows in a row, the longest has {self.longest}: "
-                "use shorter slices, strict_length=False, or collect longer trajectories"
-            )
+            raise self.too_short(length)
         uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator)
+        return self._slices(
+            self._kernels.draw, count, length, follow, tree, uniform.numpy(), length, by == "start"
+        )
+
+    def slices_from(self, starts: Tensor, length: int, *, follow: bool = False) -> Draw:
+        """Slices of up to ``length`` rows from the slots ``starts`` (int64 ``[S]``, stored rows) on, as :meth:`draw`
+        gives them; fewer rows where the trajectory ends."""
+        return self._slices(self._kernels.slices_from, len(starts), length, follow, starts.numpy(), length)
+
+    def _slices(
+        self, kernel: Callable[..., tuple[int, int]], count: int, length: int, follow: bool, *how: Any
+    ) -> Draw:
+        """What ``kernel`` draws when asked ``how``: ``count`` slices of up to ``length`` rows."""
         slots = np.empty(count * length, np.int64)
         firsts, lasts = np.empty(count, np.int64), np.empty(count, np.int64)
         following = np.empty(count * length, np.int64) if follow else _NONE
         patch = np.empty((2, count * length), np.int64) if follow else _NO_PATCH
-        rows, patched = self._kernels.draw(
+        rows, patched = kernel(
             self._state,
             self.capacity,
             self._fragments,
             self._chains,
-            tree,
-            uniform.numpy(),
-            length,
-            by == "start",
+            *how,
             slots,
             firsts,
             lasts,
@@ -257,7 +266,35 @@ class TrajectoryIndex(Ring):
             Follow(torch.from_numpy(following[:rows]), torch.from_numpy(patch[:, :patched]))
             if follow
             else None,
-            stamp=stamp,
+            stamp=self.stamp(),
+        )
+
+    def begun(self, first: int, length: int, *, strict: bool) -> Array:
+        """Slots of the rows at which a slice of ``length`` rows can start since the rows from number ``first`` on
+        are there (see :meth:`starts`); int64. ``first`` being the oldest row, these are all starts."""
+        slots = np.empty(self.written - max(first, self.head), np.int64)
+        count = self._kernels.begun(
+            self._state, self.capacity, self._fragments, self._chains, first, length, strict, slots
+        )
+        begun: Array = slots[:count]
+        return begun
+
+    def beheaded(self, length: int) -> Array:
+        """Slots of the first rows of trajectories of which the last :meth:`claim` left fewer than ``length`` rows, but
+        some; int64."""
+        touched = self._touched[: self._dropped]
+        slots = np.empty(len(touched), np.int64)
+        count = self._kernels.beheaded(
+            self._state, self.capacity, self._fragments, self._chains, touched, length, slots
+        )
+        beheaded: Array = slots[:count]
+        return beheaded
+
+    def too_short(self, length: int) -> RuntimeError:
+        """The error that says that no trajectory has ``length`` rows."""
+        return RuntimeError(
+            f"no stored trajectory has {length} rows in a row, the longest has {self.longest}: "
+            "use shorter slices, strict_length=False, or collect longer trajectories"
         )
 
     def follow(self, slots: Tensor) -> Follow:

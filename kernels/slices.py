@@ -427,17 +427,133 @@ def draw(
 
 
 @compiled()
-def _fragment_of(state: Records, fragments: Records, row: Int) -> Int:
-    """Number of the fragment that holds the live row number ``row``."""
+def _found(state: Records, capacity: Int, fragments: Records, slots: Array) -> tuple[Array, Array]:
+    """Numbers of the live rows in ``slots``, and of the fragments that hold them.
+
+    All searches advance together, so that they wait for memory together.
+    """
     mask = len(fragments) - 1
-    low, high = state[0].first, state[0].end
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fragments[middle & mask].first <= row:
-            low = middle
-        else:
-            high = middle
-    return low
+    first, end, head = state[0].first, state[0].end, state[0].head
+    rows = head + (slots - head) % capacity
+    numbers = np.full(len(slots), first)
+    step = np.int64(1)
+    while step < end - first:
+        step *= 2
+    while step:
+        for j in range(len(rows)):
+            later = numbers[j] + step
+            if later < end and fragments[later & mask].first <= rows[j]:
+                numbers[j] = later
+        step //= 2
+    return rows, numbers
+
+
+@compiled()
+def slices_from(
+    state: Records,
+    capacity: Int,
+    fragments: Records,
+    chains: Records,
+    starts: Array,
+    length: Int,
+    slots: Array,
+    firsts: Array,
+    lasts: Array,
+    follow: Array,
+    patch: Array,
+) -> tuple[Int, Int]:
+    """As :func:`draw`, for slices that begin in the slots ``starts``; rows, patches."""
+    count = len(starts)
+    rows, number = _found(state, capacity, fragments, starts)
+    offset, left = np.empty(count, np.int64), np.empty(count, np.int64)
+    at = 0
+    for j in range(count):
+        f = fragments[number[j] & (len(fragments) - 1)]
+        offset[j] = f.offset + rows[j] - f.first
+        left[j] = min(chains[f.chain].total - offset[j], length)
+        firsts[j] = at
+        at += left[j]
+        lasts[j] = at - 1
+    patched = walk(state, capacity, fragments, number, offset, left, firsts.copy(), slots, follow, patch)
+    return at, patched
+
+
+@compiled()
+def _stretch(
+    state: Records, capacity: Int, fragments: Records, number: Int, low: Int, high: Int, slots: Array, at: Int
+) -> Int:
+    """Write the slots of the offsets ``low ... high`` of the chain of fragment ``number``, none of them after that
+    fragment, to ``slots[at:]``; the position after them."""
+    if low > high:
+        return at
+    base = _base(state, capacity)
+    nearer = _back(state, fragments, number, low)
+    while nearer != number:
+        number = nearer
+        nearer = _back(state, fragments, number, low)
+    while True:
+        f = fragments[number & (len(fragments) - 1)]
+        row = f.first + low - f.offset
+        take = min(_stop(state, fragments, number) - row, high - low + 1)
+        for i in range(take):
+            slots[at + i] = _slot(row + i, base, capacity)
+        at += take
+        low += take
+        if low > high:
+            return at
+        number += f.next
+
+
+@compiled()
+def begun(
+    state: Records,
+    capacity: Int,
+    fragments: Records,
+    chains: Records,
+    first: Int,
+    length: Int,
+    strict: bool,
+    slots: Array,
+) -> Int:
+    """Slots of the rows from which ``length`` rows of their chain are there since the rows from number ``first``
+    on are; how many. Unless ``strict``, the first row of each shorter chain that these rows lengthened, too."""
+    s = state[0]
+    mask = len(fragments) - 1
+    number = s.end - 1
+    while number > s.first and fragments[number & mask].first > first:
+        number -= 1
+    count = 0
+    while number < s.end:
+        f = fragments[number & mask]
+        chain = chains[f.chain]
+        old = f.offset + max(first - f.first, 0)  # rows of the chain before these
+        low = max(old - length + 1, chain.dropped)
+        high = f.offset + _stop(state, fragments, number) - f.first - length
+        if not strict and chain.last == number and chain.total - chain.dropped < length:
+            low = high = chain.dropped
+        count = _stretch(state, capacity, fragments, number, low, high, slots, count)
+        number += 1
+    return count
+
+
+@compiled()
+def beheaded(
+    state: Records,
+    capacity: Int,
+    fragments: Records,
+    chains: Records,
+    touched: Array,
+    length: Int,
+    slots: Array,
+) -> Int:
+    """Slots of the first rows of those ``touched`` chains that have fewer than ``length`` rows; how many."""
+    count = 0
+    for c in touched:
+        chain = chains[c]
+        if 0 < chain.total - chain.dropped < length:
+            first = chain.dropped
+            count = _stretch(state, capacity, fragments, chain.last, first, first, slots, count)
+    return count
 
 
 @compiled()
@@ -445,13 +561,11 @@ def follow_rows(
     state: Records, capacity: Int, fragments: Records, slots: Array, follow: Array, patch: Array
 ) -> Int:
     """As :func:`draw` does for slices: the slot after each of ``slots``, any rows in any order; patches."""
-    head = state[0].head
-    base, patched = head - head % capacity, 0
+    base, patched = _base(state, capacity), 0
+    rows, numbers = _found(state, capacity, fragments, slots)
     for i in range(len(slots)):
-        row = head + (slots[i] - head) % capacity
-        number = _fragment_of(state, fragments, row)
-        stop = _stop(state, fragments, number)
-        patched = _after(fragments, capacity, base, number, row + 1, stop, i, follow, patch, patched)
+        stop = _stop(state, fragments, numbers[i])
+        patched = _after(fragments, capacity, base, numbers[i], rows[i] + 1, stop, i, follow, patch, patched)
     return patched
 
 
@@ -462,11 +576,10 @@ def ahead_rows(state: Records, capacity: Int, fragments: Records, slots: Array, 
     -1 from where no row is stored on.
     """
     mask = len(fragments) - 1
-    head = state[0].head
-    base = head - head % capacity
+    base = _base(state, capacity)
+    rows, numbers = _found(state, capacity, fragments, slots)
     for i in range(len(slots)):
-        row = head + (slots[i] - head) % capacity
-        number = _fragment_of(state, fragments, row)
+        row, number = rows[i], numbers[i]
         stop = _stop(state, fragments, number)
         for j in range(ahead.shape[1]):
             if row == stop:
