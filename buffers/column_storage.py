@@ -15,6 +15,7 @@ from flatroll.buffers.compact import (
     check_final_covers,
     differ,
     final_columns,
+    mostly_shared,
     next_columns,
     state_pairs,
 )
@@ -95,7 +96,9 @@ class ColumnStorage(Storage):
         """
         structure = Structure.of(batch) if self.structure is None else self.structure
         columns = structure.columns(batch)
-        count = len(next(iter(columns.values()))) if columns else 0
+        if not columns:
+            raise ValueError("the batch has no entries to store")
+        count = len(next(iter(columns.values())))
         if not isinstance(batch, TensorDictBase):
             if final is not None:
                 raise ValueError("final comes with a compact tensordict batch only")
@@ -158,17 +161,23 @@ class ColumnStorage(Storage):
                 "came with it: extend(batch, final=collector.final), or use a storage without compact_obs and "
                 "NextStateReconstructor"
             )
+        marked = self._in_lanes(batch, keys)
+        if self.pool is None and len(pairs) > len(kept):
+            ends = run_ends(marked, is_init_key=keys.is_init, done_key=keys.done, traj_key=keys.traj)
+            pairs = [key for key in pairs if key in kept or mostly_shared(columns, key, ends)] or pairs
         pool = self.pool or NextPool(pairs)
         if missing := [key for key in pool.pairs if key not in pairs]:
             raise ValueError(
                 f"the batch lacks {next_key(missing[0])!r}, which the first extend had: pass it in the batch or "
                 "in final"
             )
-        if self.pool is not None and (extra := [key for key in pairs if key not in pool.pairs]):
-            raise ValueError(f"the batch has {next_key(extra[0])!r}, which the first extend did not have")
-        runs = Runs.of(self._in_lanes(batch, keys), keys, pool.cuts(columns, row))
+        if self.pool is not None:
+            late = [key for key in pairs if key not in pool.pairs and next_key(key) not in self.columns]
+            if late:
+                raise ValueError(f"the batch has {next_key(late[0])!r}, which the first extend did not have")
+        runs = Runs.of(marked, keys, pool.cuts(columns, row))
         tails = pool.tails(columns, row, kept, runs.lasts)
-        stored = {key: c for key, c in columns.items() if key not in {next_key(k) for k in pairs}}
+        stored = {key: c for key, c in columns.items() if key not in {next_key(k) for k in pool.pairs}}
         self._check(stored, structure)
         if self.pool is None:
             pool.allocate(self.columns)

@@ -50,6 +50,17 @@ def state_pairs(columns: Columns) -> list[NestedKey]:
     return pairs
 
 
+def mostly_shared(columns: Columns, key: NestedKey, ends: Tensor) -> bool:
+    """Whether at least half of the rows inside runs say that ``("next", key)`` is ``key`` of the row after.
+
+    So it is for observations; what a network wrote for both, say, would take a pool entry for each row.
+    ``ends`` (bool ``[N]``) marks the last rows of runs. True if no row is inside a run.
+    """
+    inside = ~ends[:-1]
+    wrong = differ(columns[next_key(key)][:-1], columns[key][1:]) & inside
+    return 2 * int(wrong.sum()) <= int(inside.sum())
+
+
 def final_columns(final: TensorDictBase, columns: Columns, rows: int) -> tuple[Tensor, Columns]:
     """Row numbers and observations (by root key) of a compact collector's ``final``, checked.
 

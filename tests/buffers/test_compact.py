@@ -231,3 +231,17 @@ def test_stats_count_what_is_saved(world: Any) -> None:
     assert a["bytes_per_row"] - b["bytes_per_row"] == 3 * 4 + 8
     index = compact.index
     assert index is not None and b["bytes"] == a["bytes"] - b["bytes_saved"] + index.nbytes
+
+
+def test_pairs_that_no_row_shares_are_kept_as_they_are(world: Any) -> None:
+    """Values that a network wrote for both ends of a step differ at every row: no pool entry for each."""
+    batch = world.to_batch(world.episode(0, 0, 12))
+    batch["state_value"] = torch.arange(12.0)[:, None]
+    batch["next", "state_value"] = torch.arange(12.0)[:, None] + 0.5
+    buffer = ReplayBuffer(storage=LazyTensorStorage(20, compact_obs=True), sampler=SliceSampler(slice_len=4))
+    for part in batch.split(6):
+        buffer.extend(part)
+    pool = buffer.storage.pool
+    assert pool is not None and "state_value" not in pool.pairs and "observation" in pool.pairs
+    assert torch.equal(buffer[:]["next", "state_value"], batch["next", "state_value"])
+    assert torch.equal(buffer[:]["next", "observation"], batch["next", "observation"])

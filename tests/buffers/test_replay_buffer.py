@@ -290,7 +290,7 @@ def test_large_storages_are_read_ahead_and_give_the_same(
     buffer = ReplayBuffer(storage=storage, sampler=SliceSampler(slice_len=20), batch_size=40)
     buffer.extend(world.to_batch(world.episode(0, 0, 100) + world.episode(0, 1, 100)))
     plain = sampled(buffer)
-    monkeypatch.setattr("flatroll.buffers.storages._CACHE", 0)
+    monkeypatch.setattr("flatroll.buffers.column_storage._CACHE", 0)
     assert bool((sampled(buffer) == plain).all())
     assert storage._bytes is not None
     other = copy.deepcopy(buffer)
