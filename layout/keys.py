@@ -45,6 +45,10 @@ _WRITTEN_BY: dict[NestedKey, str] = {
     TERMINATED: "the collector writes it",
     TRUNCATED: "the collector writes it",
     DONE: "the collector writes it",
+    "advantage": "call an estimator on the batch, e.g. flatroll.estimators.GAE",
+    "value_target": "call an estimator on the batch, e.g. flatroll.estimators.GAE",
+    "state_value": "the value network writes it; call an estimator on the batch, e.g. flatroll.estimators.GAE",
+    "action_log_prob": "the policy writes it when it acts (return_log_prob=True)",
     ("next", EPISODE_REWARD): "wrap the env in flatroll.wrappers.RewardSum",
     ("next", OBSERVATION): (
         "the collector writes it unless compact_obs=True; a compact batch comes with collector.final, "
@@ -71,20 +75,33 @@ def next_key(key: NestedKey) -> tuple[str, ...]:
     return (NEXT, *as_tuple(key))
 
 
-def missing_marker(key: NestedKey, available: Iterable[NestedKey]) -> KeyError:
-    """The error for a column that is not there: which one, who writes it, what there is instead."""
-    names = as_tuple(key)
-    shown: NestedKey = names[0] if len(names) == 1 else names
-    writer = _WRITTEN_BY.get(shown, "nothing in this batch wrote it")
+def missing_marker(
+    key: NestedKey, available: Iterable[NestedKey], default: NestedKey | None = None
+) -> KeyError:
+    """The error for a column that is not there: which one, who writes it, what there is instead.
+
+    ``default`` is the name that the column has where nobody renamed it.
+    """
+    shown = _plain(key)
+    writer = _WRITTEN_BY.get(shown if default is None else _plain(default), "nothing in this batch wrote it")
     there = sorted((repr(k) for k in available), key=str)
     return KeyError(f"batch has no entry {shown!r}: {writer}. Entries present: {', '.join(there) or 'none'}")
 
 
-def require(batch: TensorDictBase, key: NestedKey) -> Tensor:
-    """The column ``key`` of ``batch``; a KeyError that names its writer if it is missing."""
+def _plain(key: NestedKey) -> NestedKey:
+    names = as_tuple(key)
+    return names[0] if len(names) == 1 else names
+
+
+def require(batch: TensorDictBase, key: NestedKey, default: NestedKey | None = None) -> Tensor:
+    """The column ``key`` of ``batch`` (called ``default`` where nobody renamed it).
+
+    Raises:
+        KeyError: it is missing; the text names what writes it.
+    """
     value = batch.get(key, None)
     if value is None:
-        raise missing_marker(key, batch.keys(True, True))
+        raise missing_marker(key, batch.keys(True, True), default)
     column: Tensor = value
     return column
 

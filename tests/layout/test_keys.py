@@ -33,6 +33,8 @@ def test_next_of_a_key():
         (("collector", "traj_ids"), "flatroll.wrappers.TrajId"),
         (("next", "observation"), "NextStateReconstructor"),
         ("action", "the policy"),
+        ("advantage", "flatroll.estimators.GAE"),
+        ("action_log_prob", "return_log_prob=True"),
         ("foo", "nothing in this batch wrote it"),
     ],
 )
@@ -44,6 +46,9 @@ def test_a_missing_marker_names_its_writer(key, writer):
     assert f"batch has no entry {key!r}" in error.value.args[0]
     assert "Entries present: 'reward'" in error.value.args[0]
     assert "none" in missing_marker(key, []).args[0]
+    with pytest.raises(KeyError) as error:
+        require(batch, "renamed", default=key)
+    assert "no entry 'renamed'" in error.value.args[0] and writer in error.value.args[0]
 
 
 def test_a_marker_is_seen_in_the_batch_shape():
