@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from flatroll.buffers.runs import Runs
 from flatroll.kernels.records import CHAIN, ENTRY, FRAGMENT, STATE
 
 By = Literal["trajectory", "start"]
+Way: TypeAlias = tuple[int, bool, bool, int]  # length, by start, strict, span
 
 _NONE = np.zeros(0, np.int64)
 _NO_PATCH = np.zeros((2, 0), np.int64)
@@ -59,7 +60,7 @@ class TrajectoryIndex(Ring):
         self._spare: Array = np.zeros(0, np.int64)
         self._dropped = 0  # chains in _touched after claim
         self._changing = False
-        self._weights: OrderedDict[tuple[int, bool, bool], tuple[Array, Array]] = OrderedDict()
+        self._weights: OrderedDict[Way, tuple[Array, Array]] = OrderedDict()
 
     @property
     def _kernels(self) -> ModuleType:
@@ -115,7 +116,7 @@ class TrajectoryIndex(Ring):
             released: chains whose last row gives back its pool entry, because the next row holds the same.
         """
         count = len(runs.firsts)
-        self._reserve(count, int((before == -1).sum()))
+        self._reserve(count, int(np.count_nonzero(before == -1)))
         self._changing = True
         self._kernels.publish(
             self._state,
@@ -128,7 +129,7 @@ class TrajectoryIndex(Ring):
             runs.done,
             runs.step_last,
             before,
-            np.full(count, -1) if pool is None else pool,
+            _NONE if pool is None else pool,
             self._spare,
             _NONE if released is None else released,
             self._touched,
@@ -208,6 +209,7 @@ class TrajectoryIndex(Ring):
         *,
         by: By = "trajectory",
         strict: bool = False,
+        span: tuple[int, int] = (0, 0),
         generator: torch.Generator | None = None,
         follow: bool = False,
     ) -> Draw:
@@ -218,6 +220,8 @@ class TrajectoryIndex(Ring):
             length: rows per slice; shorter trajectories give what they have, or, if ``strict``, are left out.
             by: ``"trajectory"`` draws a trajectory uniformly, then a start within it uniformly; ``"start"`` draws
                 uniformly over all starts of all trajectories.
+            span: rows, fewer than ``length``, by which a slice may reach beyond the first and the last row of its
+                trajectory; they are left out of it. Every such start counts as one.
             strict: only trajectories of at least ``length`` rows.
             generator: CPU random generator; None is torch's global one.
             follow: say where the next observation of each row stands, too.
@@ -226,27 +230,35 @@ class TrajectoryIndex(Ring):
             RuntimeError: nothing is stored, or no trajectory is long enough.
         """
         self.check_not_empty()
-        tree = self._tree(length, by, strict)
+        early, late = span
+        if span != (0, 0) and not (0 <= early < length and 0 <= late < length):
+            raise ValueError(
+                f"span must be two numbers of rows from 0 to length - 1 = {length - 1}, got {span}"
+            )
+        tree = self._tree(length, by, strict, early + late)
         if not tree[-1]:
             raise self.too_short(length)
-        uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator)
+        uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
+        how = tree, uniform, length, by == "start", early, late
+        return self._slices(self._kernels.draw, count, count * length, follow, *how)
+
+    def slices_from(self, starts: Tensor, length: int | Tensor, *, follow: bool = False) -> Draw:
+        """Slices of up to ``length`` rows from the slots ``starts`` (int64 ``[S]``, stored rows) on, as :meth:`draw`
+        gives them; fewer rows where the trajectory ends. ``length`` may be one number per slice."""
+        count = len(starts)
+        lengths = np.full(count, length) if isinstance(length, int) else length.numpy()
         return self._slices(
-            self._kernels.draw, count, length, follow, tree, uniform.numpy(), length, by == "start"
+            self._kernels.slices_from, count, int(lengths.sum()), follow, starts.numpy(), lengths
         )
 
-    def slices_from(self, starts: Tensor, length: int, *, follow: bool = False) -> Draw:
-        """Slices of up to ``length`` rows from the slots ``starts`` (int64 ``[S]``, stored rows) on, as :meth:`draw`
-        gives them; fewer rows where the trajectory ends."""
-        return self._slices(self._kernels.slices_from, len(starts), length, follow, starts.numpy(), length)
-
     def _slices(
-        self, kernel: Callable[..., tuple[int, int]], count: int, length: int, follow: bool, *how: Any
+        self, kernel: Callable[..., tuple[int, int]], count: int, most: int, follow: bool, *how: Any
     ) -> Draw:
-        """What ``kernel`` draws when asked ``how``: ``count`` slices of up to ``length`` rows."""
-        slots = np.empty(count * length, np.int64)
+        """What ``kernel`` draws when asked ``how``: ``count`` slices of up to ``most`` rows together."""
+        slots = np.empty(most, np.int64)
         firsts, lasts = np.empty(count, np.int64), np.empty(count, np.int64)
-        following = np.empty(count * length, np.int64) if follow else _NONE
-        patch = np.empty((2, count * length), np.int64) if follow else _NO_PATCH
+        following = np.empty(most, np.int64) if follow else _NONE
+        patch = np.empty((2, most), np.int64) if follow else _NO_PATCH
         rows, patched = kernel(
             self._state,
             self.capacity,
@@ -370,14 +382,16 @@ class TrajectoryIndex(Ring):
 
     # -- weights: one Fenwick tree over the trajectories per way of drawing ----------------------------------------
 
-    def _tree(self, length: int, by: By, strict: bool) -> Array:
+    def _tree(self, length: int, by: By, strict: bool, span: int = 0) -> Array:
         if by not in ("trajectory", "start"):
             raise ValueError(f"by must be 'trajectory' or 'start', got {by!r}")
         if length < 1:
             raise ValueError(f"length must be at least 1, got {length}")
-        if by == "trajectory" and not strict:
-            length, strict = 1, True  # any trajectory will do
-        key = (length, by == "start", strict)
+        if by == "trajectory":
+            span = 0
+            if not strict:
+                length, strict = 1, True  # any trajectory will do
+        key = (length, by == "start", strict, span)
         if self._changing:  # a change was interrupted (Ctrl-C) before the weights followed
             self._weights.clear()
             self._changing = False
@@ -388,7 +402,7 @@ class TrajectoryIndex(Ring):
         self._weights.move_to_end(key)
         return self._weights[key][1]
 
-    def _new_weights(self, key: tuple[int, bool, bool]) -> tuple[Array, Array]:
+    def _new_weights(self, key: Way) -> tuple[Array, Array]:
         weight, tree = np.zeros(len(self._chains), np.int64), np.zeros(len(self._chains) + 1, np.int64)
         used = int(self._state["slots"][0])
         self._kernels.weigh(self._chains, np.arange(used), used, weight, tree, *key)

@@ -12,48 +12,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir  # type: ignore[import-untyped]  # numba's own
-from numba import types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flatroll.kernels.raw_memory import ask, copy_bytes
 from flatroll.kernels.scan_numba import compiled
 
 Array = NDArray[Any]
 Int = Any  # a 64-bit integer of NumPy's or Python's
 
-_BIT, _INT, _LONG = ir.IntType(1), ir.IntType(32), ir.IntType(64)
-_POINTER = ir.IntType(8).as_pointer()
 _AHEAD = 16  # stretches between asking for one and copying it
 _LINES = 64  # cache lines asked for per stretch; the hardware foresees the rest of a longer one
-
-
-def _copy_code(typing_context: Any, target: Any, source: Any, size: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        memcpy = builder.module.declare_intrinsic("llvm.memcpy", [_POINTER, _POINTER, _LONG])
-        to, source, size = arguments
-        to, source = builder.inttoptr(to, _POINTER), builder.inttoptr(source, _POINTER)
-        builder.call(memcpy, [to, source, size, _BIT(0)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
-
-
-def _ask_code(typing_context: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [_POINTER, _INT, _INT, _INT])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [_POINTER], kind)
-        # to read it, to keep it in the nearest cache, as data
-        builder.call(prefetch, [builder.inttoptr(arguments[0], _POINTER), _INT(0), _INT(3), _INT(1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
-
-
-#: ``_copy(to, source, size)`` copies bytes between addresses; ``_ask(address)`` begins to load a cache line.
-_copy: Any = intrinsic(_copy_code)
-_ask: Any = intrinsic(_ask_code)
 
 
 @compiled()
@@ -79,12 +48,12 @@ def gather(source: Array, target: Array, size: Array, rows: Int, slots: Array) -
                 first = source[asked] + stretches[following, 0] * size[asked]
                 lines = min(stretches[following, 2] * size[asked] + 63 >> 6, _LINES)
                 for line in range(lines):
-                    _ask(first + 64 * line)
+                    ask(first + 64 * line)
                 following += 1
                 if following == count:
                     asked, following = asked + 1, 0
             if k >= 0:
-                _copy(
+                copy_bytes(
                     target[k] + stretches[j, 1] * size[k],
                     source[k] + stretches[j, 0] * size[k],
                     stretches[j, 2] * size[k],
@@ -96,7 +65,7 @@ def gather(source: Array, target: Array, size: Array, rows: Int, slots: Array) -
 def copy(source: Array, target: Array, size: Array) -> None:
     """Copy ``size[k]`` bytes from address ``source[k]`` to ``target[k]``."""
     for k in range(len(source)):
-        _copy(target[k], source[k], size[k])
+        copy_bytes(target[k], source[k], size[k])
 
 
 class Block:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flatroll.kernels.raw_memory import ask
 from flatroll.kernels.scan_numba import compiled
 
 Array = NDArray[Any]
@@ -215,7 +216,7 @@ def publish(
         elif c == -1:
             c = _begin(state, chains, ids, j)
         chain = chains[c]
-        _attach(state, fragments, chains, c, s.written + firsts[j], pool[j])
+        _attach(state, fragments, chains, c, s.written + firsts[j], pool[j] if len(pool) else -1)
         chain.total += (firsts[j + 1] if j + 1 < len(firsts) else rows) - firsts[j]
         going = 0 if done[j] else 1
         s.open += going - chain.open
@@ -242,18 +243,20 @@ def weigh(
     length: Int,
     start: bool,
     strict: bool,
+    span: Int,
 ) -> None:
     """Bring the weights of ``touched`` chains, and the Fenwick tree over them, up to date.
 
-    A chain of n live rows weighs, with ``start``, the slices of ``length`` rows that it holds (at least 1 unless
-    ``strict``), else 1 if n >= length.
+    A chain of n live rows (with ``strict``: at least ``length``) weighs 1, or with ``start`` the places of a slice
+    of ``length`` rows, ``n - length + 1 + span``, at least 1.
     """
+    least = length if strict else 1
     for k in range(count):
         c = touched[k]
         n = chains[c].total - chains[c].dropped
-        now = max(n - length + 1, 0) if start else np.int64(n >= length)
-        if start and not strict and n > 0:
-            now = max(now, 1)
+        now = np.int64(n >= least)
+        if start and n >= least:
+            now = max(n - length + 1 + span, 1)
         change = now - weight[c]
         if change:
             weight[c] = now
@@ -321,6 +324,14 @@ def _after(
 
 
 @compiled()
+def _ask_for(fragments: Records, number: Int) -> None:
+    """Begin to load fragment ``number`` and where it ends, to be read one round later."""
+    address = np.int64(fragments.ctypes.data) + (number & (len(fragments) - 1)) * fragments.itemsize
+    ask(address)
+    ask(address + fragments.itemsize + 7)
+
+
+@compiled()
 def walk(
     state: Records,
     capacity: Int,
@@ -336,8 +347,8 @@ def walk(
     """Write the slots of ``left[j]`` rows from ``offset[j]`` on to ``slots[at[j]:]``, for each j; patches.
 
     ``number[j]`` is the last fragment of the chain. All slices advance by one fragment per round, so that they
-    wait for memory together, not one after another. ``follow`` and ``patch``, where ``follow`` has room, are as
-    in :func:`_after`.
+    wait for memory together, not one after another, and ask for it one round ahead. ``follow`` and ``patch``,
+    where ``follow`` has room, are as in :func:`_after`.
     """
     mask = len(fragments) - 1
     pending = len(number)
@@ -347,6 +358,7 @@ def walk(
             target = _back(state, fragments, number[j], offset[j])
             pending += target != number[j]
             number[j] = target
+            _ask_for(fragments, target)
     patched = 0
     base = state[0].head - state[0].head % capacity
     pending = len(number)
@@ -377,7 +389,9 @@ def walk(
             offset[j] += take
             at[j] = first + take
             number[j] = k + f.next
-            pending += rows > take
+            if rows > take:
+                _ask_for(fragments, k + f.next)
+                pending += 1
     return patched
 
 
@@ -391,6 +405,8 @@ def draw(
     uniform: Array,
     length: Int,
     start: bool,
+    early: Int,
+    late: Int,
     slots: Array,
     firsts: Array,
     lasts: Array,
@@ -399,8 +415,9 @@ def draw(
 ) -> tuple[Int, Int]:
     """Draw a slice for each of ``firsts``, from ``uniform`` (float64 in [0, 1), two per slice); rows, patches.
 
-    A chain is drawn by weight; its slice begins where the weight was hit (``start``) or uniformly. Slice j takes
-    positions ``firsts[j] ... lasts[j]`` of ``slots``.
+    A chain is drawn by weight; its slice takes the place where the weight was hit (``start``) or any, uniformly.
+    Places reach ``early`` rows before the chain and ``late`` rows after it; what is not there is left out. Slice j
+    takes positions ``firsts[j] ... lasts[j]`` of ``slots``.
     """
     count = len(firsts)
     number, offset, left = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
@@ -417,8 +434,15 @@ def draw(
             step //= 2
         chain = chains[c]
         live = chain.total - chain.dropped
-        take = min(live, length)
-        begin = rest if start else min(np.int64(uniform[2 * j + 1] * (live - take + 1)), live - take)
+        places = max(live - length + 1 + early + late, 1)
+        begin = rest if start else min(np.int64(uniform[2 * j + 1] * places), places - 1)
+        if (
+            live - length + early + late >= 0
+        ):  # else the chain is shorter than any slice of the span: all of it
+            begin -= early
+        stop = min(begin + length, live)
+        begin = max(begin, 0)
+        take = stop - begin
         number[j], offset[j], left[j], firsts[j] = chain.last, chain.dropped + begin, take, at
         at += take
         lasts[j] = at - 1
@@ -455,14 +479,14 @@ def slices_from(
     fragments: Records,
     chains: Records,
     starts: Array,
-    length: Int,
+    lengths: Array,
     slots: Array,
     firsts: Array,
     lasts: Array,
     follow: Array,
     patch: Array,
 ) -> tuple[Int, Int]:
-    """As :func:`draw`, for slices that begin in the slots ``starts``; rows, patches."""
+    """As :func:`draw`, for slices of up to ``lengths`` rows that begin in the slots ``starts``; rows, patches."""
     count = len(starts)
     rows, number = _found(state, capacity, fragments, starts)
     offset, left = np.empty(count, np.int64), np.empty(count, np.int64)
@@ -470,7 +494,7 @@ def slices_from(
     for j in range(count):
         f = fragments[number[j] & (len(fragments) - 1)]
         offset[j] = f.offset + rows[j] - f.first
-        left[j] = min(chains[f.chain].total - offset[j], length)
+        left[j] = min(chains[f.chain].total - offset[j], lengths[j])
         firsts[j] = at
         at += left[j]
         lasts[j] = at - 1

@@ -1,0 +1,41 @@
+"""Two machine instructions that Numba has no name for: copying between addresses, and asking for memory early.
+
+This module imports numba: import it inside the function that needs it.
+"""
+
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]  # numba's own
+from numba import types
+from numba.extending import intrinsic
+
+_BIT, _INT, _LONG = ir.IntType(1), ir.IntType(32), ir.IntType(64)
+_POINTER = ir.IntType(8).as_pointer()
+
+
+def _copy_code(typing_context: Any, target: Any, source: Any, size: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        memcpy = builder.module.declare_intrinsic("llvm.memcpy", [_POINTER, _POINTER, _LONG])
+        to, source, size = arguments
+        to, source = builder.inttoptr(to, _POINTER), builder.inttoptr(source, _POINTER)
+        builder.call(memcpy, [to, source, size, _BIT(0)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+def _ask_code(typing_context: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [_POINTER, _INT, _INT, _INT])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [_POINTER], kind)
+        # to read it, to keep it in the nearest cache, as data
+        builder.call(prefetch, [builder.inttoptr(arguments[0], _POINTER), _INT(0), _INT(3), _INT(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+#: ``copy_bytes(target, source, size)`` between addresses that do not overlap; nothing is checked.
+copy_bytes: Any = intrinsic(_copy_code)
+#: ``ask(address)`` begins to load a cache line and changes nothing; the address may be any.
+ask: Any = intrinsic(_ask_code)
