@@ -1,0 +1,72 @@
+"""The ring test: capacity 20, a truncation every 7 steps, 47 adds. Peers lose rows or next observations here."""
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler, TensorStorage
+
+CAPACITY, EVERY, ADDS = 20, 7, 47
+
+
+def row(env: int, count: int) -> TensorDict:
+    """Step ``count`` of an env: its observation says env, episode, step, and the final one is no reset."""
+    episode, step = divmod(count, EVERY)
+    obs = torch.tensor([[env, episode, step]], dtype=torch.float32)
+    end = torch.tensor([[step == EVERY - 1]])
+    after = {
+        "observation": obs + torch.tensor([0.0, 0.0, 1.0]),
+        "reward": torch.ones(1, 1),
+        "done": end,
+        "truncated": end.clone(),
+        "terminated": torch.zeros(1, 1, dtype=torch.bool),
+    }
+    root = {"observation": obs, "is_init": torch.tensor([[step == 0]]), "next": after}
+    return TensorDict({**root, "collector": {"traj_ids": torch.tensor([env * 1000 + episode])}}, [1])
+
+
+def rows_of(buffer: ReplayBuffer, draws: int) -> set[tuple[int, ...]]:
+    """The rows in many samples, every next observation of which is checked."""
+    seen: set[tuple[int, ...]] = set()
+    for _ in range(draws):
+        sample = buffer.sample()
+        wrong = sample["next", "observation"] != sample["observation"] + torch.tensor([0.0, 0.0, 1.0])
+        assert not wrong.any()
+        seen |= {tuple(values) for values in sample["observation"].int().tolist()}
+    return seen
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("envs", [1, 5])
+@pytest.mark.parametrize("sampler", [None, SliceSampler(slice_len=1), SliceSampler(slice_len=4)])
+def test_all_rows_are_reachable_and_no_next_observation_is_wrong(compact: bool, envs: int, sampler: Any) -> None:
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(CAPACITY, compact_obs=compact),
+        sampler=sampler,
+        batch_size=64,
+        generator=torch.Generator().manual_seed(0),
+    )
+    made = []
+    for count in range(ADDS):
+        batch = torch.cat([row(env, count) for env in range(envs)])
+        buffer.extend(batch)
+        made += [tuple(values) for values in batch["observation"].int().tolist()]
+        assert len(buffer) == min(CAPACITY, len(made))
+    assert rows_of(buffer, 40) == set(made[-CAPACITY:])
+    assert {tuple(values) for values in buffer[:]["observation"].int().tolist()} == set(made[-CAPACITY:])
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_the_same_in_memory_of_the_caller(compact: bool) -> None:
+    first = torch.cat([row(0, count) for count in range(CAPACITY)])
+    buffer = ReplayBuffer(
+        storage=TensorStorage(first, compact_obs=compact), sampler=SliceSampler(slice_len=3), batch_size=60
+    )
+    assert len(buffer) == CAPACITY and rows_of(buffer, 20) == {(0, c // EVERY, c % EVERY) for c in range(CAPACITY)}
+    for count in range(CAPACITY, ADDS):
+        buffer.extend(row(0, count))
+    assert rows_of(buffer, 40) == {(0, c // EVERY, c % EVERY) for c in range(ADDS - CAPACITY, ADDS)}
+    slot = int(buffer.extend(row(0, ADDS))[0])
+    assert slot == ADDS % CAPACITY and torch.equal(first["observation"][slot], row(0, ADDS)["observation"][0])
