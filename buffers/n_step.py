@@ -86,10 +86,10 @@ class NStep:
         for key in (*moved, *known):
             if key not in deltas:
                 changed[key] = reached[key]
-        for key, reward in rewards.items():
+        for key in (*rewards, *([self.done_key] if self.done_key in columns else [])):
             *path, name = as_tuple(key)
             changed[(*path, f"original_{name}")] = columns[key]
-            changed[key] = reward
+        changed |= rewards
         done = changed.get(self.done_key)
         going = torch.ones_like(steps, dtype=torch.bool) if done is None else ~done.reshape(-1, 1)
         if (mask := columns.get(self.mask_key)) is not None:

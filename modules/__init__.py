@@ -1,8 +1,9 @@
 """Recurrent modules over flat marked batches: single steps in rollouts, unpadded runs in training."""
 
+from flatroll.modules.burn_in import BurnIn
 from flatroll.modules.gru import GRUModule
 from flatroll.modules.lstm import LSTMModule
 from flatroll.modules.mode import recurrent_mode, set_recurrent_mode
 from flatroll.modules.primer import TensorDictPrimer
 
-__all__ = ["GRUModule", "LSTMModule", "TensorDictPrimer", "recurrent_mode", "set_recurrent_mode"]
+__all__ = ["BurnIn", "GRUModule", "LSTMModule", "TensorDictPrimer", "recurrent_mode", "set_recurrent_mode"]

@@ -84,7 +84,8 @@ def check(world: Any, rows: dict[Any, Tensor], window: list[list[Any]], gamma: f
     assert rows["steps_to_next_obs"].flatten().tolist() == k
     assert rows["nonterminal"].flatten().tolist() == [not s.done for s in last]
     single = batch_of(world, [w[0] for w in window], kind)
-    assert torch.equal(rows["next", "original_reward"], single["next", "reward"])
+    for name in ("reward", "done"):
+        assert torch.equal(rows["next", f"original_{name}"], single["next", name])
     for key, column in single.items(True, True):
         if key[0] != "next":
             assert torch.equal(rows[key], column), key

@@ -1,0 +1,172 @@
+"""Recurrent states made anew from the first rows of each slice."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from flatroll.layout.boundaries import run_ends, run_starts
+from flatroll.layout.keys import DONE, IS_INIT, MASK, NEXT, NestedKey, as_tuple, marker, next_key, require
+from flatroll.modules.mode import set_recurrent_mode
+from flatroll.modules.primer import TensorDictPrimer
+
+
+class BurnIn:
+    """Runs recurrent modules over the first rows of each slice, and leaves the rest with the state they end in.
+
+    A transform of a replay buffer whose sampler draws slices. The first ``burn_in`` rows of each slice, all but the
+    last row of a shorter one, go through the modules in recurrent mode without gradients, and leave the sample. The
+    first row that stays gets the state after them, in place of the stored one, and ``is_init``: a module that then
+    runs over the sample goes on as if it had run over the whole slice, with gradients that end there. Where an
+    episode begins at that row, its stored state stays.
+
+    The rows burnt in start from their stored states; from the states every episode starts from, zeros, if the sample
+    has none. It stands in this room, not with the buffers, because it sets the recurrent mode.
+
+    Args:
+        modules: a tensordict module or several, run in this order; what they read besides states must be in the
+            sample. Give the modules that train, so that the states are up to date.
+        burn_in: rows to burn in, at least 0; 0 leaves samples as they are.
+        out_keys: root keys of the states, default those that the modules' ``make_tensordict_primer()`` name.
+        init_key: the marker set, default ``"is_init"``.
+        done_key: bool entry that ends an episode, default ``("next", "done")``, used if it is there; of samples of
+            ``MultiStepTransform`` it is ``("next", "original_done")``, for the modules too.
+
+    Raises:
+        TypeError: a module is no tensordict module.
+        ValueError: ``burn_in`` below 0, or the modules have no state.
+
+    Reference: Kapturowski et al. 2019, Recurrent experience replay in distributed reinforcement learning.
+
+    >>> from tensordict import TensorDict
+    >>> from flatroll.modules import GRUModule
+    >>> gru = GRUModule(2, 3, in_key="observation", out_key="features")
+    >>> slices = TensorDict({"observation": torch.zeros(10, 2), "is_init": torch.arange(10)[:, None] % 5 == 0}, [10])
+    >>> sample = BurnIn(gru, burn_in=2).forward(slices)
+    >>> sample["is_init"].flatten().tolist(), sample["recurrent_state"].shape
+    ([True, False, False, True, False, False], torch.Size([6, 1, 3]))
+    """
+
+    wants_ends = True
+
+    def __init__(
+        self,
+        modules: TensorDictModuleBase | Sequence[TensorDictModuleBase],
+        burn_in: int,
+        out_keys: Sequence[NestedKey] | None = None,
+        *,
+        init_key: NestedKey = IS_INIT,
+        done_key: NestedKey = DONE,
+    ) -> None:
+        self.modules = list(modules) if isinstance(modules, Sequence) else [modules]
+        for module in self.modules:
+            if not isinstance(module, TensorDictModuleBase):
+                raise TypeError(f"modules must be tensordict modules, got {type(module).__name__}")
+        if isinstance(burn_in, bool) or not isinstance(burn_in, int) or burn_in < 0:
+            raise ValueError(f"burn_in must be an integer of at least 0, got {burn_in!r}")
+        self.burn_in = burn_in
+        self.out_keys = list(self._primed()) if out_keys is None else [_root(key) for key in out_keys]
+        if not self.out_keys:
+            raise ValueError(
+                "the modules have no recurrent state: no part of them has make_tensordict_primer(). Give a GRUModule "
+                "or LSTMModule, or name the states with out_keys"
+            )
+        self.init_key = init_key
+        self.done_key = done_key
+
+    def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
+        """The rows that stay, in memory of their own; ``td`` is left as it was.
+
+        Args:
+            td: flat batch ``[N]`` of slices.
+            ends: bool ``[N]``, True at the last row of each slice; a buffer gives it. Default: the run ends.
+
+        Raises:
+            KeyError: what a module reads is missing.
+            ValueError: ``td`` is not flat, or has padding.
+        """
+        if td.batch_dims != 1:
+            raise ValueError(f"BurnIn needs a flat batch [N] of slices, got {list(td.batch_size)}")
+        if td.get(MASK, None) is not None and not bool(marker(td, MASK).all()):
+            raise ValueError("BurnIn needs slices without padding: SliceSampler(pad_output=False)")
+        if not self.burn_in or not len(td):
+            return td
+        marked = td.clone(recurse=False)
+        if absent := [key for key in self.out_keys if td.get(key, None) is None]:
+            primed = self._primed()
+            for key in absent:
+                if key in primed:
+                    marked.set(key, primed[key].to(td.device).expand(len(td), *primed[key].shape))
+        parts = self._divide(marked, ends)
+        kept = cast(TensorDictBase, marked[parts.kept])
+        if not len(parts.head):
+            return kept
+        after = self._run(cast(TensorDictBase, marked[parts.head]))
+        for key in self.out_keys:
+            state = require(kept, key)
+            final = require(after, next_key(key)).index_select(0, parts.final.to(after.device))
+            kept.set(key, state.index_copy(0, parts.entry, final.to(state.device, state.dtype)))
+        return kept
+
+    __call__ = forward
+
+    def _divide(self, marked: TensorDictBase, ends: Tensor | None) -> "_Parts":
+        """The rows to burn in and those that stay; marks the first rows of both in ``marked``."""
+        if ends is None:
+            ends = run_ends(marked, is_init_key=self.init_key, done_key=self.done_key)
+        there = marked.get(self.init_key, None)
+        init = torch.zeros_like(ends) if there is None else marker(marked, self.init_key).clone()
+        ends = ends.to(init.device, copy=True)
+        ends[-1] = True
+        lasts = ends.nonzero().squeeze(1)
+        lengths = lasts.diff(prepend=lasts.new_tensor([-1]))
+        firsts = lasts - lengths + 1
+        burnt = (lengths - 1).clamp(max=self.burn_in)
+        entry = (firsts + burnt)[burnt > 0]  # the first row that stays, of the slices that lose rows
+        init[firsts] = True
+        marked.set(self.init_key, init.unsqueeze(1) if there is None else init.view(there.shape))
+        fresh = run_starts(marked, is_init_key=self.init_key, done_key=self.done_key).to(init.device)[entry]
+        init[entry] = True  # `marked` shares its memory
+        at = torch.arange(len(init), device=init.device)
+        head = at < (firsts + burnt).repeat_interleave(lengths)
+        kept = (~head).nonzero().squeeze(1)
+        final = burnt[burnt > 0].cumsum(0) - 1
+        return _Parts(head.nonzero().squeeze(1), kept, final[~fresh], torch.searchsorted(kept, entry[~fresh]))
+
+    def _run(self, rows: TensorDictBase) -> TensorDictBase:
+        device = next((p.device for module in self.modules for p in module.parameters()), None)
+        rows = rows if device is None else rows.to(device)
+        with torch.no_grad(), set_recurrent_mode("recurrent"):
+            for module in self.modules:
+                rows = module(rows)
+        return rows
+
+    def _primed(self) -> dict[NestedKey, Tensor]:
+        """The states that the modules' parts declare, with the value that episodes start from."""
+        states: dict[NestedKey, Tensor] = {}
+        for module in self.modules:
+            for part in module.modules():
+                make: Any = getattr(part, "make_tensordict_primer", None)
+                primer = None if make is None else make()
+                if isinstance(primer, TensorDictPrimer):
+                    states |= primer.defaults
+        return states
+
+
+class _Parts(NamedTuple):
+    """Row numbers, int64."""
+
+    head: Tensor  # rows to burn in
+    kept: Tensor  # rows that stay
+    final: Tensor  # of the rows to burn in, the last one of each slice whose state is needed
+    entry: Tensor  # of the rows that stay, those that take these states
+
+
+def _root(key: NestedKey) -> NestedKey:
+    """The key without a leading ``"next"``."""
+    names = as_tuple(key)
+    names = names[1:] if names[0] == NEXT else names
+    return names[0] if len(names) == 1 else names
