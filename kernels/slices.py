@@ -254,9 +254,9 @@ def weigh(
     for k in range(count):
         c = touched[k]
         n = chains[c].total - chains[c].dropped
-        now = np.int64(n >= least)
-        if start and n >= least:
-            now = max(n - length + 1 + span, 1)
+        now = np.int64(0)
+        if n >= least:
+            now = np.int64(max(n - length + 1 + span, 1) if start else 1)
         change = now - weight[c]
         if change:
             weight[c] = now
