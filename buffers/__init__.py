@@ -3,6 +3,8 @@
 from flatroll.buffers.crop import RandomCropTensorDict
 from flatroll.buffers.index import TrajectoryIndex
 from flatroll.buffers.multi_step import MultiStep, MultiStepTransform
+from flatroll.buffers.prioritized import PrioritizedSampler
+from flatroll.buffers.prioritized_slices import PrioritizedSliceSampler
 from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.samplers import RandomSampler, Sampler, SliceSampler
 from flatroll.buffers.storage import ListStorage, Storage
@@ -18,6 +20,8 @@ __all__ = [
     "MultiStepTransform",
     "NextObservationDelta",
     "NextStateReconstructor",
+    "PrioritizedSampler",
+    "PrioritizedSliceSampler",
     "RandomCropTensorDict",
     "RandomSampler",
     "ReplayBuffer",

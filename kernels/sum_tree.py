@@ -86,7 +86,7 @@ def set_leaves(nodes: Array, levels: Array, slots: Array, weights: Array) -> Non
 
 @compiled()
 def fill_leaves(nodes: Array, levels: Array, first: Int, count: Int, value: Float) -> None:
-    """Set ``count`` (at least 1) leaves from ``first`` on to one weight."""
+    """Set ``count`` leaves, at least 1, from ``first`` on to one weight."""
     low, high = first, first + count - 1
     nodes[levels[0, 0] + low : levels[0, 0] + high + 1] = value
     for k in range(1, len(levels)):
@@ -163,6 +163,16 @@ def weigh(
 
 
 @compiled()
+def weigh_all(
+    nodes: Array, levels: Array, priority: Array, drawable: Array, eps: Float, alpha: Float
+) -> None:
+    """Set all leaves as :func:`weigh` does."""
+    for slot in range(len(priority)):
+        nodes[slot] = weight(priority[slot], eps, alpha) if drawable[slot] else 0.0
+    _refresh_from(nodes, levels, 1)
+
+
+@compiled()
 def standing(
     head: Int,
     written: Int,
@@ -207,10 +217,10 @@ class SumTree:
 
     >>> import numpy as np
     >>> tree = SumTree(100)
-    >>> tree.fill(98, 4, 0.5)  # slots 98, 99, 0, 1
+    >>> tree.fill(96, 4, 0.5)
     >>> tree.set(np.array([7, 7]), np.array([9.0, 2.0]))
-    >>> tree.total, tree.least, tree.sample(np.array([0.0, 0.25, 0.74, 0.75])).tolist()
-    (4.0, 0.5, [0, 7, 7, 98])
+    >>> tree.total, tree.least, tree.sample(np.array([0.0, 0.49, 0.5, 0.99])).tolist()
+    (4.0, 0.5, [7, 7, 96, 99])
     """
 
     def __init__(self, capacity: int) -> None:
@@ -260,16 +270,9 @@ class SumTree:
         set_leaves(self.nodes, self.levels, slots, weights)
 
     def fill(self, first: int, count: int, value: float) -> None:
-        """Set ``count`` slots (at most ``capacity``) from ``first`` on to ``value``; slot 0 follows the last."""
-        before_end = min(count, self.capacity - first)
-        if before_end > 0:
-            fill_leaves(self.nodes, self.levels, first, before_end, value)
-        if count > before_end:
-            fill_leaves(self.nodes, self.levels, 0, count - before_end, value)
-
-    def clear(self) -> None:
-        """Set all weights to 0."""
-        fill_leaves(self.nodes, self.levels, 0, self.capacity, 0.0)
+        """Set ``count`` slots from ``first`` on to one weight."""
+        if count:
+            fill_leaves(self.nodes, self.levels, first, count, value)
 
     def sample(self, uniform: Array) -> Array:
         """The slots at the shares ``uniform`` (float64 ``[N]`` in [0, 1)) of the total, which must not be 0."""

@@ -1,0 +1,151 @@
+"""Slices drawn in proportion to the priority of their first row."""
+
+import math
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+
+from flatroll.buffers.index import TrajectoryIndex
+from flatroll.buffers.prioritized import PrioritizedSampler
+from flatroll.buffers.ring import Draw, Ring
+from flatroll.buffers.samplers import SliceSampler
+from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
+
+Span: TypeAlias = bool | int | tuple[bool | int, bool | int]
+
+
+class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
+    """Slices of consecutive rows, drawn in proportion to the priority of their first row.
+
+    The slices are those of `SliceSampler`, marked as there; the priorities and the info are those of
+    `PrioritizedSampler`. A priority is that of the slices that start at its row: rows that cannot start a slice are
+    never drawn as a start and do not count in the minimum, whatever their priority. Where a slice of
+    ``slice_len`` rows can start is known at each write; a draw costs time in its own rows and the logarithm of the
+    capacity.
+
+    Every row of a slice has the weight of its first row in ``info["priority_weight"]``.
+
+    Args:
+        max_capacity: see `PrioritizedSampler`, as all up to ``reduction``.
+        alpha: exponent of the priorities.
+        beta: exponent of the weights.
+        eps: added to priorities.
+        dtype: of the priorities kept.
+        reduction: makes one priority of several per row.
+        num_slices: see `SliceSampler`, as all up to ``cache_values``. The length is then ``batch_size // num_slices``;
+            a draw of another length than the last one takes time in the capacity.
+        slice_len: rows per slice.
+        end_key: marks the last row of an episode.
+        traj_key: constant within a trajectory.
+        truncated_key: marked at the end of slices.
+        init_key: marked at the start of slices.
+        strict_length: a slice starts where ``slice_len`` rows follow, the first one included. Default False: the
+            first stored row of a shorter trajectory starts a slice, too, a short one.
+        cache_values: accepted and without effect.
+        compile: accepted and without effect: what can be compiled is.
+        span: the end of a trajectory may cut slices short: to one row with True, by up to ``span`` rows with an
+            integer. Of a pair (left, right), left must be False: a slice starts at the row that was drawn.
+        max_priority_within_buffer: see `PrioritizedSampler`.
+
+    Raises:
+        TypeError, ValueError: as `SliceSampler` and `PrioritizedSampler`.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+    >>> sampler = PrioritizedSliceSampler(9, alpha=1.0, beta=1.0, eps=0.0, slice_len=2)
+    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(9), sampler=sampler, batch_size=4)
+    >>> step = torch.arange(9)
+    >>> rows = buffer.extend(TensorDict({"step": step % 3, "episode": step // 3}, [9]))
+    >>> buffer.update_priority(rows, torch.tensor([0.0, 3, 3, 0, 0, 0, 0, 0, 1]))
+    >>> sample, info = buffer.sample(return_info=True)
+    >>> sample["episode"].tolist(), sample["step"].tolist(), info["priority_weight"].tolist()
+    ([0, 0, 0, 0], [1, 2, 1, 2], [1.0, 1.0, 1.0, 1.0])
+    """
+
+    _every_row = False
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        end_key: NestedKey | None = None,
+        traj_key: NestedKey | None = None,
+        truncated_key: NestedKey | None = TRUNCATED,
+        init_key: NestedKey = IS_INIT,
+        strict_length: bool = False,
+        cache_values: bool = False,
+        compile: bool | dict[str, Any] = False,
+        span: Span = False,
+        max_priority_within_buffer: bool = False,
+    ) -> None:
+        SliceSampler.__init__(
+            self,
+            num_slices=num_slices,
+            slice_len=slice_len,
+            end_key=end_key,
+            traj_key=traj_key,
+            truncated_key=truncated_key,
+            strict_length=strict_length,
+            init_key=init_key,
+        )
+        PrioritizedSampler.__init__(
+            self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer
+        )
+        self._cut = _right(span)
+        self._least: int | None = None  # rows that must be there from a start on
+
+    def _lost(self, ring: Ring) -> None:
+        if self._least is not None and not self.strict_length and isinstance(ring, TrajectoryIndex):
+            self._priorities.allow(ring.beheaded(self._least))
+
+    def _gained(self, ring: Ring, first: int) -> None:
+        if self._least is not None and isinstance(ring, TrajectoryIndex):
+            self._priorities.allow(ring.begun(first, self._least, strict=self.strict_length))
+
+    def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
+        """``batch_size`` rows in slices, fewer if slices are short.
+
+        Raises:
+            RuntimeError: nothing is stored, no trajectory is long enough, or all priorities are 0 and so is ``eps``.
+        """
+        if not isinstance(ring, TrajectoryIndex):
+            ring.check_not_empty()
+            raise TypeError(f"{type(self).__name__} draws from a TrajectoryIndex, got {type(ring).__name__}")
+        length = self.slice_len or batch_size // (self.num_slices or 1)
+        least = int(max(length - self._cut, 1))
+        if least != self._least:
+            self._least, self._changing = least, True
+        self._follow(ring)
+        starts, weights, _ = self._choose(ring, batch_size // length, generator)
+        draw = ring.slices_from(starts, length, follow=follow)
+        assert draw.firsts is not None and draw.lasts is not None
+        info = {
+            "priority_weight": weights.repeat_interleave(draw.lasts - draw.firsts + 1),
+            "index_generation": ring.numbers(draw.slots, ring.head).floor_divide_(ring.capacity),
+        }
+        return replace(draw, info=info)
+
+    def _nothing(self, ring: Ring) -> RuntimeError:
+        if isinstance(ring, TrajectoryIndex) and not self._priorities.drawable.any():
+            return ring.too_short(self._least or 1)
+        return super()._nothing(ring)
+
+
+def _right(span: Span) -> float:
+    """Rows that the end of a trajectory may cut off a slice; infinite for all but one."""
+    left, right = span if isinstance(span, tuple) else (False, span)
+    for number in (left, right):
+        if not isinstance(number, int) or number < 0:
+            raise ValueError(f"span must be a bool, a number of rows, or a pair of them, got {span!r}")
+    if left:
+        raise ValueError(f"span[0] must be False: a slice starts at the row that was drawn, got {span!r}")
+    return math.inf if right is True else right
