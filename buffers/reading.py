@@ -1,6 +1,6 @@
 """The reading side of a replay buffer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, overload
 
@@ -15,6 +15,7 @@ from flatroll.buffers.ring import Draw, Ring, given
 from flatroll.buffers.storage import ListStorage
 from flatroll.buffers.structure import TensorDicts, map_rows
 from flatroll.buffers.transforms import apply, looks_ahead
+from flatroll.layout.keys import NestedKey, next_key
 
 Informed: TypeAlias = tuple[Any, dict[str, Tensor]]
 
@@ -51,6 +52,7 @@ class BufferReading(BufferParts):
             yield sample
 
     def _made(self, batch_size: int | None) -> Made:
+        self._enter()
         size = self._checked(batch_size)
         if self._ahead is not None and (batch_size is None or size == self._checked(None)):
             return self._ahead.next()
@@ -65,7 +67,9 @@ class BufferReading(BufferParts):
         return lambda: (*self._finish(ring, draw, size), ended)
 
     def _draw(self, ring: Ring, size: int) -> Draw:
-        draw = self.sampler.draw(ring, size, self.generator, self.storage.compact_obs)
+        return self._with_ahead(ring, self.sampler.draw(ring, size, self.generator, self.storage.compact_obs))
+
+    def _with_ahead(self, ring: Ring, draw: Draw) -> Draw:
         steps = max(map(looks_ahead, self._transforms), default=0)
         if not steps or not isinstance(ring, TrajectoryIndex):
             return draw
@@ -96,11 +100,12 @@ class BufferReading(BufferParts):
         if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
             names = (index,) if isinstance(index, str) else index
             return self[:][names[1:] if names[0] == "_data" and len(names) > 1 else names]
+        self._enter()
         slots = self._slots(index)
         listed = not isinstance(index, slice)
 
         def choose(ring: Ring) -> Draw:
-            return given(ring, slots.reshape(-1), listed, self.storage.compact_obs)
+            return self._with_ahead(ring, given(ring, slots.reshape(-1), listed, self.storage.compact_obs))
 
         with self._lock:
             ring = self._ring
@@ -137,12 +142,15 @@ class BufferReading(BufferParts):
         if draw.ahead is None:
             return values
 
-        def get(slots: Tensor, keys: Any = None) -> Any:
+        pool = self.storage.pool
+
+        def get(slots: Tensor, keys: Iterable[NestedKey] | None = None) -> Any:
+            asked = None if keys is None else frozenset(keys)
             follow = None
-            if self.storage.compact_obs and isinstance(ring, TrajectoryIndex):
+            if pool is not None and (asked is None or not asked.isdisjoint(map(next_key, pool.pairs))):
                 with self._lock:
                     follow = ring.follow(slots)
-            return self.storage.get(slots, follow, keys=None if keys is None else frozenset(keys))
+            return self.storage.get(slots, follow, keys=asked)
 
         for transform in self._transforms:
             steps = looks_ahead(transform)

@@ -113,7 +113,6 @@ def test_buffers_of_whole_trajectories() -> None:
     assert buffer[2].batch_size == torch.Size([4]) and buffer[2]["observation"][:, 0].unique().tolist() == [2]
 
 
-@pytest.mark.xfail(strict=False, reason="RandomSampler marks every step of a stored trajectory is_init")
 def test_sampled_trajectories_keep_their_markers() -> None:
     transform = RandomCropTensorDict(4)
     buffer = ReplayBuffer(storage=LazyTensorStorage(10), transform=transform, batch_size=32)
