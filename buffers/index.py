@@ -251,6 +251,60 @@ class TrajectoryIndex(Ring):
             self._kernels.slices_from, count, int(lengths.sum()), follow, starts.numpy(), lengths
         )
 
+    def places(
+        self,
+        length: int,
+        *,
+        by: By = "trajectory",
+        strict: bool = False,
+        shuffle: bool = True,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Slices to draw once each: the slots where they begin, and how many rows they have; int64 ``[2, n]``.
+
+        By trajectory: one of each, its start drawn uniformly. By start: each trajectory is cut into slices of
+        ``length`` rows one after another, from a random row on (without ``shuffle`` from its first one).
+
+        Args:
+            length: rows per slice; trajectories that are shorter are one slice, or, if ``strict``, none.
+            by: ``"trajectory"`` or ``"start"``.
+            strict: by start, leave out the shorter slices at both ends of each trajectory; as many as fit are cut.
+            shuffle: by start, draw where the cutting begins.
+            generator: CPU random generator; None is torch's global one.
+
+        Raises:
+            RuntimeError: no trajectory is long enough.
+        """
+        used = self._chains[: int(self._state["slots"][0])]
+        rows = used["total"] - used["dropped"]
+        if by == "trajectory":
+            choices = np.maximum(rows - length, 0) + 1
+        elif strict:
+            choices = rows % length + 1
+        else:
+            choices = np.where(rows > length, length, 1)
+        begin = np.zeros(len(used), np.int64)
+        if by == "trajectory" or shuffle:
+            uniform = torch.rand(len(used), dtype=torch.float64, generator=generator).numpy()
+            np.minimum((uniform * choices).astype(np.int64), choices - 1, out=begin)
+        begin[rows < (length if strict else 1)] = -1
+        most = len(used) if by == "trajectory" else int((rows // length).sum()) + 2 * len(used)
+        places = np.empty((2, most), np.int64)
+        count = self._kernels.places(
+            self._state,
+            self.capacity,
+            self._fragments,
+            self._chains,
+            begin,
+            length,
+            by == "start",
+            strict,
+            places,
+        )
+        if not count:
+            raise self.too_short(length)
+        return torch.from_numpy(places[:, :count])
+
     def _slices(
         self, kernel: Callable[..., tuple[int, int]], count: int, most: int, follow: bool, *how: Any
     ) -> Draw:

@@ -503,6 +503,51 @@ def slices_from(
 
 
 @compiled()
+def places(
+    state: Records,
+    capacity: Int,
+    fragments: Records,
+    chains: Records,
+    begin: Array,
+    length: Int,
+    again: bool,
+    strict: bool,
+    places: Array,
+) -> Int:
+    """Write the slot and the rows of a slice of each chain to ``places``, in the order of their rows; how many.
+
+    The slice of chain c begins ``begin[c]`` rows after its first live row; none if that is negative. With
+    ``again`` further slices follow it to the end of the chain, and what is before it is one, too. They have
+    ``length`` rows, or what is there; such shorter ones are left out if ``strict``.
+    """
+    s = state[0]
+    mask = len(fragments) - 1
+    base = _base(state, capacity)
+    count = 0
+    for number in range(s.first, s.end):
+        f = fragments[number & mask]
+        if begin[f.chain] < 0:
+            continue
+        chain = chains[f.chain]
+        low = max(f.offset, chain.dropped)
+        high = f.offset + _stop(state, fragments, number) - f.first
+        at = chain.dropped + begin[f.chain]
+        if again and not strict and low == chain.dropped and low < at:
+            places[0, count], places[1, count] = _slot(f.first + low - f.offset, base, capacity), at - low
+            count += 1
+        if again and at < low:
+            at += (low - at + length - 1) // length * length
+        while low <= at < high and not (strict and at + length > chain.total):
+            places[0, count] = _slot(f.first + at - f.offset, base, capacity)
+            places[1, count] = min(length, chain.total - at)
+            count += 1
+            if not again:
+                break
+            at += length
+    return count
+
+
+@compiled()
 def _stretch(
     state: Records, capacity: Int, fragments: Records, number: Int, low: Int, high: Int, slots: Array, at: Int
 ) -> Int:
