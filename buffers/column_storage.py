@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.columns import After, Column, Columns
+from flatroll.buffers.columns import After, Column, Columns, TensorColumn
 from flatroll.buffers.compact import (
     NextPool,
     check_final_covers,
@@ -331,8 +331,21 @@ class ColumnStorage(Storage):
             for key, column in self.pool.entries.items():
                 column.load_state_dict(state["pool"][key])
 
+    def enter_process(self) -> None:
+        """See `Storage`; tensors of the caller's may be shared, which counters in memory are not."""
+        if any(isinstance(c, TensorColumn) and _shared(c.data) for c in self.columns.values()):
+            raise RuntimeError(
+                "the storage's tensors are shared with the process that made the buffer, which does not see what is "
+                "written here: use LazyMemmapStorage for a buffer of several processes"
+            )
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_bytes": None}  # views, which a copy would not share with its columns
+
+
+def _shared(tensor: Tensor) -> bool:
+    shared: bool = tensor.is_shared()  # type: ignore[no-untyped-call]
+    return shared
 
 
 def _between(after: After | None, first: int, stop: int) -> After | None:

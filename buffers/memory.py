@@ -1,6 +1,7 @@
 """Whether what a storage asks for is there, asked before it is taken."""
 
 import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -8,45 +9,110 @@ import torch
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be taken on ``device``: available memory of the host, or free memory of the accelerator."""
+    """Bytes that this process can take on ``device``.
+
+    On the host the available memory, or less where the process (``ulimit``) or its control group is limited; on a
+    CUDA device its free memory.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    return max(0, min([int(psutil.virtual_memory().available), *_process_limits(), *_group_limits()]))
 
 
-def check_memory(rows: int, row_bytes: int, device: torch.device) -> None:
+def check_memory(
+    rows: int, row_bytes: int, device: torch.device, ways: Sequence[str] = ("LazyMemmapStorage",)
+) -> None:
     """MemoryError if ``rows`` rows of ``row_bytes`` bytes cannot be held on ``device``.
 
-    Devices other than the host and CUDA are not asked.
+    Devices other than the host and CUDA are not asked. ``ways`` are ways out for the message, besides a smaller
+    ``max_size``.
     """
-    if device.type in ("cpu", "cuda"):
-        free = free_memory(device)
-        _check(rows, row_bytes, free, f"{_size(free)} of memory are free on {device}", "LazyMemmapStorage, ")
-
-
-def check_disk(rows: int, row_bytes: int, folder: Path) -> None:
-    """OSError if ``rows`` rows of ``row_bytes`` bytes do not fit on the disk of ``folder``."""
-    free = shutil.disk_usage(folder).free
-    try:
-        _check(
-            rows, row_bytes, free, f"{_size(free)} are free on the disk of {folder}", "another scratch_dir, "
-        )
-    except MemoryError as error:
-        raise OSError(str(error)) from None
-
-
-def _check(rows: int, row_bytes: int, free: int, there: str, instead: str) -> None:
+    if device.type not in ("cpu", "cuda"):
+        return
+    free = free_memory(device)
     if rows * row_bytes > free:
-        raise MemoryError(
-            f"the storage needs {_size(rows * row_bytes)} ({rows} rows of {row_bytes} bytes), {there}: use a smaller "
-            f"max_size, {instead}compact_obs=True, or frame_stack and codec for images"
-        )
+        there = f"{shown_size(free)} of memory are free on {device}"
+        raise MemoryError(refusal(rows, row_bytes, there, ways))
 
 
-def _size(count: int) -> str:
+def check_disk(rows: int, row_bytes: int, folder: Path, ways: Sequence[str] = (), spare: int = 0) -> None:
+    """OSError if ``rows`` rows of ``row_bytes`` bytes do not fit on the disk of ``folder``, which need not be there
+    yet; ``spare`` bytes come free first."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(there).free + spare
+    if rows * row_bytes > free:
+        raise OSError(refusal(rows, row_bytes, f"{shown_size(free)} are free on the disk of {folder}", ways))
+
+
+def refusal(rows: int, row_bytes: int, there: str, ways: Sequence[str]) -> str:
+    """What is asked for, what is there, and the ways out.
+
+    >>> refusal(1000, 2048, "1 MiB are free", ["compact_obs=True"])  # doctest: +NORMALIZE_WHITESPACE
+    'the storage needs 1.953 MiB (1000 rows of 2048 bytes), 1 MiB are free: use a smaller max_size or compact_obs=True'
+    """
+    *most, last = ["a smaller max_size", *ways]
+    instead = f"{', '.join(most)} or {last}" if most else last
+    needed = f"{shown_size(rows * row_bytes)} ({rows} rows of {row_bytes} bytes)"
+    return f"the storage needs {needed}, {there}: use {instead}"
+
+
+def shown_size(count: int) -> str:
+    """A number of bytes for people.
+
+    >>> shown_size(1000), shown_size(3 << 29)
+    ('1000 bytes', '1.5 GiB')
+    """
     size, unit = float(count), "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
             break
         size, unit = size / 1024, larger
     return f"{size:.4g} {unit}"
+
+
+def _process_limits() -> Iterator[int]:
+    """What is left of the limits of this process, where it has any."""
+    try:
+        import resource
+    except ImportError:  # no POSIX system
+        return
+    used = psutil.Process().memory_info()
+    for limit, taken in ((resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, getattr(used, "data", 0))):
+        soft, _ = resource.getrlimit(limit)
+        if soft != resource.RLIM_INFINITY:
+            yield soft - int(taken)
+
+
+def _group_limits(
+    groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> Iterator[int]:
+    """What is left in the Linux control groups of this process, where they are limited; cached files count as free."""
+    try:
+        lines = groups.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2
+            yield from _room(root, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield from _room(root / "memory", path, *names)
+
+
+def _room(root: Path, path: str, limit: str, usage: str, cached: str) -> Iterator[int]:
+    folder = root / path.lstrip("/")
+    for group in (folder, *folder.parents):
+        if group != root and root not in group.parents:
+            return
+        try:
+            most, used = (group / limit).read_text(), int((group / usage).read_text())
+            if most.strip() == "max":
+                continue
+            yield int(most) - used + _number((group / "memory.stat").read_text().splitlines(), cached)
+        except (OSError, ValueError):  # no such group in this view, or no limits at this level
+            continue
+
+
+def _number(lines: Iterable[str], name: str) -> int:
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)

@@ -1,8 +1,12 @@
 """What a replay buffer is put together from, and its locks."""
 
+import os
+import pickle
 import threading
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -21,7 +25,7 @@ from flatroll.buffers.writers import RoundRobinWriter, Writer
 
 Made: TypeAlias = tuple[Any, dict[str, Tensor], bool]  # a sample, its info, and whether a pass ended with it
 
-_UNSAVED = ("_lock", "_write_lock", "_ahead")
+_UNSAVED = ("_lock", "_write_lock", "_ahead", "_process")
 
 
 class BufferParts:
@@ -59,22 +63,31 @@ class BufferParts:
             )
         if batch_size is not None or prefetch:
             self._checked(batch_size)
-        self._transforms: list[TransformLike] = []
-        if transform is not None:
-            self.append_transform(transform)
         self._keys: BoundaryKeys | None = None
         self._started = False
         self._ring = Ring(self.storage.max_size)
+        self._transforms: list[TransformLike] = []
+        if transform is not None:
+            self.append_transform(transform)
         self._make_locks()
         if self.storage.contents is not None:
             self._write(self.storage.contents, None)
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        ForkingPickler.register(cls, _by_value)
+
     def _make_locks(self) -> None:
         self._lock = threading.Lock()  # bookkeeping: held for microseconds
-        self._write_lock = threading.Lock()  # one writer at a time
-        self._ahead = (
-            Prefetcher(self.prefetch, lambda: self._begin(self._checked(None))) if self.prefetch else None
-        )
+        self._write_lock = self.storage.write_lock()  # one writer at a time
+        self._ahead = Prefetcher(self.prefetch, _Begin(self)) if self.prefetch else None
+        self._process = os.getpid()
+
+    def _enter(self) -> None:
+        """Be ready in this process, to which the buffer may have come by ``fork``; RuntimeError if it cannot be."""
+        if self._process != os.getpid():
+            self.storage.enter_process()
+            self._make_locks()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _UNSAVED}
@@ -82,6 +95,7 @@ class BufferParts:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._make_locks()
+        self.storage.reattach(self._ring)
 
     def __len__(self) -> int:
         return len(self._ring)
@@ -107,7 +121,7 @@ class BufferParts:
             raise TypeError(
                 f"transform must have forward(td) or be a function of td, got {type(transform).__name__}"
             )
-        if looks_ahead(transform) and len(self._transforms) and self._started and self.index is None:
+        if looks_ahead(transform) and self._started and self.index is None:
             raise RuntimeError(
                 f"{type(transform).__name__} follows trajectories, which the rows stored so far cannot: append it "
                 "before the first extend"
@@ -124,7 +138,7 @@ class BufferParts:
     def _slots(self, index: Any) -> Tensor:
         """The positions that ``index`` names, in its shape."""
         try:
-            return grid(min(self._ring.written, self._ring.capacity), self.storage.lanes)[index]
+            return grid(self._ring.used, self.storage.lanes)[index]
         except IndexError:
             raise IndexError(f"index {index!r} is out of range: {len(self)} rows are stored") from None
 
@@ -135,3 +149,32 @@ class BufferParts:
     @abstractmethod
     def _write(self, data: Any, final: TensorDictBase | None) -> Tensor:
         """Store a batch whose batch dimensions are one."""
+
+    def _alone(self, ring: Ring) -> str | None:
+        """What of the buffer, besides the storage, counts rows and is seen by this process only; None for nothing."""
+        if type(ring) is not Ring:
+            return "a trajectory index"
+        for part, base, hooks in (
+            (self.sampler, Sampler, ("claimed", "entered", "emptied", "update_priority", "state_dict")),
+            (self.writer, Writer, ("choose", "state_dict")),
+        ):
+            if any(getattr(type(part), hook) is not getattr(base, hook) for hook in hooks):
+                return f"a {type(part).__name__}"
+        return None
+
+
+def _by_value(buffer: BufferParts) -> tuple[Any, ...]:
+    """How a buffer goes to another process: torch would share the memory of its tensors, but not its counters."""
+    return pickle.loads, (pickle.dumps(buffer),)
+
+
+class _Begin:
+    """Draws a sample of the buffer, without keeping the buffer alive."""
+
+    def __init__(self, buffer: BufferParts) -> None:
+        self._buffer = weakref.ref(buffer)
+
+    def __call__(self) -> Callable[[], Made]:
+        buffer = self._buffer()
+        assert buffer is not None  # whose Prefetcher called
+        return buffer._begin(buffer._checked(None))

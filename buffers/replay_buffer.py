@@ -70,11 +70,12 @@ class ReplayBuffer(BufferReading, BufferWriting):
 
         Goes through ``torch.save`` and ``torch.load(..., weights_only=False)``.
         """
+        self._enter()
         with self._write_lock, self._lock:
             ring = self._ring
             entries = ring.pool_size if isinstance(ring, TrajectoryIndex) else 0
             return {
-                "storage": self.storage.state_dict(min(ring.written, ring.capacity), entries),
+                "storage": self.storage.state_dict(ring.used, entries),
                 "ring": ring.state_dict() if self._started else None,
                 "keys": self._keys,
                 "sampler": self.sampler.state_dict(),

@@ -79,7 +79,12 @@ class Ring:
         self._state["head"] = self._state["written"] = first
 
     def __len__(self) -> int:
-        return self.written - self.head
+        return max(0, self.written - self.head)
+
+    @property
+    def used(self) -> int:
+        """Slots that were written, counted from slot 0: no stored row stands beyond them."""
+        return min(self.written - self.head // self.capacity * self.capacity, self.capacity)
 
     @property
     def head(self) -> int:
@@ -107,6 +112,11 @@ class Ring:
         slots = torch.arange(slot, slot + rows)
         return slots if slot + rows <= self.capacity else slots.remainder_(self.capacity)
 
+    def stored(self) -> Tensor:
+        """Slots of the rows that may be read, oldest first; int64."""
+        head, written = self.head, self.written
+        return self.slots(head, max(0, written - head))
+
     def numbers(self, slots: Tensor, head: int) -> Tensor:
         """Row numbers that stood in ``slots`` when ``head`` was the oldest row; int64 ``[N]``."""
         return (slots - head).remainder_(self.capacity).add_(head)
@@ -117,12 +127,14 @@ class Ring:
         Raises:
             RuntimeError: nothing is stored.
         """
-        self.check_not_empty()
-        head, written = self.head, self.written
+        stamp = self.stamp()  # first: other processes may write meanwhile
+        head, written = stamp[0], self.written
+        if written <= head:
+            raise _empty()
         slots = torch.randint(head, written, (count,), generator=generator)
         if written > self.capacity:
             slots.remainder_(self.capacity)
-        return Draw(slots, stamp=self.stamp())
+        return Draw(slots, stamp=stamp)
 
     def stamp(self) -> tuple[int, int]:
         """What tells whether something was overwritten: the head, and how many pool entries were ever taken."""
@@ -153,18 +165,33 @@ class Ring:
     def check_not_empty(self) -> None:
         """RuntimeError if no row may be read."""
         if not len(self):
-            raise RuntimeError("cannot sample from an empty buffer: extend it with a batch first")
+            raise _empty()
+
+    def move(self, memory: Array) -> None:
+        """Count in ``memory`` (uint8) from now on, where other processes see it, starting from where this stands."""
+        before = self._state
+        self.adopt(memory)
+        for name in ("head", "taken", "written"):  # no row is readable before its number is
+            self._state[name] = before[name]
+
+    def adopt(self, memory: Array) -> None:
+        """Count in ``memory`` (uint8), and stand where it says."""
+        self._state = memory[: self._dtype.itemsize].view(self._dtype)
 
     def follow(self, slots: Tensor) -> Follow | None:
         """Where the next observations of rows stand; None where rows are not followed."""
         return None
 
 
+def _empty() -> RuntimeError:
+    return RuntimeError("cannot sample from an empty buffer: extend it with a batch first")
+
+
 def given(ring: Ring, slots: Tensor, listed: bool, follow: bool) -> Draw:
     """The rows in ``slots``; those that may not be read are left out, or refused if ``listed`` one by one."""
     stamp = ring.stamp()
     ring.check_not_empty()
-    readable = ring.numbers(slots, ring.head) < ring.written
+    readable = ring.numbers(slots, stamp[0]) < ring.written
     if not bool(readable.all()):
         if listed:
             raise IndexError(

@@ -1,6 +1,8 @@
 """What a replay buffer asks of its storage, and the storage that takes anything: a list."""
 
+import threading
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from flatroll.buffers.columns import After, Columns
 from flatroll.buffers.compact import NextPool
-from flatroll.buffers.ring import Draw, Follow
+from flatroll.buffers.ring import Draw, Follow, Ring
 from flatroll.buffers.runs import BoundaryKeys, Runs
 from flatroll.buffers.structure import Structure, apart, stacked
 from flatroll.layout.keys import NestedKey
@@ -73,6 +75,28 @@ class Storage(ABC):
     def contents(self) -> Any:
         """The batch that the storage was made with, all of whose rows are there from the start; None for none."""
         return None
+
+    def write_lock(self) -> AbstractContextManager[Any]:
+        """A lock for who writes; it covers other processes where they can write too."""
+        return threading.Lock()
+
+    def attach(self, ring: Ring, alone: str | None, first: bool = False) -> None:
+        """From now on ``ring`` counts the rows; kept where other processes see it, if they see the rows.
+
+        Args:
+            ring: the ring.
+            alone: what else of the buffer counts rows, which other processes cannot see; None for nothing.
+            first: whether the buffer begins to use this storage.
+        """
+        return
+
+    def reattach(self, ring: Ring) -> None:
+        """The buffer was unpickled, ``ring`` with it: it stands where the original stands, if that is shared."""
+        return
+
+    def enter_process(self) -> None:
+        """The buffer came to another process by ``fork``; RuntimeError if it does not work there."""
+        return
 
     @abstractmethod
     def prepare(self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None) -> Rows:

@@ -60,7 +60,12 @@ class BufferWriting(BufferParts):
         if self.storage.ndim > 1:
             return int(self.extend(map_rows(data, lambda leaf: leaf.unsqueeze(self.dim_extend)))[0, 0])
         kind = self.storage.structure
-        if isinstance(data, TensorDictBase) and data.batch_dims and isinstance(kind, TensorDicts) and not kind.inner:
+        if (
+            isinstance(data, TensorDictBase)
+            and data.batch_dims
+            and isinstance(kind, TensorDicts)
+            and not kind.inner
+        ):
             raise ValueError(f"add takes one row of batch size [], got {list(data.batch_size)}: use extend")
         return int(self.extend(one_row(data))[0])
 
@@ -81,6 +86,7 @@ class BufferWriting(BufferParts):
         return data
 
     def _write(self, data: Any, final: TensorDictBase | None) -> Tensor:
+        self._enter()
         self.writer.check(data)
         with self._write_lock:
             ring = self._ring if self._started else self._first_ring(data)
@@ -89,6 +95,7 @@ class BufferWriting(BufferParts):
             filled = self.storage.contents is not None
             rows = self.storage.prepare(data, final, self._keys)
             if not self._started:
+                self.storage.attach(ring, self._alone(ring), first=True)
                 with self._lock:
                     self._ring, self._started = ring, True
             return positions(self._store(ring, rows, filled), self.storage.lanes)
@@ -168,6 +175,7 @@ class BufferWriting(BufferParts):
         for transform in reversed(self._transforms):
             inverse = getattr(transform, "inv", None)
             data = data if inverse is None else inverse(data)
+        self._enter()
         with self._write_lock:
             slots = self._slots(index)
             draw = given(self._ring, slots.reshape(-1), True, self.storage.compact_obs)
@@ -175,6 +183,7 @@ class BufferWriting(BufferParts):
 
     def empty(self) -> None:
         """Forget all rows, and the samples made ahead. The storage keeps its memory and its columns."""
+        self._enter()
         with self._write_lock:
             with self._lock:
                 ring, capacity = self._ring, self._ring.capacity
@@ -182,6 +191,8 @@ class BufferWriting(BufferParts):
                     -(-ring.written // capacity) * capacity
                 )  # the next row takes slot 0, and is no old one
                 self._ring = self.writer.ring(capacity, self.index is not None, first)
+                if self._started:
+                    self.storage.attach(self._ring, self._alone(self._ring))
                 self.sampler.emptied()
             if self._ahead is not None:
                 self._ahead.clear()
