@@ -15,7 +15,7 @@ from flatroll.buffers.memory import check_memory
 from flatroll.buffers.runs import BoundaryKeys
 from flatroll.buffers.storage import Rows
 from flatroll.buffers.structure import Structure, map_rows
-from flatroll.layout.keys import NestedKey
+from flatroll.layout.keys import NestedKey, next_key
 
 
 class LazyTensorStorage(ColumnStorage):
@@ -69,11 +69,20 @@ class LazyTensorStorage(ColumnStorage):
 
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
         size = sum(math.prod(shape) * dtype.itemsize for dtype, shape in like.values())
-        check_memory(self.capacity, size, self.device)
+        check_memory(self.capacity, size, self.device, self._ways_out(like))
         return {
             key: TensorColumn(_empty((self.capacity, *shape), dtype, self.device))
             for key, (dtype, shape) in like.items()
         }
+
+    def _ways_out(self, like: Mapping[NestedKey, Any]) -> list[str]:
+        """What takes less memory than this storage, for errors."""
+        ways = ["LazyMemmapStorage" if self.device.type == "cpu" else "device='cpu'"]
+        if not self.compact_obs and any(next_key(key) in like for key in like):
+            ways.append("compact_obs=True")
+        if not self.frame_stack and not self.codec:
+            ways.append("frame_stack and codec for images")
+        return ways
 
 
 class TensorStorage(ColumnStorage):
