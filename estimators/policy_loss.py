@@ -1,63 +1,60 @@
-"""What every policy-gradient loss does around its objective: policy terms, entropy, critic, reductions."""
+"""What every policy-gradient loss does around its objective: policy terms, entropy, critic, advantages."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from contextlib import nullcontext
+from typing import Any, ClassVar, Self, TypedDict, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torch.distributions import Distribution
-from torch.nn import functional as F
 
-from flatroll.estimators.keyed import VALID, renamed
+from flatroll.estimators.base import ValueEstimator
+from flatroll.estimators.kinds import Kind, ValueEstimators, make_estimator
+from flatroll.estimators.loss import LossModule, Rows, frozen, shared
 from flatroll.estimators.reductions import (
+    Distance,
     Reduction,
-    both,
+    check_distance,
+    distance,
     masked_mean,
     masked_variance,
     reduced,
     standardized,
 )
-from flatroll.layout.keys import ACTION, MASK, NestedKey, flat_column, marker, missing_marker
+from flatroll.layout.keys import NestedKey, flat_column, missing_marker
 from flatroll.modules import set_recurrent_mode
 
-CriticLoss = Literal["l1", "l2", "smooth_l1"]
 
-_DISTANCES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
+class CriticOptions(TypedDict, total=False):
+    """Arguments of every policy-gradient loss; see :class:`PolicyGradientLoss`."""
 
-_WRITTEN_BY = {
-    "advantage": "call an estimator, e.g. flatroll.estimators.GAE, on the batch first",
-    "value_target": "call an estimator, e.g. flatroll.estimators.GAE, on the batch first",
-    "value": "call an estimator, e.g. flatroll.estimators.GAE, on the batch first",
-    "sample_log_prob": "the policy must write it when it acts (return_log_prob=True)",
-    "action": "the policy must write it when it acts",
-}
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A batch on its way through a loss.
-
-    Attributes:
-        batch: the batch as it came.
-        work: a shallow copy, into which the networks write (a critic may read what the actor wrote).
-        mask: bool ``[*B]``, the rows that count, or None.
-    """
-
-    batch: TensorDictBase
-    work: TensorDictBase
-    mask: Tensor | None
+    critic_coeff: float | None
+    loss_critic_type: Distance
+    clip_value: bool | float | None
+    normalize_advantage: bool
+    separate_losses: bool
+    burn_in: int
+    reduction: Reduction
 
 
-class PolicyGradientLoss(TensorDictModuleBase):
+class PolicyOptions(CriticOptions, total=False):
+    """Arguments of the losses with an entropy term; see :class:`PolicyGradientLoss`."""
+
+    entropy_bonus: bool
+    entropy_coeff: float
+    samples_mc_entropy: int
+
+
+class PolicyGradientLoss(LossModule):
     """Base of the losses of an actor and, if given, a critic; a subclass gives :meth:`objective`.
 
     Args:
-        actor: tensordict module with ``get_dist(batch)``, e.g. a ``ProbabilisticTensorDictSequential``.
-        critic: tensordict module that writes the value; it may read what the actor wrote (a shared trunk that
-            runs once). Default: no critic loss.
+        actor_network: tensordict module with ``get_dist(batch)``, e.g. a
+            ``ProbabilisticTensorDictSequential``.
+        critic_network: tensordict module that writes the value; it may read what the actor wrote (a shared
+            trunk that runs once). Default: no critic loss.
         entropy_bonus: add the entropy term. Default: True.
         entropy_coeff: factor of the entropy. Default: 0.01.
         samples_mc_entropy: samples per row where the distribution has no closed form. Default: 1.
@@ -66,88 +63,118 @@ class PolicyGradientLoss(TensorDictModuleBase):
         clip_value: largest move of the value away from the one in the batch; the larger of the clipped and
             the plain critic loss counts. Default: None, no clipping.
         normalize_advantage: zero mean and unit deviation of the advantage over the real rows. Default: False.
+        separate_losses: the critic loss leaves parameters that the actor has, too, alone. Default: False.
+        burn_in: rows at the beginning of each run (slice) that warm the memory of recurrent networks up and
+            count nowhere in the loss. Default: 0.
         reduction: ``"mean"`` over the real rows, ``"sum"``, or ``"none"``, 0 in rows that are not real.
 
     Raises:
         TypeError: the actor has no ``get_dist``, or the critic is no tensordict module.
-        ValueError: unknown ``loss_critic_type`` or ``reduction``.
+        ValueError: unknown ``loss_critic_type`` or ``reduction``, ``burn_in`` below 0.
     """
 
     default_keys: ClassVar[Mapping[str, NestedKey]] = {
-        "action": ACTION,
+        **LossModule.default_keys,
         "sample_log_prob": "action_log_prob",
         "advantage": "advantage",
         "value_target": "value_target",
         "value": "state_value",
-        "mask": MASK,
-        "valid": VALID,
     }
     #: The keys that this loss reads from the batch besides what its networks read.
     reads: ClassVar[tuple[str, ...]] = ("action", "advantage")
     #: The diagnostics that :meth:`objective` reports.
     diagnostics: ClassVar[tuple[str, ...]] = ()
+    #: What the losses of policy and critic are called.
+    loss_names: ClassVar[tuple[str, str]] = ("loss_objective", "loss_critic")
 
     def __init__(
         self,
-        actor: TensorDictModuleBase,
-        critic: TensorDictModuleBase | None = None,
+        actor_network: TensorDictModuleBase,
+        critic_network: TensorDictModuleBase | None = None,
         *,
         entropy_bonus: bool = True,
         entropy_coeff: float = 0.01,
         samples_mc_entropy: int = 1,
         critic_coeff: float | None = 1.0,
-        loss_critic_type: CriticLoss = "smooth_l1",
-        clip_value: float | None = None,
+        loss_critic_type: Distance = "smooth_l1",
+        clip_value: bool | float | None = None,
         normalize_advantage: bool = False,
+        separate_losses: bool = False,
+        burn_in: int = 0,
         reduction: Reduction = "mean",
     ) -> None:
-        super().__init__()
-        if not hasattr(actor, "get_dist"):
+        super().__init__(reduction=reduction, burn_in=burn_in)
+        require_actor(actor_network)
+        if critic_network is not None and not hasattr(critic_network, "in_keys"):
             raise TypeError(
-                "actor must be a tensordict module with get_dist, e.g. ProbabilisticTensorDictSequential, "
-                f"got {type(actor).__name__}"
+                "critic_network must be a tensordict module, e.g. TensorDictModule(net, "
+                f"in_keys=['observation'], out_keys=['state_value']), got {type(critic_network).__name__}"
             )
-        if critic is not None and not hasattr(critic, "in_keys"):
-            raise TypeError(
-                "critic must be a tensordict module, e.g. TensorDictModule(net, in_keys=['observation'], "
-                f"out_keys=['state_value']), got {type(critic).__name__}"
-            )
-        if loss_critic_type not in _DISTANCES:
-            raise ValueError(f"loss_critic_type must be 'l1', 'l2' or 'smooth_l1', got {loss_critic_type!r}")
-        if reduction not in ("mean", "sum", "none"):
-            raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-        self.actor, self.critic = actor, critic
+        check_distance("loss_critic_type", loss_critic_type)
+        if clip_value is True:
+            raise ValueError("clip_value=True takes the clip_epsilon of ClipPPOLoss: give a number here")
+        self.actor_network, self.critic_network = actor_network, critic_network
         self.entropy_bonus, self.entropy_coeff = entropy_bonus, entropy_coeff
         self.samples_mc_entropy = samples_mc_entropy
-        self.critic_coeff, self.clip_value = critic_coeff, clip_value
-        self.loss_critic_type: CriticLoss = loss_critic_type
-        self.normalize_advantage = normalize_advantage
-        self.reduction: Reduction = reduction
-        self.tensor_keys: dict[str, NestedKey] = dict(self.default_keys)
+        self.critic_coeff, self.clip_value = critic_coeff, clip_value or None
+        self.loss_critic_type: Distance = loss_critic_type
+        self.normalize_advantage, self.separate_losses = normalize_advantage, separate_losses
+        self.__dict__["value_estimator"] = None  # its networks are not this module's own
         self.set_keys()
 
+    value_estimator: ValueEstimator | None
+
     def set_keys(self, **keys: NestedKey | None) -> None:
-        """Rename entries.
-
-        Args:
-            keys: any of ``action``, ``sample_log_prob``, ``advantage``, ``value_target``, ``value``, ``mask``,
-                ``valid``; None leaves a name as it is.
-
-        Raises:
-            ValueError: there is no such key.
-        """
-        self.tensor_keys = renamed(self.tensor_keys, keys)
+        super().set_keys(**keys)
         critic_reads = ("value_target", "value")[: 2 if self.clip_value else 1] if self._has_critic else ()
-        of_networks = [network.in_keys for network in (self.actor, self.critic) if network is not None]
+        networks = [network for network in (self.actor_network, self.critic_network) if network is not None]
+        of_networks = [key for network in networks for key in network.in_keys]
         of_loss = [self.tensor_keys[name] for name in (*self.reads, *critic_reads)]
-        read: dict[Any, None] = dict.fromkeys(key for keys_ in (*of_networks, of_loss) for key in keys_)
-        written: list[Any] = ["loss_objective", *self.diagnostics]
+        read: dict[Any, None] = dict.fromkeys((*of_networks, *of_loss))
+        objective, critic = self.loss_names
+        written: list[Any] = [objective, *self.diagnostics]
         if self.entropy_bonus:
             written += ["entropy", "loss_entropy"]
         if self._has_critic:
-            written += ["loss_critic", "explained_variance"]
+            written += [critic, "explained_variance"]
             written += ["value_clip_fraction"] if self.clip_value else []
         self.in_keys, self.out_keys = list(read), written
+        self._name_keys_of_estimator()
+
+    def make_value_estimator(self, value_type: Kind = ValueEstimators.GAE, **hyperparams: Any) -> Self:
+        """Let the loss compute advantages of batches that come without them.
+
+        Each call of the loss then evaluates the batch anew, on the networks as they are, without gradients.
+        A batch that has an advantage keeps it. To estimate once for many updates, call an estimator yourself.
+
+        Args:
+            value_type: a name, e.g. ``"gae"``, a class, or an estimator that is ready. Default: GAE.
+            hyperparams: arguments of the estimator. Default: ``gamma=0.99``, ``lmbda=0.95``, and the critic
+                of this loss as ``value_network``. A critic that only reads what the actor wrote cannot stand
+                alone: give a ``value_network`` that can.
+
+        Returns:
+            the loss itself.
+
+        Raises:
+            ValueError: unknown name, hyperparameters out of range, or no critic.
+        """
+        if isinstance(value_type, str) and value_type == ValueEstimators.VTrace:
+            hyperparams = {"actor_network": self.actor_network} | hyperparams
+        self.__dict__["value_estimator"] = make_estimator(value_type, self._evaluated, hyperparams)
+        self._name_keys_of_estimator()
+        return self
+
+    @property
+    def _evaluated(self) -> TensorDictModuleBase | None:
+        """The network whose values advantages are computed from."""
+        return self.critic_network
+
+    def _name_keys_of_estimator(self) -> None:
+        estimator = self.value_estimator
+        if estimator is not None:
+            known = {name: key for name, key in self.tensor_keys.items() if name in estimator.tensor_keys}
+            estimator.set_keys(**known)
 
     def objective(
         self, rows: Rows, dist: Distribution, log_prob: Tensor, advantage: Tensor
@@ -162,49 +189,33 @@ class PolicyGradientLoss(TensorDictModuleBase):
         ``("collector", "mask")`` or ``"shifted_valid"`` is False count nowhere.
 
         Returns:
-            tensordict of ``loss_objective``, ``loss_critic``, ``loss_entropy``, whose sum is to be minimised,
-            and detached diagnostics.
+            tensordict of the losses, whose sum is to be minimised, and detached diagnostics.
 
         Raises:
             KeyError: an entry is missing; the text says what writes it.
         """
-        masks = [self.tensor_keys[name] for name in ("mask", "valid")]
-        mask = both(
-            *(None if tensordict.get(key, None) is None else marker(tensordict, key) for key in masks)
-        )
-        rows = Rows(tensordict, tensordict.copy(), mask)
+        batch = tensordict
+        if self.value_estimator is not None and batch.get(self.key("advantage"), None) is None:
+            with torch.no_grad():
+                batch = self.value_estimator(tensordict.copy())
+        rows = self.rows(batch)
+        objective, critic = self.loss_names
         with set_recurrent_mode(True):
-            losses, diagnostics = self._policy_losses(rows)
+            losses, diagnostics = self._policy_losses(rows, objective)
             if self._has_critic:
-                losses["loss_critic"], of_critic = self._critic_loss(rows)
+                losses[critic], of_critic = self._critic_loss(rows)
                 diagnostics |= of_critic
-        out = {name: reduced(loss, mask, self.reduction) for name, loss in losses.items()}
+        out = {name: reduced(loss, rows.mask, self.reduction) for name, loss in losses.items()}
         return TensorDict(out | {name: number.detach() for name, number in diagnostics.items()})
 
     @property
     def _has_critic(self) -> bool:
-        return self.critic is not None and self.critic_coeff is not None
+        return self.critic_network is not None and self.critic_coeff is not None
 
-    def entry(self, rows: Rows, name: str) -> Tensor:
-        """The batch's entry called ``name`` in :meth:`set_keys`, as it is."""
-        key = self.tensor_keys[name]
-        entry: Tensor | None = rows.batch.get(key, None)
-        if entry is None:
-            error = missing_marker(key, rows.batch.keys(True, True))
-            raise KeyError(f"{error.args[0]}. To have it, {_WRITTEN_BY[name]}")
-        return entry
-
-    def column(self, rows: Rows, name: str) -> Tensor:
-        """The same in the batch's shape ``[*B]``."""
-        return flat_column(self.entry(rows, name), rows.batch, self.tensor_keys[name])
-
-    def _policy_losses(self, rows: Rows) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        advantage = self.column(rows, "advantage")
-        if self.normalize_advantage:
-            advantage = standardized(advantage, rows.mask)
+    def _policy_losses(self, rows: Rows, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        advantage = self._advantage(rows)
         action = self.entry(rows, "action")
-        get_dist: Callable[[TensorDictBase], Distribution] = getattr(self.actor, "get_dist")  # noqa: B009
-        dist = get_dist(rows.work)
+        dist = distribution(self.actor_network, rows.work)
         if action.ndim != len(dist.batch_shape) + len(dist.event_shape):
             raise ValueError(
                 f"the action must have the shape {tuple(dist.batch_shape + dist.event_shape)} of the actor's "
@@ -212,34 +223,62 @@ class PolicyGradientLoss(TensorDictModuleBase):
             )
         log_prob = joint(dist.log_prob(action), rows.batch)
         loss, diagnostics = self.objective(rows, dist, log_prob, advantage)
-        losses = {"loss_objective": loss}
+        losses = {name: loss}
         if self.entropy_bonus:
             entropy = joint(entropy_of(dist, self.samples_mc_entropy), rows.batch)
             losses["loss_entropy"] = -self.entropy_coeff * entropy
             diagnostics["entropy"] = masked_mean(entropy.detach(), rows.mask)
         return losses, diagnostics
 
+    def _advantage(self, rows: Rows) -> Tensor:
+        key = self.key("advantage")
+        if rows.batch.get(key, None) is None:
+            error = missing_marker(key, rows.batch.keys(True, True), self.default_keys["advantage"])
+            raise KeyError(f"{error.args[0]}. Or let the loss compute it: loss.make_value_estimator(...)")
+        advantage = self.column(rows, "advantage")
+        if self.normalize_advantage and advantage.numel() > 1:
+            return standardized(advantage, rows.mask)
+        return advantage
+
     def _critic_loss(self, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
-        assert self.critic is not None and self.critic_coeff is not None
+        assert self.critic_network is not None and self.critic_coeff is not None
         key = self.tensor_keys["value"]
         target = self.column(rows, "value_target")
         before = self.column(rows, "value") if self.clip_value else None
-        out = self.critic(rows.work).get(key, None)
+        work = rows.work.detach() if self.separate_losses else rows.work
+        alone = shared(self.critic_network, self.actor_network) if self.separate_losses else []
+        with frozen(alone) if alone else nullcontext():
+            out = self.critic_network(work).get(key, None)
         if out is None:
             raise KeyError(
-                f"critic wrote no entry {key!r}: its out_keys are {list(self.critic.out_keys)}; "
-                "name the one that holds the value with set_keys(value=...)"
+                f"critic_network wrote no entry {key!r}: its out_keys are "
+                f"{list(self.critic_network.out_keys)}; name the one that holds the value with "
+                "set_keys(value=...)"
             )
         value = flat_column(out, rows.batch, key)
-        distance = _DISTANCES[self.loss_critic_type]
-        loss = distance(value, target, reduction="none")
+        loss = distance(value, target, self.loss_critic_type)
         diagnostics = {"explained_variance": explained_variance(value.detach(), target.detach(), rows.mask)}
         if before is not None and self.clip_value:
             moved = value - before
             clipped = moved.clamp(-self.clip_value, self.clip_value)
-            loss = torch.maximum(loss, distance(before + clipped, target, reduction="none"))
+            loss = torch.maximum(loss, distance(before + clipped, target, self.loss_critic_type))
             diagnostics["value_clip_fraction"] = masked_mean((moved != clipped).to(value.dtype), rows.mask)
         return self.critic_coeff * loss, diagnostics
+
+
+def require_actor(actor_network: TensorDictModuleBase) -> None:
+    """TypeError unless the actor has ``get_dist``."""
+    if not hasattr(actor_network, "get_dist"):
+        raise TypeError(
+            "actor_network must be a tensordict module with get_dist, e.g. "
+            f"ProbabilisticTensorDictSequential, got {type(actor_network).__name__}"
+        )
+
+
+def distribution(actor_network: TensorDictModuleBase, batch: TensorDictBase) -> Distribution:
+    """The actor's distribution over actions in each row; what the actor writes on the way is in ``batch``."""
+    get_dist = cast(Callable[[TensorDictBase], Distribution], getattr(actor_network, "get_dist"))  # noqa: B009
+    return get_dist(batch)
 
 
 def joint(log_prob: Tensor, batch: TensorDictBase) -> Tensor:

@@ -1,32 +1,74 @@
-"""Proximal policy optimisation."""
+"""Proximal policy optimisation: the ratio objective, plain, clipped, and with a penalty on the KL divergence."""
 
 import math
-from typing import ClassVar
+from collections.abc import Callable
+from typing import ClassVar, Unpack, cast
 
 import torch
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
-from torch.distributions import Distribution
+from torch.distributions import Distribution, kl_divergence
 
-from flatroll.estimators.policy_loss import CriticLoss, PolicyGradientLoss, Rows, joint
-from flatroll.estimators.reductions import Reduction, masked_mean
+from flatroll.estimators.loss import Rows
+from flatroll.estimators.policy_loss import PolicyGradientLoss, PolicyOptions, joint
+from flatroll.estimators.reductions import masked_mean
 
 
-class ClipPPOLoss(PolicyGradientLoss):
-    """Clipped PPO: ``-min(ratio * advantage, clip(ratio, 1 - eps, 1 + eps) * advantage)`` per row.
+class PPOLoss(PolicyGradientLoss):
+    """Importance-weighted policy gradient: ``-ratio * advantage`` per row.
 
     ``ratio`` is the probability of the action under the actor over the one it was sampled with. A flat batch
     goes through recurrent actors and critics as it is.
 
     Args:
-        actor, critic: see :class:`~flatroll.estimators.policy_loss.PolicyGradientLoss`, as for all others.
+        actor_network, critic_network, options: see
+            :class:`~flatroll.estimators.policy_loss.PolicyGradientLoss`: ``entropy_bonus=True``,
+            ``entropy_coeff=0.01``, ``samples_mc_entropy=1``, ``critic_coeff=1.0``,
+            ``loss_critic_type="smooth_l1"``, ``clip_value=None``, ``normalize_advantage=False``,
+            ``separate_losses=False``, ``burn_in=0``, ``reduction="mean"``.
+
+    Writes ``loss_objective``, ``loss_critic``, ``loss_entropy``, and detached ``kl_approx``, ``ESS`` (effective
+    sample size over the rows, in [0, 1]), ``max_ratio``, ``mean_ratio``, ``entropy``, ``explained_variance``.
+
+    Raises:
+        TypeError: the actor has no ``get_dist``, or the critic is no tensordict module.
+        ValueError: an unknown ``loss_critic_type`` or ``reduction``, or an action of the wrong shape.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ("action", "sample_log_prob", "advantage")
+    diagnostics: ClassVar[tuple[str, ...]] = ("kl_approx", "ESS", "max_ratio", "mean_ratio")
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase,
+        critic_network: TensorDictModuleBase | None = None,
+        **options: Unpack[PolicyOptions],
+    ) -> None:
+        super().__init__(actor_network, critic_network, **options)
+
+    def objective(
+        self, rows: Rows, dist: Distribution, log_prob: Tensor, advantage: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        log_ratio = self.log_ratio(rows, log_prob)
+        return -log_ratio.exp() * advantage, diagnose(log_ratio.detach(), rows.mask)
+
+    def log_ratio(self, rows: Rows, log_prob: Tensor) -> Tensor:
+        """Log of the ratio ``[*B]``; 0 in rows that do not count."""
+        sampled = self.entry(rows, "sample_log_prob").detach()
+        log_ratio = log_prob - joint(sampled, rows.batch)
+        return log_ratio if rows.mask is None else torch.where(rows.mask, log_ratio, 0.0)
+
+
+class ClipPPOLoss(PPOLoss):
+    """Clipped PPO: ``-min(ratio * advantage, clip(ratio, 1 - eps, 1 + eps) * advantage)`` per row.
+
+    Args:
+        actor_network, critic_network, options: see :class:`PPOLoss`.
         clip_epsilon: ``eps``, or a pair (below 1, above 1). Default: 0.2.
-        entropy_bonus, entropy_coeff, samples_mc_entropy: entropy term. Default: True, 0.01, 1.
-        critic_coeff, loss_critic_type: critic term. Default: 1, ``"smooth_l1"``.
-        clip_value: largest move of the value away from the batch's; True takes ``clip_epsilon``. Default:
-            None, any move.
-        normalize_advantage: standardise the advantage over the real rows. Default: False.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``. Default: ``"mean"``.
+        clip_value: as for the others; True takes ``clip_epsilon``. Default: None, any move.
+
+    Writes what :class:`PPOLoss` writes, and ``clip_fraction``.
 
     Raises:
         TypeError: the actor has no ``get_dist``, or the critic is no tensordict module.
@@ -54,68 +96,150 @@ class ClipPPOLoss(PolicyGradientLoss):
         J. Schulman et al., Proximal policy optimization algorithms, https://arxiv.org/abs/1707.06347
     """
 
-    reads: ClassVar[tuple[str, ...]] = ("action", "sample_log_prob", "advantage")
-    diagnostics: ClassVar[tuple[str, ...]] = ("kl_approx", "clip_fraction", "ESS", "max_ratio", "mean_ratio")
+    diagnostics: ClassVar[tuple[str, ...]] = (*PPOLoss.diagnostics, "clip_fraction")
 
     def __init__(
         self,
-        actor: TensorDictModuleBase,
-        critic: TensorDictModuleBase | None = None,
+        actor_network: TensorDictModuleBase,
+        critic_network: TensorDictModuleBase | None = None,
         *,
         clip_epsilon: float | tuple[float, float] = 0.2,
-        entropy_bonus: bool = True,
-        entropy_coeff: float = 0.01,
-        samples_mc_entropy: int = 1,
-        critic_coeff: float | None = 1.0,
-        loss_critic_type: CriticLoss = "smooth_l1",
-        clip_value: bool | float | None = None,
-        normalize_advantage: bool = False,
-        reduction: Reduction = "mean",
+        **options: Unpack[PolicyOptions],
     ) -> None:
         low, high = clip_epsilon if isinstance(clip_epsilon, tuple) else (clip_epsilon, clip_epsilon)
         if not (0.0 < low < 1.0 and high > 0.0):
             raise ValueError(
                 f"clip_epsilon must be above 0, and below 1 on the lower side, got {clip_epsilon}"
             )
-        if clip_value is True and isinstance(clip_epsilon, tuple):
-            raise ValueError("clip_value=True needs one clip_epsilon, not a pair: give clip_value a number")
-        super().__init__(
-            actor,
-            critic,
-            entropy_bonus=entropy_bonus,
-            entropy_coeff=entropy_coeff,
-            samples_mc_entropy=samples_mc_entropy,
-            critic_coeff=critic_coeff,
-            loss_critic_type=loss_critic_type,
-            clip_value=low if clip_value is True else clip_value or None,
-            normalize_advantage=normalize_advantage,
-            reduction=reduction,
-        )
+        if options.get("clip_value") is True:
+            if isinstance(clip_epsilon, tuple):
+                raise ValueError(
+                    "clip_value=True needs one clip_epsilon, not a pair: give clip_value a number"
+                )
+            options["clip_value"] = low
+        super().__init__(actor_network, critic_network, **options)
         self.clip_epsilon = clip_epsilon
 
     def objective(
         self, rows: Rows, dist: Distribution, log_prob: Tensor, advantage: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        sampled = self.entry(rows, "sample_log_prob").detach()
-        log_ratio = log_prob - joint(sampled, rows.batch)
-        if rows.mask is not None:
-            log_ratio = torch.where(rows.mask, log_ratio, 0.0)
+        log_ratio = self.log_ratio(rows, log_prob)
         low, high = self.clip_epsilon if isinstance(self.clip_epsilon, tuple) else 2 * (self.clip_epsilon,)
         clipped = log_ratio.clamp(math.log1p(-low), math.log1p(high))
         gain = torch.minimum(log_ratio.exp() * advantage, clipped.exp() * advantage)
-        return -gain, self._diagnose(log_ratio.detach(), clipped.detach(), rows.mask)
+        fraction = masked_mean((clipped != log_ratio).to(gain.dtype), rows.mask)
+        return -gain, diagnose(log_ratio.detach(), rows.mask) | {"clip_fraction": fraction}
 
-    def _diagnose(self, log_ratio: Tensor, clipped: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
-        ratio = log_ratio.exp()
-        if mask is None:
-            weights, count = log_ratio.flatten(), torch.tensor(float(log_ratio.numel()))
-        else:
-            weights, count = log_ratio.masked_fill(~mask, -torch.inf).flatten(), mask.sum().clamp(min=1)
-        effective = (2 * weights.logsumexp(0) - (2 * weights).logsumexp(0)).exp()
-        return {
-            "kl_approx": masked_mean(-log_ratio, mask),
-            "clip_fraction": masked_mean((clipped != log_ratio).to(ratio.dtype), mask),
-            "ESS": effective / count,
-            "max_ratio": weights.max().exp(),
-            "mean_ratio": masked_mean(ratio, mask),
-        }
+
+class KLPENPPOLoss(PPOLoss):
+    """PPO with a penalty: ``-ratio * advantage + beta * KL(sampled | current)`` per row.
+
+    The distribution that an action was sampled from is rebuilt from its parameters in the batch (e.g.
+    ``"logits"``, or ``"loc"`` and ``"scale"``), so the policy must write them when it acts. After each call in
+    training mode ``beta`` follows the mean divergence: it grows by ``increment`` where that is above
+    ``1.5 * dtarg``, and shrinks by ``decrement`` where it is below ``dtarg / 1.5``.
+
+    Args:
+        actor_network, critic_network, options: see :class:`PPOLoss`.
+        dtarg: divergence aimed at. Default: 0.01.
+        beta: factor of the penalty to start with. Default: 1.
+        increment, decrement: factors of ``beta``, at least 1 and at most 1. Default: 2 and 0.5.
+        samples_mc_kl: samples per row where the divergence has no closed form. Default: 1.
+
+    Writes what :class:`PPOLoss` writes, and ``kl``, the mean divergence.
+
+    Raises:
+        TypeError: the actor has no ``build_dist_from_params``, or the critic is no tensordict module.
+        ValueError: ``increment`` below 1, ``decrement`` above 1, or what :class:`PPOLoss` raises.
+
+    References:
+        J. Schulman et al., Proximal policy optimization algorithms, https://arxiv.org/abs/1707.06347
+    """
+
+    diagnostics: ClassVar[tuple[str, ...]] = (*PPOLoss.diagnostics, "kl")
+    beta: Tensor
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase,
+        critic_network: TensorDictModuleBase | None = None,
+        *,
+        dtarg: float = 0.01,
+        beta: float = 1.0,
+        increment: float = 2.0,
+        decrement: float = 0.5,
+        samples_mc_kl: int = 1,
+        **options: Unpack[PolicyOptions],
+    ) -> None:
+        if increment < 1.0:
+            raise ValueError(f"increment must be at least 1, got {increment}")
+        if not 0.0 < decrement <= 1.0:
+            raise ValueError(f"decrement must lie in (0, 1], got {decrement}")
+        super().__init__(actor_network, critic_network, **options)
+        if not hasattr(actor_network, "build_dist_from_params"):
+            raise TypeError(
+                "actor_network must have build_dist_from_params, as a ProbabilisticTensorDictSequential has, "
+                f"got {type(actor_network).__name__}"
+            )
+        self.dtarg, self.increment, self.decrement = dtarg, increment, decrement
+        self.samples_mc_kl = samples_mc_kl
+        self._beta_at_first = beta
+        self.register_buffer("beta", torch.tensor(beta))
+
+    def reset(self) -> None:
+        """Set ``beta`` back to what it was in the beginning."""
+        self.beta = torch.full_like(self.beta, self._beta_at_first)
+
+    def objective(
+        self, rows: Rows, dist: Distribution, log_prob: Tensor, advantage: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, diagnostics = super().objective(rows, dist, log_prob, advantage)
+        divergence = joint(self._divergence(self._sampled(rows), dist), rows.batch)
+        if rows.mask is not None:
+            divergence = torch.where(rows.mask, divergence, 0.0)
+        mean = masked_mean(divergence.detach(), rows.mask)
+        loss = loss + self.beta * divergence
+        if self.training:
+            larger, smaller = self.beta * self.increment, self.beta * self.decrement
+            steady = torch.where(mean < self.dtarg / 1.5, smaller, self.beta)
+            self.beta = torch.where(mean > 1.5 * self.dtarg, larger, steady)  # the graph keeps the old one
+        return loss, diagnostics | {"kl": mean}
+
+    def _sampled(self, rows: Rows) -> Distribution:
+        """The distributions that the actions were sampled from."""
+        build = cast(
+            Callable[[TensorDictBase], Distribution],
+            getattr(self.actor_network, "build_dist_from_params"),  # noqa: B009
+        )
+        try:
+            return build(rows.batch)
+        except KeyError as error:
+            raise KeyError(
+                f"batch lacks parameters of the distribution that its actions were sampled from: "
+                f"{error.args[0]}. The policy must write them when it acts: leave them in its out_keys"
+            ) from None
+
+    def _divergence(self, sampled: Distribution, current: Distribution) -> Tensor:
+        try:
+            return kl_divergence(sampled, current)
+        except NotImplementedError:
+            with torch.no_grad():
+                drawn = sampled.sample((self.samples_mc_kl,))
+                log_prob = sampled.log_prob(drawn)
+            return (log_prob - current.log_prob(drawn)).mean(0)
+
+
+def diagnose(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+    """How far the policy has moved from the one that acted."""
+    count: Tensor | int = log_ratio.numel()
+    weights = log_ratio.flatten()
+    if mask is not None:
+        count = mask.sum().clamp(min=1)
+        weights = log_ratio.masked_fill(~mask, -torch.inf).flatten()
+    effective = (2 * weights.logsumexp(0) - (2 * weights).logsumexp(0)).exp()
+    return {
+        "kl_approx": masked_mean(-log_ratio, mask),
+        "ESS": effective / count,
+        "max_ratio": weights.max().exp(),
+        "mean_ratio": masked_mean(log_ratio.exp(), mask),
+    }

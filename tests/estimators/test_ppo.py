@@ -256,10 +256,13 @@ def test_recurrent_networks_read_the_flat_batch(batch_of: BatchOf) -> None:
 @pytest.mark.parametrize(
     ("missing", "text"),
     [
-        ("advantage", "no entry 'advantage': nothing in this batch wrote it"),
-        ("advantage", "To have it, call an estimator, e.g. flatroll.estimators.GAE, on the batch first"),
-        ("value_target", "To have it, call an estimator"),
-        ("action_log_prob", "To have it, the policy must write it when it acts (return_log_prob=True)"),
+        ("advantage", "no entry 'advantage': call an estimator on the batch, e.g. flatroll.estimators.GAE"),
+        ("advantage", "Or let the loss compute it: loss.make_value_estimator(...)"),
+        ("value_target", "no entry 'value_target': call an estimator"),
+        (
+            "action_log_prob",
+            "no entry 'action_log_prob': the policy writes it when it acts (return_log_prob=True)",
+        ),
         ("action", "no entry 'action': the policy writes it"),
     ],
 )
@@ -296,14 +299,18 @@ def test_renamed_keys() -> None:
             "loss_critic_type must be 'l1', 'l2' or 'smooth_l1', got",
         ),
         ({"reduction": "max"}, ValueError, "reduction must be 'mean', 'sum' or 'none', got 'max'"),
-        ({"actor": first_column()}, TypeError, "actor must be a tensordict module with get_dist"),
-        ({"critic": nn.Linear(1, 1)}, TypeError, "critic must be a tensordict module, e.g."),
+        (
+            {"actor_network": first_column()},
+            TypeError,
+            "actor_network must be a tensordict module with get_dist",
+        ),
+        ({"critic_network": nn.Linear(1, 1)}, TypeError, "critic_network must be a tensordict module, e.g."),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
 def test_bad_arguments(changes: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
-        ClipPPOLoss(**{"actor": table_actor(), **changes})
+        ClipPPOLoss(**{"actor_network": table_actor(), **changes})
 
 
 def test_action_of_another_shape() -> None:
@@ -318,6 +325,6 @@ def test_action_of_another_shape() -> None:
 def test_critic_that_writes_another_key() -> None:
     critic = TensorDictModule(lambda x: x[..., :1], in_keys=["observation"], out_keys=["v"])
     with pytest.raises(
-        KeyError, match=re.escape("critic wrote no entry 'state_value': its out_keys are ['v']")
+        KeyError, match=re.escape("critic_network wrote no entry 'state_value': its out_keys are ['v']")
     ):
         ClipPPOLoss(table_actor(), critic)(scored([1.0], [1.0]))

@@ -1,0 +1,226 @@
+"""Deep Q-learning."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
+from torch import Tensor, nn
+
+from flatroll.estimators.chunks import Chunks
+from flatroll.estimators.loss import Rows, delayed
+from flatroll.estimators.off_policy import OffPolicyLoss, following, here
+from flatroll.estimators.reductions import Distance, Reduction, distance, masked_mean
+from flatroll.estimators.values import Boundaries, NetworkInputs, StateValues
+from flatroll.layout.keys import OBSERVATION, NestedKey, next_key
+from flatroll.modules import set_recurrent_mode
+
+ActionSpace = Literal["categorical", "one-hot"]
+
+
+class DQNLoss(OffPolicyLoss):
+    """Q-learning: the distance of ``Q(s, a)`` to ``r + gamma * max_b Q'(s', b)``, r alone where terminated.
+
+    ``Q'`` is a delayed copy of the network. Rows may come in any order (``RandomSampler``). A recurrent network
+    needs slices: it and its copy run once over each slice and the observation behind it, from the state stored
+    in its first row, and the first ``burn_in`` rows only warm the memory up.
+
+    Args:
+        value_network: tensordict module that writes ``"action_value"`` ``[*B, A]``; or a plain module from
+            ``"observation"`` to it.
+        loss_function: ``"l2"`` (default), ``"l1"`` or ``"smooth_l1"``.
+        delay_value: whether targets come from a copy, ``target_value_network``, that only moves when
+            :class:`~flatroll.estimators.SoftUpdate` or :class:`~flatroll.estimators.HardUpdate` moves it.
+            Default: True.
+        double_dqn: the network chooses the next action, the copy says its value. Default: False.
+        action_space: ``"categorical"`` (integers ``[*B]``) or ``"one-hot"`` (``[*B, A]``). Default: what the
+            shape of the action says.
+        use_prioritized_weights: whether ``"priority_weight"`` of the batch weights the rows; ``"auto"``
+            (default): if it is there.
+        burn_in: rows at the beginning of each slice that count nowhere in the loss. Default: 0.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``. Default: ``"mean"``.
+
+    ``make_value_estimator(gamma=0.99)`` sets the discount. N-step rows are used as they are.
+
+    Writes ``loss``, and detached means ``pred_value`` and ``target_value``. Into the batch it writes
+    ``"td_error"`` ``[*B]``, absolute: the priority for a prioritized buffer.
+
+    Raises:
+        TypeError: ``value_network`` is no module.
+        ValueError: ``double_dqn`` without ``delay_value``, an unknown choice, or shapes that do not match.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["action_value"])
+        >>> batch = TensorDict({
+        ...     "observation": torch.tensor([[1.0, 0.0], [0.0, 5.0]]), "action": torch.tensor([0, 1]),
+        ...     "next": {"observation": torch.tensor([[0.0, 4.0], [9.0, 9.0]]), "reward": torch.ones(2, 1),
+        ...              "terminated": torch.tensor([[False], [True]])},
+        ... }, [2])
+        >>> loss = DQNLoss(net).make_value_estimator(gamma=0.5)
+        >>> loss(batch)["loss"], batch["td_error"]                    # targets 1 + 0.5 * 4 and 1
+        (tensor(10.), tensor([2., 4.]))
+
+    References:
+        V. Mnih et al., Human-level control through deep reinforcement learning, 2015; H. van Hasselt et al.,
+        Deep reinforcement learning with double Q-learning, https://arxiv.org/abs/1509.06461; S. Kapturowski et
+        al., Recurrent experience replay in distributed reinforcement learning, 2019.
+    """
+
+    default_keys: ClassVar[Mapping[str, NestedKey]] = {
+        **OffPolicyLoss.default_keys,
+        "action_value": "action_value",
+    }
+
+    def __init__(
+        self,
+        value_network: TensorDictModuleBase | nn.Module,
+        *,
+        loss_function: Distance = "l2",
+        delay_value: bool = True,
+        double_dqn: bool = False,
+        action_space: ActionSpace | None = None,
+        use_prioritized_weights: bool | Literal["auto"] = "auto",
+        burn_in: int = 0,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__(
+            loss_function=loss_function,
+            use_prioritized_weights=use_prioritized_weights,
+            burn_in=burn_in,
+            reduction=reduction,
+        )
+        if double_dqn and not delay_value:
+            raise ValueError("double_dqn=True needs delay_value=True: the copy says what the choice is worth")
+        if action_space not in (None, "categorical", "one-hot"):
+            raise ValueError(f"action_space must be 'categorical' or 'one-hot', got {action_space!r}")
+        self.value_network = as_tensordict_module(value_network, "value_network", "action_value")
+        self.target_value_network = delayed(self.value_network) if delay_value else None
+        self.double_dqn = double_dqn
+        self.action_space: ActionSpace | None = action_space
+        self.set_keys()
+
+    def set_keys(self, **keys: NestedKey | None) -> None:
+        super().set_keys(**keys)
+        read: list[Any] = [key for key in self.value_network.in_keys if key != self.key("is_init")]
+        read += [next_key(key) for key in self._inputs(self.value_network).observed]
+        read += [self.key(name) for name in ("action", "reward", "terminated")]
+        self.in_keys = read
+        self.out_keys = ["loss", "pred_value", "target_value"]
+
+    def _inputs(self, network: TensorDictModuleBase) -> NetworkInputs:
+        return NetworkInputs.of(network, self.key("is_init"))
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDict:
+        """The loss of a batch ``[N]`` or ``[*B, T]``, into which ``"td_error"`` is written.
+
+        Recurrent networks run in recurrent mode, whatever the mode around the call.
+
+        Raises:
+            KeyError: an entry is missing; the text says what writes it.
+        """
+        rows, unknown = self.transitions(tensordict)
+        with set_recurrent_mode(True):
+            value, next_value = self._values(rows, unknown)
+        chosen = self._of_action(rows, value)
+        target = self.target(rows, next_value, unknown)
+        loss = self.finish(rows, distance(chosen, target, self.loss_function), unknown, chosen - target)
+        means = {"pred_value": chosen.detach(), "target_value": target}
+        return TensorDict({"loss": loss} | {name: masked_mean(x, rows.mask) for name, x in means.items()})
+
+    def _values(self, rows: Rows, unknown: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Values ``[*B, A]`` of each row, with gradients, and ``[*B]`` of what follows it, without."""
+        network, target = self.value_network, self.target_value_network or self.value_network
+        inputs, batch = self._inputs(network), rows.batch
+        complete = all(batch.get(next_key(key), None) is not None for key in inputs.observed)
+        if inputs.recurrent or not complete:
+            return self._values_of_runs(rows, unknown)
+        value = self._action_value(network, here(batch, inputs.observed))
+        with torch.no_grad():
+            after = following(batch, inputs.observed, unknown)
+            next_value = self._action_value(target, after.copy())
+            if not self.double_dqn:
+                return value, next_value.amax(-1)
+            best = self._action_value(network, after).argmax(-1, keepdim=True)
+        return value, next_value.gather(-1, best).squeeze(-1)
+
+    def _values_of_runs(self, rows: Rows, unknown: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The same from one pass over the runs, each followed by the observation behind its last row."""
+        at = Boundaries(self.ends(rows), self.terminated(rows), unknown)
+        network = self.value_network
+        value, online = self._stream(network)(rows.batch, at)
+        next_value = online.detach()
+        if self.target_value_network is not None:
+            with torch.no_grad():
+                _, next_value = self._stream(self.target_value_network)(rows.batch, at)
+        if not self.double_dqn:
+            return value, next_value.amax(-1)
+        best = online.detach().argmax(-1, keepdim=True)
+        return value, next_value.gather(-1, best).squeeze(-1)
+
+    def _stream(self, network: TensorDictModuleBase) -> StateValues:
+        return StateValues(
+            network,
+            value_key=self.key("action_value"),
+            is_init_key=self.key("is_init"),
+            shifted=True,
+            chunks=Chunks(),
+            warn=self._warn_once,
+        )
+
+    def _action_value(self, network: TensorDictModuleBase, batch: TensorDict) -> Tensor:
+        key = self.key("action_value")
+        value: Tensor | None = network(batch).get(key, None)
+        if value is None:
+            raise KeyError(
+                f"value_network wrote no entry {key!r}: its out_keys are {list(network.out_keys)}; name the "
+                "one that holds a value for each action with set_keys(action_value=...)"
+            )
+        return value
+
+    def _of_action(self, rows: Rows, value: Tensor) -> Tensor:
+        """The value ``[*B]`` of the action that was taken."""
+        return of_action(value, self.entry(rows, "action"), self.action_space)
+
+
+def of_action(value: Tensor, action: Tensor, space: ActionSpace | None) -> Tensor:
+    """The value ``[*B]`` of each row's action, of the values ``[*B, A]`` of all actions.
+
+    Args:
+        value: ``[*B, A]``.
+        action: integers ``[*B]`` or ``[*B, 1]``, or one-hot ``[*B, A]``.
+        space: which of the two; None asks the shape.
+
+    Raises:
+        ValueError: the shape is neither.
+        TypeError: an action that is an index is not an integer.
+    """
+    if space == "one-hot" or (space is None and action.shape == value.shape and value.shape[-1] > 1):
+        if action.shape != value.shape:
+            raise ValueError(
+                f"a one-hot action must have shape {tuple(value.shape)}, got {tuple(action.shape)}"
+            )
+        return (value * action).sum(-1)
+    if action.shape not in (value.shape[:-1], (*value.shape[:-1], 1)):
+        raise ValueError(
+            f"the action must be an integer of shape {tuple(value.shape[:-1])}, or one-hot "
+            f"{tuple(value.shape)} like the action values, got {tuple(action.shape)}"
+        )
+    if action.is_floating_point() or action.dtype is torch.bool:
+        raise TypeError(
+            f"an action that names one of {value.shape[-1]} must be an integer, got {action.dtype}"
+        )
+    return value.gather(-1, action.long().reshape(*value.shape[:-1], 1)).squeeze(-1)
+
+
+def as_tensordict_module(network: nn.Module, name: str, out_key: str) -> TensorDictModuleBase:
+    """The network, or if it is a plain module, one that reads ``"observation"`` and writes ``out_key``."""
+    if isinstance(network, TensorDictModuleBase):
+        return network
+    if not isinstance(network, nn.Module):
+        raise TypeError(
+            f"{name} must be a tensordict module or a torch.nn.Module, got {type(network).__name__}"
+        )
+    return TensorDictModule(network, in_keys=[OBSERVATION], out_keys=[out_key])
