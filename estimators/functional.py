@@ -1,9 +1,42 @@
-"""Advantages from tensors alone: one time axis, one segmented scan over it."""
+"""Returns and advantages from tensors alone: one time axis, one segmented scan over it.
 
-import torch
+All of them under one roof; ``vec_…`` names are the same functions, since there is no slower form.
+"""
+
 from torch import Tensor
 
-from flatroll.kernels import residual_scan
+from flatroll.estimators.functional_td import (
+    td0_advantage_estimate,
+    td0_return_estimate,
+    td1_advantage_estimate,
+    td1_return_estimate,
+    td_lambda_advantage_estimate,
+    td_lambda_return_estimate,
+    vec_td1_advantage_estimate,
+    vec_td1_return_estimate,
+    vec_td_lambda_advantage_estimate,
+    vec_td_lambda_return_estimate,
+)
+from flatroll.estimators.functional_vtrace import vtrace_advantage_estimate
+from flatroll.estimators.series import Series
+from flatroll.kernels import residual_scan, segmented_scan
+
+__all__ = [
+    "generalized_advantage_estimate",
+    "reward2go",
+    "td0_advantage_estimate",
+    "td0_return_estimate",
+    "td1_advantage_estimate",
+    "td1_return_estimate",
+    "td_lambda_advantage_estimate",
+    "td_lambda_return_estimate",
+    "vec_generalized_advantage_estimate",
+    "vec_td1_advantage_estimate",
+    "vec_td1_return_estimate",
+    "vec_td_lambda_advantage_estimate",
+    "vec_td_lambda_return_estimate",
+    "vtrace_advantage_estimate",
+]
 
 
 def generalized_advantage_estimate(
@@ -26,12 +59,12 @@ def generalized_advantage_estimate(
     row that is both terminated and truncated is terminated.
 
     Args:
-        gamma: discount in [0, 1]; a number, or a tensor that broadcasts to the reward.
-        lmbda: trace decay in [0, 1]; a number, or a tensor that broadcasts to the reward.
-        state_value: value of each row's observation, floating ``[*B, T, F]``, ``[N, 1]`` or ``[N]``.
+        gamma: discount in [0, 1]; a number, one per row ``[*B, T]``, or a tensor that broadcasts to the reward.
+        lmbda: trace decay in [0, 1], likewise.
+        state_value: value of each row's observation, floating ``[*B, T, *F]`` or ``[N]``.
         next_state_value: value of each row's next observation, same shape; not read where terminated.
         reward: floating, same shape.
-        done: bool, same shape or with a last dim of 1: the rows at which an episode ends.
+        done: bool, same shape or 1 for its features: the rows at which an episode ends.
         terminated: bool like ``done``: ends that are not bootstrapped. Default: ``done``, which takes
             truncations for terminations.
         ends: bool like ``done``: further rows at which a run ends, e.g. where windows or slices lie next to
@@ -42,7 +75,7 @@ def generalized_advantage_estimate(
         advantage and value target (advantage plus ``state_value``), shaped like the reward.
 
     Raises:
-        ValueError: shapes that do not match.
+        ValueError: shapes that do not match, or a factor out of range.
         TypeError: the reward is not floating, or a flag not bool.
 
     Example:
@@ -59,52 +92,56 @@ def generalized_advantage_estimate(
         J. Schulman et al., High-dimensional continuous control using generalized advantage estimation,
         https://arxiv.org/abs/1506.02438
     """
-    if not reward.is_floating_point():
-        raise TypeError(f"reward must be floating, got {reward.dtype}: cast it, e.g. with .float()")
-    if not state_value.shape == next_state_value.shape == reward.shape:
-        raise ValueError(
-            "state_value, next_state_value and reward must have one shape, "
-            f"got {tuple(state_value.shape)}, {tuple(next_state_value.shape)} and {tuple(reward.shape)}"
-        )
-    time = 0 if reward.ndim == 1 else time_dim
-    shape = reward.movedim(time, -1).shape
-
-    def row(x: Tensor) -> Tensor:  # time last, then flat: a view wherever there is one feature
-        return x.movedim(time, -1).reshape(-1)
-
-    def factor(x: float | Tensor) -> float | Tensor:
-        return row(x.expand(reward.shape)) if isinstance(x, Tensor) and x.ndim else x
-
-    stopped = row(_flag("done", done, reward))
-    over = stopped if terminated is None else row(_flag("terminated", terminated, reward))
-    stop = stopped | over
-    if ends is not None:
-        stop |= row(_flag("ends", ends, reward))
-    stop.view(shape)[..., -1:] = True
-    dtype = torch.promote_types(reward.dtype, state_value.dtype)
-    scanned = residual_scan(
-        factor(gamma),
-        factor(gamma * lmbda),
-        row(reward).to(dtype),
-        row(state_value).to(dtype),
-        row(next_state_value).to(dtype),
+    series = Series(reward, time_dim, state_value=state_value, next_state_value=next_state_value)
+    over, stop = series.flags(done, terminated, ends)
+    factor = series.factor("gamma", gamma)
+    advantage, target = residual_scan(
+        factor,
+        factor * series.factor("lmbda", lmbda),
+        series.number(reward),
+        series.number(state_value),
+        series.number(next_state_value),
         over,
         stop,
-        longest=shape[-1],
+        longest=series.longest,
     )
-    advantage, target = (x.view(shape).movedim(-1, time) for x in scanned)
-    return advantage, target
+    return series.back(advantage), series.back(target)
 
 
-def _flag(name: str, flag: Tensor, reward: Tensor) -> Tensor:
-    """The flag in the reward's shape (by a view), a last dim of 1 spread over the features."""
-    if flag.dtype is not torch.bool:
-        raise TypeError(f"{name} must be bool, got {flag.dtype}: cast it with .bool()")
-    if flag.shape == reward.shape:
-        return flag
-    if flag.shape == (*reward.shape[:-1], 1):
-        return flag.expand(reward.shape)
-    raise ValueError(
-        f"{name} must have the reward's shape {tuple(reward.shape)}, or 1 as last dim, "
-        f"got {tuple(flag.shape)}"
-    )
+def reward2go(
+    reward: Tensor,
+    done: Tensor,
+    gamma: float | Tensor,
+    *,
+    ends: Tensor | None = None,
+    time_dim: int = -2,
+) -> Tensor:
+    """Discounted sum of the rewards from each row to the end of its run, without a bootstrap.
+
+    ``G[t] = reward[t] + gamma * G[t + 1]`` inside a run, ``G[t] = reward[t]`` at its end.
+
+    Args:
+        reward: floating ``[*B, T, *F]`` or ``[N]``.
+        done: bool, same shape or 1 for its features: the rows at which an episode ends.
+        gamma: discount in [0, 1]; a number, one per row ``[*B, T]``, or a tensor that broadcasts to the reward.
+        ends: bool like ``done``: further rows at which a run ends.
+        time_dim: dim along which time runs. Default: -2; a tensor ``[N]`` has but one.
+
+    Returns:
+        tensor of the reward's shape.
+
+    Raises:
+        ValueError: shapes that do not match, or ``gamma`` out of range.
+        TypeError: the reward is not floating, or a flag not bool.
+
+    >>> import torch
+    >>> reward2go(torch.ones(4), torch.tensor([False, True, False, False]), 0.5)
+    tensor([1.5000, 1.0000, 1.5000, 1.0000])
+    """
+    series = Series(reward, time_dim)
+    _, stop = series.flags(done, None, ends)
+    factor = series.factor("gamma", gamma)
+    return series.back(segmented_scan(factor, series.number(reward), stop, longest=series.longest))
+
+
+vec_generalized_advantage_estimate = generalized_advantage_estimate

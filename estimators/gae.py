@@ -5,14 +5,8 @@ from torch import Tensor
 
 from flatroll.estimators.base import BootstrapMissing, ValueEstimator
 from flatroll.estimators.functional import generalized_advantage_estimate
+from flatroll.estimators.series import unit_interval
 from flatroll.layout.keys import NestedKey
-
-
-def unit_interval(name: str, number: float | Tensor) -> float:
-    """The number, which must lie in [0, 1]."""
-    if not 0.0 <= float(number) <= 1.0:
-        raise ValueError(f"{name} must lie in [0, 1], got {number}")
-    return float(number)
 
 
 class GAE(ValueEstimator):

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,53 +54,6 @@ def segmented_scan(a: Tensor | float, b: Tensor, ends: Tensor, *, longest: int |
     return _evaluate(a, b, ends, rows)
 
 
-def residual_scan(
-    gamma: Tensor | float,
-    decay: Tensor | float,
-    reward: Tensor,
-    value: Tensor,
-    next_value: Tensor,
-    terminated: Tensor,
-    ends: Tensor,
-    *,
-    longest: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Scan temporal-difference residuals: ``b[i] = reward[i] + gamma * next_value[i] - value[i]``.
-
-    ``next_value`` counts as 0 where ``terminated``. The same as :func:`segmented_scan` over ``b``; on the CPU
-    residual, scan and target are one pass over the arrays, in 0.6 of the time of four.
-
-    Args:
-        gamma, decay: a number or a tensor ``[N]``.
-        reward, value, next_value: floating tensors ``[N]`` of one dtype.
-        terminated, ends: bool tensors ``[N]``.
-        longest: as in :func:`segmented_scan`.
-
-    Returns:
-        the scan, and the scan plus ``value``, both ``[N]``.
-
-    Example:
-        >>> import torch
-        >>> one, no = torch.ones(3), torch.zeros(3, dtype=torch.bool)
-        >>> residual_scan(1.0, 0.5, one, one, one, no, no)
-        (tensor([1.7500, 1.5000, 1.0000]), tensor([2.7500, 2.5000, 2.0000]))
-    """
-    columns = (reward, value, next_value)
-    scalars = [x for x in (gamma, decay) if isinstance(x, Tensor)]
-    if _runs_compiled(reward, terminated, ends, *columns, *scalars) and len({x.dtype for x in columns}) == 1:
-        from flatroll.kernels import scan_numba
-
-        arrays = [x.detach().contiguous().numpy() for x in (*columns, terminated, ends)]
-        out = [torch.empty(reward.shape, dtype=reward.dtype) for _ in range(2)]
-        scan_numba.residual_scan(
-            _strided(gamma, reward), _strided(decay, reward), *arrays, *(x.numpy() for x in out)
-        )
-        return out[0], out[1]
-    residual = reward + gamma * next_value.masked_fill(terminated, 0.0) - value
-    scanned = segmented_scan(decay, residual, ends, longest=longest)
-    return scanned, scanned + value
-
-
 def _checked(a: Tensor | float, b: Tensor, ends: Tensor) -> Tensor | float:
     """``a`` in a shape that broadcasts to ``b`` from the left; raises what :func:`segmented_scan` names."""
     if not b.is_floating_point():
@@ -122,7 +76,7 @@ def _checked(a: Tensor | float, b: Tensor, ends: Tensor) -> Tensor | float:
     return a.to(b.dtype)
 
 
-def _runs_compiled(*tensors: Tensor) -> bool:
+def runs_compiled(*tensors: Tensor) -> bool:
     """Whether these tensors are plain CPU arrays that Numba may read now."""
     if torch.compiler.is_compiling():
         return False
@@ -132,22 +86,33 @@ def _runs_compiled(*tensors: Tensor) -> bool:
     return plain and tensors[0].dtype in _COMPILED_DTYPES
 
 
-def _strided(a: Tensor | float, b: Tensor) -> Any:
+def zero_strided(a: Tensor | float, b: Tensor) -> Any:
     """``a`` as an array of the shape of ``b`` that repeats its numbers by zero strides, never by a copy."""
-    column = a.detach().to(b.dtype) if isinstance(a, Tensor) else torch.full((), a, dtype=b.dtype)
-    return column.expand(b.shape).numpy()
+    if isinstance(a, Tensor):
+        return a.detach().to(b.dtype).expand(b.shape).numpy()
+    number = np.array([a], np.float32 if b.dtype is torch.float32 else np.float64)
+    return np.ndarray(b.shape, number.dtype, number, strides=(0,) * b.ndim)
+
+
+def empty_like(b: Tensor) -> Tensor:
+    """An uninitialised CPU tensor of the shape and dtype of ``b``.
+
+    NumPy asks the system for huge pages, torch does not: at tens of megabytes the first touch of an array from
+    ``torch.empty`` costs twice what a scan does.
+    """
+    return torch.from_numpy(np.empty(b.shape, np.float32 if b.dtype is torch.float32 else np.float64))
 
 
 def _evaluate(a: Tensor | float, b: Tensor, ends: Tensor, longest: int) -> Tensor:
     """The scan with no gradient, in the form that suits the device."""
-    if not _runs_compiled(b, ends, *([a] if isinstance(a, Tensor) else [])):
+    if not runs_compiled(b, ends, *([a] if isinstance(a, Tensor) else [])):
         return _doubling(a, b, ends, longest)
     from flatroll.kernels import scan_numba
 
-    y = torch.empty(b.shape, dtype=b.dtype)
+    y = empty_like(b)
     flat = (b.shape[0], math.prod(b.shape[1:]))
     summands, closed = b.detach().reshape(flat).contiguous(), ends.contiguous()
-    scan_numba.scan(_strided(a, b).reshape(flat), summands.numpy(), closed.numpy(), y.view(flat).numpy())
+    scan_numba.scan(zero_strided(a, b).reshape(flat), summands.numpy(), closed.numpy(), y.view(flat).numpy())
     return y
 
 

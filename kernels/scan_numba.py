@@ -21,8 +21,12 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
 # "contract" lets a * acc + b round once (one FMA); it assumes nothing about NaN or inf.
 @compiled(fastmath={"contract"})
 def step(a: Any, b: Any, end: Any, acc: Any) -> Any:
-    """The recursion, once: ``b + a * acc`` in a run, ``b`` alone at its end (0 * NaN must not cross it)."""
-    return b if end else b + a * acc
+    """The recursion, once: ``b + a * acc`` in a run, ``b`` alone at its end (0 * NaN must not cross it).
+
+    Both numbers are computed and one is selected: a branch would be guessed wrong at every other short run.
+    """
+    further = b + a * acc
+    return b if end else further
 
 
 @compiled(fastmath={"contract"})
@@ -45,25 +49,3 @@ def scan(a: Any, b: Any, ends: Any, y: Any) -> None:
         for f in range(features):
             accs[f] = step(a[i, f], b[i, f], end, accs[f])
             y[i, f] = accs[f]
-
-
-@compiled(fastmath={"contract"})
-def residual_scan(
-    gamma: Any,
-    decay: Any,
-    reward: Any,
-    value: Any,
-    next_value: Any,
-    terminated: Any,
-    ends: Any,
-    advantage: Any,
-    target: Any,
-) -> None:
-    """Residual, scan and target in one pass over arrays ``[N]``, ``gamma`` and ``decay`` of any stride."""
-    zero = reward.dtype.type(0)
-    acc = zero  # the row after the last: it adds nothing, as decay is finite
-    for i in range(reward.shape[0] - 1, -1, -1):
-        bootstrap = zero if terminated[i] else next_value[i]
-        acc = step(decay[i], reward[i] + gamma[i] * bootstrap - value[i], ends[i], acc)
-        advantage[i] = acc
-        target[i] = acc + value[i]

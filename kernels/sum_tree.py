@@ -177,13 +177,14 @@ def standing(
     head: Int,
     written: Int,
     capacity: Int,
+    used: Int,
     slots: Array,
     priority: Array,
     generation: Array,
     eps: Float,
     alpha: Float,
 ) -> tuple[Int, Int, Int]:
-    """Move the entries whose rows still stand to the front of ``slots`` and ``priority``.
+    """Move the entries whose rows still stand to the front of ``slots`` and ``priority``; slots end at ``used``.
 
     Left out are the slot -1, rows that may not be read, and, where ``generation`` has entries, rows of another
     generation. Returns (how many stay, position of the first slot out of range, of the first bad priority), -1
@@ -194,7 +195,7 @@ def standing(
         slot, value = slots[i], priority[i]
         if slot == -1:
             continue
-        if slot < -1 or slot >= capacity or (written <= capacity and slot >= written):
+        if slot < -1 or slot >= used:
             return kept, i, -1
         if not (value >= 0 and weight(value, eps, alpha) <= LARGEST):
             return kept, -1, i
