@@ -2,15 +2,30 @@
 
 from typing import Any
 
+import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers.index import TrajectoryIndex
+from flatroll.buffers.ranked import RankedRing
 from flatroll.buffers.ring import Ring
-from flatroll.buffers.storage import Rows
+from flatroll.buffers.samplers import Sampler
+from flatroll.buffers.storage import Rows, Storage
+from flatroll.layout.keys import REWARD, NestedKey, require
 
 
 class Writer:
-    """Decides which slots new rows take. One writer belongs to one buffer, which calls it under its lock."""
+    """Decides which slots new rows take. One writer belongs to one buffer, which calls it under its lock.
+
+    Attributes:
+        chooses: whether :meth:`choose` sees all rows of a batch that is larger than the storage.
+    """
+
+    chooses: bool = False
+
+    def fits(self, storage: Storage, sampler: Sampler) -> None:
+        """Raise if the writer cannot work with the other parts of its buffer."""
+        return
 
     def ring(self, capacity: int, indexed: bool, first: int = 0) -> Ring:
         """The counters of a storage of ``capacity`` slots, ``indexed`` if they have to know trajectories."""
@@ -18,6 +33,10 @@ class Writer:
 
     def check(self, batch: Any) -> None:
         """Raise if ``batch`` may not be written."""
+        return
+
+    def check_change(self, data: Any) -> None:
+        """Raise if stored rows may not be overwritten with ``data``."""
         return
 
     def choose(self, ring: Ring, rows: Rows) -> tuple[Tensor, Tensor] | None:
@@ -35,3 +54,155 @@ class Writer:
 
 class RoundRobinWriter(Writer):
     """One row after another; in a full storage each takes the place of the oldest one."""
+
+
+class TensorDictRoundRobinWriter(RoundRobinWriter):
+    """A `RoundRobinWriter` that takes tensordicts only, and lists of them.
+
+    Positions are not stored with the rows: `TensorDictReplayBuffer` writes them into samples.
+
+    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(4), writer=TensorDictRoundRobinWriter())
+    >>> buffer.extend(torch.zeros(3))
+    Traceback (most recent call last):
+    TypeError: TensorDictRoundRobinWriter takes tensordicts, got Tensor: RoundRobinWriter takes anything
+    """
+
+    def check(self, batch: Any) -> None:
+        """TypeError unless ``batch`` is a tensordict, or a list of tensordicts."""
+        check_tensordicts(batch, type(self).__name__, "RoundRobinWriter takes anything")
+
+
+class ImmutableDatasetWriter(Writer):
+    """Lets nothing be written: the buffer of a dataset, given as ``TensorStorage(dataset)``.
+
+    ``extend``, ``add``, ``buffer[i] = ...`` and ``empty`` raise RuntimeError. The storage's own contents count as
+    stored from the start, and a state can be loaded.
+    """
+
+    def ring(self, capacity: int, indexed: bool, first: int = 0) -> Ring:
+        """See `Writer`; RuntimeError for a ring that goes on empty after others."""
+        if first:
+            self.check(None)
+        return super().ring(capacity, indexed)
+
+    def check(self, batch: Any) -> None:
+        """RuntimeError."""
+        raise RuntimeError(
+            "this dataset is immutable: nothing can be written to a buffer with ImmutableDatasetWriter"
+        )
+
+    def check_change(self, data: Any) -> None:
+        """RuntimeError."""
+        self.check(data)
+
+
+class TensorDictMaxValueWriter(Writer):
+    """Keeps the ``max_size`` items of the highest rank: rows, or, of batches ``[N, T]``, whole trajectories.
+
+    A new item takes the place of the stored one of the lowest rank if its own is higher. Of items of equal rank the
+    earlier one stays. ``extend`` returns the position of each item, -1 where it was not kept.
+
+    An item costs time in the logarithm of the capacity. Rows are not in time order then, so slice samplers, n-step
+    transforms and ``compact_obs`` do not go with this writer, nor do prioritized samplers.
+
+    Args:
+        rank_key: entry by which items are ranked, default ``("next", "reward")``.
+        reduction: makes one rank of an item's several values: ``"sum"`` (default), ``"max"``, ``"min"``, ``"mean"``
+            or ``"median"`` (the lower one of two).
+
+    Raises:
+        ValueError: an unknown ``reduction``; at ``extend``, a rank that is NaN (nothing is stored then).
+        TypeError: at ``extend``, a batch of no tensordict, or a sampler or storage that follows trajectories.
+        KeyError: at ``extend``, a batch without ``rank_key``.
+
+    >>> from tensordict import TensorDict
+    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictMaxValueWriter(rank_key="score"))
+    >>> buffer.extend(TensorDict({"score": torch.tensor([9, 5, 7])}, [3]))
+    tensor([0, 1, 2])
+    >>> buffer.extend(TensorDict({"score": torch.tensor([5, 6])}, [2])), buffer[:]["score"]
+    (tensor([-1,  1]), tensor([9, 6, 7]))
+    """
+
+    chooses = True
+
+    def __init__(self, rank_key: NestedKey | None = None, reduction: str = "sum") -> None:
+        if reduction not in _REDUCTIONS:
+            raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
+        self.rank_key: NestedKey = REWARD if rank_key is None else rank_key
+        self.reduction = reduction
+
+    def fits(self, storage: Storage, sampler: Sampler) -> None:
+        """ValueError for a storage of several dimensions, TypeError for a sampler with priorities."""
+        if storage.ndim > 1:
+            raise ValueError(
+                f"TensorDictMaxValueWriter ranks the items of one dimension, the storage has ndim={storage.ndim}: use "
+                "ndim=1, where batches [N, T] are N items of T steps"
+            )
+        if has_priorities(sampler):
+            raise TypeError(
+                f"{type(sampler).__name__} keeps the priorities of rows in a ring, TensorDictMaxValueWriter keeps "
+                "the best rows anywhere: use RandomSampler or SamplerWithoutReplacement"
+            )
+
+    def ring(self, capacity: int, indexed: bool, first: int = 0) -> Ring:
+        """See `Writer`."""
+        if indexed:
+            raise TypeError(
+                "TensorDictMaxValueWriter keeps the best rows, which do not follow each other: slice samplers, "
+                "n-step transforms and compact_obs need RoundRobinWriter. To keep the best trajectories whole, "
+                "extend with batches [N, T] (RandomCropTensorDict takes slices of them)"
+            )
+        return RankedRing(capacity, first)
+
+    def check(self, batch: Any) -> None:
+        """TypeError unless ``batch`` is a tensordict (or a list of them), KeyError without ``rank_key``."""
+        check_tensordicts(batch, type(self).__name__, "their rank_key is what is compared")
+        for item in batch if isinstance(batch, list) else [batch]:
+            require(item, self.rank_key)
+
+    def check_change(self, data: Any) -> None:
+        """ValueError if ``data`` has ``rank_key``."""
+        if isinstance(data, TensorDictBase) and data.get(self.rank_key, None) is not None:
+            raise ValueError(
+                f"batch[{self.rank_key!r}] cannot be changed in place: it is what rows are ranked by. Leave the "
+                "entry out, or extend with new rows"
+            )
+
+    def choose(self, ring: Ring, rows: Rows) -> tuple[Tensor, Tensor]:
+        """See `Writer`; ValueError if a rank is NaN."""
+        assert isinstance(ring, RankedRing)
+        if rows.items:
+            ranks = torch.cat([self._ranks(item.get(self.rank_key)[None]) for item in rows.items])
+        else:
+            ranks = self._ranks(rows.columns[self.rank_key])
+        nan = ranks.isnan()
+        if bool(nan.any()):
+            raise ValueError(
+                f"batch[{self.rank_key!r}] gives item {int(nan.nonzero()[0])} the rank NaN, which cannot be compared"
+            )
+        return ring.choose(ranks)
+
+    def _ranks(self, values: Tensor) -> Tensor:
+        """One rank per item, float64 ``[N]``, of ``values`` ``[N, ...]``."""
+        values = values.detach().to("cpu", torch.float64)
+        if values.ndim == 1:
+            return values
+        made = getattr(values.flatten(1), _REDUCTIONS[self.reduction])(1)
+        return made if isinstance(made, Tensor) else made.values
+
+
+_REDUCTIONS = {"sum": "sum", "max": "amax", "min": "amin", "mean": "mean", "median": "median"}
+
+
+def check_tensordicts(batch: Any, who: str, instead: str) -> None:
+    """TypeError unless ``batch`` is a tensordict or a list of tensordicts."""
+    for item in batch if isinstance(batch, list) else [batch]:
+        if not isinstance(item, TensorDictBase):
+            raise TypeError(f"{who} takes tensordicts, got {type(item).__name__}: {instead}")
+
+
+def has_priorities(sampler: Sampler) -> bool:
+    """Whether ``sampler`` draws by priorities that can be set."""
+    return type(sampler).update_priority is not Sampler.update_priority
