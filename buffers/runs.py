@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers.ring import Array
-from flatroll.layout.boundaries import end_runs
 from flatroll.layout.keys import DONE, IS_INIT, MASK, STEP_COUNT, TRAJ_IDS, NestedKey, missing_marker
 
 Batch: TypeAlias = TensorDictBase | Mapping[NestedKey, Tensor]
@@ -43,12 +43,11 @@ class BoundaryKeys:
         return cls(is_init=init_key, done=DONE if end_key is None else end_key, traj=traj_key)
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
+class Runs(NamedTuple):
     """The fragments of one batch, one entry per fragment, in host memory.
 
     ``firsts`` are row numbers within the batch; ``joined`` is True where a fragment goes on within the run of
-    the fragment before it. Columns the batch lacks are empty arrays.
+    the fragment before it. Columns the batch lacks are empty arrays, or of False.
     """
 
     rows: int
@@ -63,71 +62,67 @@ class Runs:
 
     @classmethod
     def of(cls, batch: Batch, keys: BoundaryKeys, cuts: Tensor | None = None) -> "Runs":
-        """Read the markers of ``batch`` (``[N]``, or its columns by key, which is faster); `layout.run_ends` says
-        where runs end. ``cuts`` (bool ``[N]``) ends fragments inside runs as well.
+        """Read the markers of ``batch`` (``[N]``, or its columns by key, which is faster): runs end where
+        `layout.run_ends` says. ``cuts`` (bool ``[N]``) ends fragments inside runs as well.
 
         Raises:
             KeyError: the batch has no marker at all.
             TypeError: a marker has the wrong dtype.
             ValueError: a marker has the wrong shape.
         """
+        from flatroll.kernels.markers import fragments  # numba
+
         done, init = _flags(batch, keys.done), _flags(batch, keys.is_init)
         ids, step = _integers(batch, keys.traj), _integers(batch, keys.step_count)
-        there = next((column for column in (done, init, ids) if column is not None), None)
+        there = ids if ids is not None else done if done is not None else init
         if there is None:
             present = batch.keys(True, True) if isinstance(batch, TensorDictBase) else batch.keys()
             error = missing_marker(keys.is_init, present)
             raise KeyError(
                 f"{error.args[0]}. Any one of {keys.is_init!r}, {keys.done!r}, {keys.traj!r} would do"
             )
-        rows = len(there)
-        run_end = np.zeros(rows, np.bool_) if done is None else done.copy()
-        end_runs(run_end, init, ids, _flags(batch, MASK))
-        lasts = np.flatnonzero(run_end if cuts is None else run_end | cuts.numpy(force=True))
-        firsts = np.empty_like(lasts)
-        firsts[0] = 0
-        np.add(lasts[:-1], 1, out=firsts[1:])
-        unset = np.zeros(len(firsts), np.bool_)
-        joined = unset
-        if cuts is not None:
-            joined = ~run_end[firsts - 1]
-            joined[0] = False
-        return cls(
-            rows=rows,
-            firsts=firsts,
-            lasts=lasts,
-            joined=joined,
-            ids=_NONE if ids is None else ids[firsts],
-            init=unset if init is None else init[firsts],
-            done=unset if done is None else done[lasts],
-            step_first=_NONE if step is None else step[firsts],
-            step_last=_NONE if step is None else step[lasts],
-        )
+        rows = there.shape[0]
+        columns = (done, init, ids, step, _flags(batch, MASK), None if cuts is None else _host(cuts))
+        whole, marks = np.empty((5, rows), np.int64), np.empty((3, rows), np.bool_)
+        count = fragments(rows, *(0 if c is None else c.data_ptr() for c in columns), whole, marks)
+        firsts, lasts, names, step_first, step_last = whole[:, :count]
+        joined, begun, ended = marks[:, :count]
+        if ids is None:
+            names = _NONE
+        if step is None:
+            step_first = step_last = _NONE
+        return cls(rows, firsts, lasts, joined, names, begun, ended, step_first, step_last)
 
 
-def _column(batch: Batch, key: NestedKey) -> Array | None:
-    """A marker of ``batch`` as a flat host array; None if there is none."""
+def _flags(batch: Batch, key: NestedKey) -> Tensor | None:
+    """A bool marker of ``batch``, contiguous in host memory; None if there is none."""
     column: Tensor | None = batch.get(key, None)
     if column is None:
         return None
-    rows = column.shape[0]
-    if column.numel() != rows:
-        raise ValueError(f"batch[{key!r}] must have one number per row, got {column.numel()} for {rows} rows")
-    values: Array = column.numpy(force=True).reshape(rows)
-    return values
+    if column.dtype is not torch.bool:
+        raise TypeError(f"batch[{key!r}] must be bool, got {column.dtype}: cast it with .bool()")
+    return _host(_checked(column, key))
 
 
-def _flags(batch: Batch, key: NestedKey) -> Array | None:
-    values = _column(batch, key)
-    if values is not None and values.dtype != np.bool_:
-        raise TypeError(f"batch[{key!r}] must be bool, got {batch[key].dtype}: cast it with .bool()")
-    return values
-
-
-def _integers(batch: Batch, key: NestedKey) -> Array | None:
-    values = _column(batch, key)
-    if values is None:
+def _integers(batch: Batch, key: NestedKey) -> Tensor | None:
+    """An integer marker of ``batch`` as int64, contiguous in host memory; None if there is none."""
+    column: Tensor | None = batch.get(key, None)
+    if column is None:
         return None
-    if values.dtype.kind not in "iu":
-        raise TypeError(f"batch[{key!r}] must be an integer column, got {values.dtype}")
-    return values.astype(np.int64, copy=False)
+    if column.dtype is not torch.int64:
+        if column.is_floating_point() or column.is_complex() or column.dtype is torch.bool:
+            raise TypeError(f"batch[{key!r}] must be an integer column, got {column.dtype}")
+        column = column.to(torch.int64)
+    return _host(_checked(column, key))
+
+
+def _checked(column: Tensor, key: NestedKey) -> Tensor:
+    if column.numel() != column.shape[0]:
+        raise ValueError(
+            f"batch[{key!r}] must have one number per row, got {column.numel()} for {column.shape[0]} rows"
+        )
+    return column
+
+
+def _host(column: Tensor) -> Tensor:
+    return column if column.is_cpu and column.is_contiguous() else column.cpu().contiguous()

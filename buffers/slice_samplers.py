@@ -168,25 +168,21 @@ class SliceSampler(Sampler):
             return
         rows = len(draw.slots)
         device = next(iter(columns.values())).device
-        firsts, lasts = _array(draw.firsts, device), _array(draw.lasts, device)
+        init = None if self.init_key is None else _flag(columns, self.init_key, (rows, 1), device)
+        done = terminated = truncated = None
+        if self._flags:
+            done_key, terminated_key, truncated_key = self._flags
+            shape = next((columns[key].shape for key in self._flags if key in columns), (rows, 1))
+            done = _flag(columns, done_key, shape, device)
+            truncated = _flag(columns, truncated_key, shape, device)
+            if terminated_key not in columns:
+                columns[terminated_key] = done & ~truncated
+            terminated = _flag(columns, terminated_key, shape, device)
+        _mark(init, done, terminated, truncated, draw.firsts, draw.lasts)
         if draw.mask is not None:
             columns[MASK] = draw.mask.to(device)
-        if self.init_key is not None:
-            init = _flag(columns, self.init_key, (rows, 1), device)
-            init[firsts] = True
-            if draw.mask is not None:
-                init &= _array(draw.mask, device)  # a repeated first row begins nothing
-        if not self._flags:
-            return
-        done_key, terminated_key, truncated_key = self._flags
-        shape = next((columns[key].shape for key in self._flags if key in columns), (rows, 1))
-        done = _flag(columns, done_key, shape, device)
-        truncated = _flag(columns, truncated_key, shape, device)
-        if terminated_key not in columns:
-            columns[terminated_key] = columns[done_key] & ~columns[truncated_key]
-        terminated = _flag(columns, terminated_key, shape, device)
-        truncated[lasts] |= ~terminated[lasts]
-        done[lasts] = True
+            if init is not None:
+                init.view(rows).logical_and_(columns[MASK])  # a repeated first row begins nothing
 
 
 class SliceSamplerWithoutReplacement(SliceSampler):
@@ -335,16 +331,39 @@ def spans(span: Span, length: int | None) -> tuple[int, int]:
     return before, after
 
 
-def _array(tensor: Tensor, device: torch.device) -> Any:
-    """``tensor`` in a form to index and assign with: on the host NumPy's, which takes half of torch's time."""
-    return tensor.numpy(force=True) if device.type == "cpu" else tensor.to(device)
+def _mark(
+    init: Tensor | None,
+    done: Tensor | None,
+    terminated: Tensor | None,
+    truncated: Tensor | None,
+    firsts: Tensor,
+    lasts: Tensor,
+) -> None:
+    """Set ``init`` at ``firsts``, ``done`` at ``lasts``, and ``truncated`` there where not ``terminated``."""
+    flags = init, done, terminated, truncated
+    if all(flag is None or flag.is_cpu for flag in flags):
+        from flatroll.kernels.markers import mark  # numba; a fifth of the time of what follows
+
+        mark(*(0 if c is None else c.data_ptr() for c in (*flags, firsts, lasts)), len(firsts))
+        return
+    if init is not None:
+        init.view(-1).index_fill_(0, firsts.to(init.device), True)
+    if done is not None and terminated is not None and truncated is not None:
+        ends = lasts.to(done.device)
+        done.view(-1).index_fill_(0, ends, True)
+        cut, final = truncated.view(-1), terminated.view(-1).index_select(0, ends)
+        # of two bools, a <= b is "not a, or b"
+        cut.index_copy_(0, ends, final.le(cut.index_select(0, ends)))
 
 
-def _flag(columns: Columns, key: NestedKey, shape: Sequence[int], device: torch.device) -> Any:
-    """The bool column ``key`` (zeros, put in, if there is none), flat, as :func:`_array`."""
-    if key not in columns:
-        columns[key] = torch.zeros(shape, dtype=torch.bool, device=device)
-    return _array(columns[key].view(-1), device)
+def _flag(columns: Columns, key: NestedKey, shape: Sequence[int], device: torch.device) -> Tensor:
+    """The bool column ``key``, contiguous; if there is none, one of zeros is put in."""
+    column = columns.get(key)
+    if column is None:
+        column = columns[key] = torch.zeros(shape, dtype=torch.bool, device=device)
+    elif not column.is_contiguous():
+        column = columns[key] = column.contiguous()
+    return column
 
 
 def _key(*names: str) -> NestedKey:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numba
 from llvmlite import ir  # type: ignore[import-untyped]  # numba's own
-from numba import types
+from numba import carray, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 
 _BIT, _INT, _LONG = ir.IntType(1), ir.IntType(32), ir.IntType(64)
@@ -40,11 +40,13 @@ def _ask_code(typing_context: Any, address: Any) -> Any:
 
 
 def _pointer_code(kind: Any) -> Any:
+    pointer: Any = types.CPointer(kind)  # type: ignore[no-untyped-call]
+
     def code(typing_context: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], context.get_value_type(types.CPointer(kind)))
+            return builder.inttoptr(arguments[0], context.get_value_type(pointer))
 
-        return types.CPointer(kind)(types.int64), generate
+        return pointer(types.int64), generate
 
     return code
 
@@ -61,10 +63,10 @@ _to_numbers: Any = intrinsic(_pointer_code(types.int64))
 @numba.njit(inline="always")
 def flags(address: Any, size: Any) -> Any:
     """The bool array ``[size]`` at an address."""
-    return numba.carray(_to_flags(address), size)
+    return carray(_to_flags(address), size)
 
 
 @numba.njit(inline="always")
 def numbers(address: Any, size: Any) -> Any:
     """The int64 array ``[size]`` at an address."""
-    return numba.carray(_to_numbers(address), size)
+    return carray(_to_numbers(address), size)

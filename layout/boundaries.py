@@ -1,7 +1,5 @@
 """The one boundary rule: where runs of consecutive rows begin and end (docs/layout.md)."""
 
-from typing import Any
-
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -60,30 +58,14 @@ def run_ends(
         ends = torch.zeros(batch.batch_size, dtype=torch.bool, device=there.device)
     else:
         ends = done.to(there.device, copy=True)
-    end_runs(ends, *(None if c is None else c.to(there.device) for c in (is_init, ids, mask)))
-    return ends
-
-
-def end_runs(ends: Any, is_init: Any = None, ids: Any = None, mask: Any = None) -> None:
-    """The rule itself: from True where done, ``ends`` becomes True at the last row of every run, in place.
-
-    Args:
-        ends: bool ``[*B, T]``, done rows; a tensor, or a NumPy array, which costs a fifth for short host columns.
-        is_init, ids, mask: columns as in :func:`run_ends`, of the kind and shape of ``ends``; None if there is none.
-
-    >>> import numpy as np
-    >>> done = np.array([False, True, False, False])
-    >>> end_runs(done, ids=np.array([5, 5, 6, 7]))
-    >>> done.tolist()
-    [False, True, True, True]
-    """
     inner = ends[..., :-1]
     if is_init is not None:
-        inner |= is_init[..., 1:]
+        inner |= is_init[..., 1:].to(there.device)
     for column in (ids, mask):
         if column is not None:
-            inner |= column[..., 1:] != column[..., :-1]
+            inner |= (column[..., 1:] != column[..., :-1]).to(there.device)
     ends[..., -1:] = True
+    return ends
 
 
 def _flags(batch: TensorDictBase, key: NestedKey) -> Tensor | None:

@@ -191,7 +191,7 @@ def test_errors_say_what_is_wrong(world: Any) -> None:
 
 def test_wrong_markers_are_named(world: Any) -> None:
     batch = world.to_batch(world.episode(0, 0, 5))
-    with pytest.raises(TypeError, match=r"traj_ids.*must be an integer column, got float32"):
+    with pytest.raises(TypeError, match=r"traj_ids.*must be an integer column, got torch.float32"):
         Runs.of(batch.clone().set(("collector", "traj_ids"), torch.zeros(5)), KEYS)
     with pytest.raises(TypeError, match=r"done.*must be bool, got torch.float32"):
         Runs.of(batch.clone().set(("next", "done"), torch.zeros(5, 1)), KEYS)
