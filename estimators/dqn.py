@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flatroll.estimators.chunks import Chunks
 from flatroll.estimators.loss import Rows, delayed
-from flatroll.estimators.off_policy import OffPolicyLoss, following, here
+from flatroll.estimators.off_policy import STEPS, OffPolicyLoss, following, here
 from flatroll.estimators.reductions import Distance, Reduction, distance, masked_mean
 from flatroll.estimators.values import Boundaries, NetworkInputs, StateValues
 from flatroll.layout.keys import OBSERVATION, NestedKey, next_key
@@ -148,6 +148,12 @@ class DQNLoss(OffPolicyLoss):
 
     def _values_of_runs(self, rows: Rows, unknown: Tensor | None) -> tuple[Tensor, Tensor]:
         """The same from one pass over the runs, each followed by the observation behind its last row."""
+        if rows.batch.get(STEPS, None) is not None:
+            raise ValueError(
+                f"batch[{STEPS!r}] says that its next observations lie several rows ahead, and a recurrent "
+                "network (or a batch without next observations) needs those of the next row: leave the n-step "
+                "transform out, and make_value_estimator('td_lambda') for longer returns"
+            )
         at = Boundaries(self.ends(rows), self.terminated(rows), unknown)
         network = self.value_network
         value, online = self._stream(network)(rows.batch, at)
