@@ -111,7 +111,7 @@ class SamplerWithoutReplacement(Sampler):
             shorter sample.
         shuffle: draw the order of each pass. Default True.
 
-    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
     >>> sampler = SamplerWithoutReplacement(shuffle=False)
     >>> buffer = ReplayBuffer(storage=LazyTensorStorage(5), sampler=sampler, batch_size=2)
     >>> rows = buffer.extend(torch.arange(7))

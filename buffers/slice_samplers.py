@@ -58,7 +58,7 @@ class SliceSampler(Sampler):
 
     >>> import torch
     >>> from tensordict import TensorDict
-    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
     >>> done = torch.zeros(50, 1, dtype=torch.bool)
     >>> batch = TensorDict({"x": torch.arange(50), "next": {"done": done, "terminated": done}}, [50])
     >>> buffer = ReplayBuffer(storage=LazyTensorStorage(50), sampler=SliceSampler(slice_len=3), batch_size=6)
@@ -221,7 +221,7 @@ class SliceSamplerWithoutReplacement(SliceSampler):
 
     >>> import torch
     >>> from tensordict import TensorDict
-    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSamplerWithoutReplacement
     >>> sampler = SliceSamplerWithoutReplacement(slice_len=2, by="start", shuffle=False)
     >>> buffer = ReplayBuffer(storage=LazyTensorStorage(9), sampler=sampler, batch_size=4)
     >>> step = torch.arange(9)
