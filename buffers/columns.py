@@ -90,9 +90,12 @@ class Column(ABC):
 
 def take_rows(column: Tensor, slots: Tensor) -> Tensor:
     """``column.index_select(0, slots)``; a column ``[N, 1]`` is read flat, which torch does in half the time."""
-    if column.ndim == 2 and column.shape[1] == 1:
-        return column.view(-1).index_select(0, slots).unsqueeze_(-1)
-    return column.index_select(0, slots)
+    plain = signed(column)  # torch does not index flat uint16, uint32 and uint64
+    if plain.ndim == 2 and plain.shape[1] == 1:
+        rows = plain.view(-1).index_select(0, slots).unsqueeze_(-1)
+    else:
+        rows = plain.index_select(0, slots)
+    return rows if plain is column else rows.view(column.dtype)
 
 
 class TensorColumn(Column):

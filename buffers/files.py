@@ -47,7 +47,8 @@ class MappedColumn(TensorColumn):
 
     def __init__(self, path: Path, rows: int, dtype: torch.dtype, shape: torch.Size) -> None:
         self.path = path
-        super().__init__(mapped(path, rows, dtype, shape))
+        self._memory, data = mapped(path, rows, dtype, shape)
+        super().__init__(data)
 
     def pool(self) -> "MappedColumn":
         """See `Column`; in a file of its own beside the column's."""
@@ -63,7 +64,18 @@ class MappedColumn(TensorColumn):
                     raise
                 size = f"{rows} rows of {self.value_bytes} bytes"
                 raise OSError(error.errno, f"the disk has no space for {size}", str(self.path)) from None
-            self.data = mapped(self.path, rows, self.dtype, self.shape)
+            self._memory, self.data = mapped(self.path, rows, self.dtype, self.shape)
+
+    def ask(self, slots: Array) -> None:
+        """Let the system fetch the rows in ``slots`` (int64, ascending) from disk, all at once and no others."""
+        size = self.value_bytes
+        if self._memory is None or not len(slots):
+            return
+        gaps = np.flatnonzero(np.diff(slots) > 1 + mmap.PAGESIZE // size)
+        begins = slots[np.concatenate([[0], gaps + 1])] * size // mmap.PAGESIZE * mmap.PAGESIZE
+        ends = (slots[np.concatenate([gaps, [len(slots) - 1]])] + 1) * size
+        for begin, length in zip(begins.tolist(), (ends - begins).tolist(), strict=True):
+            self._memory.madvise(mmap.MADV_WILLNEED, begin, length)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return MappedColumn, (self.path, len(self.data), self.dtype, self.shape)
@@ -154,22 +166,24 @@ def reserve(path: Path, size: int) -> None:
         os.close(file)
 
 
-def mapped(path: Path, rows: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """The first ``rows`` rows of a file that is long enough."""
+def mapped(path: Path, rows: int, dtype: torch.dtype, shape: torch.Size) -> tuple[mmap.mmap | None, Tensor]:
+    """The first ``rows`` rows of a file that is long enough; None for no bytes at all."""
     size = rows * row_bytes(dtype, shape)
     if not size:
-        return torch.empty((rows, *shape), dtype=dtype)
-    return torch.from_numpy(mapped_bytes(path, size)).view(dtype).view(rows, *shape)
+        return None, torch.empty((rows, *shape), dtype=dtype)
+    memory = mapped_bytes(path, size)
+    values = torch.from_numpy(np.frombuffer(memory, np.uint8))
+    return memory, values.view(dtype).view(rows, *shape)
 
 
-def mapped_bytes(path: Path, size: int) -> Array:
+def mapped_bytes(path: Path, size: int) -> mmap.mmap:
     """The first ``size`` bytes of a file."""
     file = _open(path)
     try:
         there = os.fstat(file).st_size
         if there < size:
             raise ValueError(f"{path} has {shown_size(there)}, expected {shown_size(size)}")
-        return np.frombuffer(mmap.mmap(file, size), np.uint8)
+        return mmap.mmap(file, size)
     finally:
         os.close(file)
 

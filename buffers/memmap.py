@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from flatroll.buffers.column_storage import ColumnStorage
-from flatroll.buffers.columns import Column, TensorColumn
+from flatroll.buffers.columns import Column, Columns, TensorColumn
 from flatroll.buffers.compact import NextPool
 from flatroll.buffers.files import (
     FULL,
@@ -23,8 +25,8 @@ from flatroll.buffers.files import (
     remove_files,
     reserve,
 )
-from flatroll.buffers.memory import check_disk, check_memory, refusal
-from flatroll.buffers.ring import Array, Ring
+from flatroll.buffers.memory import check_disk, check_memory, free_memory, refusal
+from flatroll.buffers.ring import Array, Follow, Ring
 from flatroll.buffers.structure import row_bytes
 from flatroll.layout.keys import NestedKey
 
@@ -101,6 +103,7 @@ class LazyMemmapStorage(ColumnStorage):
         self._counters: Array | None = None
         self._alone: str | None = None  # what of the buffer other processes cannot see
         self._taken = False  # whether a buffer has this storage
+        self._large = False  # whether the rows are likely to be on disk only
         if self.scratch_dir is not None and not existsok and _counter_file(self.scratch_dir).exists():
             raise _already_there(_counter_file(self.scratch_dir))
 
@@ -136,10 +139,29 @@ class LazyMemmapStorage(ColumnStorage):
                 there = f"the disk of {folder} is full ({error.strerror})"
                 raise OSError(error.errno, refusal(self.capacity, size, there, ways)) from None
             raise
-        self.folder = folder
+        self.folder, self._large = folder, self.capacity * size > free_memory(self.device)
         if self.auto_cleanup:
             weakref.finalize(self, remove_files, files, folder if made else None, os.getpid())
         return columns
+
+    def get(
+        self,
+        slots: Tensor,
+        follow: Follow | None = None,
+        *,
+        slices: bool = False,
+        keys: frozenset[NestedKey] | None = None,
+    ) -> Columns:
+        """See `Storage`."""
+        if self._large:
+            wanted = (
+                slots.numpy() if follow is None else np.concatenate([slots.numpy(), follow.slots.numpy()])
+            )
+            wanted = np.unique(wanted[wanted >= 0])
+            for key, column in self.columns.items():
+                if isinstance(column, MappedColumn) and (keys is None or key in keys):
+                    column.ask(wanted)
+        return super().get(slots, follow, slices=slices, keys=keys)
 
     # -- sharing -----------------------------------------------------------------------------------------------
 
@@ -217,7 +239,7 @@ def _counter_file(folder: Path) -> Path:
 
 
 def _counters(folder: Path) -> Array:
-    return mapped_bytes(_counter_file(folder), _COUNTERS)
+    return np.frombuffer(mapped_bytes(_counter_file(folder), _COUNTERS), np.uint8)
 
 
 def _files(folder: Path, names: Iterable[str]) -> list[Path]:
