@@ -1,11 +1,9 @@
 """Proximal policy optimisation: the ratio objective, plain, clipped, and with a penalty on the KL divergence."""
 
 import math
-from collections.abc import Callable
-from typing import ClassVar, Unpack, cast
+from typing import Any, ClassVar, Unpack
 
 import torch
-from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torch.distributions import Distribution, kl_divergence
@@ -13,6 +11,7 @@ from torch.distributions import Distribution, kl_divergence
 from flatroll.estimators.loss import Rows
 from flatroll.estimators.policy_loss import PolicyGradientLoss, PolicyOptions, joint
 from flatroll.estimators.reductions import masked_mean
+from flatroll.layout.keys import missing_marker
 
 
 class PPOLoss(PolicyGradientLoss):
@@ -207,17 +206,15 @@ class KLPENPPOLoss(PPOLoss):
 
     def _sampled(self, rows: Rows) -> Distribution:
         """The distributions that the actions were sampled from."""
-        build = cast(
-            Callable[[TensorDictBase], Distribution],
-            getattr(self.actor_network, "build_dist_from_params"),  # noqa: B009
-        )
-        try:
-            return build(rows.batch)
-        except KeyError as error:
-            raise KeyError(
-                f"batch lacks parameters of the distribution that its actions were sampled from: "
-                f"{error.args[0]}. The policy must write them when it acts: leave them in its out_keys"
-            ) from None
+        actor: Any = self.actor_network
+        for key in actor.dist_params_keys:
+            if rows.batch.get(key, None) is None:
+                error = missing_marker(key, rows.batch.keys(True, True))
+                raise KeyError(
+                    f"{error.args[0]}. It says how the actions were sampled: the policy must write it when it acts"
+                )
+        dist: Distribution = actor.build_dist_from_params(rows.batch)
+        return dist
 
     def _divergence(self, sampled: Distribution, current: Distribution) -> Tensor:
         try:
