@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cache
 from types import ModuleType
 from typing import Any, Literal, TypeAlias
 
@@ -58,15 +59,13 @@ class TrajectoryIndex(Ring):
         self._table: Array = np.zeros(64, ENTRY)
         self._touched: Array = np.zeros(64, np.int64)
         self._spare: Array = np.zeros(0, np.int64)
-        self._dropped = 0  # chains in _touched after claim
+        self._claimed: tuple[int, int] = (-1, 0)  # after claim: oldest row before it, chains in _touched
         self._changing = False
         self._weights: OrderedDict[Way, tuple[Array, Array]] = OrderedDict()
 
     @property
     def _kernels(self) -> ModuleType:
-        from flatroll.kernels import slices  # numba: 0.3 s, only where an index is kept
-
-        return slices
+        return _compiled()
 
     # -- writing -----------------------------------------------------------------------------------------------
 
@@ -77,13 +76,14 @@ class TrajectoryIndex(Ring):
 
     def claim(self, rows: int) -> int:
         """Drop the rows that the next ``rows`` rows (at most ``capacity``) overwrite; number of the first."""
+        before = self.head
         self._changing = True
         if len(self._touched) <= rows:
             self._touched = np.zeros(_power_of_two(rows + 1), np.int64)
         count = self._kernels.claim(
             self._state, self.capacity, rows, self._fragments, self._chains, self._spare, self._touched
         )
-        self._dropped = count
+        self._claimed = before, count
         self._weigh(self._touched, count)
         return self.written
 
@@ -118,6 +118,7 @@ class TrajectoryIndex(Ring):
         count = len(runs.firsts)
         self._reserve(count, int(np.count_nonzero(before == -1)))
         self._changing = True
+        self._claimed = -1, 0
         self._kernels.publish(
             self._state,
             self._fragments,
@@ -229,7 +230,6 @@ class TrajectoryIndex(Ring):
         Raises:
             RuntimeError: nothing is stored, or no trajectory is long enough.
         """
-        self.check_not_empty()
         early, late = span
         if span != (0, 0) and not (0 <= early < length and 0 <= late < length):
             raise ValueError(
@@ -237,6 +237,7 @@ class TrajectoryIndex(Ring):
             )
         tree = self._tree(length, by, strict, early + late)
         if not tree[-1]:
+            self.check_not_empty()
             raise self.too_short(length)
         uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
         how = tree, uniform, length, by == "start", early, late
@@ -345,10 +346,12 @@ class TrajectoryIndex(Ring):
         begun: Array = slots[:count]
         return begun
 
-    def beheaded(self, length: int) -> Array:
-        """Slots of the first rows of trajectories of which the last :meth:`claim` left fewer than ``length`` rows, but
-        some; int64."""
-        touched = self._touched[: self._dropped]
+    def beheaded(self, length: int, head: int) -> Array:
+        """Slots of the first rows of the trajectories that have fewer than ``length`` rows, but some, since the ring
+        dropped rows from number ``head`` on; int64. Perhaps of others with fewer: it looks at every trajectory unless
+        :meth:`claim` has just dropped them."""
+        claimed, count = self._claimed
+        touched = self._touched[:count] if head == claimed else np.arange(int(self._state["slots"][0]))
         slots = np.empty(len(touched), np.int64)
         count = self._kernels.beheaded(
             self._state, self.capacity, self._fragments, self._chains, touched, length, slots
@@ -491,6 +494,13 @@ class TrajectoryIndex(Ring):
             self._table = larger
         if len(self._touched) < fragments:
             self._touched = np.zeros(_power_of_two(fragments), np.int64)
+
+
+@cache
+def _compiled() -> ModuleType:
+    from flatroll.kernels import slices  # numba: 0.3 s, only where an index is kept
+
+    return slices
 
 
 def _power_of_two(least: int) -> int:

@@ -62,10 +62,10 @@ def gather(source: Array, target: Array, size: Array, rows: Int, slots: Array) -
 
 
 @compiled()
-def copy(source: Array, target: Array, size: Array) -> None:
-    """Copy ``size[k]`` bytes from address ``source[k]`` to ``target[k]``."""
+def copy(source: Array, target: Array, size: Array, first: Int, slot: Int, rows: Int) -> None:
+    """Copy ``rows`` rows, from ``first`` on of each column at ``source[k]``, to row ``slot`` of ``target[k]`` on."""
     for k in range(len(source)):
-        copy_bytes(target[k], source[k], size[k])
+        copy_bytes(target[k] + slot * size[k], source[k] + first * size[k], rows * size[k])
 
 
 class Block:
@@ -124,13 +124,14 @@ class Block:
             first: first row of ``values`` to copy.
             rows: how many.
         """
-        plain = [_plain(value) for value in values]
+        plain = [
+            value if value.is_contiguous() and not value.is_neg() and not value.is_conj() else _plain(value)
+            for value in values
+        ]
         source = np.array([value.data_ptr() for value in plain], np.int64)
-        copy(source + first * self._size, self._address + slot * self._size, rows * self._size)
+        copy(source, self._address, self._size, first, slot, rows)
 
 
 def _plain(value: Tensor) -> Tensor:
     """``value`` with its numbers in memory as they are, row after row."""
-    if value.is_contiguous() and not value.is_conj() and not value.is_neg():
-        return value
     return value.resolve_conj().resolve_neg().contiguous()
