@@ -191,16 +191,26 @@ class ReplayBufferEnsemble:
             part, info, end = self._members[member]._made(rows)
             if end:
                 ended.add(member)
-            parts.append(_named(part, member))
-            infos.append(info | {"buffer_ids": torch.full((len(info["index"]),), member)})
+            parts.append(part)
+            infos.append(info)
         stack = self.stack and self.collate_fn is None
-        sample = self.collate_fn(parts) if self.collate_fn is not None else together(parts, members, stack)
+        rows_of = [len(info["index"]) for info in infos]
         entries = [key for key in infos[0] if all(key in info for info in infos)]
-        info = {key: together([i[key] for i in infos], members, stack) for key in entries}
-        ends = torch.zeros(info["buffer_ids"].shape, dtype=torch.bool)
-        ends[..., -1] = True
-        if not stack:
-            ends[torch.tensor([len(i["index"]) for i in infos]).cumsum(0) - 1] = True
+        if self.collate_fn is None:
+            sample = together(parts, members, stack)
+        else:
+            sample = self.collate_fn(
+                [_named(part, member) for part, member in zip(parts, members, strict=True)]
+            )
+        info = {key: together([each[key] for each in infos], members, stack) for key in entries}
+        ids = torch.tensor(members).repeat_interleave(torch.tensor(rows_of))
+        ends = torch.zeros(len(ids), dtype=torch.bool)
+        ends[torch.tensor(rows_of).cumsum(0) - 1] = True
+        if stack:
+            ids, ends = ids.view(len(members), -1), ends.view(len(members), -1)
+        if self.collate_fn is None and isinstance(sample, TensorDictBase):
+            _set_ids(sample, ids)
+        info["buffer_ids"] = ids
         for transform in self._transforms:
             sample = apply(transform, sample, lambda: ends)
         return sample, info, ended
@@ -356,6 +366,13 @@ def _named(part: Any, member: int) -> Any:
     """``part`` with the member's number, if it is a tensordict."""
     if not isinstance(part, TensorDictBase):
         return part
-    device = next((value.device for value in part.values(True, True) if isinstance(value, Tensor)), None)
     named: TensorDictBase = part.clone(recurse=False)
-    return named.set(BUFFER_IDS, torch.full(part.batch_size, member, device=device))
+    _set_ids(named, torch.tensor(member))
+    return named
+
+
+def _set_ids(sample: TensorDictBase, ids: Tensor) -> None:
+    """Write ``ids``, of the first of the batch dimensions, on the device of the other entries."""
+    device = next((value.device for value in sample.values(True, True) if isinstance(value, Tensor)), None)
+    ids = ids.reshape(*ids.shape, *[1] * (sample.batch_dims - ids.ndim)).expand(sample.batch_size)
+    sample.set(BUFFER_IDS, ids.to(device, copy=True))

@@ -7,7 +7,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from flatroll.buffers.structure import batched
+from flatroll.buffers.structure import leaves, nest
+
+Form = dict[Any, tuple[Any, torch.Size]]  # dtype and shape of all that a sample consists of, by key
 
 
 def together(parts: list[Any], members: list[int], stack: bool) -> Any:
@@ -27,8 +29,28 @@ def together(parts: list[Any], members: list[int], stack: bool) -> Any:
             f"member {listed[0]} gives a list of items, which cannot be stacked: stack=False gives one list, "
             "collate_fn makes something else of the members' samples"
         )
-    first, forms = members[0], [_form(part) for part in parts]
+    join: Any = torch.stack if stack else torch.cat
+    first = parts[0]
+    if not all(isinstance(part, TensorDictBase) for part in parts):
+        _check_alike([_form(part) for part in parts], members, stack)
+        return pytree.tree_map(lambda *of_parts: join(of_parts), *parts)
+    try:
+        columns = [leaves(part) for part in parts]
+    except TypeError:  # entries that are no tensors
+        _check_alike([_form(part) for part in parts], members, stack)
+        return join(parts)
+    _check_alike([{k: (c.dtype, c.shape) for k, c in each.items()} for each in columns], members, stack)
+    joined = {key: join([each[key] for each in columns]) for key in columns[0]}
+    rows = (len(parts), len(first)) if stack else (sum(map(len, parts)),)
+    made = nest(joined, torch.Size([*rows, *first.batch_size[1:]]))
+    return made if first.device is None else made.to(first.device)
+
+
+def _check_alike(forms: list[Form], members: list[int], stack: bool) -> None:
+    first = members[0]
     for member, form in zip(members, forms, strict=True):
+        if form == forms[0]:
+            continue
         for key in forms[0] | form:
             here, there = forms[0].get(key), form.get(key)
             if here is None or there is None:
@@ -44,35 +66,25 @@ def together(parts: list[Any], members: list[int], stack: bool) -> Any:
                 )
             if stack and here[1] != there[1]:
                 raise ValueError(
-                    f"member {first} gives {_rows(here[1])}, member {member} {_rows(there[1])}, which cannot be "
+                    f"member {first} gives {here[1][0]} rows, member {member} {there[1][0]} rows, which cannot be "
                     "stacked: stack=False lays them end to end"
                 )
-    if stack:
-        return batched(parts)
-    if isinstance(parts[0], TensorDictBase):
-        return torch.cat(parts)
-    return pytree.tree_map(lambda *leaves: torch.cat(leaves), *parts)
 
 
-def _form(part: Any) -> dict[Any, tuple[Any, torch.Size]]:
-    """Dtype and shape of all that a sample consists of, by key."""
+def _form(part: Any) -> Form:
     if isinstance(part, TensorDictBase):
         entries: Any = part.items(True, True)
     else:
         entries = pytree.tree_flatten_with_path(part)[0]
-    form = {}
-    for key, value in entries:
-        kept = value if isinstance(value, Tensor) else None
-        form[key] = (type(value).__name__, torch.Size([])) if kept is None else (kept.dtype, kept.shape)
-    return form
+    return {
+        key: (value.dtype, value.shape)
+        if isinstance(value, Tensor)
+        else (type(value).__name__, torch.Size([]))
+        for key, value in entries
+    }
 
 
 def _shown(key: Any) -> str:
-    """A key of `_form`."""
     if isinstance(key, str) or (key and isinstance(key[0], str)):
         return f"the entry {key!r}"
     return f"the entry {pytree.keystr(key)}" if key else "its data"
-
-
-def _rows(shape: torch.Size) -> str:
-    return f"{shape[0]} rows" if shape else "no rows"
