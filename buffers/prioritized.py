@@ -125,28 +125,11 @@ class PrioritizedSampler(RandomSampler):
             ValueError: the buffer is larger than ``max_capacity``.
         """
         self._check_capacity(ring)
-        if not self._knows(self._head, ring.written):
-            self._start_over(ring)
-            return
-        self._changing = True
-        for slots in _stretches(self._head, ring.head, ring.capacity):
-            self._priorities.fill(slots, 0.0, drawable=False)
-        self._lost(ring)
-        self._head = ring.head
-        self._changing = False
+        self._follow(ring)
 
     def entered(self, ring: Ring, first: int, rows: int) -> None:
         """Give new rows their priority and let them be drawn."""
-        if not self._knows(ring.head, first):
-            self._start_over(ring)
-            return
-        self._changing = True
-        priority = self.default_priority
-        for slots in _stretches(first, ring.written, ring.capacity):
-            self._priorities.fill(slots, priority, drawable=self._every_row)
-        self._gained(ring, first)
-        self._written = ring.written
-        self._changing = False
+        self._follow(ring)
 
     def emptied(self) -> None:
         """Forget all priorities, and the highest there ever was."""
@@ -164,19 +147,32 @@ class PrioritizedSampler(RandomSampler):
     def _gained(self, ring: Ring, first: int) -> None:
         """Let rows be drawn that may be since the rows from number ``first`` on are there."""
 
-    def _knows(self, head: int, written: int) -> bool:
-        """Whether the priorities are in order, and those of the rows ``head ... written - 1``."""
-        in_order = not self._changing and self._priorities.in_step
-        return in_order and (self._head, self._written) == (head, written)
-
     def _follow(self, ring: Ring) -> None:
-        if not self._knows(ring.head, ring.written):
-            self._check_capacity(ring)
+        """Bring the priorities in step with the ring, if they are not."""
+        head, written = ring.head, ring.written
+        in_order = not self._changing and self._priorities.in_step
+        if in_order and (self._head, self._written) == (head, written):
+            return
+        if not in_order or not self._head <= head <= self._written <= written:
             self._start_over(ring)
+            return
+        self._changing = True
+        for slots in _stretches(self._head, head, ring.capacity):
+            self._priorities.fill(slots, 0.0, drawable=False)
+        if head > self._head:
+            self._lost(ring)
+        default = self._priorities.top(self._written - head)
+        for slots in _stretches(self._written, written, ring.capacity):
+            self._priorities.fill(slots, default, drawable=self._every_row)
+        if written > self._written:
+            self._gained(ring, self._written)
+        self._head, self._written = head, written
+        self._changing = False
 
     def _start_over(self, ring: Ring) -> None:
         """Bring everything in step with ``ring``: after an interrupted change (Ctrl-C), another ``alpha``, a state
         loaded, or rows that were written before the sampler was there."""
+        self._check_capacity(ring)
         self._changing = True
         head, written, priorities = ring.head, ring.written, self._priorities
         known = min(max(self._written, head), written)
@@ -267,7 +263,15 @@ class PrioritizedSampler(RandomSampler):
         self._follow(ring)
         standing, kept = index.copy(), values.to(self.dtype, copy=True).numpy()
         count, outside, bad = self._priorities.kernels.standing(
-            ring.head, ring.written, ring.capacity, standing, kept, generations, self.eps, self.alpha
+            ring.head,
+            ring.written,
+            ring.capacity,
+            min(ring.written, ring.capacity),
+            standing,
+            kept,
+            generations,
+            self.eps,
+            self.alpha,
         )
         if outside >= 0:
             raise IndexError(

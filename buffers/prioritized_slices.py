@@ -9,7 +9,7 @@ import torch
 from flatroll.buffers.index import TrajectoryIndex
 from flatroll.buffers.prioritized import PrioritizedSampler
 from flatroll.buffers.ring import Draw, Ring
-from flatroll.buffers.samplers import SliceSampler
+from flatroll.buffers.slice_samplers import SliceSampler
 from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
 
 Span: TypeAlias = bool | int | tuple[bool | int, bool | int]
@@ -105,7 +105,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
     def _lost(self, ring: Ring) -> None:
         if self._least is not None and not self.strict_length and isinstance(ring, TrajectoryIndex):
-            self._priorities.allow(ring.beheaded(self._least))
+            self._priorities.allow(ring.beheaded(self._least, self._head))
 
     def _gained(self, ring: Ring, first: int) -> None:
         if self._least is not None and isinstance(ring, TrajectoryIndex):

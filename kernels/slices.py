@@ -598,7 +598,7 @@ def begun(
         old = f.offset + max(first - f.first, 0)  # rows of the chain before these
         low = max(old - length + 1, chain.dropped)
         high = f.offset + _stop(state, fragments, number) - f.first - length
-        if not strict and chain.last == number and chain.total - chain.dropped < length:
+        if not strict and chain.total - chain.dropped < length:
             low = high = chain.dropped
         count = _stretch(state, capacity, fragments, number, low, high, slots, count)
         number += 1
