@@ -78,8 +78,8 @@ class RandomSampler(Sampler):
 
     In the sample every row has ``is_init`` True, in mid-episode too, so that two rows of one trajectory side by
     side are never read as a transition (shifted GAE, recurrent modules, `audit`). Only a batch of plain rows,
-    without any of ``is_init``, ``done``, ``("collector", "traj_ids")`` and ``"episode"``, is left as it is. The
-    stored flags are in ``buffer[info["index"]]`` (``sample(return_info=True)``).
+    without any of ``is_init``, ``done``, ``("collector", "traj_ids")`` and ``"episode"``, is left as it is, and so
+    are rows that are whole trajectories. The stored flags are in ``buffer[info["index"]]`` (``sample(return_info=True)``).
 
     >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
     >>> ReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=4).batch_size
@@ -222,8 +222,9 @@ class Pass:
 
 
 def _set_apart(columns: Columns, draw: Draw) -> None:
-    """Make each row the first of its run, where columns tell runs apart."""
+    """Make each row the first of its run, where columns tell runs apart; rows that are whole trajectories stay."""
     there = next((columns[key] for key in _MARKERS if key in columns), None)
-    if there is not None:
-        shape = columns[IS_INIT].shape if IS_INIT in columns else (len(draw.slots), 1)
+    rows = len(draw.slots)
+    if there is not None and there.numel() == rows:
+        shape = columns[IS_INIT].shape if IS_INIT in columns else (rows, 1)
         columns[IS_INIT] = torch.ones(shape, dtype=torch.bool, device=there.device)

@@ -120,12 +120,14 @@ class Block:
 
         Args:
             slot: with ``rows``, within the block.
-            values: per column, of its dtype and row shape, on the host.
+            values: per column, of its dtype and row shape.
             first: first row of ``values`` to copy.
             rows: how many.
         """
         plain = [
-            value if value.is_contiguous() and not value.is_neg() and not value.is_conj() else _plain(value)
+            value
+            if value.is_cpu and value.is_contiguous() and not value.is_neg() and not value.is_complex()
+            else _plain(value)
             for value in values
         ]
         source = np.array([value.data_ptr() for value in plain], np.int64)
@@ -133,5 +135,5 @@ class Block:
 
 
 def _plain(value: Tensor) -> Tensor:
-    """``value`` with its numbers in memory as they are, row after row."""
-    return value.resolve_conj().resolve_neg().contiguous()
+    """``value`` with its numbers in host memory as they are, row after row."""
+    return value.cpu().resolve_conj().resolve_neg().contiguous()
