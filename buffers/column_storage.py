@@ -264,14 +264,20 @@ class ColumnStorage(Storage):
         if slices and self._worth_touching(len(slots)):
             self._touch(slots)
         slots = slots.to(self.device)
-        if keys is None:
-            columns = {key: column.take(slots) for key, column in self.columns.items()}
-        else:
-            columns = {key: column.take(slots) for key, column in self.columns.items() if key in keys}
-        if self.pool is not None and follow is not None:
-            for key in self.pool.pairs:
-                if keys is None or next_key(key) in keys:
-                    columns[next_key(key)] = self.pool.read(key, self.columns[key], follow)
+        pairs = () if self.pool is None or follow is None else self.pool.pairs
+        columns: Columns = {}
+        later: Columns = {}
+        for key, column in self.columns.items():
+            if keys is not None and key not in keys:
+                continue
+            if column.decodes and follow is not None and key in pairs:
+                both = column.take(torch.cat([slots, follow.slots.clamp(min=0).to(slots.device)]))
+                columns[key], later[key] = both[: len(slots)], both[len(slots) :]
+            else:
+                columns[key] = column.take(slots)
+        for key in pairs:
+            if (keys is None or next_key(key) in keys) and self.pool is not None and follow is not None:
+                columns[next_key(key)] = self.pool.read(key, self.columns[key], follow, later.get(key))
         return columns
 
     def build(self, values: Any, shape: torch.Size) -> Any:
@@ -300,29 +306,57 @@ class ColumnStorage(Storage):
         return {
             "lanes": self.lanes,
             "structure": self.structure,
-            "like": {key: (c.dtype, c.shape) for key, c in self.columns.items()},
+            "like": self._like(),
+            "kinds": self._column_kinds(),
             "columns": {key: column.state_dict(rows) for key, column in self.columns.items()},
             "pool": pool,
         }
+
+    def check_state_dict(self, state: dict[str, Any], rows: int) -> None:
+        """See `Storage`."""
+        if "columns" not in state:
+            raise ValueError(f"the state is of a ListStorage, this is a {type(self).__name__}")
+        there = torch.Size(state["lanes"])
+        if len(there) != self.ndim - 1 or (self.columns and there != self.lanes):
+            raise ValueError(
+                f"the state is of a storage with lanes {list(there)} after the time, this one has ndim={self.ndim}"
+                f"{f' and lanes {list(self.lanes)}' if self.columns else ''}"
+            )
+        room = self.max_size // there.numel() * there.numel()
+        if rows != room:
+            raise ValueError(
+                f"the state has room for {rows} rows, this storage for {room}: make it with max_size={rows}"
+            )
+        if state["like"] and bool(state["pool"]) != self.compact_obs:
+            raise ValueError(
+                f"the state is of a storage with compact_obs={bool(state['pool'])}, this one has "
+                f"compact_obs={self.compact_obs}"
+            )
+        if self.columns:
+            self._check_columns(state)
+
+    def _check_columns(self, state: dict[str, Any]) -> None:
+        held, kept = _kinds(state["like"], state["kinds"]), _kinds(self._like(), self._column_kinds())
+        for key in {**held, **kept}:
+            if held.get(key) != kept.get(key):
+                raise ValueError(
+                    f"the state has {held.get(key, 'nothing')} as {shown(key)}, this storage keeps "
+                    f"{kept.get(key, 'nothing')}"
+                )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Storage`."""
         if not state["like"]:
             return
-        if bool(state["pool"]) != self.compact_obs:
-            raise ValueError(
-                f"the state is of a storage with compact_obs={bool(state['pool'])}, this one has "
-                f"compact_obs={self.compact_obs}"
-            )
         if not self.columns:
-            self.lanes = state["lanes"]
+            self.lanes = torch.Size(state["lanes"])
             self.columns = self._allocate(state["like"])
+            try:
+                self._check_columns(state)
+            except ValueError:
+                self.columns = {}
+                raise
             self.structure = state["structure"]
-        if {k: (c.dtype, c.shape) for k, c in self.columns.items()} != state["like"]:
-            raise ValueError(
-                f"the state holds the entries {state['like']}, this storage keeps "
-                f"{ {k: (c.dtype, c.shape) for k, c in self.columns.items()} }"
-            )
         for key, column in self.columns.items():
             column.load_state_dict(state["columns"][key])
         if self.compact_obs:
@@ -330,6 +364,16 @@ class ColumnStorage(Storage):
             self.pool.allocate(self.columns)
             for key, column in self.pool.entries.items():
                 column.load_state_dict(state["pool"][key])
+
+    def _like(self) -> dict[NestedKey, tuple[torch.dtype, torch.Size]]:
+        return {key: (column.dtype, column.shape) for key, column in self.columns.items()}
+
+    def _column_kinds(self) -> dict[NestedKey, str]:
+        """How columns are kept; in memory or in a file is one kind."""
+        return {
+            key: "" if isinstance(column, TensorColumn) else f" in a {type(column).__name__}"
+            for key, column in self.columns.items()
+        }
 
     def enter_process(self) -> None:
         """See `Storage`; tensors of the caller's may be shared, which counters in memory are not."""
@@ -341,6 +385,12 @@ class ColumnStorage(Storage):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_bytes": None}  # views, which a copy would not share with its columns
+
+
+def _kinds(
+    like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]], kinds: Mapping[NestedKey, str]
+) -> dict[NestedKey, str]:
+    return {key: f"{dtype} {tuple(shape)} per row{kinds[key]}" for key, (dtype, shape) in like.items()}
 
 
 def _shared(tensor: Tensor) -> bool:

@@ -31,10 +31,12 @@ class Column(ABC):
     Attributes:
         dtype: of the values as they come and go.
         shape: of one row's value.
+        decodes: whether a row read twice in one `take` costs less than in two.
     """
 
     dtype: torch.dtype
     shape: torch.Size
+    decodes: bool = False
 
     @abstractmethod
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:

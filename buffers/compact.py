@@ -216,9 +216,13 @@ class NextPool:
         self._write(index.pool_size, pool[kept], kept, tails, (first + runs.lasts[kept]) % index.capacity)
         return pool, chains
 
-    def read(self, key: NestedKey, column: Column, follow: Follow) -> Tensor:
-        """Next observations ``("next", key)`` of drawn rows, given the storage's ``column`` of ``key``."""
-        later = column.take(follow.slots.clamp(min=0))
+    def read(self, key: NestedKey, column: Column, follow: Follow, later: Tensor | None = None) -> Tensor:
+        """Next observations ``("next", key)`` of drawn rows, given the storage's ``column`` of ``key``.
+
+        ``later`` are the rows ``follow.slots`` of the column, if they were read already (-1 gives any row).
+        """
+        if later is None:
+            later = column.take(follow.slots.clamp(min=0))
         if follow.patch.shape[1]:
             at, entries = follow.patch
             signed(later).index_copy_(0, at.to(later.device), signed(self._taken(key, entries)))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flatroll.buffers.column_storage import ColumnStorage
 from flatroll.buffers.columns import Column, TensorColumn
+from flatroll.buffers.encodings import checked_encodings, encoded, encoded_bytes
 from flatroll.buffers.memory import check_memory
 from flatroll.buffers.runs import BoundaryKeys
 from flatroll.buffers.storage import Rows
@@ -64,16 +65,19 @@ class LazyTensorStorage(ColumnStorage):
         codec: Mapping[NestedKey, str] | None = None,
     ) -> None:
         super().__init__(max_size, device=device, ndim=ndim, compact_obs=compact_obs)
-        self.frame_stack = dict(frame_stack or {})
-        self.codec = dict(codec or {})
+        self.frame_stack, self.codec = checked_encodings(frame_stack, codec)
+        self.shares = bool(self.frame_stack)
 
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
-        size = sum(math.prod(shape) * dtype.itemsize for dtype, shape in like.values())
-        check_memory(self.capacity, size, self.device, self._ways_out(like))
-        return {
-            key: TensorColumn(_empty((self.capacity, *shape), dtype, self.device))
-            for key, (dtype, shape) in like.items()
-        }
+        sizes = encoded_bytes(like, self.frame_stack, self.codec)
+        check_memory(self.capacity, sum(sizes.values()), self.device, self._ways_out(like))
+        columns: dict[NestedKey, Column] = {}
+        for key, (dtype, shape) in like.items():
+            stack, codec = self.frame_stack.get(key), self.codec.get(key)
+            columns[key] = encoded(self.capacity, dtype, shape, self.device, stack, codec) or TensorColumn(
+                _empty((self.capacity, *shape), dtype, self.device)
+            )
+        return columns
 
     def _ways_out(self, like: Mapping[NestedKey, Any]) -> list[str]:
         """What takes less memory than this storage, for errors."""
