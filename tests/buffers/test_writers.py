@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 from collections import Counter
 from typing import Any
 
@@ -177,6 +178,22 @@ def test_a_row_that_was_replaced_meanwhile_is_drawn_again() -> None:
     assert not ring.intact(draw) and ring.intact(after) and ring.intact(ring.uniform(64, None))
     with pytest.raises(TypeError, match="is written by choose and publish"):
         ring.claim(1)
+
+
+def test_half_written_rows_are_never_sampled() -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8), writer=TensorDictMaxValueWriter(), batch_size=8)
+    batches = [
+        TensorDict({"n": torch.full((4, 500), i), "next": {"reward": torch.full((4,), float(i))}}, [4])
+        for i in range(300)
+    ]
+    buffer.extend(batches[0])
+    writer = threading.Thread(target=lambda: [buffer.extend(batch) for batch in batches])
+    writer.start()
+    while writer.is_alive():
+        for sample in (buffer.sample(), buffer[:]):
+            assert (sample["n"] == sample["next", "reward"][:, None]).all()
+    writer.join()
+    assert set(buffer[:]["n"][:, 0].tolist()) == {298, 299}
 
 
 def test_neighbours_in_the_storage_are_not_taken_for_neighbours_in_time() -> None:
