@@ -8,11 +8,11 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import Tensor, nn
 
-from flatroll.estimators.chunks import Chunks
+from flatroll.estimators.following import Boundaries
 from flatroll.estimators.loss import Rows, delayed
 from flatroll.estimators.off_policy import STEPS, OffPolicyLoss, following, here
 from flatroll.estimators.reductions import Distance, Reduction, distance, masked_mean
-from flatroll.estimators.values import Boundaries, NetworkInputs, StateValues
+from flatroll.estimators.values import NetworkInputs, Route, StateValues
 from flatroll.layout.keys import OBSERVATION, NestedKey, next_key
 from flatroll.modules import set_recurrent_mode
 
@@ -104,14 +104,12 @@ class DQNLoss(OffPolicyLoss):
 
     def set_keys(self, **keys: NestedKey | None) -> None:
         super().set_keys(**keys)
+        self._inputs = NetworkInputs.of(self.value_network, self.key("is_init"))
         read: list[Any] = [key for key in self.value_network.in_keys if key != self.key("is_init")]
-        read += [next_key(key) for key in self._inputs(self.value_network).observed]
+        read += [next_key(key) for key in self._inputs.observed]
         read += [self.key(name) for name in ("action", "reward", "terminated")]
         self.in_keys = read
         self.out_keys = ["loss", "pred_value", "target_value"]
-
-    def _inputs(self, network: TensorDictModuleBase) -> NetworkInputs:
-        return NetworkInputs.of(network, self.key("is_init"))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
         """The loss of a batch ``[N]`` or ``[*B, T]``, into which ``"td_error"`` is written.
@@ -121,7 +119,7 @@ class DQNLoss(OffPolicyLoss):
         Raises:
             KeyError: an entry is missing; the text says what writes it.
         """
-        rows, unknown = self.transitions(tensordict)
+        rows, unknown = self.transitions(tensordict, self._inputs.observed)
         with set_recurrent_mode(True):
             value, next_value = self._values(rows, unknown)
         chosen = self._of_action(rows, value)
@@ -133,18 +131,15 @@ class DQNLoss(OffPolicyLoss):
     def _values(self, rows: Rows, unknown: Tensor | None) -> tuple[Tensor, Tensor]:
         """Values ``[*B, A]`` of each row, with gradients, and ``[*B]`` of what follows it, without."""
         network, target = self.value_network, self.target_value_network or self.value_network
-        inputs, batch = self._inputs(network), rows.batch
+        inputs, batch = self._inputs, rows.batch
         complete = all(batch.get(next_key(key), None) is not None for key in inputs.observed)
         if inputs.recurrent or not complete:
             return self._values_of_runs(rows, unknown)
         value = self._action_value(network, here(batch, inputs.observed))
         with torch.no_grad():
             after = following(batch, inputs.observed, unknown)
-            next_value = self._action_value(target, after.copy())
-            if not self.double_dqn:
-                return value, next_value.amax(-1)
-            best = self._action_value(network, after).argmax(-1, keepdim=True)
-        return value, next_value.gather(-1, best).squeeze(-1)
+            choice = self._action_value(network, after.copy()) if self.double_dqn else None
+            return value, worth(self._action_value(target, after), choice)
 
     def _values_of_runs(self, rows: Rows, unknown: Tensor | None) -> tuple[Tensor, Tensor]:
         """The same from one pass over the runs, each followed by the observation behind its last row."""
@@ -155,25 +150,20 @@ class DQNLoss(OffPolicyLoss):
                 "transform out, and make_value_estimator('td_lambda') for longer returns"
             )
         at = Boundaries(self.ends(rows), self.terminated(rows), unknown)
-        network = self.value_network
-        value, online = self._stream(network)(rows.batch, at)
-        next_value = online.detach()
+        online = self._stream(self.value_network)(rows.batch, at)
+        choice = following_value = online.next_value.detach()
         if self.target_value_network is not None:
             with torch.no_grad():
-                _, next_value = self._stream(self.target_value_network)(rows.batch, at)
-        if not self.double_dqn:
-            return value, next_value.amax(-1)
-        best = online.detach().argmax(-1, keepdim=True)
-        return value, next_value.gather(-1, best).squeeze(-1)
+                following_value = self._stream(self.target_value_network)(rows.batch, at).next_value
+        return online.value, worth(following_value, choice if self.double_dqn else None)
 
     def _stream(self, network: TensorDictModuleBase) -> StateValues:
         return StateValues(
             network,
             value_key=self.key("action_value"),
             is_init_key=self.key("is_init"),
-            shifted=True,
-            chunks=Chunks(),
-            warn=self._warn_once,
+            route=Route(shifted=True),
+            warn=lambda text: None,  # a row of which it would be said does not count
         )
 
     def _action_value(self, network: TensorDictModuleBase, batch: TensorDict) -> Tensor:
@@ -189,6 +179,13 @@ class DQNLoss(OffPolicyLoss):
     def _of_action(self, rows: Rows, value: Tensor) -> Tensor:
         """The value ``[*B]`` of the action that was taken."""
         return of_action(value, self.entry(rows, "action"), self.action_space)
+
+
+def worth(value: Tensor, choice: Tensor | None) -> Tensor:
+    """The best of the values ``[*B, A]``, or the one of the action that ``choice`` holds for the best."""
+    if choice is None:
+        return value.amax(-1)
+    return value.gather(-1, choice.argmax(-1, keepdim=True)).squeeze(-1)
 
 
 def of_action(value: Tensor, action: Tensor, space: ActionSpace | None) -> Tensor:

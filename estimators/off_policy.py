@@ -1,6 +1,5 @@
 """What the losses of action values share: transitions, their targets, priorities."""
 
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, Literal, Self
 
@@ -8,12 +7,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from flatroll.estimators.following import usable
 from flatroll.estimators.functional_td import td0_return_estimate, td_lambda_return_estimate
 from flatroll.estimators.kinds import ValueEstimators
 from flatroll.estimators.loss import LossModule, Rows
 from flatroll.estimators.reductions import Distance, Reduction, both, check_distance, one_of, reduced
 from flatroll.estimators.series import unit_interval
-from flatroll.estimators.values import _usable
 from flatroll.layout import run_ends
 from flatroll.layout.keys import NEXT_KNOWN, NestedKey, flat_column, marker, next_key, require
 
@@ -62,7 +61,6 @@ class OffPolicyLoss(LossModule):
             )
         self.loss_function: Distance = loss_function
         self.use_prioritized_weights = use_prioritized_weights
-        self._warned = False
         self.make_value_estimator()
 
     def make_value_estimator(
@@ -99,12 +97,23 @@ class OffPolicyLoss(LossModule):
         self.lmbda = unit_interval("lmbda", numbers["lmbda"]) if lmbda is None else lmbda
         return self
 
-    def transitions(self, batch: TensorDictBase) -> tuple[Rows, Tensor | None]:
-        """The rows that count, and those whose next observation the env hid (they do not)."""
+    def transitions(self, batch: TensorDictBase, observed: Iterable[NestedKey]) -> tuple[Rows, Tensor | None]:
+        """The rows that count, and those whose next observation nobody knows, which do not.
+
+        They are rows that are not terminated and whose next observation the env hid
+        (``("collector", "next_known")``), or of which a number is NaN, e.g. where ``NextStateReconstructor`` found
+        no next row; in a batch without next observations, the last rows of runs.
+        """
         rows = self.rows(batch)
-        if batch.get(NEXT_KNOWN, None) is None:
+        unknown = None if batch.get(NEXT_KNOWN, None) is None else ~marker(batch, NEXT_KNOWN)
+        for key in observed:
+            column = batch.get(next_key(key), None)
+            bad = self.ends(rows) if column is None else rows_with_nan(column, batch.batch_dims)
+            if bad is not None:
+                unknown = bad if unknown is None else unknown | bad
+        if unknown is None:
             return rows, None
-        unknown = ~marker(batch, NEXT_KNOWN) & ~self.terminated(rows)
+        unknown = unknown & ~self.terminated(rows)
         return Rows(rows.batch, rows.work, both(rows.mask, ~unknown)), unknown
 
     def terminated(self, rows: Rows) -> Tensor:
@@ -171,10 +180,12 @@ class OffPolicyLoss(LossModule):
             return None
         return flat_column(require(rows.batch, key), rows.batch, key)
 
-    def _warn_once(self, text: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(text, UserWarning, stacklevel=8)
+
+def rows_with_nan(column: Tensor, batch_dims: int) -> Tensor | None:
+    """Rows ``[*B]`` in which a number is NaN; None if there is none, as far as one can tell on the host."""
+    if not column.is_floating_point() or (column.device.type == "cpu" and bool(column.sum().isfinite())):
+        return None
+    return column.isnan().reshape(*column.shape[:batch_dims], -1).any(-1)
 
 
 def here(batch: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDict:
@@ -184,5 +195,5 @@ def here(batch: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDict:
 
 def following(batch: TensorDictBase, keys: Iterable[NestedKey], unknown: Tensor | None) -> TensorDict:
     """The named columns one step later; the row's own number stands in for NaN and where ``unknown``."""
-    columns = {key: _usable(require(batch, next_key(key)), require(batch, key), unknown) for key in keys}
+    columns = {key: usable(require(batch, next_key(key)), require(batch, key), unknown) for key in keys}
     return TensorDict(columns, batch_size=batch.batch_size)

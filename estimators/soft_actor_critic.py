@@ -140,7 +140,7 @@ class SoftActorCritic(OffPolicyLoss):
         Raises:
             KeyError: an entry is missing; the text says what writes it.
         """
-        rows, unknown = self.transitions(tensordict)
+        rows, unknown = self.transitions(tensordict, self._observed)
         with torch.no_grad():
             self.log_alpha.clamp_(*self._bounds)
             after = following(rows.batch, self._observed, unknown)
