@@ -63,6 +63,9 @@ def observation(writer: int, episode: int, step: int, kind: str) -> Any:
     """An observation that is (writer, episode, step), in some dtype or nesting."""
     if kind == "scalar":
         return torch.tensor(writer * 1_000_000 + episode * 1000 + step)
+    if kind == "stack":  # as envs stack: the first frame of an episode is repeated
+        frames = [(writer * 50 + episode * 13 + max(0, at) * 3) % 256 for at in range(step - 3, step + 1)]
+        return torch.tensor(frames, dtype=torch.uint8).view(4, 1, 1).expand(4, 2, 3).clone()
     where = torch.tensor([writer, episode, step])
     if kind == "dict":
         return {"eye": where.to(torch.uint8).expand(2, 3).clone(), "body": {"leg": where / 3}}

@@ -38,6 +38,12 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
 STORAGES: dict[str, Callable[[Path], Storage]] = {
     "compact": lambda _: LazyTensorStorage(CAPACITY, compact_obs=True),
     "memmap": lambda path: LazyMemmapStorage(CAPACITY, scratch_dir=path),
+    "frames": lambda _: LazyTensorStorage(CAPACITY, compact_obs=True, frame_stack={"observation": 4}),
+    "frames twice": lambda _: LazyTensorStorage(CAPACITY, frame_stack={"observation": 4}),
+    "zstd": lambda _: LazyTensorStorage(CAPACITY, compact_obs=True, codec={"observation": "zstd"}),
+    "zstd frames": lambda _: LazyTensorStorage(
+        CAPACITY, compact_obs=True, frame_stack={"observation": 4}, codec={"observation": "zstd"}
+    ),
     "compact memmap": lambda path: LazyMemmapStorage(CAPACITY, scratch_dir=path, compact_obs=True),
 }
 
@@ -61,8 +67,10 @@ def assert_bit_equal(left: Any, right: Any) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("kind", ["float32", "dict"])
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    ("storage", "kind"),
+    [(storage, "stack" if "frames" in storage or "zstd" in storage else "dict") for storage in STORAGES],
+)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_samples_equal_those_of_a_full_storage(
     world: Any, sampler: str, storage: str, kind: str, steps: int, tmp_path: Path
