@@ -218,7 +218,7 @@ class LazyMemmapStorage(ColumnStorage):
         other._taken, other._alone = self._taken, self._alone
         if self.columns:
             with self.write_lock():
-                other.columns = other._allocate({key: (c.dtype, c.shape) for key, c in self.columns.items()})
+                other.columns = other._allocate(self._like())
                 _copy(self.columns, other.columns)
                 if self._counters is not None and other._counters is not None:
                     other._counters[:] = self._counters

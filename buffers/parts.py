@@ -152,7 +152,7 @@ class BufferParts:
 
     def _alone(self, ring: Ring) -> str | None:
         """What of the buffer, besides the storage, counts rows and is seen by this process only; None for nothing."""
-        if type(ring) is not Ring:
+        if isinstance(ring, TrajectoryIndex):
             return "a trajectory index"
         for part, base, hooks in (
             (self.sampler, Sampler, ("claimed", "entered", "emptied", "update_priority", "state_dict")),
@@ -160,7 +160,14 @@ class BufferParts:
         ):
             if any(getattr(type(part), hook) is not getattr(base, hook) for hook in hooks):
                 return f"a {type(part).__name__}"
-        return None
+        return None if type(ring) is Ring else f"a {type(ring).__name__}"
+
+    def _follows(self) -> str | None:
+        """What needs to know the trajectories; None for nothing."""
+        if type(self.sampler).boundary_keys is not Sampler.boundary_keys:
+            return type(self.sampler).__name__
+        ahead = (type(transform).__name__ for transform in self._transforms if looks_ahead(transform))
+        return next(ahead, "compact_obs=True" if self.storage.compact_obs else None)
 
 
 def _by_value(buffer: BufferParts) -> tuple[Any, ...]:

@@ -30,6 +30,18 @@ class Prefetcher(Generic[T]):
             self._queue.append(self._pool.submit(self._begin()))
         return self._queue.popleft().result()
 
+    def results(self) -> list[T]:
+        """All results under way, oldest first; waits for them."""
+        return [future.result() for future in self._queue]
+
+    def replace(self, results: list[T]) -> None:
+        """Have these results under way, and no others."""
+        self.clear()
+        for result in results:
+            future: Future[T] = Future()
+            future.set_result(result)
+            self._queue.append(future)
+
     def clear(self) -> None:
         """Forget the results under way."""
         for future in self._queue:

@@ -1,11 +1,11 @@
 """The replay buffer: rows in, marked samples out."""
 
+import copy
 from typing import Any
-
-import torch
 
 from flatroll.buffers.index import TrajectoryIndex
 from flatroll.buffers.reading import BufferReading
+from flatroll.buffers.ring import Ring
 from flatroll.buffers.writing import BufferWriting
 
 
@@ -66,11 +66,13 @@ class ReplayBuffer(BufferReading, BufferWriting):
         return numbers
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows, counters, index, sampler, writer and generator, for :meth:`load_state_dict`; owns its memory.
+        """Rows, counters, index, sampler, writer, generator and samples made ahead, for :meth:`load_state_dict`.
 
-        Goes through ``torch.save`` and ``torch.load(..., weights_only=False)``.
+        It owns its memory, and goes through ``torch.save`` and ``torch.load(..., weights_only=False)``. Transforms
+        are not in it.
         """
         self._enter()
+        ahead = [] if self._ahead is None else copy.deepcopy(self._ahead.results())
         with self._write_lock, self._lock:
             ring = self._ring
             entries = ring.pool_size if isinstance(ring, TrajectoryIndex) else 0
@@ -81,40 +83,69 @@ class ReplayBuffer(BufferReading, BufferWriting):
                 "sampler": self.sampler.state_dict(),
                 "writer": self.writer.state_dict(),
                 "generator": None if self.generator is None else self.generator.get_state(),
+                "ahead": ahead,
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hold what the buffer that gave ``state`` held, and draw as it would have drawn.
 
-        Trajectories that were open are cut: rows written from now on do not continue them, since the envs that
-        wrote them are not in the state.
+        Rows stored before are gone. Trajectories that were open are cut: rows written from now on do not continue
+        them, since the envs that wrote them are not in the state. A state that does not fit changes nothing.
+
+        Args:
+            state: of a buffer with a storage, a sampler and a writer made with the same arguments; the storage may
+                be in memory here and in files there. Samples made ahead are taken over if both buffers prefetch.
 
         Raises:
-            ValueError: a storage of another capacity, kind or other entries; a generator on one side only.
+            ValueError: a storage of another capacity, kind or other entries; no trajectory index where one is
+                needed; a generator on one side only.
+            MemoryError, OSError: the storage had no rows yet, and they do not fit in memory or on the disk.
         """
+        self._enter()
         if (state["generator"] is None) != (self.generator is None):
             raise ValueError(
                 "the state was saved with a generator and this buffer has none, or the other way round: give "
                 "ReplayBuffer(generator=torch.Generator()) on both sides to draw the same rows"
             )
-        with self._write_lock:
-            ring = None
-            if state["ring"] is not None:
-                ring = self.writer.ring(state["ring"]["capacity"], state["keys"] is not None)
-                ring.load_state_dict(state["ring"])
-                if ring.capacity > self.storage.max_size or self.storage.max_size - ring.capacity >= max(
-                    1, torch.Size(state["storage"].get("lanes", [])).numel()
-                ):
-                    raise ValueError(
-                        f"the state has room for {ring.capacity} rows, this storage for {self.storage.max_size}"
-                    )
-                self.storage.load_state_dict(state["storage"])
-            with self._lock:
-                if ring is not None:
-                    self._ring, self._keys, self._started = ring, state["keys"], True
+        if state["ring"] is None:
+            self.empty()
+        with self._write_lock, self._lock:
+            ring = None if state["ring"] is None else self._ring_of(state)
+            before = self.sampler.state_dict(), self.writer.state_dict()
+            try:
                 self.sampler.load_state_dict(state["sampler"])
                 self.writer.load_state_dict(state["writer"])
-                if self.generator is not None:
-                    self.generator.set_state(state["generator"])
+                if ring is not None:
+                    self._load_rows(ring, state)
+            except BaseException:
+                self.sampler.load_state_dict(before[0])
+                self.writer.load_state_dict(before[1])
+                if not len(self._ring):  # interrupted while rows were copied
+                    self.sampler.emptied()
+                raise
+            if self.generator is not None:
+                self.generator.set_state(state["generator"])
             if self._ahead is not None:
-                self._ahead.clear()
+                self._ahead.replace(copy.deepcopy(state["ahead"]))
+
+    def _ring_of(self, state: dict[str, Any]) -> Ring:
+        """The ring of ``state``; ValueError if this buffer cannot have it or the rows."""
+        needs = self._follows()
+        if needs is not None and state["keys"] is None:
+            raise ValueError(
+                f"the state was saved without a trajectory index, which {needs} needs: extend this buffer with the "
+                "rows of the other one"
+            )
+        ring = self.writer.ring(state["ring"]["capacity"], state["keys"] is not None)
+        ring.load_state_dict(state["ring"])
+        self.storage.check_state_dict(state["storage"], ring.capacity)
+        return ring
+
+    def _load_rows(self, ring: Ring, state: dict[str, Any]) -> None:
+        alone, first = self._alone(ring), not self._started
+        if not first:  # nobody reads a mixture of old and new rows, in other processes neither
+            self._ring = self.writer.ring(ring.capacity, state["keys"] is not None)
+            self.storage.attach(self._ring, alone)
+        self.storage.load_state_dict(state["storage"])
+        self.storage.attach(ring, alone, first)
+        self._ring, self._keys, self._started = ring, state["keys"], True

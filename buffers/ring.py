@@ -156,6 +156,11 @@ class Ring:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Stand where the ring that gave ``state`` stood."""
+        if "state" not in state:
+            raise ValueError(
+                "the state is of a buffer that keeps the best rows, this one keeps the latest: load it into a "
+                "buffer with the writer it was saved with"
+            )
         if state["capacity"] != self.capacity:
             raise ValueError(
                 f"the state is of a ring of {state['capacity']} rows, this one has {self.capacity}"

@@ -156,6 +156,10 @@ class Storage(ABC):
         """What :meth:`load_state_dict` needs of the first ``rows`` slots and ``pool_rows`` pool entries."""
 
     @abstractmethod
+    def check_state_dict(self, state: dict[str, Any], rows: int) -> None:
+        """ValueError if :meth:`load_state_dict` cannot hold ``state``, of a storage with room for ``rows`` rows."""
+
+    @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hold what the storage that gave ``state`` held."""
 
@@ -245,8 +249,16 @@ class ListStorage(Storage):
         """See `Storage`."""
         return {"items": self._items[:rows]}
 
+    def check_state_dict(self, state: dict[str, Any], rows: int) -> None:
+        """See `Storage`."""
+        if "items" not in state:
+            raise ValueError("the state is of a storage of tensors, this is a ListStorage")
+        if rows != self.max_size:
+            raise ValueError(
+                f"the state has room for {rows} rows, this storage for {self.max_size}: make it with "
+                f"max_size={rows}"
+            )
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Storage`."""
-        if len(state["items"]) > self.max_size:
-            raise ValueError(f"the state holds {len(state['items'])} items, max_size is {self.max_size}")
         self._items = list(state["items"])

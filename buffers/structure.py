@@ -166,7 +166,7 @@ def apart(batch: Any) -> list[Any]:
     if isinstance(batch, list):
         return batch
     if isinstance(batch, (TensorDictBase, Tensor)):
-        return list(batch.unbind(0))
+        return list(batch.clone().unbind(0))  # the caller may write into the batch
     tree, spec = pytree.tree_flatten(batch)
     columns = [as_tensor(leaf) for leaf in tree]
     if not columns or any(c.ndim == 0 or len(c) != len(columns[0]) for c in columns):

@@ -13,10 +13,8 @@ from flatroll.buffers.lanes import positions, slots_of, time_first
 from flatroll.buffers.parts import BufferParts
 from flatroll.buffers.ring import Array, Ring, given
 from flatroll.buffers.runs import BoundaryKeys
-from flatroll.buffers.samplers import Sampler
 from flatroll.buffers.storage import ListStorage, Rows
 from flatroll.buffers.structure import TensorDicts, batched, map_rows, not_flat, one_row
-from flatroll.buffers.transforms import looks_ahead
 from flatroll.layout.keys import MASK, marker
 
 
@@ -102,19 +100,17 @@ class BufferWriting(BufferParts):
 
     def _first_ring(self, data: Any) -> Ring:
         """Counters for what is to come; known when the first batch is."""
-        asks = type(self.sampler).boundary_keys is not Sampler.boundary_keys
-        ahead = any(looks_ahead(transform) for transform in self._transforms)
+        follows = self._follows()
         self._keys = None
         if isinstance(data, TensorDictBase):
             self._keys = self.sampler.boundary_keys(data)
-            if self._keys is None and (self.storage.compact_obs or ahead):
+            if self._keys is None and follows is not None:
                 self._keys = BoundaryKeys.probe(data)
             if self._keys is not None and data.batch_dims != 1:
                 raise not_flat(data)
-        elif asks or ahead:
+        elif follows is not None and not self.storage.compact_obs:
             raise TypeError(
-                f"{type(self.sampler).__name__} follows trajectories, which needs tensordict batches, "
-                f"got {type(data).__name__}"
+                f"{follows} follows trajectories, which needs tensordict batches, got {type(data).__name__}"
             )
         return self.writer.ring(self.storage.capacity, self._keys is not None)
 
