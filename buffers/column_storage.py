@@ -81,13 +81,16 @@ class ColumnStorage(Storage):
         plain = sum(c.value_bytes * (2 if key in pairs else 1) for key, c in self.columns.items())
         return plain * self.capacity - self.nbytes
 
-    def prepare(self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None) -> Rows:
+    def prepare(
+        self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
+    ) -> Rows:
         """Check ``batch`` and lay it out; allocates at the first call. Nothing is stored yet.
 
         Args:
-            batch: ``[N]``; if N exceeds the capacity, its last rows are taken.
+            batch: ``[N]``; if N exceeds the capacity, its last rows are taken, unless ``whole``.
             final: the final observations that come with a compact batch.
             keys: markers by which to find the fragments; None to leave them out.
+            whole: take all rows, for a writer that chooses among them.
 
         Raises:
             ValueError: entries, shapes or dtypes that differ from the first batch; a compact batch without the
@@ -104,12 +107,12 @@ class ColumnStorage(Storage):
                 raise ValueError("final comes with a compact tensordict batch only")
             if self.compact_obs:
                 raise TypeError(f"compact_obs=True needs tensordict batches, got {type(batch).__name__}")
-            skip = max(0, count - self.capacity)
+            skip = 0 if whole else max(0, count - self.capacity)
             columns = {key: c[skip:] for key, c in columns.items()}
             self._check(columns, structure)
             return Rows(count - skip, columns)
         row, kept = (None, {}) if final is None else final_columns(final, columns, count)
-        skip = max(0, count - self.capacity)
+        skip = 0 if whole else max(0, count - self.capacity)
         if skip:
             batch, columns, count = batch[skip:], {k: c[skip:] for k, c in columns.items()}, count - skip
             if row is not None:

@@ -70,6 +70,7 @@ class BufferParts:
         if transform is not None:
             self.append_transform(transform)
         self._make_locks()
+        self.writer.fits(self.storage, self.sampler)
         if self.storage.contents is not None:
             self._write(self.storage.contents, None)
 

@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeAlias, overload
 import torch
 from torch import Tensor
 
-from flatroll.buffers.columns import Columns
 from flatroll.buffers.index import TrajectoryIndex
 from flatroll.buffers.lanes import positions
 from flatroll.buffers.parts import BufferParts, Made
@@ -80,16 +79,16 @@ class BufferReading(BufferParts):
         info = {"index": positions(draw.slots, self.storage.lanes), **draw.info}
         if isinstance(self.storage.structure, TensorDicts):
             self.sampler.mark(values, draw)
-            self._inform(values, info)
+        values = self._inform(values, info)
         data = self.storage.build(values, draw.slots.shape) if self.collate_fn is None else None
         if self.collate_fn is not None:
             listed = isinstance(self.storage, ListStorage)
             data = self.collate_fn(values if listed else self.storage.build(values, draw.slots.shape))
         return self._transformed(data, lambda: _slice_ends(draw)), info
 
-    def _inform(self, columns: Columns, info: dict[str, Tensor]) -> None:
-        """Write entries of the info into the columns of a tensordict sample."""
-        return
+    def _inform(self, values: Any, info: dict[str, Tensor]) -> Any:
+        """What the storage gave (columns by key, or a list of items), with entries of the info."""
+        return values
 
     def __getitem__(self, index: Any) -> Any:
         """Stored rows by position in the storage (not by age), transformed but not marked.

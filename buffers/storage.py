@@ -99,8 +99,10 @@ class Storage(ABC):
         return
 
     @abstractmethod
-    def prepare(self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None) -> Rows:
-        """Check ``batch`` and lay it out. Nothing is stored yet."""
+    def prepare(
+        self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
+    ) -> Rows:
+        """Check ``batch`` and lay it out, its last `capacity` rows or all (``whole``). Nothing is stored yet."""
 
     @abstractmethod
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
@@ -183,7 +185,9 @@ class ListStorage(Storage):
         super().__init__(max_size)
         self._items: list[Any] = []
 
-    def prepare(self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None) -> Rows:
+    def prepare(
+        self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
+    ) -> Rows:
         """See `Storage`; ``batch`` is a list, or has a leading dimension to take apart."""
         if keys is not None:
             raise TypeError(
@@ -193,7 +197,7 @@ class ListStorage(Storage):
             raise ValueError(
                 "final comes with a compact tensordict batch only, which ListStorage does not know"
             )
-        items = apart(batch)[-self.max_size :]
+        items = apart(batch)[0 if whole else -self.max_size :]
         return Rows(len(items), items=items)
 
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:

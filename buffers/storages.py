@@ -155,10 +155,12 @@ class TensorStorage(ColumnStorage):
         """See `Storage`."""
         return self._contents
 
-    def prepare(self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None) -> Rows:
+    def prepare(
+        self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
+    ) -> Rows:
         """See `ColumnStorage`; the storage's own contents come first and are not copied."""
         if self.columns or self._contents is None:
-            return super().prepare(batch, final, keys)
+            return super().prepare(batch, final, keys, whole)
         self._given = Structure.of(batch).columns(batch)
         rows = super().prepare(batch, final, keys)
         self._given, self._contents = {}, None

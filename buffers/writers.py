@@ -78,6 +78,14 @@ class ImmutableDatasetWriter(Writer):
 
     ``extend``, ``add``, ``buffer[i] = ...`` and ``empty`` raise RuntimeError. The storage's own contents count as
     stored from the start, and a state can be loaded.
+
+    >>> from flatroll.buffers import ReplayBuffer, TensorStorage
+    >>> buffer = ReplayBuffer(storage=TensorStorage(torch.arange(5)), writer=ImmutableDatasetWriter())
+    >>> len(buffer)
+    5
+    >>> buffer.add(torch.tensor(9))
+    Traceback (most recent call last):
+    RuntimeError: this dataset is immutable: nothing can be written to a buffer with ImmutableDatasetWriter
     """
 
     def ring(self, capacity: int, indexed: bool, first: int = 0) -> Ring:

@@ -85,13 +85,14 @@ class BufferWriting(BufferParts):
 
     def _write(self, data: Any, final: TensorDictBase | None) -> Tensor:
         self._enter()
-        self.writer.check(data)
+        filled = self.storage.contents is not None
+        if not filled:
+            self.writer.check(data)
         with self._write_lock:
             ring = self._ring if self._started else self._first_ring(data)
             if isinstance(data, (TensorDictBase, list)) and not len(data):
                 return positions(torch.zeros(0, dtype=torch.int64), self.storage.lanes)
-            filled = self.storage.contents is not None
-            rows = self.storage.prepare(data, final, self._keys)
+            rows = self.storage.prepare(data, final, self._keys, whole=self.writer.chooses)
             if not self._started:
                 self.storage.attach(ring, self._alone(ring), first=True)
                 with self._lock:
@@ -172,6 +173,7 @@ class BufferWriting(BufferParts):
             inverse = getattr(transform, "inv", None)
             data = data if inverse is None else inverse(data)
         self._enter()
+        self.writer.check_change(data)
         with self._write_lock:
             slots = self._slots(index)
             draw = given(self._ring, slots.reshape(-1), True, self.storage.compact_obs)

@@ -308,3 +308,33 @@ def test_prefetched_samples_carry_the_same() -> None:
         sample = buffer.sample()
         assert torch.equal(sample["n"], sample["index"])
         buffer.update_tensordict_priority(sample.set("td_error", torch.ones(4)))
+
+
+def test_items_of_a_list_carry_the_same() -> None:
+    """Those of one form are stacked, others come as a list; what is stored stays as it is."""
+    buffer = prioritized(storage=ListStorage(10), batch_size=8)
+    buffer.extend([TensorDict({"n": torch.tensor(i), "td_error": torch.tensor(i == 2.0)}) for i in range(4)])
+    sample = buffer.sample()
+    assert sample["n"].tolist() == sample["index"].tolist() == [2] * 8
+    buffer.update_tensordict_priority(
+        sample.set("td_error", torch.zeros(8)).set("index", sample["index"] * 0 + 1)
+    )
+    buffer.update_tensordict_priority(sample[0].set("index", torch.tensor(2)))
+    buffer.update_tensordict_priority(
+        sample[1].set("index", torch.tensor(3)).set("td_error", torch.tensor(1.0))
+    )
+    assert set(buffer.sample()["n"].tolist()) == {3}
+    assert set(buffer[3].keys()) == {"n", "td_error"}
+
+
+def test_trajectories_of_any_length_carry_the_same() -> None:
+    buffer = prioritized(storage=ListStorage(10), batch_size=8)
+    buffer.extend([TensorDict({"td_error": torch.full((n, 1), float(n > 1))}, [n]) for n in (1, 2, 3)])
+    sample = buffer.sample(100)
+    assert isinstance(sample, list) and {len(item) for item in sample} == {2, 3}
+    for item in sample:
+        assert item["index"].tolist() == [len(item) - 1] * len(item)
+    buffer.update_tensordict_priority(
+        next(item for item in sample if len(item) == 2).set("td_error", torch.zeros(2, 1))
+    )
+    assert buffer.sample().batch_size == torch.Size([8, 3])

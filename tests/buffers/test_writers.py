@@ -13,14 +13,17 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from flatroll.buffers import (
+    ImmutableDatasetWriter,
     LazyTensorStorage,
     ListStorage,
     MultiStepTransform,
+    PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
     SliceSampler,
     TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
     TensorStorage,
 )
@@ -43,7 +46,7 @@ def top(capacity: int, **options: Any) -> ReplayBuffer:
 
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(
-    st.integers(1, 9),
+    st.integers(1, 6),
     st.lists(st.lists(st.integers(-5, 5), min_size=1, max_size=9), min_size=1, max_size=8),
 )
 def test_the_best_rows_are_kept_as_one_by_one(capacity: int, batches: list[list[int]]) -> None:
@@ -52,7 +55,6 @@ def test_the_best_rows_are_kept_as_one_by_one(capacity: int, batches: list[list[
     best: list[tuple[int, int]] = []
     first = 0
     for scores in batches:
-        scores = scores[:capacity]
         rows = whole.extend(scored([float(s) for s in scores], first))
         for i, score in enumerate(scores):
             single.add(scored([float(score)], first + i)[0])
@@ -301,3 +303,73 @@ def test_the_round_robin_writer_of_tensordicts_takes_nothing_else() -> None:
         assert buffer.extend(list(scored([1.0] * 4))).tolist()[-1] in (0, 2)
         assert len(buffer) == 3
     assert "index" not in buffer[0]  # positions are not data
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage(3), ListStorage(3)])
+def test_all_rows_of_a_batch_larger_than_the_storage_are_ranked(storage: Any) -> None:
+    buffer = ReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter())
+    assert buffer.extend(scored([9.0, 1, 5, 2, 8, 5])).tolist() == [0, -1, 1, -1, 2, -1]
+    assert buffer.extend(scored([6.0, 0, 0, 0, 7], 6)).tolist() == [-1, -1, -1, -1, 1]
+    assert torch.stack([row["n"] for row in buffer[:]]).tolist() == [0, 10, 4]
+
+
+def test_the_best_items_one_pass_at_a_time() -> None:
+    """The example of the reference."""
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(1),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=1,
+        writer=TensorDictMaxValueWriter(rank_key="key"),
+    )
+    for first, best in ((0, 9), (10, 19), (0, 19)):
+        key = torch.arange(first, first + 10)
+        buffer.extend(TensorDict({"key": key, "obs": key}, [10]))
+        sample = buffer.sample()
+        assert sample["obs"].item() == best and sample["index"].item() == 0
+
+
+def test_parts_that_do_not_go_with_ranked_rows_are_refused() -> None:
+    writer = TensorDictMaxValueWriter()
+    with pytest.raises(ValueError, match="the storage has ndim=2: use ndim=1"):
+        ReplayBuffer(storage=LazyTensorStorage(4, ndim=2), writer=writer)
+    with pytest.raises(TypeError, match="PrioritizedSampler keeps the priorities of rows in a ring"):
+        ReplayBuffer(storage=LazyTensorStorage(4), sampler=PrioritizedSampler(4, 1.0, 1.0), writer=writer)
+
+
+def test_ranks_are_not_changed_in_place() -> None:
+    buffer = top(3)
+    buffer.extend(scored([1.0, 2.0, 3.0]))
+    with pytest.raises(ValueError, match="it is what rows are ranked by"):
+        buffer[0] = buffer[1]
+    buffer[0] = buffer[1].exclude("next")
+    assert buffer[:]["n"].tolist() == [1, 1, 2] and buffer[0]["next", "reward"] == 1.0
+
+
+# -- nothing ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampler", [RandomSampler(), SliceSampler(slice_len=2)])
+def test_a_dataset_is_there_from_the_start_and_stays(world: Any, sampler: Any) -> None:
+    dataset = world.to_batch(world.episode(0, 0, 6))
+    before = dataset.clone()
+    buffer = ReplayBuffer(
+        storage=TensorStorage(dataset), writer=ImmutableDatasetWriter(), sampler=sampler, batch_size=4
+    )
+    assert len(buffer) == 6 and len(buffer.sample()) == 4
+    writes: list[Any] = [
+        lambda: buffer.extend(dataset),
+        lambda: buffer.add(dataset[0]),
+        lambda: buffer.__setitem__(0, dataset[1]),
+        buffer.empty,
+    ]
+    for write in writes:
+        with pytest.raises(RuntimeError, match="this dataset is immutable"):
+            write()
+    assert len(buffer) == 6 and bool((buffer[:] == before).all())
+    other = ReplayBuffer(
+        storage=LazyTensorStorage(6), writer=ImmutableDatasetWriter(), sampler=copy.deepcopy(sampler)
+    )
+    with pytest.raises(RuntimeError, match="this dataset is immutable"):
+        other.extend(dataset)
+    other.load_state_dict(buffer.state_dict())
+    assert bool((other[:] == before).all())
