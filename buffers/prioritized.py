@@ -254,7 +254,7 @@ class PrioritizedSampler(RandomSampler):
             ValueError: a negative or infinite priority or NaN, or sizes that do not fit. Nothing has changed then.
         """
         index = _integers("index", slots)
-        values = self._one_each(priority, slots, len(index))
+        values = self._one_each(priority, len(index))
         generations = _NONE if generation is None else _integers("generation", generation)
         if generation is not None and len(generations) != len(index):
             raise ValueError(
@@ -291,20 +291,18 @@ class PrioritizedSampler(RandomSampler):
         """Give the rows in ``slots`` the priority of new ones."""
         self.update_priority(ring, slots, torch.tensor(self.default_priority, dtype=torch.float64), None)
 
-    def _one_each(self, priority: Tensor, slots: Tensor, count: int) -> Tensor:
+    def _one_each(self, priority: Tensor, count: int) -> Tensor:
         """One priority per slot, float64 ``[count]``, in host memory."""
         values = priority.detach().to("cpu", torch.float64)
         if values.numel() == 1:
             return values.reshape(1).expand(count)
-        if values.shape == slots.shape:
+        if values.numel() == count:
             return values.reshape(-1)
-        if values.ndim == 0 or len(values) != count:
+        if values.ndim < 2 or len(values) != count:
             raise ValueError(
                 f"priority must be a number or have one entry per index, got {list(priority.shape)} for {count}"
             )
         values = values.flatten(1)
-        if values.shape[1] == 1:
-            return values[:, 0]
         reduced = getattr(values, self.reduction)(1)
         return reduced if isinstance(reduced, Tensor) else reduced.values
 

@@ -1,18 +1,15 @@
 """Slices drawn in proportion to the priority of their first row."""
 
-import math
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from flatroll.buffers.index import TrajectoryIndex
 from flatroll.buffers.prioritized import PrioritizedSampler
 from flatroll.buffers.ring import Draw, Ring
-from flatroll.buffers.slice_samplers import SliceSampler
+from flatroll.buffers.slice_samplers import SliceSampler, Span, indexed, spans
 from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
-
-Span: TypeAlias = bool | int | tuple[bool | int, bool | int]
 
 
 class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
@@ -40,12 +37,12 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         traj_key: constant within a trajectory.
         truncated_key: marked at the end of slices.
         init_key: marked at the start of slices.
-        strict_length: a slice starts where ``slice_len`` rows follow, the first one included. Default False: the
-            first stored row of a shorter trajectory starts a slice, too, a short one.
+        strict_length: a slice starts only where ``slice_len`` rows (less ``span``) are there. Default False: the first
+            stored row of a shorter trajectory starts a slice, too, a short one.
         cache_values: accepted and without effect.
         compile: accepted and without effect: what can be compiled is.
         span: the end of a trajectory may cut slices short: to one row with True, by up to ``span`` rows with an
-            integer. Of a pair (left, right), left must be False: a slice starts at the row that was drawn.
+            integer. Of a pair (before, after), the first must be False: a slice starts at the row that was drawn.
         max_priority_within_buffer: see `PrioritizedSampler`.
 
     Raises:
@@ -80,7 +77,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         end_key: NestedKey | None = None,
         traj_key: NestedKey | None = None,
         truncated_key: NestedKey | None = TRUNCATED,
-        init_key: NestedKey = IS_INIT,
+        init_key: NestedKey | None = IS_INIT,
         strict_length: bool = False,
         cache_values: bool = False,
         compile: bool | dict[str, Any] = False,
@@ -96,11 +93,11 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
             truncated_key=truncated_key,
             strict_length=strict_length,
             init_key=init_key,
+            span=_after(span),
         )
         PrioritizedSampler.__init__(
             self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer
         )
-        self._cut = _right(span)
         self._least: int | None = None  # rows that must be there from a start on
 
     def _lost(self, ring: Ring) -> None:
@@ -117,20 +114,17 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         Raises:
             RuntimeError: nothing is stored, no trajectory is long enough, or all priorities are 0 and so is ``eps``.
         """
-        if not isinstance(ring, TrajectoryIndex):
-            ring.check_not_empty()
-            raise TypeError(f"{type(self).__name__} draws from a TrajectoryIndex, got {type(ring).__name__}")
-        length = self.slice_len or batch_size // (self.num_slices or 1)
-        least = int(max(length - self._cut, 1))
+        index, length = indexed(ring, self), self._length(batch_size)
+        least = length - spans(self.span, length)[1]
         if least != self._least:
             self._least, self._changing = least, True
         self._follow(ring)
         starts, weights, _ = self._choose(ring, batch_size // length, generator)
-        draw = ring.slices_from(starts, length, follow=follow)
+        draw = index.slices_from(starts, length, follow=follow)
         assert draw.firsts is not None and draw.lasts is not None
         info = {
             "priority_weight": weights.repeat_interleave(draw.lasts - draw.firsts + 1),
-            "index_generation": ring.numbers(draw.slots, ring.head).floor_divide_(ring.capacity),
+            "index_generation": (draw.slots < ring.head % ring.capacity).long() + ring.head // ring.capacity,
         }
         return replace(draw, info=info)
 
@@ -140,12 +134,9 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         return super()._nothing(ring)
 
 
-def _right(span: Span) -> float:
-    """Rows that the end of a trajectory may cut off a slice; infinite for all but one."""
-    left, right = span if isinstance(span, tuple) else (False, span)
-    for number in (left, right):
-        if not isinstance(number, int) or number < 0:
-            raise ValueError(f"span must be a bool, a number of rows, or a pair of them, got {span!r}")
-    if left:
+def _after(span: Span) -> Span:
+    """``span`` at the end of trajectories alone."""
+    before, after = span if isinstance(span, tuple) and len(span) == 2 else (False, span)
+    if before:
         raise ValueError(f"span[0] must be False: a slice starts at the row that was drawn, got {span!r}")
-    return math.inf if right is True else right
+    return False, after
