@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -41,6 +41,10 @@ class Prefetcher(Generic[T]):
             future: Future[T] = Future()
             future.set_result(result)
             self._queue.append(future)
+
+    def wait(self) -> None:
+        """Until no thread is at work; one at work may draw again, if its rows are overwritten meanwhile."""
+        wait(self._queue)
 
     def clear(self) -> None:
         """Forget the results under way."""

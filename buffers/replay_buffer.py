@@ -109,6 +109,8 @@ class ReplayBuffer(BufferReading, BufferWriting):
             )
         if state["ring"] is None:
             self.empty()
+        if self._ahead is not None:
+            self._ahead.wait()
         with self._write_lock, self._lock:
             ring = None if state["ring"] is None else self._ring_of(state)
             before = self.sampler.state_dict(), self.writer.state_dict()

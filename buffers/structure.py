@@ -116,6 +116,14 @@ class Trees(Structure):
         """See `Structure`."""
         return pytree.tree_unflatten([columns[key] for key in self.keys], self.spec)
 
+    def __getstate__(self) -> Any:
+        return {
+            "form": pytree.tree_unflatten(list(range(self.spec.num_leaves)), self.spec)
+        }  # torch's spec may change
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Trees.__init__(self, pytree.tree_structure(state["form"]))
+
 
 def batched(items: list[Any]) -> Any:
     """A batch of several items of one kind: tensordicts, tensors or trees of tensors are stacked.

@@ -182,6 +182,8 @@ class BufferWriting(BufferParts):
     def empty(self) -> None:
         """Forget all rows, and the samples made ahead. The storage keeps its memory and its columns."""
         self._enter()
+        if self._ahead is not None:
+            self._ahead.wait()
         with self._write_lock:
             with self._lock:
                 ring, capacity = self._ring, self._ring.capacity
