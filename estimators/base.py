@@ -1,50 +1,122 @@
 """What every value estimator does around its recursion: read the batch, evaluate it, write the result."""
 
+import sys
 import warnings
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
 
 from flatroll.estimators.chunks import Chunks
+from flatroll.estimators.finite import check_finite
+from flatroll.estimators.following import Boundaries, beside, cleared
+from flatroll.estimators.groups import standardized_in_groups
 from flatroll.estimators.keyed import VALID, renamed, under_next
-from flatroll.estimators.reductions import both, spread_over, standardized
-from flatroll.estimators.values import Boundaries, StateValues
+from flatroll.estimators.network import checked_network
+from flatroll.estimators.options import BootstrapMissing, checked_budget, one_stream
+from flatroll.estimators.reductions import both, one_of, spread_over, standardized
+from flatroll.estimators.series import unit_interval
+from flatroll.estimators.values import Parameters, Route, StateValues, Values
 from flatroll.layout import run_ends
-from flatroll.layout.keys import IS_INIT, MASK, NEXT_KNOWN, TRAJ_IDS, NestedKey, marker, next_key, require
+from flatroll.layout.keys import (
+    IS_INIT,
+    MASK,
+    NEXT_KNOWN,
+    TRAJ_IDS,
+    NestedKey,
+    flat_column,
+    marker,
+    next_key,
+    require,
+)
 from flatroll.modules import set_recurrent_mode
 
-BootstrapMissing = Literal["error", "current", "mask"]
+#: Names of entries that stand under ``"next"``.
+_UNDER_NEXT = ("reward", "done", "terminated")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What an estimate is made of: columns ``[*B, T, *F]`` of a batch whose time dim is the last, flags with 1 for F.
+
+    Attributes:
+        batch: the batch.
+        at: its boundaries.
+        gamma: discount.
+        value: of each row's observation.
+        next_value: of its next one.
+        reward, terminated, ends: as the functions of ``flatroll.estimators.functional`` take them.
+        time_dim: likewise.
+    """
+
+    batch: TensorDictBase
+    at: Boundaries
+    gamma: float | Tensor
+    value: Tensor
+    next_value: Tensor
+    reward: Tensor
+    terminated: Tensor
+    ends: Tensor
+    time_dim: int
+
+
+@dataclass(frozen=True)
+class Estimated:
+    """What an estimator writes, and the rows that count (None: all)."""
+
+    advantage: Tensor
+    target: Tensor
+    value: Tensor
+    next_value: Tensor
+    ends: Tensor
+    valid: Tensor | None
 
 
 class ValueEstimator(TensorDictModuleBase):
     """Base of the estimators: a subclass gives :meth:`estimate`, the recursion over values and rewards.
 
     Args:
-        value_network: tensordict module that reads observations and writes ``value_key`` ``[*B, T, 1]``.
-        differentiable: let gradients through the values. Default: False.
+        gamma: discount in [0, 1]; a number, or a tensor that broadcasts to the reward.
+        value_network: tensordict module, e.g. from ``"observation"`` to ``"state_value"`` ``[*B, T, 1]``.
+            Recurrent networks run in recurrent mode, whatever the mode around the call. None: both values are
+            in the batch.
+        standardize: bring the advantage to zero mean and unit deviation over the rows that count.
+        average_rewards: bring the reward there first (the batch keeps its own).
+        differentiable: let gradients through, into the parameters of the network as well. Default: False.
         shifted: one call of the network over the extended stream (N + K rows, K the runs that do not end
             terminated) instead of two calls on 2 N rows; the same numbers. Inside a run ``("next", obs)`` of
             a row must be the observation of the row behind it, so no n-step rewards. Default: False. A
-            recurrent network, and a batch without next observations, always take this path: no other is
-            right.
+            recurrent network, and a batch without next observations, always take this path: no other is right.
+        shifted_budget: the stream has exactly T + this many places for each series of T rows: static shapes,
+            for ``torch.compile`` and CUDA graphs. Rows that do not fit are left out (``"shifted_valid"``), and
+            the trace is cut before them. Default: None, the stream that fits.
+        single_call: another name of ``shifted``.
         value_chunk_size: rows that go through the network at a time. Default: all.
-        num_chunks: number of chunks instead. Chunks never cut a run of a recurrent network.
-        num_chunk: the same as ``num_chunks``.
+        num_chunks, num_chunk: number of chunks instead. Chunks never cut a run of a recurrent network.
+        value_chunk_dim: the batch dim that is split. Default: 0.
+        skip_existing: take ``value_key`` and its next version from the batch where they are there. Default: no.
+        check_finite: raise where a value or reward is not finite, naming the row. It costs a pass over them and,
+            on a device, a wait. Default: False.
         bootstrap_missing: what to do where a run ends, not terminated, at a row whose next observation the
             env hid (``("collector", "next_known")`` is False): ``"error"``; ``"current"``, the row's own
             observation stands in; ``"mask"``, the row is left out: the row before bootstraps from it, its own
             advantage is 0, and ``"shifted_valid"``, which the losses heed, is False there. Default:
             ``"error"``.
-        standardize: bring the advantage to zero mean and unit deviation over the real rows.
-        keys: other names than the default ones, see :meth:`set_keys`.
+        group_key: integer entry ``[*B, T]``; standardise within its groups. Default: over all rows.
+        time_dim: batch dim of time. Default: the one named ``"time"``, else the last.
+        advantage_key, value_target_key, value_key: names of what is written. Default: ``"advantage"``,
+            ``"value_target"``, ``"state_value"`` (and ``("next", "state_value")``, 0 where terminated).
+        device: of ``gamma``, where it is a tensor.
+        vectorized, deactivate_vmap: there is one form, without vmap; these change nothing.
 
     Raises:
         TypeError: ``value_network`` is no tensordict module.
-        ValueError: both chunk arguments, or an unknown ``bootstrap_missing``.
+        ValueError: a number out of range, both chunk arguments, ``shifted_budget`` without ``shifted``, or an
+            unknown ``bootstrap_missing``.
     """
 
     default_keys: ClassVar[Mapping[str, NestedKey]] = {
@@ -54,81 +126,121 @@ class ValueEstimator(TensorDictModuleBase):
         "reward": "reward",
         "done": "done",
         "terminated": "terminated",
+        "steps_to_next_obs": "steps_to_next_obs",
         "is_init": IS_INIT,
         "traj_ids": TRAJ_IDS,
         "mask": MASK,
         "valid": VALID,
     }
+    gamma: float | Tensor
+    #: Whether the value target depends on the values of the rows, not only on those of the next ones.
+    target_needs_value: ClassVar[bool] = False
 
     def __init__(
         self,
-        value_network: TensorDictModuleBase,
         *,
+        gamma: float | Tensor,
+        value_network: TensorDictModuleBase | None,
+        standardize: bool = False,
+        average_rewards: bool = False,
         differentiable: bool = False,
         shifted: bool = False,
+        shifted_budget: int | None = None,
+        single_call: bool | None = None,
         value_chunk_size: int | None = None,
         num_chunks: int | None = None,
         num_chunk: int | None = None,
+        value_chunk_dim: int = 0,
+        skip_existing: bool | None = None,
+        check_finite: bool = False,
         bootstrap_missing: BootstrapMissing = "error",
-        standardize: bool = False,
-        keys: Mapping[str, NestedKey | None] | None = None,
+        group_key: NestedKey | None = None,
+        time_dim: int | None = None,
+        advantage_key: NestedKey | None = None,
+        value_target_key: NestedKey | None = None,
+        value_key: NestedKey | None = None,
+        device: torch.device | str | None = None,
+        vectorized: bool | None = None,
+        deactivate_vmap: bool = False,
     ) -> None:
         super().__init__()
-        if not hasattr(value_network, "in_keys"):
-            raise TypeError(
-                "value_network must be a tensordict module, e.g. TensorDictModule(net, "
-                f"in_keys=['observation'], out_keys=['state_value']), got {type(value_network).__name__}"
+        if value_network is not None:
+            checked_network(
+                value_network,
+                "value_network",
+                "TensorDictModule(net, in_keys=['observation'], out_keys=['state_value'])",
             )
-        if bootstrap_missing not in ("error", "current", "mask"):
-            raise ValueError(
-                f"bootstrap_missing must be 'error', 'current' or 'mask', got {bootstrap_missing!r}"
-            )
+        one_of("bootstrap_missing", bootstrap_missing, ("error", "current", "mask"))
         if num_chunk is not None and num_chunks not in (None, num_chunk):
             raise ValueError(f"num_chunk is another name of num_chunks, got {num_chunk} and {num_chunks}")
         self.value_network = value_network
-        self.differentiable, self.shifted = differentiable, shifted
-        self.chunks = Chunks(value_chunk_size, num_chunks if num_chunk is None else num_chunk)
-        self.bootstrap_missing, self.standardize = bootstrap_missing, standardize
+        self.differentiable = differentiable
+        self.shifted = one_stream(shifted, single_call)
+        self.shifted_budget = checked_budget(shifted_budget, self.shifted)
+        number = num_chunks if num_chunk is None else num_chunk
+        self.chunks = Chunks(value_chunk_size, number, value_chunk_dim)
+        self.skip_existing, self.check_finite = bool(skip_existing), check_finite
+        self.bootstrap_missing: BootstrapMissing = bootstrap_missing
+        self.standardize, self.average_rewards, self.group_key = standardize, average_rewards, group_key
+        self.time_dim = time_dim
+        self.number("gamma", gamma, device)
         self._warned = False
         self.tensor_keys: dict[str, NestedKey] = dict(self.default_keys)
-        self.set_keys(**(keys or {}))
+        self.set_keys(advantage=advantage_key, value_target=value_target_key, value=value_key)
+
+    def number(self, name: str, x: float | Tensor, device: torch.device | str | None = None) -> None:
+        """Keep a discount or decay in [0, 1] as attribute ``name``: a float, or a buffer of several numbers."""
+        if not isinstance(x, Tensor) or x.numel() == 1:
+            setattr(self, name, unit_interval(name, x))
+            return
+        for bound in x.aminmax():
+            unit_interval(name, bound)
+        self.register_buffer(name, x.to(device))
 
     def set_keys(self, **keys: NestedKey | None) -> None:
         """Rename entries.
 
         Args:
             keys: ``advantage``, ``value_target`` and ``value`` are written, the value under ``"next"``, too;
-                ``reward``, ``done`` and ``terminated`` are read under ``"next"``; the others are ``is_init``,
-                ``traj_ids``, ``mask`` and ``valid``. None leaves a name as it is.
+                ``reward``, ``done`` and ``terminated`` are read under ``"next"``; the others are
+                ``steps_to_next_obs``, ``is_init``, ``traj_ids``, ``mask`` and ``valid``. None leaves a name as
+                it is.
 
         Raises:
             ValueError: there is no such key.
         """
         self.tensor_keys = renamed(self.tensor_keys, keys)
-        names = self.tensor_keys
-        read: list[Any] = [under_next(names[name]) for name in ("reward", "done", "terminated")]
-        written: list[Any] = [names["advantage"], names["value_target"], names["value"]]
-        read[:0] = self.value_network.in_keys
-        written.append(next_key(names["value"]))
+        observed: list[Any] = [] if self.value_network is None else list(self.value_network.in_keys)
+        values: list[Any] = [self.tensor_keys["value"], next_key(self.tensor_keys["value"])]
+        read: list[Any] = [*observed, *map(next_key, observed)] or list(values)
+        read += map(self.key, _UNDER_NEXT)
+        written: list[Any] = [self.tensor_keys["advantage"], self.tensor_keys["value_target"], *values]
         self.in_keys, self.out_keys = read, written
 
-    def estimate(
-        self,
-        value: Tensor,
-        next_value: Tensor,
-        reward: Tensor,
-        terminated: Tensor,
-        ends: Tensor,
-        time_dim: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Advantage and value target from columns ``[*B, T, *F]``; flags have 1 for each feature dim."""
+    def key(self, name: str) -> NestedKey:
+        """Where the entry called ``name`` in :meth:`set_keys` stands."""
+        return under_next(self.tensor_keys[name]) if name in _UNDER_NEXT else self.tensor_keys[name]
+
+    def estimate(self, given: Given) -> tuple[Tensor, Tensor]:
+        """Advantage and value target, shaped like the reward."""
         raise NotImplementedError(f"{type(self).__name__} must define estimate")
 
-    def forward(self, tensordict: TensorDictBase, *, final: TensorDictBase | None = None) -> TensorDictBase:
+    @dispatch  # type: ignore[untyped-decorator]  # an untyped class, which makes forward an attribute
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        tensordict: TensorDictBase,
+        *,
+        params: TensorDictBase | None = None,
+        target_params: TensorDictBase | None = None,
+        final: TensorDictBase | None = None,
+    ) -> TensorDictBase:
         """Write advantage, value target and values into a batch ``[N]`` or ``[*B, T]`` and return it.
 
         Args:
-            tensordict: the batch. Only its data are read, never what an estimator wrote before.
+            tensordict: the batch. Only its data are read, never what an estimator wrote before (unless
+                ``skip_existing`` or ``value_network=None`` say so).
+            params: parameters to evaluate ``value_network`` with, in place of its own.
+            target_params: parameters for the values of the next observations. Default: ``params``.
             final: the next observations that no row of a compact batch holds, as it came with the batch
                 (``collector.final``). Without it, and without ``("next", obs)``, the row's own observation
                 stands in at the ends of runs that are not terminated, and a warning says so once.
@@ -138,56 +250,134 @@ class ValueEstimator(TensorDictModuleBase):
             TypeError: the reward is not floating, or a flag not bool.
             ValueError: shapes that do not match, hidden final observations, a ``final`` of another batch.
         """
-        grad = self.differentiable and torch.is_grad_enabled()
-        with torch.set_grad_enabled(grad), set_recurrent_mode(True):
-            self._write(tensordict, final)
+        batch, dim = self._time_last(tensordict)
+        out = self._estimated(batch, Parameters(params, target_params), None, final)
+        names = self.tensor_keys
+        written = {
+            names["advantage"]: out.advantage,
+            names["value_target"]: out.target,
+            names["value"]: out.value,
+            next_key(names["value"]): out.next_value,
+        }
+        stale = tensordict.get(names["valid"], None) is not None  # never leave an old one behind
+        if out.valid is not None or self.shifted or stale:
+            everywhere = torch.ones_like(out.ends) if out.valid is None else out.valid
+            written[names["valid"]] = everywhere
+        for key, column in written.items():
+            tensordict.set(key, column if dim is None else column.transpose(dim, tensordict.batch_dims - 1))
         return tensordict
 
-    def _write(self, batch: TensorDictBase, final: TensorDictBase | None) -> None:
-        names = self.tensor_keys
-        reward = self._reward(batch)
-        at = self._boundaries(batch)
-        values = StateValues(
+    def value_estimate(
+        self,
+        tensordict: TensorDictBase,
+        *,
+        params: TensorDictBase | None = None,
+        target_params: TensorDictBase | None = None,
+        next_value: Tensor | None = None,
+        final: TensorDictBase | None = None,
+    ) -> Tensor:
+        """The value target alone; nothing is written.
+
+        Args:
+            next_value: values of the next observations, ``[*B, T, *F]``, if they are known already: then the
+                network is not called for them, nor, by an estimator of temporal differences, at all.
+            tensordict, params, target_params, final: as in :meth:`forward`, as is what is raised.
+        """
+        batch, dim = self._time_last(tensordict)
+        if next_value is not None and dim is not None:
+            next_value = next_value.transpose(dim, batch.batch_dims - 1)
+        target = self._estimated(batch, Parameters(params, target_params), next_value, final).target
+        return target if dim is None else target.transpose(dim, batch.batch_dims - 1)
+
+    def _time_last(self, batch: TensorDictBase) -> tuple[TensorDictBase, int | None]:
+        """The batch with its time dim last, and where that dim was if not there."""
+        last = batch.batch_dims - 1
+        if last < 0:
+            raise ValueError("the batch must have at least one batch dimension (time), got batch size []")
+        dim = self.time_dim
+        if dim is None and "time" in batch.names:
+            dim = batch.names.index("time")
+        if dim is None or dim in (last, -1):
+            return batch, None
+        if not -last - 1 <= dim < last:
+            raise ValueError(f"time_dim must name a batch dim of {tuple(batch.batch_size)}, got {dim}")
+        return batch.transpose(dim, last), dim % (last + 1)
+
+    def _estimated(
+        self,
+        batch: TensorDictBase,
+        parameters: Parameters,
+        next_value: Tensor | None,
+        final: TensorDictBase | None,
+    ) -> Estimated:
+        grad = self.differentiable and torch.is_grad_enabled()
+        with torch.set_grad_enabled(grad), set_recurrent_mode(True):
+            reward, at = self._reward(batch), self._boundaries(batch)
+            steps = batch.get(self.tensor_keys["steps_to_next_obs"], None)
+            values = self._values(batch, at, parameters, next_value, final, n_step=steps is not None)
+            for column in (values.value, values.next_value):
+                if column.shape != reward.shape:
+                    raise ValueError(
+                        f"value_network must write values of the reward's shape {tuple(reward.shape)}, "
+                        f"got {tuple(column.shape)}"
+                    )
+            if self.check_finite:
+                check_finite(batch, self.value_network, reward, values)
+            valid, ends = values.valid, at.ends
+            if at.unknown is not None and self.bootstrap_missing == "mask":
+                valid = both(valid, ~at.unknown)
+            if valid is not None:  # the row before one that is left out stops there
+                ends = ends.clone()
+                ends[..., :-1] |= ~valid[..., 1:]
+            counted = self._counted(batch, valid)
+            gamma = self.gamma if steps is None else self._discount(batch, steps, reward)
+            if self.average_rewards:
+                reward = self._standardized(batch, reward, counted)
+            given = Given(
+                batch,
+                at,
+                gamma,
+                values.value,
+                values.next_value,
+                reward,
+                beside(at.terminated, reward),
+                beside(ends, reward),
+                batch.batch_dims - 1,
+            )
+            advantage, target = self.estimate(given)
+            if self.standardize:
+                advantage = self._standardized(batch, advantage, counted)
+            if valid is not None:
+                rows = beside(valid, reward)
+                advantage = advantage.masked_fill(~rows, 0.0)
+                target = torch.where(rows, target, values.value)
+            return Estimated(advantage, target, values.value, values.next_value, ends, valid)
+
+    def _values(
+        self,
+        batch: TensorDictBase,
+        at: Boundaries,
+        parameters: Parameters,
+        next_value: Tensor | None,
+        final: TensorDictBase | None,
+        *,
+        n_step: bool,
+    ) -> Values:
+        if next_value is not None and not self.target_needs_value:
+            return Values(next_value, cleared(next_value, at.terminated))
+        evaluate = StateValues(
             self.value_network,
-            value_key=names["value"],
-            is_init_key=names["is_init"],
-            shifted=self.shifted,
-            chunks=self.chunks,
+            value_key=self.tensor_keys["value"],
+            is_init_key=self.tensor_keys["is_init"],
+            route=Route(self.shifted, self.shifted_budget, self.chunks, self.skip_existing),
             warn=self._warn_once,
         )
-        value, next_value = values(batch, at, final)
-        if value.shape != reward.shape:
-            raise ValueError(
-                f"value_network must write values of the reward's shape {tuple(reward.shape)}, "
-                f"got {tuple(value.shape)}"
-            )
-        left_out = at.unknown if self.bootstrap_missing == "mask" else None
-        ends = at.ends
-        if (
-            left_out is not None
-        ):  # the row before stops there: what follows it is known, what follows that not
-            ends = ends.clone()
-            ends[..., :-1] |= left_out[..., 1:]
-        spread = [*ends.shape, *[1] * (reward.ndim - ends.ndim)]
-        flags = at.terminated.reshape(spread), ends.reshape(spread)
-        advantage, target = self.estimate(value, next_value, reward, *flags, time_dim=batch.batch_dims - 1)
-        valid = None if left_out is None else ~left_out
-        if self.standardize:
-            mask = None if batch.get(names["mask"], None) is None else marker(batch, names["mask"])
-            advantage = standardized(advantage, spread_over(both(mask, valid), advantage))
-        if valid is not None:
-            advantage = advantage.masked_fill(~valid.reshape(spread), 0.0)
-            target = torch.where(valid.reshape(spread), target, value)
-        batch.set(names["advantage"], advantage)
-        batch.set(names["value_target"], target)
-        batch.set(names["value"], value)
-        batch.set(next_key(names["value"]), next_value)
-        if valid is not None or batch.get(names["valid"], None) is not None:  # never leave an old one behind
-            batch.set(names["valid"], torch.ones_like(ends) if valid is None else valid)
+        values = evaluate(batch, at, final, parameters, n_step=n_step)
+        return values if next_value is None else Values(values.value, next_value, values.valid)
 
     def _reward(self, batch: TensorDictBase) -> Tensor:
-        key = under_next(self.tensor_keys["reward"])
-        reward = require(batch, key)
+        key = self.key("reward")
+        reward = require(batch, key, under_next(self.default_keys["reward"]))
         if not reward.is_floating_point():
             raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
         return reward.unsqueeze(-1) if reward.shape == batch.batch_size else reward
@@ -197,11 +387,11 @@ class ValueEstimator(TensorDictModuleBase):
         ends = run_ends(
             batch,
             is_init_key=names["is_init"],
-            done_key=under_next(names["done"]),
+            done_key=self.key("done"),
             traj_key=names["traj_ids"],
             mask_key=names["mask"],
         )
-        terminated = marker(batch, under_next(names["terminated"]))
+        terminated = marker(batch, self.key("terminated"))
         if batch.get(NEXT_KNOWN, None) is None:
             return Boundaries(ends, terminated, None)
         unknown = ~marker(batch, NEXT_KNOWN) & ends & ~terminated
@@ -215,7 +405,41 @@ class ValueEstimator(TensorDictModuleBase):
             )
         return Boundaries(ends, terminated, unknown)
 
+    def _discount(self, batch: TensorDictBase, steps: Tensor, reward: Tensor) -> Tensor:
+        """``gamma`` over the steps that each row spans, in the reward's shape."""
+        spanned = flat_column(steps, batch, self.tensor_keys["steps_to_next_obs"]).to(reward.dtype)
+        return torch.as_tensor(self.gamma, dtype=reward.dtype, device=reward.device) ** beside(
+            spanned, reward
+        )
+
+    def _counted(self, batch: TensorDictBase, valid: Tensor | None) -> Tensor | None:
+        """The rows that moments are taken over; None is all of them."""
+        if (
+            not (self.standardize or self.average_rewards)
+            or batch.get(self.tensor_keys["mask"], None) is None
+        ):
+            return valid
+        return both(marker(batch, self.tensor_keys["mask"]), valid)
+
+    def _standardized(self, batch: TensorDictBase, column: Tensor, counted: Tensor | None) -> Tensor:
+        mask = spread_over(counted, column)
+        if self.group_key is None:
+            return standardized(column, mask)
+        groups = flat_column(require(batch, self.group_key), batch, self.group_key)
+        return standardized_in_groups(column, groups, mask)
+
     def _warn_once(self, text: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(text, UserWarning, stacklevel=9)  # the caller of the module
+            warnings.warn(text, UserWarning, stacklevel=_frames_inside())
+
+
+def _frames_inside() -> int:
+    """The ``stacklevel`` of a warning for the caller of the module, through whatever calls lie between."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if not name.startswith(("flatroll.estimators", "torch.", "tensordict.")):
+            break
+        level, frame = level + 1, frame.f_back
+    return level

@@ -1,4 +1,4 @@
-"""Splitting a value network's input so that its activations stay small."""
+"""Splitting a network's input so that its activations stay small."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +10,11 @@ from torch import Tensor
 class Chunks:
     """How many rows go through a network at a time: all, ``size`` of them, or a ``number``-th part.
 
+    Attributes:
+        size: rows of a chunk along ``dim``.
+        number: number of chunks.
+        dim: the batch dim that is split.
+
     Raises:
         ValueError: both are given, or one is below 1.
 
@@ -19,6 +24,7 @@ class Chunks:
 
     size: int | None = None
     number: int | None = None
+    dim: int = 0
 
     def __post_init__(self) -> None:
         if self.size is not None and self.number is not None:
@@ -30,19 +36,40 @@ class Chunks:
             if n is not None and n < 1:
                 raise ValueError(f"{name} must be at least 1, got {n}")
 
-    def spans(self, rows: int, stops: Tensor | None = None) -> Iterator[tuple[int, int]]:
-        """First and past-the-last row of each chunk of ``rows`` rows.
+    @property
+    def whole(self) -> bool:
+        """Whether everything goes through at once."""
+        return self.size is None and self.number in (None, 1)
+
+    def along(self, batch_dims: int) -> int:
+        """The dim to split of a batch with so many dims.
+
+        Raises:
+            ValueError: there is no such dim.
+        """
+        if not -batch_dims <= self.dim < batch_dims:
+            raise ValueError(f"value_chunk_dim must name one of {batch_dims} batch dims, got {self.dim}")
+        return self.dim % batch_dims
+
+    def spans(
+        self, rows: int, stops: Tensor | None = None, *, each: int = 1, first: int = 0
+    ) -> Iterator[tuple[int, int]]:
+        """First and past-the-last row of each chunk.
 
         Args:
-            rows: number of rows to split.
+            rows: past-the-last row of all.
             stops: past-the-last rows of the runs, ascending int64: then a chunk holds whole runs, as many as
                 fit, and one run alone where it is longer than a chunk. Default: runs may be cut.
+            each: rows that count as one for ``size``, where several batch dims have become one.
+            first: first row of all.
         """
-        size = self.size or -(-rows // (self.number or 1)) or 1
-        if stops is None or size >= rows:
-            yield from ((start, min(start + size, rows)) for start in range(0, max(rows, 1), size))
+        size = (self.size or 0) * each or -(-(rows - first) // (self.number or 1)) or 1
+        if stops is None or size >= rows - first:
+            yield from (
+                (start, min(start + size, rows)) for start in range(first, max(rows, first + 1), size)
+            )
             return
-        bounds, start, at = stops.tolist(), 0, 0
+        bounds, start, at = stops.tolist(), first, 0
         while start < rows:
             while at + 1 < len(bounds) and bounds[at + 1] <= start + size:
                 at += 1

@@ -1,12 +1,14 @@
 """Generalized advantage estimation on a batch."""
 
+from typing import Unpack
+
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from flatroll.estimators.base import BootstrapMissing, ValueEstimator
+from flatroll.estimators.base import Given, ValueEstimator
 from flatroll.estimators.functional import generalized_advantage_estimate
-from flatroll.estimators.series import unit_interval
-from flatroll.layout.keys import NestedKey
+from flatroll.estimators.options import EstimatorOptions
+from flatroll.estimators.series import unit_interval as unit_interval
 
 
 class GAE(ValueEstimator):
@@ -18,24 +20,20 @@ class GAE(ValueEstimator):
     Args:
         gamma: discount in [0, 1].
         lmbda: trace decay in [0, 1].
-        value_network: tensordict module, e.g. from ``"observation"`` to ``"state_value"`` ``[N, 1]``.
-            Recurrent networks run in recurrent mode, whatever the mode around the call.
-        average_gae: zero mean and unit deviation of the advantage over the real rows. Default: False.
-        differentiable: let gradients through the values. Default: False.
-        shifted: evaluate N + K rows in one call instead of 2 N in two; the same numbers. Default: False.
-        value_chunk_size: rows that go through the network at a time. Default: all.
-        num_chunks: number of chunks instead. ``num_chunk`` is another name for it.
-        bootstrap_missing: ``"error"`` (default), ``"current"`` or ``"mask"``: what to do where a run that is
-            not terminated ends at an observation the env hid.
-        advantage_key, value_target_key, value_key: names of what is written. Default: ``"advantage"``,
-            ``"value_target"``, ``"state_value"`` (and ``("next", "state_value")``, 0 where terminated).
+        value_network: tensordict module, e.g. from ``"observation"`` to ``"state_value"`` ``[N, 1]``; None reads
+            both values from the batch.
+        average_gae: zero mean and unit deviation of the advantage over the rows that count. Default: False.
+        options: what all estimators take, see :class:`~flatroll.estimators.base.ValueEstimator`:
+            ``differentiable``, ``shifted`` (one call of the network on N + K rows), ``shifted_budget``,
+            ``value_chunk_size``, ``num_chunks``, ``skip_existing``, ``check_finite``, ``bootstrap_missing``,
+            ``group_key``, ``time_dim``, ``advantage_key``, ``value_target_key``, ``value_key``, …
 
     A NaN in a next observation (what ``NextStateReconstructor`` writes where it has none) never reaches the
-    network: the row's own number stands in, an approximation wherever the run is not terminated.
+    network: the row's own number stands in, an approximation wherever the run is not terminated, and a warning
+    says so once.
 
     Raises:
-        ValueError: ``gamma`` or ``lmbda`` outside [0, 1], both chunk arguments, or an unknown
-            ``bootstrap_missing``.
+        ValueError: ``gamma`` or ``lmbda`` outside [0, 1], both chunk arguments, or an option out of range.
         TypeError: ``value_network`` is no tensordict module.
 
     Example:
@@ -57,45 +55,29 @@ class GAE(ValueEstimator):
         https://arxiv.org/abs/1506.02438
     """
 
+    lmbda: float | Tensor
+    target_needs_value = True
+
     def __init__(
         self,
         *,
         gamma: float | Tensor,
         lmbda: float | Tensor,
-        value_network: TensorDictModuleBase,
+        value_network: TensorDictModuleBase | None,
         average_gae: bool = False,
-        differentiable: bool = False,
-        shifted: bool = False,
-        value_chunk_size: int | None = None,
-        num_chunks: int | None = None,
-        num_chunk: int | None = None,
-        bootstrap_missing: BootstrapMissing = "error",
-        advantage_key: NestedKey | None = None,
-        value_target_key: NestedKey | None = None,
-        value_key: NestedKey | None = None,
+        **options: Unpack[EstimatorOptions],
     ) -> None:
-        super().__init__(
-            value_network,
-            differentiable=differentiable,
-            shifted=shifted,
-            value_chunk_size=value_chunk_size,
-            num_chunks=num_chunks,
-            num_chunk=num_chunk,
-            bootstrap_missing=bootstrap_missing,
-            standardize=average_gae,
-            keys={"advantage": advantage_key, "value_target": value_target_key, "value": value_key},
-        )
-        self.gamma, self.lmbda = unit_interval("gamma", gamma), unit_interval("lmbda", lmbda)
+        super().__init__(gamma=gamma, value_network=value_network, standardize=average_gae, **options)
+        self.number("lmbda", lmbda, options.get("device"))
 
-    def estimate(
-        self,
-        value: Tensor,
-        next_value: Tensor,
-        reward: Tensor,
-        terminated: Tensor,
-        ends: Tensor,
-        time_dim: int,
-    ) -> tuple[Tensor, Tensor]:
+    def estimate(self, given: Given) -> tuple[Tensor, Tensor]:
         return generalized_advantage_estimate(
-            self.gamma, self.lmbda, value, next_value, reward, ends, terminated, time_dim=time_dim
+            given.gamma,
+            self.lmbda,
+            given.value,
+            given.next_value,
+            given.reward,
+            given.ends,
+            given.terminated,
+            time_dim=given.time_dim,
         )

@@ -9,6 +9,8 @@ from tensordict.nn import TensorDictModuleBase
 from flatroll.estimators.base import ValueEstimator
 from flatroll.estimators.gae import GAE
 from flatroll.estimators.reductions import one_of
+from flatroll.estimators.td import TD0Estimator, TD1Estimator, TDLambdaEstimator
+from flatroll.estimators.vtrace import VTrace
 
 
 class ValueEstimators(StrEnum):
@@ -29,7 +31,13 @@ class ValueEstimators(StrEnum):
 Kind: TypeAlias = ValueEstimators | str | type[ValueEstimator] | ValueEstimator
 
 _DEFAULTS = {"gamma": 0.99, "lmbda": 0.95}
-_CLASSES: dict[str, type[ValueEstimator]] = {"gae": GAE}
+_CLASSES: dict[str, type[ValueEstimator]] = {
+    "td0": TD0Estimator,
+    "td1": TD1Estimator,
+    "td_lambda": TDLambdaEstimator,
+    "gae": GAE,
+    "vtrace": VTrace,
+}
 
 
 def make_estimator(

@@ -1,8 +1,8 @@
 """What every policy-gradient loss does around its objective: policy terms, entropy, critic, advantages."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, ClassVar, Self, TypedDict, cast
+from typing import Any, ClassVar, Self, TypedDict
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -13,6 +13,7 @@ from torch.distributions import Distribution
 from flatroll.estimators.base import ValueEstimator
 from flatroll.estimators.kinds import Kind, ValueEstimators, make_estimator
 from flatroll.estimators.loss import LossModule, Rows, frozen, shared
+from flatroll.estimators.policies import distribution, joint, log_prob_of, require_actor
 from flatroll.estimators.reductions import (
     Distance,
     Reduction,
@@ -216,12 +217,7 @@ class PolicyGradientLoss(LossModule):
         advantage = self._advantage(rows)
         action = self.entry(rows, "action")
         dist = distribution(self.actor_network, rows.work)
-        if action.ndim != len(dist.batch_shape) + len(dist.event_shape):
-            raise ValueError(
-                f"the action must have the shape {tuple(dist.batch_shape + dist.event_shape)} of the actor's "
-                f"{type(dist).__name__}, got {tuple(action.shape)}"
-            )
-        log_prob = joint(dist.log_prob(action), rows.batch)
+        log_prob = joint(log_prob_of(dist, action), rows.batch)
         loss, diagnostics = self.objective(rows, dist, log_prob, advantage)
         losses = {name: loss}
         if self.entropy_bonus:
@@ -264,27 +260,6 @@ class PolicyGradientLoss(LossModule):
             loss = torch.maximum(loss, distance(before + clipped, target, self.loss_critic_type))
             diagnostics["value_clip_fraction"] = masked_mean((moved != clipped).to(value.dtype), rows.mask)
         return self.critic_coeff * loss, diagnostics
-
-
-def require_actor(actor_network: TensorDictModuleBase) -> None:
-    """TypeError unless the actor has ``get_dist``."""
-    if not hasattr(actor_network, "get_dist"):
-        raise TypeError(
-            "actor_network must be a tensordict module with get_dist, e.g. "
-            f"ProbabilisticTensorDictSequential, got {type(actor_network).__name__}"
-        )
-
-
-def distribution(actor_network: TensorDictModuleBase, batch: TensorDictBase) -> Distribution:
-    """The actor's distribution over actions in each row; what the actor writes on the way is in ``batch``."""
-    get_dist = cast(Callable[[TensorDictBase], Distribution], getattr(actor_network, "get_dist"))  # noqa: B009
-    return get_dist(batch)
-
-
-def joint(log_prob: Tensor, batch: TensorDictBase) -> Tensor:
-    """Log-probabilities (or entropies) of independent action dims summed to the batch's shape ``[*B]``."""
-    extra = log_prob.ndim - batch.batch_dims
-    return log_prob.flatten(-extra).sum(-1) if extra > 0 else log_prob
 
 
 def entropy_of(dist: Distribution, samples: int) -> Tensor:

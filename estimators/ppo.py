@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributions import Distribution, kl_divergence
 
 from flatroll.estimators.loss import Rows
-from flatroll.estimators.policy_loss import PolicyGradientLoss, PolicyOptions, joint
+from flatroll.estimators.policies import joint
+from flatroll.estimators.policy_loss import PolicyGradientLoss, PolicyOptions
 from flatroll.estimators.reductions import masked_mean
 from flatroll.layout.keys import missing_marker
 

@@ -14,7 +14,7 @@ from torch.distributions import Distribution
 from flatroll.estimators.dqn import ActionSpace, of_action
 from flatroll.estimators.loss import Rows, frozen
 from flatroll.estimators.off_policy import OffPolicyLoss
-from flatroll.estimators.policy_loss import joint
+from flatroll.estimators.policies import joint
 from flatroll.estimators.soft_actor_critic import SACOptions, SoftActorCritic
 from flatroll.layout.keys import NestedKey, flat_column
 

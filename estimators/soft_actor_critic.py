@@ -13,7 +13,7 @@ from torch.distributions import Distribution
 
 from flatroll.estimators.loss import Rows, delayed, frozen, shared
 from flatroll.estimators.off_policy import OffPolicyLoss, following
-from flatroll.estimators.policy_loss import distribution, require_actor
+from flatroll.estimators.policies import distribution, require_actor
 from flatroll.estimators.reductions import Distance, Reduction, distance, masked_mean
 from flatroll.estimators.values import NetworkInputs
 from flatroll.layout.keys import NestedKey, as_tuple, next_key

@@ -7,215 +7,256 @@ only right form for a recurrent network, whose memory runs on into the final obs
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
+from flatroll.estimators.budget import Budgeted
 from flatroll.estimators.chunks import Chunks
-from flatroll.estimators.stream import Appended, Columns, Interleaved, Stream, open_ends
+from flatroll.estimators.following import Boundaries, Following, beside, cleared, flat
+from flatroll.estimators.network import NetworkInputs as NetworkInputs
+from flatroll.estimators.network import value_of
+from flatroll.estimators.stream import Appended, Columns, Interleaved, Stream, marked, stops
 from flatroll.layout.keys import NestedKey, next_key, require
 
 
 @dataclass(frozen=True)
-class NetworkInputs:
-    """What a value network reads: observations, whose next ones matter, and what a memory needs.
+class Route:
+    """How values come about.
 
     Attributes:
-        observed: keys that have a next version in the stream.
-        states: recurrent states, of which only the one at a run's first row is read.
-        recurrent: the network remembers, so the rows of a run must reach it together.
+        shifted: one call over the extended stream even where two calls would do.
+        budget: places that a stream of fixed length adds to each series; None is the stream that fits.
+        chunks: rows that go through the network at a time.
+        skip_existing: values that stand in the batch are not computed again.
     """
 
-    observed: tuple[NestedKey, ...]
-    states: tuple[NestedKey, ...]
-    recurrent: bool
-
-    @classmethod
-    def of(cls, network: TensorDictModuleBase, is_init_key: NestedKey) -> "NetworkInputs":
-        read: list[NestedKey] = list(network.in_keys)  # pyright: ignore[reportAssignmentType]
-        written = set(network.out_keys)
-        states = tuple(key for key in read if next_key(key) in written)
-        observed = tuple(key for key in read if key not in states and key != is_init_key)
-        remembers = any(hasattr(module, "make_tensordict_primer") for module in network.modules())
-        return cls(observed, states, bool(states) or is_init_key in read or remembers)
+    shifted: bool = False
+    budget: int | None = None
+    chunks: Chunks = field(default_factory=Chunks)
+    skip_existing: bool = False
 
 
 @dataclass(frozen=True)
-class Boundaries:
-    """Where runs stop and what is known behind them; bool tensors of the batch's shape.
+class Parameters:
+    """Other parameters than the network's own, for the values of the rows and for those of the next ones."""
+
+    now: TensorDictBase | None = None
+    following: TensorDictBase | None = None
+
+
+@dataclass(frozen=True)
+class Values:
+    """Values ``[*B, T, *F]`` of a batch.
 
     Attributes:
-        ends: last row of each run.
-        terminated: ends whose next value is 0.
-        unknown: ends whose next observation the env hid, or None.
+        value: of each row's observation, 0 where not valid.
+        next_value: of its next one, 0 where terminated.
+        valid: bool ``[*B, T]``, the rows that a stream of fixed length has room for; None is all of them.
     """
 
-    ends: Tensor
-    terminated: Tensor
-    unknown: Tensor | None
+    value: Tensor
+    next_value: Tensor
+    valid: Tensor | None = None
 
 
 class StateValues:
-    """Evaluate a batch: ``value`` of each row's observation, ``next_value`` of its next one.
+    """Evaluate a batch.
 
     Args:
-        network: tensordict module that writes ``value_key``, a trailing dim included (``[*B, T, 1]``).
+        network: tensordict module that writes ``value_key``, a trailing dim included (``[*B, T, 1]``); None
+            takes both values from the batch.
         value_key: entry the network writes its value under.
         is_init_key: entry that tells a recurrent network where runs start.
-        shifted: one call over the extended stream even where two calls would do.
-        chunks: rows that go through the network at a time.
+        route: how.
         warn: called with a text when a next observation is missing and the root one stands in for it.
     """
 
     def __init__(
         self,
-        network: TensorDictModuleBase,
+        network: TensorDictModuleBase | None,
         *,
         value_key: NestedKey,
         is_init_key: NestedKey,
-        shifted: bool,
-        chunks: Chunks,
+        route: Route,
         warn: Callable[[str], None],
     ) -> None:
         self.network, self.value_key, self.is_init_key = network, value_key, is_init_key
-        self.shifted, self.chunks, self.warn = shifted, chunks, warn
-        self.inputs = NetworkInputs.of(network, is_init_key)
+        self.route, self.warn = route, warn
 
     def __call__(
-        self, batch: TensorDictBase, at: Boundaries, final: TensorDictBase | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """``value`` and ``next_value`` ``[*B, T, *F]``; ``next_value`` is 0 where terminated.
+        self,
+        batch: TensorDictBase,
+        at: Boundaries,
+        final: TensorDictBase | None = None,
+        parameters: Parameters | None = None,
+        *,
+        n_step: bool = False,
+    ) -> Values:
+        """The values of the batch.
+
+        Args:
+            batch: ``[*B, T]``.
+            at: its boundaries.
+            final: the next observations that no row of a compact batch holds.
+            parameters: in place of the network's own.
+            n_step: the next observation of a row is not that of the row behind it.
 
         Raises:
             KeyError: the batch lacks an entry the network reads, or the network does not write ``value_key``.
-            ValueError: ``final`` does not belong to this batch, or the value has no trailing dim.
+            ValueError: ``final`` does not belong to this batch, the value has no trailing dim, or one stream is
+                asked to serve two sets of parameters, or n-step rows.
         """
-        complete = all(batch.get(next_key(key), None) is not None for key in self.inputs.observed)
-        if self.shifted or self.inputs.recurrent or not complete:
-            value, next_value = self._one_call(batch, at, final)
-        else:
-            value, next_value = self._two_calls(batch, at.unknown)
-        return value, next_value.masked_fill(_beside(at.terminated, next_value), 0.0)
-
-    def _two_calls(self, batch: TensorDictBase, unknown: Tensor | None) -> tuple[Tensor, Tensor]:
-        root = {key: require(batch, key) for key in self.inputs.observed}
-        after = {key: require(batch, next_key(key)) for key in self.inputs.observed}
-        values, next_values = [], []
-        for start, stop in self.chunks.spans(batch.shape[0]):
-            rows = slice(start, stop)
-            shape = torch.Size([stop - start, *batch.shape[1:]])
-            hidden = None if unknown is None else unknown[rows]
-            part = {key: column[rows] for key, column in root.items()}
-            next_part = {key: _usable(column[rows], part[key], hidden) for key, column in after.items()}
-            values.append(self._evaluate(part, shape))
-            next_values.append(self._evaluate(next_part, shape))
-        return _joined(values), _joined(next_values)
-
-    def _one_call(
-        self, batch: TensorDictBase, at: Boundaries, final: TensorDictBase | None
-    ) -> tuple[Tensor, Tensor]:
-        ends = at.ends.reshape(-1)
-        after = open_ends(ends, at.terminated.reshape(-1))
-        unknown = None if at.unknown is None else at.unknown.reshape(-1)[after]
-        held = [key for key in self.inputs.states if batch.get(key, None) is not None]
-        root = {key: _flat(require(batch, key), batch) for key in (*self.inputs.observed, *held)}
-        behind = self._behind(batch, root, after, unknown, final)
-        stream: Stream = Appended(after, ends.shape[0])
-        stops = None
-        if self.inputs.recurrent:
-            starts = torch.ones_like(ends)
-            starts[1:] = ends[:-1]
-            root[self.is_init_key] = starts.unsqueeze(-1)
-            behind[self.is_init_key] = starts.new_zeros(after.shape[0], 1)
-            stream = interleaved = Interleaved.of(after, ends.shape[0])
-            stops = interleaved.stops(ends)
-        values = [
-            self._evaluate(stream.columns(root, behind, start, stop), torch.Size([stop - start]))
-            for start, stop in self.chunks.spans(stream.rows, stops)
-        ]
-        value, next_value = stream.split(_joined(values))
-        shape = (*batch.batch_size, *value.shape[1:])
-        return value.reshape(shape), next_value.reshape(shape)
-
-    def _behind(
-        self,
-        batch: TensorDictBase,
-        root: Columns,
-        after: Tensor,
-        unknown: Tensor | None,
-        final: TensorDictBase | None,
-    ) -> Columns:
-        """What to insert behind the rows ``after``: the batch's next observations, or those of ``final``."""
-        behind: Columns = {}
-        for key in self.inputs.observed:
-            found = batch.get(next_key(key), None)
-            if found is not None:
-                found = _flat(found, batch)[after]
-            elif final is not None and final.get(next_key(key), None) is not None:
-                found = _final_rows(final, key, after, unknown)
-            elif after.shape[0]:
-                self.warn(
-                    f"the batch has no entry {next_key(key)!r} and no final= came with it: at the end of "
-                    f"each run that is not terminated the value of the row's own {key!r} stands in for the "
-                    "next one's. Pass collector.final as final=, or keep next observations, to be exact"
-                )
-            if found is not None:
-                behind[key] = _usable(found, root[key][after], unknown)
-        return behind
-
-    def _evaluate(self, columns: Columns, shape: torch.Size) -> Tensor:
-        out = self.network(TensorDict(columns, batch_size=shape))
-        value: Tensor | None = out.get(self.value_key, None)
-        if value is None:
-            raise KeyError(
-                f"value_network wrote no entry {self.value_key!r}: its out_keys are "
-                f"{list(self.network.out_keys)}; name the one that holds the value with value_key="
-            )
-        if value.ndim == len(shape):
+        value, next_value = self._existing(batch)
+        if value is not None and next_value is not None:
+            return Values(value, cleared(next_value, at.terminated))
+        assert self.network is not None
+        work = _Work(self, self.network, batch, at, final, parameters or Parameters(), value)
+        if work.row_by_row:
+            return work.two_calls()
+        if n_step:
             raise ValueError(
-                f"value_network must write {self.value_key!r} of shape {(*shape, 1)}, "
-                f"got {tuple(value.shape)}"
+                "n-step rows are followed by an observation several rows on, so one call over the rows (shifted=True, "
+                "a recurrent value_network, a batch without next observations) has no value for it: evaluate "
+                "before the n-step transform, or use shifted=False with a network that reads one row at a time"
             )
-        return value
+        return work.one_call()
+
+    def _existing(self, batch: TensorDictBase) -> tuple[Tensor | None, Tensor | None]:
+        """The values that need not be computed."""
+        if self.network is None:
+            return require(batch, self.value_key), require(batch, next_key(self.value_key))
+        if not self.route.skip_existing:
+            return None, None
+        return batch.get(self.value_key, None), batch.get(next_key(self.value_key), None)
 
 
-def _final_rows(
-    final: TensorDictBase, key: NestedKey, after: Tensor, unknown: Tensor | None
-) -> Tensor | None:
-    """The next observations of the rows ``after``, or None where ``final`` holds none and none is known."""
-    rows = require(final, "row")
-    slots = torch.searchsorted(rows, after).clamp(max=max(rows.shape[0] - 1, 0))
-    missing = rows[slots] != after if rows.shape[0] else torch.ones_like(after, dtype=torch.bool)
-    if unknown is not None:
-        missing = missing & ~unknown
-    if bool(missing.any()):
-        raise ValueError(
-            f"final has no next observation for row {int(after[missing][0])}, which ends a run without "
-            "terminating: final must be the one that came with this batch, rows in the same order"
+class _Work:
+    """One batch on its way through the network."""
+
+    def __init__(
+        self,
+        values: StateValues,
+        network: TensorDictModuleBase,
+        batch: TensorDictBase,
+        at: Boundaries,
+        final: TensorDictBase | None,
+        parameters: Parameters,
+        value: Tensor | None,
+    ) -> None:
+        self.network, self.value_key, self.is_init_key = network, values.value_key, values.is_init_key
+        self.route, self.batch, self.at, self.parameters, self.value = (
+            values.route,
+            batch,
+            at,
+            parameters,
+            value,
         )
-    return require(final, next_key(key))[slots] if rows.shape[0] else None
+        self.inputs = NetworkInputs.of(network, values.is_init_key)
+        self.following = Following(batch, self.inputs.observed, at, final, values.warn)
+        self.dim = values.route.chunks.along(batch.batch_dims)
+
+    @property
+    def row_by_row(self) -> bool:
+        """Whether two calls will do."""
+        return not self.route.shifted and not self.inputs.recurrent and self.following.complete
+
+    def two_calls(self) -> Values:
+        """The observations, then the next observations."""
+        batch, at, following, now = self.batch, self.at, self.following, self.parameters.now
+        root = {key: require(batch, key) for key in following.root}
+        after = {key: require(batch, next_key(key)) for key in following.root}
+        values, next_values = [], []
+        for start, stop in self.route.chunks.spans(batch.shape[self.dim]):
+            span = (slice(None),) * self.dim + (slice(start, stop),)
+            part = {key: column[span] for key, column in root.items()}
+            hidden, over = None if at.unknown is None else at.unknown[span], at.terminated[span]
+            next_part = {
+                key: following.usable(key, column[span], part[key], hidden, over)
+                for key, column in after.items()
+            }
+            if self.value is None:
+                values.append(self._evaluate(part, over.shape, now))
+            next_values.append(self._evaluate(next_part, over.shape, self.parameters.following or now))
+        next_value = _joined(next_values, self.dim)
+        return Values(
+            self.value if self.value is not None else _joined(values, self.dim),
+            cleared(next_value, at.terminated),
+        )
+
+    def one_call(self) -> Values:
+        """The extended stream; twice where the next values have parameters of their own."""
+        if self.parameters.following is None:
+            return self._over_stream(self.parameters.now, self.value)
+        if self.route.shifted:
+            raise ValueError(
+                "shifted=True takes the values of the rows and of the next ones from one call, so from one set "
+                "of parameters: leave target_params out, or shifted=True"
+            )
+        value = self._over_stream(self.parameters.now, None).value if self.value is None else self.value
+        return Values(value, self._over_stream(self.parameters.following, None).next_value)
+
+    def _over_stream(self, parameters: TensorDictBase | None, value: Tensor | None) -> Values:
+        stream, valid = self._stream()
+        root, behind = self._columns()
+        chunks, count = self.route.chunks, self.at.ends.numel()
+        bounds = None
+        if self.inputs.recurrent and not chunks.whole and isinstance(stream, Interleaved | Budgeted):
+            bounds = stops(stream.position, self.at.ends.reshape(-1), stream.rows)
+        known: list[Tensor] = []
+        if value is not None and isinstance(stream, Appended):
+            known = [flat(value, self.batch)]
+        each = count // max(self.batch.shape[self.dim], 1)
+        spans = chunks.spans(stream.rows, bounds, each=each, first=count if known else 0)
+        found = [
+            self._evaluate(stream.columns(root, behind, start, stop), torch.Size([stop - start]), parameters)
+            for start, stop in spans
+        ]
+        now, next_value = stream.split(_joined(known + found, 0))
+        shape = (*self.batch.batch_size, *now.shape[1:])
+        now, next_value = now.reshape(shape), next_value.reshape(shape)
+        if valid is not None:
+            now = torch.where(beside(valid, now), now, 0.0)
+        return Values(now if value is None else value, cleared(next_value, self.at.terminated), valid)
+
+    def _stream(self) -> tuple[Stream, Tensor | None]:
+        """The stream, and which rows it has room for if not all."""
+        at, count = self.at, self.at.ends.numel()
+        if self.route.shifted and self.route.budget is not None:
+            fixed = Budgeted.of(at.opened.reshape(-1, at.ends.shape[-1]), self.route.budget)
+            valid = fixed.valid.view(at.ends.shape)
+            if not self.following.complete:
+                self.following.expect(marked(at.opened & valid))
+            return fixed, valid
+        after = marked(at.opened)
+        self.following.expect(after)
+        return Interleaved.of(after, count) if self.inputs.recurrent else Appended(after, count), None
+
+    def _columns(self) -> tuple[Columns, Callable[[Tensor, Tensor | None], Columns]]:
+        """What the rows hold, and what follows them; a memory is told where runs start."""
+        batch, following = self.batch, self.following
+        if not self.inputs.recurrent:
+            return following.root, following.behind
+        held = [key for key in self.inputs.states if batch.get(key, None) is not None]
+        ends = self.at.ends.reshape(-1)
+        starts = torch.ones_like(ends)
+        starts[1:] = ends[:-1]
+        starts = starts.unsqueeze(-1)
+
+        def behind(after: Tensor, chosen: Tensor | None) -> Columns:
+            row = starts.index_select(0, after)
+            start = torch.zeros_like(row) if chosen is None else row & ~chosen.unsqueeze(-1)
+            return following.behind(after, chosen) | {self.is_init_key: start}
+
+        states = {key: flat(require(batch, key), batch) for key in held}
+        return following.root | states | {self.is_init_key: starts}, behind
+
+    def _evaluate(self, columns: Columns, shape: torch.Size, parameters: TensorDictBase | None) -> Tensor:
+        return value_of(self.network, columns, shape, self.value_key, parameters)
 
 
-def _usable(found: Tensor, root: Tensor, unknown: Tensor | None) -> Tensor:
-    """``found`` with the root observation where it is NaN (element by element) or unknown (whole rows)."""
-    bad = None if unknown is None else _beside(unknown, found)
-    if found.is_floating_point():
-        bad = found.isnan() if bad is None else bad | found.isnan()
-    return found if bad is None else torch.where(bad, root, found)
-
-
-def _beside(flag: Tensor, column: Tensor) -> Tensor:
-    """A flag of the batch's shape, broadcast over the features of ``column``."""
-    return flag.reshape(*flag.shape, *[1] * (column.ndim - flag.ndim))
-
-
-def _flat(column: Tensor, batch: TensorDictBase) -> Tensor:
-    """A column of the batch with all its batch dims as one."""
-    return column.flatten(0, batch.batch_dims - 1)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -150,9 +150,13 @@ def test_nan_never_reaches_the_network(mixed: TensorDict, gae_loop: GaeLoop) -> 
     calls = Calls()
     expected = gae_loop(filled, calls.network, 0.9, 0.8)
     for shifted in (False, True):
-        out = GAE(gamma=0.9, lmbda=0.8, value_network=calls.network, shifted=shifted)(mixed.clone())
+        gae = GAE(gamma=0.9, lmbda=0.8, value_network=calls.network, shifted=shifted)
+        with pytest.warns(UserWarning, match=r"is NaN in 4 rows that are not terminated") as caught:
+            out = gae(mixed.clone())
+        assert caught[0].filename == __file__
         torch.testing.assert_close(out["advantage"], expected)
         assert out["next", "observation"].isnan().any()  # the batch itself stays as it was
+        gae(mixed.clone())  # warnings are errors: it says so once
 
 
 def test_compact_without_final_takes_the_own_observation_and_says_so_once(

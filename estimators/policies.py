@@ -1,0 +1,45 @@
+"""What an actor network says about actions."""
+
+from collections.abc import Callable
+from typing import cast
+
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+from torch.distributions import Distribution
+
+
+def require_actor(actor_network: TensorDictModuleBase) -> None:
+    """TypeError unless the actor has ``get_dist``."""
+    if not hasattr(actor_network, "get_dist"):
+        raise TypeError(
+            "actor_network must be a tensordict module with get_dist, e.g. "
+            f"ProbabilisticTensorDictSequential, got {type(actor_network).__name__}"
+        )
+
+
+def distribution(actor_network: TensorDictModuleBase, batch: TensorDictBase) -> Distribution:
+    """The actor's distribution over actions in each row; what the actor writes on the way is in ``batch``."""
+    get_dist = cast(Callable[[TensorDictBase], Distribution], getattr(actor_network, "get_dist"))  # noqa: B009
+    return get_dist(batch)
+
+
+def log_prob_of(dist: Distribution, action: Tensor) -> Tensor:
+    """Log-probability of each row's action, as the distribution gives it.
+
+    Raises:
+        ValueError: the action does not have the distribution's shape, which would broadcast.
+    """
+    if action.ndim != len(dist.batch_shape) + len(dist.event_shape):
+        raise ValueError(
+            f"the action must have the shape {tuple(dist.batch_shape + dist.event_shape)} of the actor's "
+            f"{type(dist).__name__}, got {tuple(action.shape)}"
+        )
+    log_prob: Tensor = dist.log_prob(action)
+    return log_prob
+
+
+def joint(log_prob: Tensor, batch: TensorDictBase) -> Tensor:
+    """Log-probabilities (or entropies) of independent action dims summed to the batch's shape ``[*B]``."""
+    extra = log_prob.ndim - batch.batch_dims
+    return log_prob.flatten(-extra).sum(-1) if extra > 0 else log_prob
