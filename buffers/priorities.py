@@ -1,5 +1,6 @@
 """The priorities of the slots of a buffer, and the sum tree to draw by."""
 
+import math
 from types import ModuleType
 from typing import Any
 
@@ -80,10 +81,10 @@ class Priorities:
             return float(self._highest.max()) if stored else 1.0
         return self.ever
 
-    def fits(self, alpha: float) -> bool:
-        """Whether the weights would be finite with another ``alpha``."""
-        kernels = self.kernels
-        return bool(kernels.weight(self.ever, self.eps, alpha) <= kernels.LARGEST)
+    def most(self, alpha: float) -> float:
+        """The largest priority whose weight, with exponent ``alpha``, leaves sums finite."""
+        digits = self.kernels.LARGEST / alpha if alpha else math.inf
+        return float(10**digits) if digits < 308 else float(np.finfo(np.float64).max)
 
     def fill(self, slots: slice, priority: float, drawable: bool) -> None:
         """Rows of one priority stand in ``slots``; 0 and not ``drawable`` where none stand any more."""

@@ -91,9 +91,11 @@ class PrioritizedSampler(RandomSampler):
     @alpha.setter
     def alpha(self, value: float) -> None:
         alpha = _number("alpha", value)
-        if not self._priorities.fits(alpha):
+        most = self._priorities.most(alpha)
+        if self._priorities.ever > most:
             raise ValueError(
-                f"alpha={alpha} makes weights too large for priorities up to {self._priorities.ever}"
+                f"alpha={alpha} makes weights too large: priorities up to {self._priorities.ever} were given, and the "
+                f"largest possible would be {most:.3g}"
             )
         self._priorities.alpha = alpha
 
@@ -218,19 +220,18 @@ class PrioritizedSampler(RandomSampler):
             raise self._nothing(ring)
         uniform = torch.rand(count, dtype=torch.float64, generator=generator)
         slots, generation = torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.int64)
-        weights = torch.empty(count, dtype=torch.float32)
+        ratios = torch.empty(count, dtype=torch.float32)
         self._priorities.kernels.draw(
             tree.nodes,
             tree.levels,
             ring.head,
             ring.capacity,
-            self._beta,
             uniform.numpy(),
             slots.numpy(),
-            weights.numpy(),
+            ratios.numpy(),
             generation.numpy(),
         )
-        return slots, weights, generation
+        return slots, ratios.pow_(-self._beta), generation
 
     def _nothing(self, ring: Ring) -> RuntimeError:
         return RuntimeError(
@@ -261,17 +262,10 @@ class PrioritizedSampler(RandomSampler):
                 f"generation must have one entry per index, {len(index)}, got {len(generations)}"
             )
         self._follow(ring)
+        most = self._priorities.most(self.alpha)
         standing, kept = index.copy(), values.to(self.dtype, copy=True).numpy()
         count, outside, bad = self._priorities.kernels.standing(
-            ring.head,
-            ring.written,
-            ring.capacity,
-            min(ring.written, ring.capacity),
-            standing,
-            kept,
-            generations,
-            self.eps,
-            self.alpha,
+            ring.head, ring.written, ring.capacity, most, standing, kept, generations
         )
         if outside >= 0:
             raise IndexError(
@@ -280,8 +274,8 @@ class PrioritizedSampler(RandomSampler):
             )
         if bad >= 0:
             raise ValueError(
-                f"priority[{bad}] is {float(values[bad])}: priorities must be numbers of at least 0, not too large "
-                f"for {self.dtype}, and (priority + eps) ** alpha must be at most {self._priorities.kernels.LARGEST}"
+                f"priority[{bad}] is {float(values[bad])}: priorities must be numbers from 0 to {most:.3g} that "
+                f"{self.dtype} can hold"
             )
         self._changing = True
         self._priorities.put(standing[:count], kept[:count])

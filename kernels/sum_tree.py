@@ -23,8 +23,8 @@ Float = Any
 FAN = 8
 _LINE = 64  # bytes of a cache line
 _TINY = float(np.finfo(np.float64).tiny)
-#: Largest weight: 10^18 of them still have a finite sum.
-LARGEST = 1e290
+#: Weights stay below ``10 ** LARGEST``: 10^18 of them still have a finite sum.
+LARGEST = 290
 
 
 @compiled()
@@ -134,20 +134,19 @@ def draw(
     levels: Array,
     head: Int,
     capacity: Int,
-    beta: Float,
     uniform: Array,
     slots: Array,
-    weights: Array,
+    ratios: Array,
     generation: Array,
 ) -> None:
-    """Draw a slot for each of ``uniform``; ``weights`` become ``(leaf / least leaf) ** -beta``, and
-    ``generation`` how often the ring of oldest row ``head`` had gone round when the slot's row was written."""
+    """Draw a slot for each of ``uniform``; ``ratios`` become leaf over least leaf, and ``generation`` how often the
+    ring of oldest row ``head`` had gone round when the slot's row was written."""
     find(nodes, levels, uniform, slots)
     least = nodes[levels[len(levels) - 1, 0] + FAN]
-    base = head % capacity
+    base, turn = head % capacity, head // capacity
     for i in range(len(slots)):
-        weights[i] = (nodes[levels[0, 0] + slots[i]] / least) ** -beta
-        generation[i] = head // capacity + (slots[i] < base)
+        ratios[i] = nodes[slots[i]] / least
+        generation[i] = turn + (slots[i] < base)
 
 
 @compiled()
@@ -177,30 +176,29 @@ def standing(
     head: Int,
     written: Int,
     capacity: Int,
-    used: Int,
+    most: Float,
     slots: Array,
     priority: Array,
     generation: Array,
-    eps: Float,
-    alpha: Float,
 ) -> tuple[Int, Int, Int]:
-    """Move the entries whose rows still stand to the front of ``slots`` and ``priority``; slots end at ``used``.
+    """Move the entries whose rows still stand to the front of ``slots`` and ``priority``.
 
     Left out are the slot -1, rows that may not be read, and, where ``generation`` has entries, rows of another
-    generation. Returns (how many stay, position of the first slot out of range, of the first bad priority), -1
-    for none.
+    generation. Returns (how many stay, position of the first slot where no row ever stood, of the first priority
+    that is negative, NaN or above ``most``), -1 for none.
     """
     kept = 0
+    base, turn = head % capacity, head // capacity
     for i in range(len(slots)):
         slot, value = slots[i], priority[i]
         if slot == -1:
             continue
-        if slot < -1 or slot >= used:
+        if slot < -1 or slot >= min(capacity, written):
             return kept, i, -1
-        if not (value >= 0 and weight(value, eps, alpha) <= LARGEST):
+        if not 0 <= value <= most:
             return kept, -1, i
-        row = head + (slot - head) % capacity
-        if row < written and (len(generation) == 0 or row // capacity == generation[i]):
+        now = turn + (slot < base)
+        if now * capacity + slot < written and (len(generation) == 0 or now == generation[i]):
             slots[kept], priority[kept] = slot, value
             kept += 1
     return kept, -1, -1

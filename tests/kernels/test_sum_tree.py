@@ -13,7 +13,7 @@ from flatroll.kernels import sum_tree
 from flatroll.kernels.sum_tree import LARGEST, SumTree
 
 #: Weights that differ by hundreds of orders of magnitude, and zeros.
-WEIGHTS = st.sampled_from([0.0, 0.0, 5e-324, 1e-300, 1e-8, 0.1, 1 / 3, 1.0, 7.0, 1e16, LARGEST])
+WEIGHTS = st.sampled_from([0.0, 0.0, 5e-324, 1e-300, 1e-8, 0.1, 1 / 3, 1.0, 7.0, 1e16, 10.0**LARGEST])
 ALMOST_1 = math.nextafter(1.0, 0.0)
 
 
@@ -76,7 +76,7 @@ def test_a_share_falls_into_the_weight_that_reaches_it(
 def test_only_slot_with_a_weight_is_found_whatever_the_share(capacity: int) -> None:
     shares = np.array([0.0, 0.3, ALMOST_1])
     for slot in {0, capacity // 2, capacity - 1}:
-        for weight in (5e-324, 0.1, LARGEST):
+        for weight in (5e-324, 0.1, 10.0**LARGEST):
             tree = SumTree(capacity)
             tree.fill(slot, 1, weight)
             assert tree.sample(shares).tolist() == [slot] * 3
