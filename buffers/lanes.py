@@ -1,12 +1,13 @@
 """Storages of several dimensions: slots are steps of parallel lanes, laid flat with time first."""
 
+import math
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.structure import map_rows
+from flatroll.buffers.structure import as_tensor, map_rows
 
 
 def time_first(data: Any, ndim: int, dim: int) -> tuple[Any, torch.Size]:
@@ -18,19 +19,21 @@ def time_first(data: Any, ndim: int, dim: int) -> tuple[Any, torch.Size]:
     sizes: set[torch.Size] = set()
 
     def flat(leaf: Any) -> Any:
+        leaf = leaf if isinstance(leaf, TensorDictBase) else as_tensor(leaf)
         if (leaf.batch_dims if isinstance(leaf, TensorDictBase) else leaf.ndim) < ndim:
             raise ValueError(
                 f"the storage has ndim={ndim}: extend it with batches of {ndim} batch dimensions, "
                 f"got {list(leaf.shape)}"
             )
+        sizes.add(leaf.shape[:ndim])
         leaf = leaf.permute(dim, *(d for d in range(leaf.ndim) if d != dim))
-        sizes.add(leaf.shape[1:ndim])
-        return leaf.reshape(-1, *leaf.shape[ndim:])
+        return leaf.reshape(math.prod(leaf.shape[:ndim]), *leaf.shape[ndim:])
 
     data = map_rows(data, flat)
     if len(sizes) != 1:
         raise ValueError(f"all leaves must have the same first {ndim} sizes, got {sorted(map(list, sizes))}")
-    return data, sizes.pop()
+    size = sizes.pop()
+    return data, torch.Size([*size[:dim], *size[dim + 1 :]])
 
 
 def grid(rows: int, lanes: torch.Size) -> Tensor:

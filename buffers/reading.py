@@ -12,7 +12,7 @@ from flatroll.buffers.lanes import positions
 from flatroll.buffers.parts import BufferParts, Made
 from flatroll.buffers.ring import Draw, Ring, given
 from flatroll.buffers.storage import ListStorage
-from flatroll.buffers.structure import TensorDicts, map_rows
+from flatroll.buffers.structure import TensorDicts, entry, map_rows
 from flatroll.buffers.transforms import apply, looks_ahead
 from flatroll.layout.keys import NestedKey, next_key
 
@@ -98,7 +98,7 @@ class BufferReading(BufferParts):
         """
         if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
             names = (index,) if isinstance(index, str) else index
-            return self[:][names[1:] if names[0] == "_data" and len(names) > 1 else names]
+            return entry(self[:], names[1:] if names[0] == "_data" and len(names) > 1 else names)
         self._enter()
         slots = self._slots(index)
         listed = not isinstance(index, slice)

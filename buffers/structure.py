@@ -16,6 +16,8 @@ from flatroll.layout.keys import NestedKey, as_tuple
 
 VALUE: NestedKey = "_value"  # the one column of data that are single tensors
 
+_SINGLE = (Tensor, np.ndarray, np.generic, bool, int, float)
+
 
 class Structure(ABC):
     """How items of one kind become columns and back."""
@@ -30,7 +32,7 @@ class Structure(ABC):
 
     def columns_of_rows(self, data: Any, shape: torch.Size) -> Columns:
         """The tensors of ``data`` of batch shape ``shape`` (``[]`` for one item), laid flat: ``[N, ...]``."""
-        flat = one_row(data) if not shape else map_rows(data, lambda t: t.reshape(-1, *t.shape[len(shape) :]))
+        flat = one_row(data) if not shape else map_rows(data, lambda t: _flat(t, len(shape)))
         return self.columns(flat)
 
     @staticmethod
@@ -38,7 +40,7 @@ class Structure(ABC):
         """The structure of a batch: a tensordict, a tensor or a tree of tensors."""
         if isinstance(batch, TensorDictBase):
             return TensorDicts(batch.batch_size[1:])
-        if isinstance(batch, Tensor):
+        if isinstance(batch, _SINGLE):
             return Tensors()
         return Trees(pytree.tree_structure(batch))
 
@@ -79,9 +81,12 @@ class Tensors(Structure):
 
     def columns(self, batch: Any) -> Columns:
         """See `Structure`."""
-        if not isinstance(batch, Tensor):
+        if not isinstance(batch, _SINGLE):
             raise TypeError(f"the storage holds single tensors, got {type(batch).__name__}")
-        return {VALUE: batch}
+        values = as_tensor(batch)
+        if not values.ndim:
+            raise ValueError("a batch needs a leading dimension, got a single number: use add")
+        return {VALUE: values}
 
     def build(self, columns: Columns, shape: torch.Size) -> Any:
         """See `Structure`."""
@@ -133,6 +138,12 @@ def batched(items: list[Any]) -> Any:
     """
     first = items[0]
     if isinstance(first, TensorDictBase):
+        for i, item in enumerate(items):
+            if not isinstance(item, TensorDictBase) or _forms(item) != _forms(first):
+                raise ValueError(
+                    f"items must have the same entries, shapes and dtypes to be stored in tensors: item 0 is {first}, "
+                    f"item {i} {item}"
+                )
         stacked: TensorDictBase = torch.stack(items)
         return stacked
     spec = pytree.tree_structure(first)
@@ -144,6 +155,12 @@ def batched(items: list[Any]) -> Any:
                 f"items must be of one form to be stored in tensors: item 0 is {spec}, item {i} {other}"
             )
         rows.append([as_tensor(leaf) for leaf in leaves])
+        for here, leaf in zip(rows[0], rows[-1], strict=True):
+            if here.shape != leaf.shape or here.dtype is not leaf.dtype:
+                raise ValueError(
+                    f"items must have the same shapes and dtypes to be stored in tensors: item 0 has {here.dtype} "
+                    f"{list(here.shape)} where item {i} has {leaf.dtype} {list(leaf.shape)}"
+                )
     return pytree.tree_unflatten([torch.stack(column) for column in zip(*rows, strict=True)], spec)
 
 
@@ -157,7 +174,7 @@ def stacked(items: list[Any]) -> Any:
     if not items:
         return items
     if all(isinstance(item, TensorDictBase) for item in items):
-        same = len({(item.batch_size, frozenset(_forms(item))) for item in items}) == 1
+        same = len({(item.batch_size, _forms(item)) for item in items}) == 1
         return batched(items) if same else items
     flat = [pytree.tree_flatten(item) for item in items]
     spec = flat[0][1]
@@ -176,7 +193,7 @@ def apart(batch: Any) -> list[Any]:
     if isinstance(batch, (TensorDictBase, Tensor)):
         return list(batch.clone().unbind(0))  # the caller may write into the batch
     tree, spec = pytree.tree_flatten(batch)
-    columns = [as_tensor(leaf) for leaf in tree]
+    columns = [as_tensor(leaf).clone() for leaf in tree]
     if not columns or any(c.ndim == 0 or len(c) != len(columns[0]) for c in columns):
         raise ValueError(
             "extend takes a list of items, or tensors (tensordicts, trees of tensors) with one leading dimension: "
@@ -185,11 +202,11 @@ def apart(batch: Any) -> list[Any]:
     return [pytree.tree_unflatten([c[i] for c in columns], spec) for i in range(len(columns[0]))]
 
 
-def _forms(item: TensorDictBase) -> list[Any]:
-    return [
+def _forms(item: TensorDictBase) -> frozenset[Any]:
+    return frozenset(
         (key, getattr(value, "shape", None), getattr(value, "dtype", None))
         for key, value in item.items(True, True)
-    ]
+    )
 
 
 def one_row(item: Any) -> Any:
@@ -197,6 +214,11 @@ def one_row(item: Any) -> Any:
     if isinstance(item, TensorDictBase):
         return item.unsqueeze(0)
     return pytree.tree_map(lambda leaf: as_tensor(leaf).unsqueeze(0), item)
+
+
+def _flat(rows: Any, dims: int) -> Any:
+    rows = rows if isinstance(rows, TensorDictBase) else as_tensor(rows)
+    return rows.reshape(math.prod(rows.shape[:dims]), *rows.shape[dims:])
 
 
 def map_rows(batch: Any, change: Callable[[Any], Any]) -> Any:
@@ -208,7 +230,7 @@ def as_tensor(leaf: Any) -> Tensor:
     """A leaf as a tensor; TypeError, which names the way out, for what is none."""
     if isinstance(leaf, Tensor):
         return leaf
-    if isinstance(leaf, (bool, int, float, np.ndarray, np.generic)):
+    if isinstance(leaf, _SINGLE):
         return torch.as_tensor(leaf)
     raise TypeError(
         f"a {type(leaf).__name__} cannot be kept in tensors: use ListStorage, which takes any Python object"
@@ -257,6 +279,23 @@ def nest(columns: Columns, shape: torch.Size) -> TensorDict:
         node[key[-1]] = column
     # The checks of the public constructor cost 20 of a sample's 150 µs; these columns passed them at extend.
     return TensorDict._new_unsafe(root, batch_size=shape)
+
+
+def entry(batch: Any, names: tuple[Any, ...]) -> Any:
+    """The entry of this name, or path of names, in a tensordict or a tree.
+
+    >>> entry({"a": (torch.zeros(1), torch.ones(1))}, ("a", 1))
+    tensor([1.])
+    """
+    if isinstance(batch, TensorDictBase):
+        return batch[names]
+    for name in names:
+        if not isinstance(batch, (dict, list, tuple)):
+            raise TypeError(
+                f"there is no entry {name!r}: the rows are {type(batch).__name__}s, not tensordicts"
+            )
+        batch = getattr(batch, name) if isinstance(batch, tuple) and isinstance(name, str) else batch[name]
+    return batch
 
 
 def like(column: Tensor) -> tuple[torch.dtype, torch.Size]:
