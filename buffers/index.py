@@ -435,6 +435,7 @@ class TrajectoryIndex(Ring):
         self._chains["open"] = 0
         self._state["open"] = self._state["newest"] = 0
         self._weights.clear()
+        self._claimed = -1, 0
         self._changing = False
 
     # -- weights: one Fenwick tree over the trajectories per way of drawing ----------------------------------------

@@ -122,11 +122,18 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         starts, weights, _ = self._choose(ring, batch_size // length, generator)
         draw = index.slices_from(starts, length, follow=follow)
         assert draw.firsts is not None and draw.lasts is not None
-        info = {
-            "priority_weight": weights.repeat_interleave(draw.lasts - draw.firsts + 1),
-            "index_generation": (draw.slots < ring.head % ring.capacity).long() + ring.head // ring.capacity,
-        }
-        return replace(draw, info=info)
+        each, generation = torch.empty(len(draw.slots), dtype=torch.float32), torch.empty_like(draw.slots)
+        self._priorities.kernels.spread(
+            ring.head,
+            ring.capacity,
+            weights.numpy(),
+            draw.firsts.numpy(),
+            draw.lasts.numpy(),
+            draw.slots.numpy(),
+            each.numpy(),
+            generation.numpy(),
+        )
+        return replace(draw, info={"priority_weight": each, "index_generation": generation})
 
     def _nothing(self, ring: Ring) -> RuntimeError:
         if isinstance(ring, TrajectoryIndex) and not self._priorities.drawable.any():

@@ -150,6 +150,25 @@ def draw(
 
 
 @compiled()
+def spread(
+    head: Int,
+    capacity: Int,
+    ratios: Array,
+    firsts: Array,
+    lasts: Array,
+    slots: Array,
+    each: Array,
+    generation: Array,
+) -> None:
+    """``each`` row of slice j (``firsts[j] ... lasts[j]`` of ``slots``) gets ``ratios[j]``, and its ``generation``."""
+    base, turn = head % capacity, head // capacity
+    for j in range(len(ratios)):
+        for i in range(firsts[j], lasts[j] + 1):
+            each[i] = ratios[j]
+            generation[i] = turn + (slots[i] < base)
+
+
+@compiled()
 def weigh(
     nodes: Array, levels: Array, slots: Array, priority: Array, drawable: Array, eps: Float, alpha: Float
 ) -> None:

@@ -270,7 +270,7 @@ OPTIONS = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("slices", [False, True])
 def test_weights_equal_those_of_a_list(world: Any, slices: bool) -> None:
-    @settings(max_examples=25, deadline=None, derandomize=True)
+    @settings(max_examples=20, deadline=None, derandomize=True)
     @given(OPTIONS)
     def walk(options: dict[str, Any]) -> None:
         twins = Twins(world, slices, options)
