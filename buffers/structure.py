@@ -110,7 +110,7 @@ class Trees(Structure):
             raise ValueError(f"the storage holds items of the form {self.spec}, got {spec}")
         columns = {key: as_tensor(leaf) for key, leaf in zip(self.keys, leaves, strict=True)}
         lengths = {key: c.shape[0] if c.ndim else None for key, c in columns.items()}
-        if len(set(lengths.values())) != 1 or None in lengths.values():
+        if len(set(lengths.values())) > 1 or None in lengths.values():
             raise ValueError(
                 f"all leaves must have one length along their first dimension, got {lengths}: "
                 "use add for a single item, or a list of items"
