@@ -23,6 +23,7 @@ DONE = ("next", "done")
 TRAJ_IDS = ("collector", "traj_ids")
 MASK = ("collector", "mask")
 NEXT_KNOWN = ("collector", "next_known")
+HAS_STATE = ("collector", "has_state")
 
 #: Root names that an entry of a Dict observation may not take.
 RESERVED: frozenset[str] = frozenset(

@@ -37,6 +37,14 @@ def check_counts(frames: int, total: int, trajs: int | None, random: int, max_st
         )
 
 
+def check_stride(stride: int) -> None:
+    """Refuse a distance between kept states that is no number of rows."""
+    if isinstance(stride, bool) or not hasattr(stride, "__index__"):
+        raise TypeError(f"state_stride must be an integer, got {stride!r}")
+    if stride < 1:
+        raise ValueError(f"state_stride must be at least 1, got {stride}")
+
+
 def check_ids(ids: bool, trajs: int | None, split: bool) -> None:
     """Refuse what needs trajectory ids without them."""
     if trajs is not None and not ids:

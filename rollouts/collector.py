@@ -10,12 +10,13 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 from torch import nn
 
-from flatroll.rollouts.arguments import check_counts, check_ids, check_splitting, make_env
+from flatroll.rollouts.arguments import check_counts, check_ids, check_splitting, check_stride, make_env
 from flatroll.rollouts.delivery import Delivery
 from flatroll.rollouts.progress import Progress
 from flatroll.rollouts.runner import Runner
 from flatroll.rollouts.trajectories import TrajectoryJoiner
 from flatroll.wrappers.markers import TrajId, find_wrapper
+from flatroll.wrappers.primers import recurrent_states
 
 Device = torch.device | str | None
 
@@ -61,6 +62,9 @@ class Collector:
         post_collect_hook: called with each batch before it is yielded; what it returns is ignored.
         replay_buffer: batches are written into it, and None is yielded.
         auto_register_policy_transforms: wire recurrent states. Default None means True; False leaves them.
+        state_stride: keep recurrent states in every so many rows of a trajectory only, counted from its first,
+            and in the first row of each run of a batch. ``("collector", "has_state")`` marks these rows, the states
+            of others are zeros, and there are none under ``"next"``. Default 1: in every row, unmarked.
         info_keys: entries of ``info`` to store: ``key`` as the policy saw it, ``("next", key)`` as the step
             gave it; 0 in steps that came without it.
         exploration_type: how probabilistic modules choose. Default: they sample.
@@ -109,6 +113,7 @@ class Collector:
         post_collect_hook: Callable[[TensorDict], Any] | None = None,
         replay_buffer: Any = None,
         auto_register_policy_transforms: bool | None = None,
+        state_stride: int = 1,
         info_keys: Sequence[str] = (),
         exploration_type: InteractionType | str = InteractionType.RANDOM,
         seed: int | None = None,
@@ -118,6 +123,7 @@ class Collector:
         self._closed = True  # until the env is there
         self.final = None
         check_counts(frames_per_batch, total_frames, trajs_per_batch, init_random_frames, max_frames_per_traj)
+        check_stride(state_stride)
         check_ids(track_traj_ids, trajs_per_batch, split_trajs)
         if split_trajs:
             check_splitting(replay_buffer is not None)
@@ -143,6 +149,7 @@ class Collector:
                 seed=seed,
                 blocking=not no_cuda_sync,
                 recurrent=auto_register_policy_transforms is not False,
+                state_stride=state_stride,
             )
             target = storing_device or device
             storing = None if target is None else torch.device(target)
@@ -200,6 +207,17 @@ class Collector:
     def frames(self) -> int:
         """Rows collected so far."""
         return self._frames
+
+    def set_recurrent_primers_from(self, policy: Any) -> None:
+        """Carry the recurrent states that ``policy`` declares, as far as the collector's own policy writes them.
+
+        For a policy that hides its recurrent parts; one that shows them is wired by itself, and asking again changes
+        nothing.
+
+        Raises:
+            RuntimeError: rows were collected without these states.
+        """
+        self._runner.prime(recurrent_states(policy))
 
     def shutdown(self) -> None:
         """Close the env. Iterating afterwards is an error; calling it twice is not."""

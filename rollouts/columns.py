@@ -24,6 +24,7 @@ from flatroll.rollouts.window import DEAD
 from flatroll.wrappers.arrays import Array
 from flatroll.wrappers.compact import CompactObs, NextObservationDelta
 from flatroll.wrappers.markers import InitTracker, MarkerWrapper, RewardSum, StepCounter, TrajId
+from flatroll.wrappers.primers import RecurrentPrimer
 from flatroll.wrappers.sources import layers
 from flatroll.wrappers.spaces import observation_leaves
 
@@ -43,6 +44,7 @@ class ColumnKeys:
         returns: where a RewardSum's returns stand, or None.
         float32: the columns that are float32 whatever a wrapper makes of them.
         states: the recurrent states of the policy, once there is one.
+        strided: whether only some rows keep them (``("collector", "has_state")`` says which).
 
     Raises:
         ValueError: two parts write one column; the text names both.
@@ -54,7 +56,8 @@ class ColumnKeys:
                 f"info_keys must be a list of names, got the string {info_keys!r}: write [{info_keys!r}]"
             )
         markers = [layer for layer in layers(env) if isinstance(layer, MarkerWrapper)]
-        plain = [m for m in markers if not isinstance(m, CompactObs | NextObservationDelta)]
+        silent = CompactObs | NextObservationDelta | RecurrentPrimer  # they add no column of their own
+        plain = [m for m in markers if not isinstance(m, silent)]
         self.leaves = observation_leaves(env.single_observation_space)
         self.obs: list[NestedKey] = [key for key, _ in self.leaves]
         self.roots = [(m.key, m.info_name) for m in plain if not m.describes_step]
@@ -68,6 +71,7 @@ class ColumnKeys:
         self.deltas: list[NestedKey] = [] if delta is None else delta.keys
         self.delta_dtype = torch.float16 if delta is None else delta.delta_dtype
         self.states: list[NestedKey] = []
+        self.strided = False
         self.has_ids = any(isinstance(m, TrajId) for m in plain)
         self.infos = tuple(info_keys)
         #: Columns that are bool or a number for each row, and stand as ``[N, 1]``.

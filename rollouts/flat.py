@@ -5,9 +5,19 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.layout.boundaries import run_ends
+from flatroll.layout.boundaries import run_ends, run_starts
 from flatroll.layout.delta import check_delta, encode_delta
-from flatroll.layout.keys import DELTA, DONE, NEXT_KNOWN, TERMINATED, TRUNCATED, NestedKey, as_tuple, next_key
+from flatroll.layout.keys import (
+    DELTA,
+    DONE,
+    HAS_STATE,
+    NEXT_KNOWN,
+    TERMINATED,
+    TRUNCATED,
+    NestedKey,
+    as_tuple,
+    next_key,
+)
 from flatroll.rollouts.columns import ColumnKeys
 from flatroll.rollouts.policies import Columns
 from flatroll.rollouts.window import DEAD, Window
@@ -46,6 +56,8 @@ class FlatLayout:
             batch.set(key, column)
         for key in keys.counts:
             batch.set(next_key(key), columns[key] + 1)
+        if keys.strided:
+            self._thin_states(batch)
         for key in keys.deltas:
             column = following.pop(key)
             delta = encode_delta(columns[key], column, keys.delta_dtype)
@@ -56,6 +68,16 @@ class FlatLayout:
         for key, column in following.items():
             batch.set(next_key(key), column)
         return batch, None
+
+    def _thin_states(self, batch: TensorDict) -> None:
+        """Zeros for the states of rows that are not to keep theirs; the first rows of runs always do."""
+        keys = self._keys
+        kept = batch.get(HAS_STATE) | run_starts(batch, is_init_key=keys.init, traj_key=keys.traj)
+        batch.set(HAS_STATE, kept)
+        for key in keys.states:
+            state = batch.get(key)
+            state.masked_fill_(~kept.view(-1, *(1,) * (state.ndim - 1)), 0)
+            batch.exclude(next_key(key), inplace=True)
 
     def compact(self, batch: TensorDict, following: Columns | None = None) -> tuple[TensorDict, TensorDict]:
         """The batch without what its own later rows say, and its *final*: the observations no row holds."""

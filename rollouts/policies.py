@@ -1,15 +1,16 @@
 """Policies: a tensordict module, any callable from observation to action, or None, behind one call."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatroll.layout.keys import ACTION, NEXT, NestedKey, as_tuple, next_key
 from flatroll.rollouts.columns import plain_key
+from flatroll.wrappers.primers import recurrent_states
 
 Columns = dict[NestedKey, Tensor]
 #: From (the columns a policy may read, made when asked; the observation tree) to (action, further columns).
@@ -25,6 +26,7 @@ def as_act(
     device: torch.device | str | None = None,
     blocking: bool = True,
     recurrent: bool = True,
+    primed: Mapping[NestedKey, Tensor] | None = None,
 ) -> "CallablePolicy | ModulePolicy":
     """A tensordict module, or any callable from observation to action, as one function: an `Act`.
 
@@ -36,13 +38,14 @@ def as_act(
         device: where the policy wants its input. Default: there too.
         blocking: wait for copies between devices.
         recurrent: wire the recurrent states that the policy declares.
+        primed: states that the env's stack declares (`RecurrentPrimer`), for a policy that does not say.
 
     Raises:
         TypeError: the policy is neither.
     """
     apart = None if device is None or torch.device(device) == env_device else torch.device(device)
     if is_tensordict_module(policy):
-        return ModulePolicy(policy, space, num_envs, apart, env_device, blocking, recurrent)
+        return ModulePolicy(policy, space, num_envs, apart, env_device, blocking, recurrent, primed)
     if callable(policy):
         return CallablePolicy(policy, space, apart, blocking)
     raise TypeError(
@@ -95,6 +98,7 @@ class ModulePolicy:
         env_device: where the env's arrays live, and so the columns.
         blocking: wait for copies between devices.
         recurrent: read the recurrent states it declares (``make_tensordict_primer``).
+        primed: further states; those that it does not write under ``"next"`` are left out.
 
     Raises:
         ValueError: the module declares a state and does not write its ``("next", key)``.
@@ -109,6 +113,7 @@ class ModulePolicy:
         env_device: torch.device,
         blocking: bool,
         recurrent: bool = True,
+        primed: Mapping[NestedKey, Tensor] | None = None,
     ) -> None:
         self._policy = policy
         self._space = space
@@ -116,7 +121,7 @@ class ModulePolicy:
         self._device = device
         self._env_device = env_device
         self._blocking = blocking
-        states = dict(_recurrent_defaults(policy)) if recurrent else {}
+        states = recurrent_states(policy) if recurrent else {}
         self.defaults: Columns = {key: value.to(env_device) for key, value in states.items()}
         #: The columns it may write.
         self.writes: list[NestedKey] = [
@@ -131,7 +136,15 @@ class ModulePolicy:
                     f"{next_key(key)!r} among its out_keys {list(policy.out_keys)}: it would forget at every step. "
                     f"Keep it: select_out_keys(..., {next_key(key)!r}); names that begin with '_' are not kept"
                 )
+        self.prime(primed if recurrent and primed else {})
         self._written: list[NestedKey] | None = None  # those of them that it does write
+
+    def prime(self, states: Mapping[NestedKey, Tensor]) -> None:
+        """Read these states too, as far as the policy writes them under ``"next"`` and did not declare them."""
+        written = set(map(as_tuple, self.writes))
+        for key, value in states.items():
+            if next_key(key) in written:
+                self.defaults.setdefault(key, value.to(self._env_device))
 
     def __call__(self, columns: Callable[[], Columns], obs: Any) -> tuple[Any, Columns]:
         data = TensorDict(_nested(columns()), batch_size=[self._num_envs])
@@ -152,31 +165,6 @@ class ModulePolicy:
         if isinstance(action, TensorDictBase):
             action = _tuples(self._space, action.to_dict())
         return action, written
-
-
-def _recurrent_defaults(policy: Any) -> Iterator[tuple[NestedKey, Tensor]]:
-    """The states that the recurrent parts of a policy declare, with their values at an episode's start."""
-    parts = policy.modules() if isinstance(policy, nn.Module) else (policy,)
-    for part in parts:
-        if hasattr(part, "make_tensordict_primer"):
-            primer: Any = part.make_tensordict_primer  # any object may have one, not only nn.Module
-            yield from _defaults(primer())
-
-
-def _defaults(primer: Any) -> Iterator[tuple[NestedKey, Tensor]]:
-    """Our primers have ``defaults``; torchrl's a spec for each key and one number, or one for each key."""
-    if hasattr(primer, "defaults"):
-        yield from primer.defaults.items()
-        return
-    for key in primer.primers.keys(True, True):
-        default, spec = primer.default_value, primer.primers[key]
-        value = default.get(key, 0.0) if hasattr(default, "get") else default
-        if primer.random or callable(value):
-            raise TypeError(
-                f"the recurrent state {key!r} must start from fixed values, and its primer draws them: give the "
-                "primer a default_value"
-            )
-        yield key, torch.as_tensor(value, dtype=spec.dtype).expand(spec.shape).clone()
 
 
 def is_tensordict_module(policy: Any) -> bool:

@@ -10,17 +10,18 @@ from gymnasium.vector import VectorObservationWrapper, VectorRewardWrapper
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.layout.keys import ACTION, NEXT_KNOWN, REWARD, TERMINATED, TRUNCATED, next_key
+from flatroll.layout.keys import ACTION, HAS_STATE, NEXT_KNOWN, REWARD, TERMINATED, TRUNCATED, next_key
 from flatroll.rollouts.arguments import check_writer
 from flatroll.rollouts.columns import ColumnKeys, tree_leaves
 from flatroll.rollouts.flat import FlatLayout
-from flatroll.rollouts.policies import Act, Columns, as_act, state_key
+from flatroll.rollouts.policies import Act, Columns, ModulePolicy, as_act, state_key
 from flatroll.rollouts.random_actions import RandomPolicy
 from flatroll.rollouts.window import DEAD, Window
 from flatroll.wrappers.adapt import as_vector_env, find_stream
-from flatroll.wrappers.arrays import Array, Tree, fill_rows, leaf_at, map_tree, own, select, to_torch
+from flatroll.wrappers.arrays import Array, Tree, fill_rows, full, leaf_at, map_tree, own, select, to_torch
 from flatroll.wrappers.compact import CompactObs, final_of, true_next
 from flatroll.wrappers.markers import InitTracker, MarkerWrapper, TrajId, find_wrapper
+from flatroll.wrappers.primers import RecurrentPrimer
 from flatroll.wrappers.sources import layers
 from flatroll.wrappers.spaces import ActionCheck
 from flatroll.wrappers.stream import VectorStream
@@ -73,6 +74,9 @@ class Runner:
         self.window = self._new_window(1)
         self.states: Columns = {}
         self._defaults: Columns = {}
+        self._act: Act | None = None
+        self._stride = 1
+        self._age: Array = None  # steps since the episode's first row
         self._obs: Tree = None
         self._info: dict[str, Any] = {}
         self._infos_seen: set[str] = set()
@@ -86,6 +90,7 @@ class Runner:
         seed: int | None = None,
         blocking: bool = True,
         recurrent: bool = True,
+        state_stride: int = 1,
     ) -> None:
         """Set the policy and the window's first size.
 
@@ -96,10 +101,10 @@ class Runner:
             seed: of random actions.
             blocking: wait for copies between devices.
             recurrent: wire the recurrent states that the policy declares.
+            state_stride: keep them in every so many rows of a trajectory, and in the first rows of runs.
         """
         space = self.env.single_action_space
         self.random = RandomPolicy(space, self.num_envs, self.device, seed)
-        self._act: Act | None = None
         if policy is not None:
             act = as_act(
                 policy,
@@ -109,17 +114,47 @@ class Runner:
                 device=device,
                 blocking=blocking,
                 recurrent=recurrent,
+                primed=None if (primer := find_wrapper(self.env, RecurrentPrimer)) is None else primer.states,
             )
-            self.keys.claim("the policy's recurrent state", *act.defaults)
             self.keys.claim("the policy", *act.writes)
-            self.keys.states = list(act.defaults)
             self._act = act
-            self._defaults = {
-                key: value.expand(self.num_envs, *value.shape).contiguous()
-                for key, value in act.defaults.items()
-            }
-        self.states = dict(self._defaults)
+            self._carry(act.defaults)
+        if state_stride > 1:
+            if not self.states:
+                raise ValueError(
+                    f"state_stride={state_stride} needs a recurrent policy, one with parts that have "
+                    "make_tensordict_primer(): this one has no state to keep"
+                )
+            self.keys.claim("state_stride", HAS_STATE)
+            self.keys.strided = True
+        self._stride = state_stride
         self.window, self._steps = self._new_window(steps), steps
+
+    def prime(self, states: Columns) -> None:
+        """Carry these states too, as far as the policy writes them under ``"next"``.
+
+        Raises:
+            RuntimeError: the env has been stepped without them.
+        """
+        if not isinstance(self._act, ModulePolicy):
+            return
+        before = set(self._act.defaults)
+        self._act.prime(states)
+        fresh = {key: value for key, value in self._act.defaults.items() if key not in before}
+        if fresh and self.started:
+            raise RuntimeError(
+                f"the recurrent states {sorted(map(repr, fresh))} are new, and rows were collected without them: "
+                "set them before the first batch"
+            )
+        self._carry(fresh)
+
+    def _carry(self, defaults: Columns) -> None:
+        """From now on, hand these states from step to step."""
+        self.keys.claim("the policy's recurrent state", *defaults)
+        self.keys.states += defaults
+        for key, value in defaults.items():
+            self._defaults[key] = value.expand(self.num_envs, *value.shape).contiguous()
+            self.states[key] = self._defaults[key]
 
     def reset(self, seed: int | None = None) -> None:
         """Reset the env: every open trajectory is cut here."""
@@ -180,7 +215,15 @@ class Runner:
             window.put_loose(name, self._array(info.get(name)))
 
     def _record_states(self) -> None:
-        """Restart the states of episodes that begin, and record all."""
+        """Restart the states of episodes that begin, and record all; say which rows are to keep theirs."""
+        if self._stride > 1:
+            age = (
+                full(self.stream.first, self.num_envs, 0, torch.int64) if self._age is None else self._age + 1
+            )
+            if self.stream.any_first is not False:
+                fill_rows(age, self.stream.first, 0)
+            self._age = age
+            self.window.put(HAS_STATE, age % self._stride == 0)
         for key, state in self.states.items():
             if self.stream.any_first is not False:
                 state = select(to_torch(self.stream.first), self._defaults[key], state)

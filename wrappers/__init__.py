@@ -11,6 +11,7 @@ from flatroll.wrappers.markers import (
     TrajId,
     find_wrapper,
 )
+from flatroll.wrappers.primers import RecurrentPrimer, recurrent_states, set_recurrent_primers_from
 from flatroll.wrappers.sources import Capabilities
 from flatroll.wrappers.stream import VectorStream
 
@@ -20,6 +21,7 @@ __all__ = [
     "InitTracker",
     "MarkerWrapper",
     "NextObservationDelta",
+    "RecurrentPrimer",
     "RewardSum",
     "StepCounter",
     "TrajId",
@@ -28,4 +30,6 @@ __all__ = [
     "find_stream",
     "find_wrapper",
     "map_tree",
+    "recurrent_states",
+    "set_recurrent_primers_from",
 ]

@@ -21,6 +21,7 @@ def as_vector_env(
     autoreset_mode: AutoresetMode | str | None = None,
     final_obs: FinalObs = "auto",
     own_buffers: bool | str = "auto",
+    policy: Any = None,
 ) -> VectorEnv[Any, Any, Any]:
     """Put any environment under one vector-env contract; the wrappers and collectors call it by themselves.
 
@@ -49,9 +50,11 @@ def as_vector_env(
             ``info``, a callable ``(info, done) -> dense tree``, or None (it hides them).
         own_buffers: ``"auto"`` copies what the env returns unless it is known to be fresh, True always
             copies, False never does.
+        policy: a recurrent policy gets what it needs, as `set_recurrent_primers_from` says; any other changes
+            nothing. A collector needs no such word.
 
     Returns:
-        The adapted env, a `VectorStream`.
+        The adapted env, a `VectorStream`; with a recurrent ``policy``, wrappers around it.
 
     Raises:
         TypeError: the env declares no autoreset mode, has an unsupported space, or is nothing we know.
@@ -71,8 +74,7 @@ def as_vector_env(
                 "effect here: give them where it is adapted first, as_vector_env(bare_env, ...)"
             )
         _check_size(num_envs, env.num_envs)
-        adapted: VectorEnv[Any, Any, Any] = env
-        return adapted
+        return _primed(env, policy)
     source, mode = _source(env, _device(device), _mode(autoreset_mode), own_buffers)
     _check_size(num_envs, source.num_envs)
     native = source.capabilities.framework
@@ -87,7 +89,16 @@ def as_vector_env(
         raise ValueError(
             f"framework={framework!r} is not possible here: {type(env).__name__} speaks {native}"
         )
-    return VectorStream(source, mode, final_obs=final_obs)
+    return _primed(VectorStream(source, mode, final_obs=final_obs), policy)
+
+
+def _primed(env: VectorEnv[Any, Any, Any], policy: Any) -> VectorEnv[Any, Any, Any]:
+    """The adapted env with what ``policy`` needs."""
+    if policy is None:
+        return env
+    from flatroll.wrappers.primers import set_recurrent_primers_from  # it wraps what this module adapts
+
+    return set_recurrent_primers_from(env, policy)
 
 
 def _check_size(expected: int | None, found: int) -> None:
