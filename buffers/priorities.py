@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from flatroll.buffers.ring import Array
 
 _DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
+REDUCTIONS = ("max", "min", "median", "mean")
 _BLOCK = 256  # slots whose highest priority is kept together
 
 
@@ -133,3 +135,27 @@ class Priorities:
         self._used, tree = self.alpha, self.tree
         self._highest[:] = self._blocks.max(1)
         self.kernels.weigh_all(tree.nodes, tree.levels, self.values, self.drawable, self.eps, self._used)
+
+
+def one_each(priority: Tensor, count: int, reduction: str) -> Tensor:
+    """One priority for each of ``count`` slots, float64, in host memory; ``reduction`` makes one of several."""
+    values = priority.detach().to("cpu", torch.float64)
+    if values.numel() == 1:
+        return values.reshape(1).expand(count)
+    if values.numel() == count:
+        return values.reshape(-1)
+    if values.ndim < 2 or len(values) != count:
+        raise ValueError(
+            f"priority must be a number or have one entry per index, got {list(priority.shape)} for {count}"
+        )
+    values = values.flatten(1)
+    reduced = getattr(values, reduction)(1)
+    return reduced if isinstance(reduced, Tensor) else reduced.values
+
+
+def integers(name: str, values: Tensor) -> Array:
+    """A flat copy in host memory, int64."""
+    if values.numel() and (values.is_floating_point() or values.is_complex() or values.dtype is torch.bool):
+        raise TypeError(f"{name} must be integers, got {values.dtype}")
+    integers: Array = values.detach().reshape(-1).to("cpu", torch.int64).numpy()
+    return integers

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from flatroll.buffers.index import TrajectoryIndex
-from flatroll.buffers.priorities import Priorities
-from flatroll.buffers.ring import Array, Draw, Ring
+from flatroll.buffers.priorities import REDUCTIONS, Priorities, integers, one_each
+from flatroll.buffers.ring import Draw, Ring
 from flatroll.buffers.samplers import RandomSampler
 
-_REDUCTIONS = ("max", "min", "median", "mean")
 _NONE = np.zeros(0, np.int64)
 
 
@@ -67,8 +66,8 @@ class PrioritizedSampler(RandomSampler):
     ) -> None:
         if isinstance(max_capacity, bool) or not isinstance(max_capacity, int) or max_capacity < 1:
             raise ValueError(f"max_capacity must be an integer of at least 1, got {max_capacity!r}")
-        if reduction not in _REDUCTIONS:
-            raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
         self.max_capacity = max_capacity
         self.reduction = reduction
         self.dtype = dtype
@@ -254,9 +253,9 @@ class PrioritizedSampler(RandomSampler):
             TypeError: ``slots`` or ``generation`` are not integers.
             ValueError: a negative or infinite priority or NaN, or sizes that do not fit. Nothing has changed then.
         """
-        index = _integers("index", slots)
-        values = self._one_each(priority, len(index))
-        generations = _NONE if generation is None else _integers("generation", generation)
+        index = integers("index", slots)
+        values = one_each(priority, len(index), self.reduction)
+        generations = _NONE if generation is None else integers("generation", generation)
         if generation is not None and len(generations) != len(index):
             raise ValueError(
                 f"generation must have one entry per index, {len(index)}, got {len(generations)}"
@@ -284,21 +283,6 @@ class PrioritizedSampler(RandomSampler):
     def mark_update(self, ring: Ring, slots: Tensor) -> None:
         """Give the rows in ``slots`` the priority of new ones."""
         self.update_priority(ring, slots, torch.tensor(self.default_priority, dtype=torch.float64), None)
-
-    def _one_each(self, priority: Tensor, count: int) -> Tensor:
-        """One priority per slot, float64 ``[count]``, in host memory."""
-        values = priority.detach().to("cpu", torch.float64)
-        if values.numel() == 1:
-            return values.reshape(1).expand(count)
-        if values.numel() == count:
-            return values.reshape(-1)
-        if values.ndim < 2 or len(values) != count:
-            raise ValueError(
-                f"priority must be a number or have one entry per index, got {list(priority.shape)} for {count}"
-            )
-        values = values.flatten(1)
-        reduced = getattr(values, self.reduction)(1)
-        return reduced if isinstance(reduced, Tensor) else reduced.values
 
     # -- state -------------------------------------------------------------------------------------------------
 
@@ -346,11 +330,3 @@ def _stretches(first: int, stop: int, capacity: int) -> list[slice]:
     if slot + count > capacity:
         return [slice(slot, capacity), slice(0, slot + count - capacity)]
     return [slice(slot, slot + count)] if count else []
-
-
-def _integers(name: str, values: Tensor) -> Array:
-    """A flat copy in host memory, int64."""
-    if values.numel() and (values.is_floating_point() or values.is_complex() or values.dtype is torch.bool):
-        raise TypeError(f"{name} must be integers, got {values.dtype}")
-    integers: Array = values.detach().reshape(-1).to("cpu", torch.int64).numpy()
-    return integers
