@@ -1,6 +1,5 @@
 """Samplers of slices: consecutive rows of one trajectory each."""
 
-from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -9,10 +8,13 @@ from torch import Tensor
 
 from flatroll.buffers.columns import Columns
 from flatroll.buffers.index import By, TrajectoryIndex
+from flatroll.buffers.marks import mark_slices
 from flatroll.buffers.ring import Draw, Ring
 from flatroll.buffers.runs import BoundaryKeys
 from flatroll.buffers.samplers import Pass, Sampler
-from flatroll.layout.keys import IS_INIT, MASK, TRUNCATED, NestedKey, as_tuple, marker, require
+from flatroll.buffers.start_rows import HAS_STATE, StartRows
+from flatroll.buffers.storage import Storage
+from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey, as_tuple, marker, require
 
 Span: TypeAlias = bool | int | tuple[bool | int, bool | int]
 
@@ -50,6 +52,10 @@ class SliceSampler(Sampler):
         by: ``"trajectory"`` as said above, or ``"start"``: uniform over all starts of all trajectories, so that
             long trajectories are not under-represented.
         cache_values: accepted and without effect: the index is always up to date.
+        start_key: bool entry that marks the rows at which slices may begin. Default ``("collector", "has_state")``,
+            used if it is there: ``Collector(state_stride=m)`` marks the rows that keep their recurrent state. A slice
+            then begins at the marked row at or before the one drawn; to reach the end of a trajectory its last slice
+            may be shorter by what lies between two marks (not with ``strict_length``). None: anywhere.
 
     Raises:
         TypeError: neither ``num_slices`` nor ``slice_len``.
@@ -70,6 +76,8 @@ class SliceSampler(Sampler):
     [True, False, False, True, False, False]
     """
 
+    _not_at = ""  # why slices cannot begin at marked rows only
+
     def __init__(
         self,
         *,
@@ -84,6 +92,7 @@ class SliceSampler(Sampler):
         span: Span = False,
         by: By = "trajectory",
         cache_values: bool = False,
+        start_key: NestedKey | None = HAS_STATE,
     ) -> None:
         if num_slices is None and slice_len is None:
             raise TypeError(f"{type(self).__name__} needs num_slices or slice_len")
@@ -109,19 +118,28 @@ class SliceSampler(Sampler):
         self._flags: list[NestedKey] = []  # done, terminated and truncated, which stand side by side
         if truncated_key is not None:
             *path, _ = as_tuple(truncated_key)
-            self._flags = [_key(*path, "done"), _key(*path, "terminated"), truncated_key]
+            done, terminated = ((*path, name) if path else name for name in ("done", "terminated"))
+            self._flags = [done, terminated, truncated_key]
         spans(span, slice_len)
+        self.start_key = start_key
+        self._starts = StartRows(start_key)
+
+    def attach(self, storage: Storage) -> None:
+        """See `Sampler`."""
+        self._starts.attach(storage)
 
     def boundary_keys(self, batch: TensorDictBase) -> BoundaryKeys | None:
         """The markers by which trajectories are told apart, as far as ``batch`` has them.
 
         Raises:
-            KeyError: ``batch`` lacks the ``traj_key`` or ``end_key`` that was asked for.
-            TypeError: done, terminated or truncated is not bool.
+            KeyError: ``batch`` lacks the ``traj_key``, ``end_key`` or ``start_key`` that was asked for.
+            TypeError: done, terminated, truncated or the ``start_key`` is not bool.
+            ValueError: the ``start_key`` is there, and other options or the sampler ask for other starts.
         """
         for key in (self.traj_key, self.end_key):
             if key is not None:
                 require(batch, key)
+        self._starts.check(batch, type(self).__name__, "span asks for others" if self.span else self._not_at)
         for key in self._flags:
             if batch.get(key, None) is not None:
                 marker(batch, key)
@@ -150,8 +168,20 @@ class SliceSampler(Sampler):
 
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
         """``batch_size`` rows in slices, fewer if slices are short and nothing is padded."""
-        length = self._length(batch_size)
-        draw = indexed(ring, self).draw(
+        index, length = indexed(ring, self), self._length(batch_size)
+        marks = self._starts.marks()
+        if marks is not None:
+            starts = index.marked_starts(
+                batch_size // length,
+                length,
+                marks,
+                by=self.by,
+                strict=self.strict_length,
+                generator=generator,
+            )
+            draw = index.slices_from(starts, length, follow=follow)
+            return _pad(draw, length, ring) if self.pad_output else draw
+        draw = index.draw(
             batch_size // length,
             length,
             by=self.by,
@@ -164,25 +194,7 @@ class SliceSampler(Sampler):
 
     def mark(self, columns: Columns, draw: Draw) -> None:
         """Mark where slices begin and end (see the class)."""
-        if draw.firsts is None or draw.lasts is None:
-            return
-        rows = len(draw.slots)
-        device = next(iter(columns.values())).device
-        init = None if self.init_key is None else _flag(columns, self.init_key, (rows, 1), device)
-        done = terminated = truncated = None
-        if self._flags:
-            done_key, terminated_key, truncated_key = self._flags
-            shape = next((columns[key].shape for key in self._flags if key in columns), (rows, 1))
-            done = _flag(columns, done_key, shape, device)
-            truncated = _flag(columns, truncated_key, shape, device)
-            if terminated_key not in columns:
-                columns[terminated_key] = done & ~truncated
-            terminated = _flag(columns, terminated_key, shape, device)
-        _mark(init, done, terminated, truncated, draw.firsts, draw.lasts)
-        if draw.mask is not None:
-            columns[MASK] = draw.mask.to(device)
-            if init is not None:
-                init.view(rows).logical_and_(columns[MASK])  # a repeated first row begins nothing
+        mark_slices(columns, draw, self.init_key, self._flags)
 
 
 class SliceSamplerWithoutReplacement(SliceSampler):
@@ -229,6 +241,8 @@ class SliceSamplerWithoutReplacement(SliceSampler):
     >>> [sample["step"].tolist() for sample in buffer]
     [[0, 1, 2, 3], [4, 5, 6], [7, 8]]
     """
+
+    _not_at = "the slices of a pass lie where they were cut"
 
     def __init__(
         self,
@@ -329,45 +343,6 @@ def spans(span: Span, length: int | None) -> tuple[int, int]:
         raise ValueError(f"span={span!r} leaves no row of a slice of {length}: use at most {most}, or True")
     before, after = (most if number is True else int(number) for number in pair)
     return before, after
-
-
-def _mark(
-    init: Tensor | None,
-    done: Tensor | None,
-    terminated: Tensor | None,
-    truncated: Tensor | None,
-    firsts: Tensor,
-    lasts: Tensor,
-) -> None:
-    """Set ``init`` at ``firsts``, ``done`` at ``lasts``, and ``truncated`` there where not ``terminated``."""
-    flags = init, done, terminated, truncated
-    if all(flag is None or flag.is_cpu for flag in flags):
-        from flatroll.kernels.markers import mark  # numba; a fifth of the time of what follows
-
-        mark(*(0 if c is None else c.data_ptr() for c in (*flags, firsts, lasts)), len(firsts))
-        return
-    if init is not None:
-        init.view(-1).index_fill_(0, firsts.to(init.device), True)
-    if done is not None and terminated is not None and truncated is not None:
-        ends = lasts.to(done.device)
-        done.view(-1).index_fill_(0, ends, True)
-        cut, final = truncated.view(-1), terminated.view(-1).index_select(0, ends)
-        # of two bools, a <= b is "not a, or b"
-        cut.index_copy_(0, ends, final.le(cut.index_select(0, ends)))
-
-
-def _flag(columns: Columns, key: NestedKey, shape: Sequence[int], device: torch.device) -> Tensor:
-    """The bool column ``key``, contiguous; if there is none, one of zeros is put in."""
-    column = columns.get(key)
-    if column is None:
-        column = columns[key] = torch.zeros(shape, dtype=torch.bool, device=device)
-    elif not column.is_contiguous():
-        column = columns[key] = column.contiguous()
-    return column
-
-
-def _key(*names: str) -> NestedKey:
-    return names[0] if len(names) == 1 else names
 
 
 def _pad(draw: Draw, length: int, ring: Ring) -> Draw:

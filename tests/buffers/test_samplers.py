@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.buffers import LazyTensorStorage, RandomSampler, ReplayBuffer, SliceSampler
+from flatroll.buffers.marks import _mark, _mark_on_device
 from flatroll.layout import audit, run_ends
 
 
@@ -46,6 +47,29 @@ def test_a_slice_in_the_middle_is_cut_not_terminated(world: Any) -> None:
     sample = buffer.sample()
     assert not sample["is_init"][:, 0].equal(sample["step_count"][:, 0] == 0)
     assert flags(sample, *ALL) == ["is", "", "", "trdo"] * 2
+
+
+@pytest.mark.parametrize("there", [(True, True), (True, False), (False, True)])
+def test_marks_are_the_same_on_every_device(there: tuple[bool, bool], generator: torch.Generator) -> None:
+    """The compiled marks of host memory and those in torch, here both on the host."""
+    for _ in range(50):
+        lasts = torch.cat([torch.rand(29, generator=generator) < 0.3, torch.tensor([True])]).nonzero()[:, 0]
+        firsts = torch.cat([torch.tensor([0]), lasts[:-1] + 1])
+        before = [torch.rand(30, 1, generator=generator) < 0.4 for _ in range(4)]
+        results = []
+        for form in (_mark, _mark_on_device):
+            init, *ends = (flag.clone() for flag in before)
+            form((init if there[0] else None, *(ends if there[1] else [None] * 3)), firsts, lasts)
+            results.append(torch.cat([init, *ends]))
+        assert torch.equal(*results)
+
+
+def test_init_key_none_leaves_what_the_env_said(world: Any) -> None:
+    batch = world.to_batch(world.episode(0, 0, 50))
+    sample = filled(batch, 8, slice_len=4, init_key=None).sample()
+    assert torch.equal(sample["is_init"], sample["step_count"] == 0)
+    assert flags(sample, "done") == ["", "", "", "do"] * 2
+    assert "is_init" not in filled(batch.exclude("is_init"), 8, slice_len=4, init_key=None).sample()
 
 
 def test_a_slice_of_one_row_is_both_first_and_last(world: Any) -> None:
