@@ -1,6 +1,7 @@
 """The value estimators by name, as losses take them."""
 
 import inspect
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, TypeAlias, cast
 
@@ -41,13 +42,13 @@ _CLASSES: dict[str, type[ValueEstimator]] = {
 
 
 def make_estimator(
-    kind: Kind, value_network: TensorDictModuleBase | None, arguments: dict[str, Any]
+    kind: Kind, networks: Mapping[str, TensorDictModuleBase | None], arguments: dict[str, Any]
 ) -> ValueEstimator:
     """The estimator of that kind.
 
     Args:
         kind: a name, a class, or an estimator, which is given back as it is.
-        value_network: what it evaluates unless ``arguments`` name another.
+        networks: ``value_network`` and ``actor_network``, taken where ``arguments`` name no others.
         arguments: of the class. Default: ``gamma`` 0.99, and ``lmbda`` 0.95 where there is one.
 
     Raises:
@@ -62,8 +63,7 @@ def make_estimator(
         one_of("value_type", str(kind), tuple(_CLASSES))
     chosen = _CLASSES[str(kind)] if isinstance(kind, str) else cast(type[ValueEstimator], kind)
     known = inspect.signature(chosen).parameters
-    defaults = {name: number for name, number in _DEFAULTS.items() if name in known}
-    arguments = defaults | {"value_network": value_network} | arguments
-    if arguments["value_network"] is None:
+    found: dict[str, Any] = {**_DEFAULTS, **networks}
+    if networks["value_network"] is None and "value_network" not in arguments:
         raise ValueError(f"this loss has no critic_network: give {chosen.__name__} a value_network=")
-    return chosen(**arguments)
+    return chosen(**{name: value for name, value in found.items() if name in known} | arguments)

@@ -160,9 +160,8 @@ class PolicyGradientLoss(LossModule):
         Raises:
             ValueError: unknown name, hyperparameters out of range, or no critic.
         """
-        if isinstance(value_type, str) and value_type == ValueEstimators.VTrace:
-            hyperparams = {"actor_network": self.actor_network} | hyperparams
-        self.__dict__["value_estimator"] = make_estimator(value_type, self._evaluated, hyperparams)
+        networks = {"value_network": self._evaluated, "actor_network": self.actor_network}
+        self.__dict__["value_estimator"] = make_estimator(value_type, networks, hyperparams)
         self._name_keys_of_estimator()
         return self
 

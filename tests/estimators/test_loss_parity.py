@@ -123,6 +123,24 @@ def test_policy_losses(theirs: ModuleType, batch: TensorDict, name: str, options
     torch.testing.assert_close(grads, their_grads, **CLOSE)
 
 
+@pytest.mark.parametrize("their_kind", ["TD0", "TD1", "TDLambda", "GAE"])  # their VTrace weighs other actions
+@pytest.mark.parametrize("name", ["ClipPPOLoss", "A2CLoss", "ReinforceLoss"])
+def test_advantages_that_the_loss_computes(
+    theirs: ModuleType, batch: TensorDict, name: str, their_kind: str
+) -> None:
+    batch = batch.exclude("advantage", "value_target", "state_value")
+    batch["next", "done"][-1] = True
+    batch["next", "truncated"] = batch["next", "done"] & ~batch["next", "terminated"]
+    networks = discrete_actor(), critic_network()
+    peer, loss = getattr(theirs, name)(*networks), getattr(ours, name)(*networks)
+    peer.make_value_estimator(getattr(theirs.ValueEstimators, their_kind), gamma=0.9)
+    loss.make_value_estimator(getattr(ours.ValueEstimators, their_kind), gamma=0.9)
+    expected, their_grads, _ = evaluated(peer, batch, *networks)
+    out, grads, _ = evaluated(loss, batch, *networks)
+    assert_same(out, expected)
+    torch.testing.assert_close(grads, their_grads, **CLOSE)
+
+
 @pytest.mark.parametrize("name", ["PPOLoss", "ClipPPOLoss", "A2CLoss", "ReinforceLoss"])
 @pytest.mark.parametrize("key", ["shifted_valid", ("collector", "mask")])
 def test_policy_losses_of_the_rows_that_count(

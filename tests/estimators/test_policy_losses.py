@@ -27,6 +27,7 @@ from flatroll.estimators import (
     PPOLoss,
     ReinforceLoss,
     ValueEstimators,
+    VTrace,
 )
 
 POLICY_LOSSES = [PPOLoss, ClipPPOLoss, KLPENPPOLoss, A2CLoss, ReinforceLoss]
@@ -202,6 +203,16 @@ def test_the_loss_computes_advantages_that_are_not_there(way: Any) -> None:
     assert set(bare.keys(True, True)) == keys
     assert not any("value_estimator" in name for name in loss.state_dict())
     torch.testing.assert_close(loss(batch)["loss_objective"], A2CLoss(actor)(batch)["loss_objective"])
+
+
+@pytest.mark.parametrize("way", ["vtrace", VTrace])
+def test_vtrace_takes_the_actor_of_the_loss(way: Any) -> None:
+    actor, critic = networks()
+    batch = random_batch().exclude("advantage", "value_target", "state_value")
+    expected = VTrace(gamma=0.9, actor_network=actor, value_network=critic)(batch.clone())
+    loss = A2CLoss(actor, critic)
+    out = loss.make_value_estimator(way, gamma=0.9)(batch)
+    torch.testing.assert_close(out["loss_critic"], loss(expected)["loss_critic"])
 
 
 def test_the_estimator_follows_the_names_of_the_loss() -> None:

@@ -1,0 +1,81 @@
+"""How well and how fast the examples learn, over seeds, beside stable-baselines3 where that is installed.
+
+``python -m flatroll.benchmarks.learning ppo-cartpole sac-pendulum --seeds 1 2 3`` runs some, without names all. One run
+after the other, each on one thread: hours in all. The peer has the same frames, networks and hyperparameters where it
+has such hyperparameters; recurrent Q-learning is in neither it nor its contrib package, so its recurrent PPO stands in.
+"""
+
+import argparse
+import importlib.util
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from flatroll.benchmarks import learning_peers
+from flatroll.benchmarks.timing import table
+from flatroll.examples import ppo, recurrent_dqn, sac
+
+Outcome = dict[str, float]
+CHEETAH = "envpool:HalfCheetah-v4"
+
+#: Our runs, by task: from (frames, seed) to the outcome; and the frames.
+OURS: dict[str, tuple[Callable[[int, int], Outcome], int]] = {
+    "ppo-cartpole": (lambda frames, seed: ppo.train("CartPole-v1", frames, seed), 500_000),
+    "ppo-cheetah": (lambda frames, seed: ppo.train(CHEETAH, frames, seed), 1_000_000),
+    "dqn-memory": (recurrent_dqn.train, 300_000),
+    "sac-pendulum": (sac.train, 20_000),
+}
+
+
+def peer(task: str) -> Callable[[int, int], Outcome]:
+    """The same task with stable-baselines3."""
+    return lambda frames, seed: learning_peers.run(task, frames, seed)
+
+
+def outcomes(run: Callable[[int, int], Outcome], frames: int, seeds: list[int], who: str) -> list[Outcome]:
+    found = []
+    for seed in seeds:
+        found.append(run(frames, seed))
+        shown = ", ".join(f"{name} {value:,.1f}" for name, value in found[-1].items())
+        print(f"  {who}, seed {seed}: {shown}", flush=True)
+    return found
+
+
+def row(task: str, who: str, found: list[Outcome]) -> list[str]:
+    returns, seconds = ([run[name] for run in found] for name in ("return", "s"))
+    spread = f"{min(returns):,.0f} to {max(returns):,.0f}"
+    time = f"{statistics.median(seconds):,.0f}"
+    return [task, who, f"{found[0]['frames']:,.0f}", f"{statistics.median(returns):,.0f}", spread, time]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the tasks, print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tasks", nargs="*", help=f"any of {', '.join(OURS)}; default: all")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="default: 1 2 3")
+    parser.add_argument("--frames", type=int, help="instead of those of the task")
+    parser.add_argument("--alone", action="store_true", help="leave the peer out")
+    args = parser.parse_args(argv)
+    unknown = sorted(set(args.tasks) - set(OURS))
+    if unknown:
+        parser.error(f"no task named {', '.join(unknown)}; there are {', '.join(OURS)}")
+    torch.set_num_threads(1)
+    compared = not args.alone and importlib.util.find_spec("stable_baselines3") is not None
+    rows = []
+    for task in args.tasks or OURS:
+        run, usual = OURS[task]
+        frames = args.frames or usual
+        print(task, flush=True)
+        rows.append(row(task, "flatroll", outcomes(run, frames, args.seeds, "flatroll")))
+        if compared:
+            found = outcomes(peer(task), frames, args.seeds, "peer")
+            rows.append(row(task, "stable-baselines3", found))
+    header = ["task", "", "frames", "return, median", "of the seeds", "s, median"]
+    print("\n" + table(header, rows))
+
+
+if __name__ == "__main__":
+    main()

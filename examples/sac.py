@@ -1,0 +1,119 @@
+"""Soft actor-critic on Pendulum, from a replay buffer of single transitions.
+
+``python -m flatroll.examples.sac`` trains it. One Adam minimises the sum of the three losses: the gradient of each
+reaches its own networks only.
+"""
+
+import argparse
+import time
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from tensordict.nn import ProbabilisticTensorDictModule as Sampler
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
+from torch import Tensor, nn
+from torch.distributions import AffineTransform, Independent, Normal, TanhTransform, TransformedDistribution
+
+from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+from flatroll.estimators import SACLoss, SoftUpdate
+from flatroll.rollouts import Collector
+from flatroll.wrappers import RewardSum, as_vector_env
+
+NUM_ENVS, START, ROWS = 4, 1000, 256
+
+
+class Squashed(TransformedDistribution):
+    """Normal actions brought into [-limit, limit] by tanh."""
+
+    def __init__(self, loc: Tensor, scale: Tensor, limit: float = 2.0) -> None:
+        into = [TanhTransform(cache_size=1), AffineTransform(0.0, limit, cache_size=1)]
+        super().__init__(Independent(Normal(loc, scale), 1), into)
+
+
+class LocScale(nn.Module):
+    """Splits what a network writes into a mean and a deviation."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        loc, raw = x.chunk(2, -1)
+        return loc, (-5.0 + 3.5 * (raw.tanh() + 1.0)).exp()
+
+
+class Joined(nn.Module):
+    """A network of observation and action."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, observation: Tensor, action: Tensor) -> Tensor:
+        joined: Tensor = self.net(torch.cat([observation, action], -1))
+        return joined
+
+
+def mlp(inputs: int, outputs: int, *more: nn.Module) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, outputs), *more
+    )
+
+
+def make_agent(seen: int, acts: int) -> tuple[ProbabilisticTensorDictSequential, TensorDictModule]:
+    """The actor, and one network of values, of which the loss makes two."""
+    head = TensorDictModule(mlp(seen, 2 * acts, LocScale()), ["observation"], ["loc", "scale"])
+    choose = Sampler(["loc", "scale"], ["action"], distribution_class=Squashed)
+    critic = TensorDictModule(Joined(mlp(seen + acts, 1)), ["observation", "action"], ["state_action_value"])
+    parts: list[Any] = [head, choose]
+    return ProbabilisticTensorDictSequential(*parts), critic
+
+
+def train(frames: int, seed: int, name: str = "Pendulum-v1") -> dict[str, float]:
+    """Learn for so many frames, one update for each; the mean return of the last 20 episodes, and the seconds."""
+    torch.manual_seed(seed)
+    env: Any = RewardSum(as_vector_env(gym.make_vec(name, num_envs=NUM_ENVS)))
+    actor, critic = make_agent(env.single_observation_space.shape[0], env.single_action_space.shape[0])
+    collector = Collector(
+        env,
+        actor.select_out_keys("action"),
+        frames_per_batch=NUM_ENVS,
+        total_frames=frames,
+        init_random_frames=START,
+        seed=seed,
+    )
+    buffer = ReplayBuffer(storage=LazyTensorStorage(frames), batch_size=ROWS)
+    loss = SACLoss(actor, critic, loss_function="l2").make_value_estimator(gamma=0.99)
+    optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
+    updater = SoftUpdate(loss, tau=0.005)
+    returns: list[float] = []
+    start = time.perf_counter()
+    for batch in collector:
+        returns += batch["next", "episode_reward"][batch["next", "done"]].tolist()
+        buffer.extend(batch)
+        if collector.frames < START:
+            continue
+        for _ in range(NUM_ENVS):
+            losses = loss(buffer.sample())
+            optimizer.zero_grad()
+            (losses["loss_actor"] + losses["loss_qvalue"] + losses["loss_alpha"]).backward()
+            optimizer.step()
+            updater.step()
+    collector.shutdown()
+    return {"return": float(np.mean(returns[-20:])), "frames": frames, "s": time.perf_counter() - start}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train once, print the outcome."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--frames", type=int, default=20_000, help="frames to learn from (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of weights, actions and envs (%(default)s)")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    result = train(args.frames, args.seed)
+    print(f"seed {args.seed}: " + ", ".join(f"{key} {value:,.1f}" for key, value in result.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,45 @@
+"""The learning examples run in small, and learn a little; the benchmark prints its table."""
+
+from pathlib import Path
+
+import pytest
+
+from flatroll.benchmarks import learning
+from flatroll.examples import ppo, recurrent_dqn, sac
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_ppo_learns_a_little(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ppo.main(["--frames", "15000", "--seed", "1"]) == 0
+    assert "CartPole-v1, seed 1: return" in capsys.readouterr().out
+    assert ppo.train("CartPole-v1", 15_000, 1)["return"] > 40  # random actions: 22
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:gymnasium")
+def test_ppo_of_continuous_actions() -> None:
+    pytest.importorskip("envpool")
+    result = ppo.train("envpool:HalfCheetah-v4", 2048, 1)
+    assert result["frames"] == 2048
+
+
+def test_recurrent_dqn(capsys: pytest.CaptureFixture[str]) -> None:
+    assert recurrent_dqn.main(["--frames", "11000"]) == 0
+    assert "seed 1: return" in capsys.readouterr().out
+
+
+def test_sac(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sac.main(["--frames", "1040"]) == 0
+    assert "seed 1: return" in capsys.readouterr().out
+
+
+def test_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    learning.main(["sac-pendulum", "--seeds", "1", "--frames", "1040", "--alone"])
+    assert "| sac-pendulum | flatroll | 1,040 |" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        learning.main(["chess"])
+
+
+@pytest.mark.parametrize("name", ["ppo", "recurrent_dqn", "sac"])
+def test_each_is_short_enough_to_read(name: str) -> None:
+    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) <= 150
