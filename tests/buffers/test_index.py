@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -187,6 +188,30 @@ def test_errors_say_what_is_wrong(world: Any) -> None:
         index.rows_of(99)
     with pytest.raises(ValueError, match="capacity must be an integer of at least 1, got 0"):
         TrajectoryIndex(0)
+
+
+def test_columns_tell_what_their_batch_tells(world: Any) -> None:
+    """By key, of other integer types, flat or not, in any layout of memory."""
+    steps = [*world.episode(0, 0, 5), *world.episode(0, 1, 3)[:2], *world.episode(3, 0, 4)]
+    batch = world.to_batch(steps)
+    cuts = torch.arange(len(steps)) == 3
+    columns: dict[Any, torch.Tensor] = {key: batch[key] for key in batch.keys(True, True)}
+    other = columns | {
+        "step_count": batch["step_count"][:, 0].int(),
+        ("collector", "traj_ids"): batch["collector", "traj_ids"].to(torch.int16)[:, None],
+        "is_init": batch["is_init"].expand(-1, 2)[:, :1],
+        ("next", "done"): torch.stack([batch["next", "done"]] * 2)[1],
+    }
+    expected = Runs.of(batch, KEYS, cuts)
+    assert expected.firsts.tolist() == [0, 4, 5, 7] and expected.joined.tolist() == [
+        False,
+        True,
+        False,
+        False,
+    ]
+    for form in (columns, other):
+        for got, wanted in zip(Runs.of(form, KEYS, cuts), expected, strict=True):
+            assert np.array_equal(got, wanted)
 
 
 def test_wrong_markers_are_named(world: Any) -> None:
