@@ -81,6 +81,23 @@ class MappedColumn(TensorColumn):
         return MappedColumn, (self.path, len(self.data), self.dtype, self.shape)
 
 
+class FrameFiles:
+    """Makes columns of frames, the first one in the file ``path``, further ones beside it; lists them in ``files``."""
+
+    def __init__(self, path: Path, files: list[Path]) -> None:
+        self._path, self._files = path, files
+        self._made = 0
+
+    def __call__(self, frames: int, shape: tuple[int, ...], dtype: torch.dtype) -> MappedColumn:
+        """A column of so many frames of this shape."""
+        path = self._path if not self._made else self._path.with_suffix(f".{self._made}.frames")
+        self._made += 1
+        self._files.append(path)
+        column = MappedColumn(path, 0, dtype, torch.Size(shape))
+        column.grow(frames)
+        return column
+
+
 class FileLock:
     """A lock between the threads of this process and, once there is a file, between processes.
 

@@ -15,9 +15,11 @@ from torch import Tensor
 from flatroll.buffers.column_storage import ColumnStorage
 from flatroll.buffers.columns import Column, Columns, TensorColumn
 from flatroll.buffers.compact import NextPool
+from flatroll.buffers.encodings import checked_encodings, encoded_bytes
 from flatroll.buffers.files import (
     FULL,
     FileLock,
+    FrameFiles,
     MappedColumn,
     file_names,
     mapped_bytes,
@@ -54,12 +56,13 @@ class LazyMemmapStorage(ColumnStorage):
         ndim: number of batch dimensions, as in `LazyTensorStorage`.
         existsok: put files in the place of those in ``scratch_dir``; by default they are an error.
         compact_obs: as in `LazyTensorStorage`; ends of trajectories have a file of their own.
-        frame_stack: not for files: use `LazyTensorStorage`.
+        frame_stack: as in `LazyTensorStorage`; frames are in files, which of them a row has (4 bytes per frame of the
+            stack) is in memory, so only one process can use the buffer.
         codec: not for files: use `LazyTensorStorage`.
         auto_cleanup: remove the files as said of temporary ones; default only those.
 
     Raises:
-        ValueError: another device, ``frame_stack`` or ``codec``, ``max_size`` or ``ndim`` below 1.
+        ValueError: another device, a ``codec``, ``max_size`` or ``ndim`` below 1.
         FileExistsError: ``scratch_dir`` holds the files of a storage (here or at the first extend).
         OSError: at the first extend, if the disk has no space for the rows. Nothing is left behind.
 
@@ -90,12 +93,13 @@ class LazyMemmapStorage(ColumnStorage):
                 f"device must be 'cpu' for files, got {str(device)!r}: move samples by "
                 f"transform=lambda td: td.to({str(device)!r}), or use LazyTensorStorage(device={str(device)!r})"
             )
-        for name, asked in (("frame_stack", frame_stack), ("codec", codec)):
-            if asked:
-                raise ValueError(
-                    f"{name}={dict(asked)!r} is not for files: use LazyTensorStorage({name}=...), whose rows take "
-                    "less memory, or leave it out"
-                )
+        if codec:
+            raise ValueError(
+                f"codec={dict(codec)!r} is not for files: use LazyTensorStorage(codec=...), whose rows take less "
+                "memory, or leave it out"
+            )
+        self.frame_stack, _ = checked_encodings(frame_stack, None)
+        self.shares = bool(self.frame_stack)
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
         self.existsok = existsok
         self.auto_cleanup = scratch_dir is None if auto_cleanup is None else auto_cleanup
@@ -108,8 +112,10 @@ class LazyMemmapStorage(ColumnStorage):
             raise _already_there(_counter_file(self.scratch_dir))
 
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
-        size = sum(row_bytes(*kind) for kind in like.values())
+        size = sum(encoded_bytes(like, self.frame_stack, {}).values())
         ways = ["another scratch_dir", *([] if self.compact_obs else ["compact_obs=True"])]
+        if not self.frame_stack:
+            ways.append("frame_stack for images")
         names = file_names(like)
         if self.scratch_dir is None:
             check_disk(self.capacity, size, Path(tempfile.gettempdir()), ways)
@@ -126,11 +132,12 @@ class LazyMemmapStorage(ColumnStorage):
             for file in files:
                 file.unlink(missing_ok=True)  # who has it mapped keeps it
             for key, kind in like.items():  # all of it, before anything is written
-                reserve(folder / names[key], self.capacity * row_bytes(*kind))
+                if key not in self.frame_stack:
+                    reserve(folder / names[key], self.capacity * row_bytes(*kind))
             reserve(_counter_file(folder), _COUNTERS)
             (folder / _LOCK).touch(mode=0o600)
-            columns: dict[NestedKey, Column] = {
-                key: MappedColumn(folder / names[key], self.capacity, *kind) for key, kind in like.items()
+            columns = {
+                key: self._column(key, folder / names[key], files, *kind) for key, kind in like.items()
             }
             self._counters = _counters(folder)
         except BaseException as error:
@@ -143,6 +150,16 @@ class LazyMemmapStorage(ColumnStorage):
         if self.auto_cleanup:
             weakref.finalize(self, remove_files, files, folder if made else None, os.getpid())
         return columns
+
+    def _column(
+        self, key: NestedKey, path: Path, files: list[Path], dtype: torch.dtype, shape: torch.Size
+    ) -> Column:
+        stack = self.frame_stack.get(key)
+        if stack is None:
+            return MappedColumn(path, self.capacity, dtype, shape)
+        from flatroll.buffers.frames import FrameColumn
+
+        return FrameColumn(self.capacity, stack, shape, dtype, make=FrameFiles(path, files))
 
     def get(
         self,
@@ -175,8 +192,8 @@ class LazyMemmapStorage(ColumnStorage):
             raise ValueError(
                 "the storage belongs to another buffer already: make one LazyMemmapStorage per buffer"
             )
-        self._taken, self._alone = True, alone
-        if alone is None and self._counters is not None:
+        self._taken, self._alone = True, alone or ("a frame_stack" if self.frame_stack else None)
+        if self._alone is None and self._counters is not None:
             ring.move(self._counters)
 
     def reattach(self, ring: Ring) -> None:
@@ -212,7 +229,9 @@ class LazyMemmapStorage(ColumnStorage):
         self._counters = _counters(self.folder)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LazyMemmapStorage":
-        """A storage of its own, in temporary files."""
+        """A storage of its own, in temporary files; TypeError with a frame stack."""
+        if self.frame_stack:
+            raise TypeError("frame stacks in files cannot be copied: load state_dict() into another buffer")
         other = LazyMemmapStorage(self.max_size, ndim=self.ndim, compact_obs=self.compact_obs)
         other.lanes, other.structure = self.lanes, self.structure
         other._taken, other._alone = self._taken, self._alone

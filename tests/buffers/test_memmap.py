@@ -4,6 +4,7 @@ import copy
 import errno
 import gc
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -117,6 +118,69 @@ def test_rows_can_be_overwritten_in_place() -> None:
     buffer.extend(numbers(0, 4))
     buffer[1:3] = TensorDict({"n": torch.tensor([7, 8])}, [2])
     assert buffer["n"].tolist() == [0, 7, 8, 3]
+
+
+def stacks(first: int, count: int, length: int = 9) -> TensorDict:
+    """Rows of episodes of ``length`` steps whose observation is the last three frames, the first one repeated."""
+    number = torch.arange(first, first + count)
+    step, episode = number % length, number // length
+
+    def stacked(step: torch.Tensor) -> torch.Tensor:
+        shown = (step[:, None] - torch.arange(2, -1, -1)).clamp(min=0)
+        frames = (episode[:, None] * 16 + shown).to(torch.uint8)
+        return frames[..., None, None].expand(-1, 3, 6, 6).contiguous()
+
+    done = (step == length - 1)[:, None]
+    data = {
+        "observation": stacked(step),
+        "next": {"observation": stacked(step + 1), "done": done, "truncated": done},
+    }
+    return TensorDict(data, [count])
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_frame_stacks_in_files(compact: bool, tmp_path: Path) -> None:
+    """Stacks that share nothing need more frames than there was room for at first: a second file."""
+
+    def made(storage: Any) -> ReplayBuffer:
+        generator = torch.Generator().manual_seed(1)
+        return ReplayBuffer(
+            storage=storage, sampler=SliceSampler(slice_len=4), batch_size=64, generator=generator
+        )
+
+    def drawn(buffer: ReplayBuffer) -> list[TensorDict]:
+        return [buffer[:], *(buffer.sample() for _ in range(5))]
+
+    options: dict[str, Any] = {"compact_obs": compact, "frame_stack": {"observation": 3}}
+    files = made(LazyMemmapStorage(400, scratch_dir=tmp_path, auto_cleanup=True, **options))
+    plain, loaded = made(LazyTensorStorage(400, compact_obs=compact)), made(LazyMemmapStorage(400, **options))
+    for first in range(0, 999, 37):
+        batch = stacks(first, 37)
+        if first < 300:
+            batch["observation"] = torch.randint(255, (37, 3, 6, 6), dtype=torch.uint8)
+        for buffer in (files, plain):
+            buffer.extend(batch)
+    loaded.load_state_dict(files.state_dict())
+    expected = drawn(plain)
+    for buffer in (files, loaded):
+        assert all(bool((mine == held).all()) for mine, held in zip(drawn(buffer), expected, strict=True))
+    assert (tmp_path / "observation.1.frames").exists()
+    with pytest.raises(TypeError, match="frame stacks in files cannot be copied: load state_dict"):
+        copy.deepcopy(files)
+    del files, buffer
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_frame_stacks_in_files_stay_in_their_process() -> None:
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(40, frame_stack={"observation": 3}), batch_size=4)
+    buffer.extend(stacks(0, 30))
+    with pytest.raises(RuntimeError, match="the buffer has a frame_stack, which other processes cannot see"):
+        pickle.dumps(buffer)
+    with pytest.raises(
+        ValueError, match="frame_stack of 'observation' must be an integer of at least 2, got 1"
+    ):
+        LazyMemmapStorage(40, frame_stack={"observation": 1})
 
 
 # -- files that come and go ------------------------------------------------------------------------------------------
