@@ -17,6 +17,7 @@ _STATE = np.dtype(
     [
         ("high", "i8"),  # frames ever used, the blank one included
         ("free", "i8"),  # first of the frames given up, 0 if none
+        ("last", "i8"),  # last of them
         ("spare", "i8"),  # how many they are
     ]
 )
@@ -88,8 +89,7 @@ class FramePool:
         """Copies of the frames ``refs``, int32 of any shape: ``[refs.size, words]`` on the device."""
         memory = self._memory
         if memory is not None:
-            copies = _empty((refs.size, *self._shape), self._word)
-            return torch.index_select(memory, 0, torch.from_numpy(refs.reshape(-1)), out=copies)
+            return _gather(memory, refs.reshape(-1))
         frames = refs.reshape(-1).astype(np.int64)
         (_, first), *more = self._columns
         if not more:
@@ -132,7 +132,7 @@ class FramePool:
         """
         missing = int(self.state["high"][0] - self.state["spare"][0]) + count - len(self.counts)
         if missing > 0:
-            more = max(missing, len(self.counts) // 4)
+            more = max(missing, len(self.counts) // 16)
             column = self._make(more, self._shape, self._word)
             self._columns = (*self._columns, (len(self.counts), column))
             self.counts = np.concatenate([self.counts, np.zeros(more, np.int32)])
@@ -163,7 +163,7 @@ class FramePool:
         high = int(used[-1]) + 1 if len(used) else 1
         free = np.flatnonzero(counts[1:high] == 0) + 1
         counts[free] = -1 - np.append(free[1:], 0)
-        self.state[0] = (high, free[0] if len(free) else 0, len(free))
+        self.state[0] = (high, free[0], free[-1], len(free)) if len(free) else (high, 0, 0, 0)
         self.counts, self._first_size = counts, sizes[0]
         self._columns = tuple(zip(begins[:-1], columns, strict=True))
 
@@ -220,6 +220,16 @@ def in_memory(frames: int, shape: tuple[int, ...], word: torch.dtype, device: to
 def _empty(shape: tuple[int, ...], word: torch.dtype) -> Tensor:
     """Unset host memory from NumPy, which asks the system for large pages where torch does not."""
     return torch.from_numpy(np.empty(shape, f"i{word.itemsize}"))
+
+
+def _gather(memory: Tensor, frames: Array) -> Tensor:
+    """``memory.index_select(0, frames)``; one thread gets by with less waiting, several do not need it."""
+    copies = _empty((len(frames), *memory.shape[1:]), memory.dtype)
+    if torch.get_num_threads() > 1:
+        return torch.index_select(memory, 0, torch.from_numpy(frames), out=copies)
+    size = memory.shape[1] * memory.element_size()
+    kernels().gather(memory.data_ptr(), copies.data_ptr(), size, frames)
+    return copies
 
 
 def kernels() -> ModuleType:

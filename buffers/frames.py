@@ -60,7 +60,7 @@ class FrameColumn(Column):
         size = math.prod(shape[1:]) * dtype.itemsize
         where = torch.device(device)
         make = partial(in_memory, device=where) if make is None else make
-        self._frames = FramePool(rows + rows // 50 + 256, size, where, make)
+        self._frames = FramePool(rows + rows // 50 + 64, size, where, make)
         self._main = self
         self._refs: Array = np.zeros((rows, stack), np.int32)
 
@@ -78,7 +78,7 @@ class FrameColumn(Column):
         # The numbers first, the frames after them: a pool that has grown in between is larger, not smaller.
         refs = self._refs.take(slots.numpy(force=True), 0)
         words = self._frames.take(refs)
-        return words.view(self.dtype).view(len(slots), *self.shape)
+        return words.view(-1).view(self.dtype).view(len(slots), *self.shape)
 
     def pool(self) -> "FrameColumn":
         """A side column that shares the frames; its `After` names slots of the main column."""

@@ -1,0 +1,178 @@
+"""Stacked images: kept as stacks, as single frames, and compressed; reading, writing, bytes per row.
+
+``python -m flatroll bench images``
+"""
+
+import importlib.util
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatroll.benchmarks.timing import Timing, ratio, table, take_turns
+from flatroll.buffers.codec import ZstdColumn
+from flatroll.buffers.columns import After, Column, TensorColumn
+from flatroll.buffers.frames import FrameColumn
+
+ENVS, STEPS, WINDOW, STACK, SAMPLE = 16, 1280, 64, 4, 256
+ROWS = ENVS * STEPS
+TURNS, CALLS = 15, 20
+KINDS = ("stacks", "frames", "stacks, zstd", "frames, zstd")
+
+
+def played(game: str) -> Tensor:
+    """Observations ``[STEPS, ENVS, 4, 84, 84]`` of a random policy."""
+    import envpool
+
+    env = envpool.make(game, env_type="gymnasium", num_envs=ENVS, seed=1)
+    random = np.random.default_rng(0)
+    observations = torch.empty((STEPS, ENVS, STACK, 84, 84), dtype=torch.uint8)
+    now = env.reset()[0]
+    for t in range(STEPS):
+        observations[t] = torch.from_numpy(now)
+        now = env.step(random.integers(env.action_space.n, size=ENVS).astype(np.int32))[0]
+    env.close()
+    return observations
+
+
+def squares() -> Tensor:
+    """The same without envpool: squares that move over a background; no measure of compression."""
+    random = np.random.default_rng(0)
+    frames: Any = np.broadcast_to(
+        random.integers(0, 256, (84, 84), np.uint8), (STEPS + 3, ENVS, 84, 84)
+    ).copy()
+    for t, e in itertools.product(range(STEPS + 3), range(ENVS)):
+        frames[t, e, t % 80 : t % 80 + 4, (t * (e + 1)) % 80 :][:, :4] = 255
+    return torch.from_numpy(np.stack([frames[k : k + STEPS] for k in range(STACK)], 2))
+
+
+def column_of(kind: str) -> Column:
+    """An empty column for all rows."""
+    shape = torch.Size([STACK, 84, 84])
+    if kind == "stacks":
+        return TensorColumn(torch.from_numpy(np.empty((ROWS, *shape), np.uint8)))
+    if kind == "stacks, zstd":
+        return ZstdColumn(ROWS, shape, torch.uint8)
+    return FrameColumn(ROWS, STACK, shape, torch.uint8, make=ZstdColumn if "zstd" in kind else None)
+
+
+def filled(kind: str, observations: Tensor, window: int = WINDOW) -> Column:
+    """The column with the rows of all envs, in batches of ``window`` steps of each, env after env."""
+    column = column_of(kind)
+    for t in range(0, STEPS, window):
+        values = observations[t : t + window].transpose(0, 1).flatten(0, 1)
+        column.write(t * ENVS, values, hint(t * ENVS, window))
+    return column
+
+
+def hint(slot: int, window: int = 1) -> After | None:
+    """Each env goes on where its last row of the batch before stands."""
+    rows = torch.arange(ENVS) * window
+    return After(rows, slot - ENVS * window + rows + window - 1) if slot else None
+
+
+def micros(timing: Timing) -> str:
+    return f"{timing.median * 1e6:,.0f}"
+
+
+def reading(columns: dict[str, Column]) -> str:
+    """Random rows, alone and with the rows that follow them, against ``index_select`` of the stacks."""
+    rows = itertools.cycle(list(torch.randint(ROWS - ENVS, (TURNS * CALLS, SAMPLE))))
+    stacks = columns["stacks"]
+    assert isinstance(stacks, TensorColumn)
+    array, data = stacks.data.numpy(), stacks.data
+    takes: dict[str, Callable[[Tensor], object]] = {
+        "stacks": lambda slots: data.index_select(0, slots),
+        "stacks, NumPy indexing (SB3)": lambda slots: torch.from_numpy(array[slots.numpy()]),
+        **{kind: column.take for kind, column in columns.items() if kind != "stacks"},
+    }
+    one = take_turns({name: lambda t=t: t(next(rows)) for name, t in takes.items()}, TURNS, CALLS)  # type: ignore[misc]
+
+    def both(take: Callable[[Tensor], object]) -> object:
+        slots = next(rows)
+        return take(slots), take(slots + 1)
+
+    two = take_turns({name: lambda t=t: both(t) for name, t in takes.items()}, TURNS, CALLS)  # type: ignore[misc]
+    base = "stacks"
+    table_rows = []
+    for name in takes:
+        column = columns.get(name, stacks)
+        of = [f"{ratio(times[name], times[base]):.2f} x" for times in (one, two)]
+        table_rows.append(
+            [name, f"{column.nbytes / ROWS:,.0f}", micros(one[name]), of[0], micros(two[name]), of[1]]
+        )
+    header = [
+        "kept as",
+        "bytes per row",
+        f"{SAMPLE} rows, µs",
+        "of index_select",
+        "with the next, µs",
+        "of index_select",
+    ]
+    return table(header, table_rows)
+
+
+def writing(observations: Tensor) -> str:
+    """One env row by row, all envs step by step, and long windows."""
+    flat, lone = observations.flatten(0, 1), observations[:, 0]
+    table_rows = []
+    for kind in KINDS:
+        column = column_of(kind)
+        at = itertools.cycle(range(STEPS - 1))
+
+        def row(column: Column = column, at: Any = at) -> None:
+            t = next(at)
+            column.write(t, lone[t : t + 1])
+
+        def step(column: Column = column, at: Any = at) -> None:
+            slot = next(at) * ENVS
+            column.write(slot, flat[slot : slot + ENVS], hint(slot))
+
+        def window(column: Column = column) -> None:
+            column.write(0, lone)
+
+        cells = []
+        for run, rows, calls in ((row, 1, 200), (step, ENVS, 60), (window, STEPS, 1)):
+            timing = take_turns({kind: run}, 5, calls)[kind]
+            cells.append(f"{timing.median / rows * 1e6:.1f}")
+        table_rows.append([kind, *cells])
+    return table(
+        ["kept as", "1 row, µs", f"step of {ENVS} envs, µs per row", f"{STEPS} rows, µs per row"], table_rows
+    )
+
+
+def sizes(games: dict[str, Tensor]) -> str:
+    """Bytes per row by game; a row and its next observation as plain stacks take 56,448."""
+    table_rows = [
+        [game, *(f"{filled(kind, observations).nbytes / ROWS:,.0f}" for kind in KINDS)]
+        for game, observations in games.items()
+    ]
+    return table(["", *KINDS], table_rows)
+
+
+def main() -> None:
+    """Print the tables."""
+    torch.set_num_threads(1)  # on a busy machine a second thread that waits is timed, not the work
+    torch.manual_seed(0)
+    if importlib.util.find_spec("envpool"):
+        first, others = "Pong-v5", ["Breakout-v5", "Seaquest-v5"]
+        observations = played(first)
+    else:
+        print("(envpool is not installed: squares that move)")
+        first, others, observations = "squares", [], squares()
+    print(f"{first}, random policy, {ENVS} envs, {ROWS:,} rows of 4 x 84 x 84 bytes, one thread\n")
+    columns = {kind: filled(kind, observations) for kind in KINDS}
+    print(reading(columns | {"frames, written step by step": filled("frames", observations, 1)}))
+    print("\nWriting\n")
+    print(writing(observations))
+    print("\nBytes per row\n")
+    print(sizes({first: observations}))
+    for game in others:
+        print(sizes({game: played(game)}).splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()
