@@ -243,6 +243,41 @@ class TrajectoryIndex(Ring):
         how = tree, uniform, length, by == "start", early, late
         return self._slices(self._kernels.draw, count, count * length, follow, *how)
 
+    def marked_starts(
+        self,
+        count: int,
+        length: int,
+        marks: Array,
+        *,
+        by: By = "trajectory",
+        strict: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Draw ``count`` slots where slices of up to ``length`` rows begin, with replacement; int64 ``[count]``.
+
+        A trajectory is drawn as by :meth:`draw`, then one of its rows, uniformly; the slice begins at the row at or
+        before it that ``marks`` (bool ``[capacity]``, by slot) marks, or, where the ring has dropped that, at the first
+        marked one. Rows beyond the last start that a slice to the end of the trajectory needs are not drawn: the last
+        slice of a trajectory may be short, unless ``strict``.
+
+        Raises:
+            RuntimeError: nothing is stored, no trajectory is long enough, or no row at which one could start is
+                marked.
+        """
+        tree = self._tree(length, by, strict)
+        if not tree[-1]:
+            self.check_not_empty()
+            raise self.too_short(length)
+        uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
+        starts = np.empty(count, np.int64)
+        tables = self._state, self.capacity, self._fragments, self._chains
+        if self._kernels.marked(*tables, tree, uniform, length, strict, marks, starts) < count:
+            raise RuntimeError(
+                f"no stored row at which a slice of {length} rows could start is marked as a start: use shorter "
+                "slices, strict_length=False, or mark more rows"
+            )
+        return torch.from_numpy(starts)
+
     def slices_from(self, starts: Tensor, length: int | Tensor, *, follow: bool = False) -> Draw:
         """Slices of up to ``length`` rows from the slots ``starts`` (int64 ``[S]``, stored rows) on, as :meth:`draw`
         gives them; fewer rows where the trajectory ends. ``length`` may be one number per slice."""

@@ -50,6 +50,7 @@ class BufferParts:
             )
         self.storage: Storage = ListStorage() if storage is None else storage
         self.sampler: Sampler = RandomSampler() if sampler is None else sampler
+        self.sampler.attach(self.storage)
         self.writer: Writer = RoundRobinWriter() if writer is None else writer
         self.collate_fn = collate_fn
         self.prefetch = prefetch

@@ -62,6 +62,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     """
 
     _every_row = False
+    _not_at = "it draws them by the priority of their first row"
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor
 from flatroll.buffers.columns import Columns
 from flatroll.buffers.ring import Draw, Ring
 from flatroll.buffers.runs import BoundaryKeys
+from flatroll.buffers.storage import Storage
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey
 
 #: Entries by which runs are told apart; a batch with one of them holds trajectories.
@@ -29,6 +30,10 @@ class Sampler:
     """
 
     ran_out: bool = False
+
+    def attach(self, storage: Storage) -> None:
+        """The storage whose rows will be drawn; called once, when the buffer is made."""
+        return
 
     def boundary_keys(self, batch: TensorDictBase) -> BoundaryKeys | None:
         """Markers of the trajectories in ``batch`` (the first one), None if the sampler needs none."""

@@ -139,7 +139,8 @@ class SliceSampler(Sampler):
         for key in (self.traj_key, self.end_key):
             if key is not None:
                 require(batch, key)
-        self._starts.check(batch, type(self).__name__, "span asks for others" if self.span else self._not_at)
+        why_not = self._not_at or ("span asks for others" if self.span else "")
+        self._starts.check(batch, type(self).__name__, why_not)
         for key in self._flags:
             if batch.get(key, None) is not None:
                 marker(batch, key)

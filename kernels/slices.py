@@ -503,6 +503,125 @@ def slices_from(
 
 
 @compiled()
+def _holder(state: Records, fragments: Records, number: Int, offset: Int) -> Int:
+    """The fragment that holds ``offset``, in the chain that ends with fragment ``number``."""
+    nearer = _back(state, fragments, number, offset)
+    while nearer != number:
+        number, nearer = nearer, _back(state, fragments, nearer, offset)
+    return number
+
+
+@compiled()
+def _seek(
+    state: Records,
+    capacity: Int,
+    fragments: Records,
+    last: Int,
+    marks: Array,
+    offset: Int,
+    limit: Int,
+) -> Int:
+    """The marked row nearest to ``offset``, from it to ``limit`` (either way), as an offset in the chain whose last
+    fragment is ``last``; -1 if there is none."""
+    mask = len(fragments) - 1
+    base = _base(state, capacity)
+    step = 1 if limit >= offset else -1
+    number = _holder(state, fragments, last, offset)
+    while True:
+        f = fragments[number & mask]
+        row = f.first + offset - f.offset
+        stop = _stop(state, fragments, number) if step > 0 else f.first - 1
+        while row != stop:
+            if marks[_slot(row, base, capacity)]:
+                return offset
+            if offset == limit:
+                return -1
+            row += step
+            offset += step
+        number += f.next if step > 0 else -f.prev
+
+
+@compiled()
+def _marked_start(
+    state: Records,
+    capacity: Int,
+    fragments: Records,
+    chain: Records,
+    marks: Array,
+    uniform: float,
+    length: Int,
+    strict: bool,
+) -> Int:
+    """Slot of a marked row of ``chain``, -1 if it has none; see :func:`marked`."""
+    low, high, last = chain.dropped, chain.total, chain.last
+    full = max(high - length, low)
+    if high <= low or (strict and high - low < length):
+        return -1
+    final = np.int64(-1)
+    if not strict:
+        final = _seek(state, capacity, fragments, last, marks, full, high - 1)
+    if final < 0:
+        final = _seek(state, capacity, fragments, last, marks, full, low)
+    if final < 0:
+        return -1
+    end = high
+    if final + 1 < high:
+        after = _seek(state, capacity, fragments, last, marks, final + 1, high - 1)
+        end = high if after < 0 else after
+    drawn = low + min(np.int64(uniform * (end - low)), end - low - 1)
+    at = _seek(state, capacity, fragments, last, marks, drawn, low)
+    if at < 0:
+        at = _seek(state, capacity, fragments, last, marks, drawn, final)
+    f = fragments[_holder(state, fragments, last, at) & (len(fragments) - 1)]
+    return _slot(f.first + at - f.offset, _base(state, capacity), capacity)
+
+
+@compiled()
+def marked(
+    state: Records,
+    capacity: Int,
+    fragments: Records,
+    chains: Records,
+    tree: Array,
+    uniform: Array,
+    length: Int,
+    strict: bool,
+    marks: Array,
+    starts: Array,
+) -> Int:
+    """Draw slots where slices of ``length`` rows begin, among those with ``marks[slot]``; how many there are.
+
+    A chain is drawn by weight (one without such a row gives way to the next one), then a row uniformly, and the
+    slice begins at the mark at or before it: the first one of the chain if it has lost that. The rows drawn end
+    where the slice from the last mark that is needed to reach the end of the chain begins; with ``strict``, from
+    the last one with ``length`` rows. ``uniform`` are float64 in [0, 1), two per slice.
+    """
+    used = state[0].slots
+    size = len(tree) - 1
+    total = tree[size]
+    for j in range(len(starts)):
+        rest = min(np.int64(uniform[2 * j] * total), total - 1)
+        c, step = 0, size // 2
+        while step:
+            if tree[c + step] <= rest:
+                c += step
+                rest -= tree[c]
+            step //= 2
+        slot = np.int64(-1)
+        for _ in range(used):
+            slot = _marked_start(
+                state, capacity, fragments, chains[c], marks, uniform[2 * j + 1], length, strict
+            )
+            if slot >= 0:
+                break
+            c = c + 1 if c + 1 < used else 0
+        if slot < 0:
+            return j
+        starts[j] = slot
+    return len(starts)
+
+
+@compiled()
 def places(
     state: Records,
     capacity: Int,
