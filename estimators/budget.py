@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flatroll.estimators.stream import Behind, Columns
+from flatroll.estimators.stream import Behind, Columns, marked, stops
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,14 @@ class Budgeted:
 
     Attributes:
         position: int64 ``[N]``, the place of each row; the series' last place for a row that has none.
+        placed: bool ``[N]``, whether it has one.
         valid: bool ``[B, T]``.
         source: int64 ``[B * (T + budget)]``, the row at each place; an inserted one has the row before it.
         inserted: bool, which places hold what follows their row.
     """
 
     position: Tensor
+    placed: Tensor
     valid: Tensor
     source: Tensor
     inserted: Tensor
@@ -49,11 +51,21 @@ class Budgeted:
         source.scatter_(1, behind, row)
         inserted = torch.zeros_like(source, dtype=torch.bool).scatter_(1, behind, True)
         place = slot.clamp(max=length - 1) + length * torch.arange(count, device=opened.device).unsqueeze(-1)
-        return cls(place.reshape(-1), valid, source[:, :length].reshape(-1), inserted[:, :length].reshape(-1))
+        return cls(
+            place.reshape(-1),
+            (slot < length).reshape(-1),
+            valid,
+            source[:, :length].reshape(-1),
+            inserted[:, :length].reshape(-1),
+        )
 
     @property
     def rows(self) -> int:
         return self.source.shape[0]
+
+    def stops(self, ends: Tensor) -> Tensor:
+        """Past-the-last place of each run, int64 ascending; ``ends [N]`` marks the last row of each."""
+        return stops(self.position[marked(ends[:-1] & self.placed[1:]) + 1], self.rows)
 
     def columns(self, root: Columns, behind: Behind, start: int, stop: int) -> Columns:
         rows, inserted = self.source[start:stop], self.inserted[start:stop]

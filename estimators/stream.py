@@ -120,6 +120,10 @@ class Interleaved:
     def rows(self) -> int:
         return self.source.shape[0]
 
+    def stops(self, ends: Tensor) -> Tensor:
+        """Past-the-last place of each run, int64 ascending; ``ends [N]`` marks the last row of each."""
+        return stops(self.position[marked(ends[:-1]) + 1], self.rows)
+
     def columns(self, root: Columns, behind: Behind, start: int, stop: int) -> Columns:
         inserted = self.position[self.after] + 1
         first, past = 0, inserted.shape[0]
@@ -136,16 +140,11 @@ class Interleaved:
         return values.index_select(0, self.position), values.index_select(0, following)
 
 
-def stops(position: Tensor, ends: Tensor, rows: int) -> Tensor:
-    """Past-the-last place of each run in a stream of ``rows`` rows, int64 ascending.
+def stops(first: Tensor, rows: int) -> Tensor:
+    """Past-the-last place of each run of a stream of ``rows`` rows, int64 ascending.
 
     Args:
-        position: where the batch's rows stand in it, int64 ``[N]``, ascending.
-        ends: last row of each run, bool ``[N]``.
+        first: places of the first rows of the runs but the first one, int64, ascending.
         rows: rows of the stream.
-
-    >>> stops(torch.tensor([0, 1, 3, 4]), torch.tensor([False, True, False, True]), 6).tolist()
-    [3, 6]
     """
-    first = marked(ends[:-1]) + 1  # of every run but the first
-    return torch.cat([position[first], position.new_tensor([rows])])
+    return torch.cat([first, first.new_tensor([rows])])

@@ -19,7 +19,7 @@ from flatroll.estimators.chunks import Chunks
 from flatroll.estimators.following import Boundaries, Following, beside, cleared, flat
 from flatroll.estimators.network import NetworkInputs as NetworkInputs
 from flatroll.estimators.network import value_of
-from flatroll.estimators.stream import Appended, Columns, Interleaved, Stream, marked, stops
+from flatroll.estimators.stream import Appended, Columns, Interleaved, Stream, marked
 from flatroll.layout.keys import NestedKey, next_key, require
 
 
@@ -167,6 +167,7 @@ class _Work:
     def two_calls(self) -> Values:
         """The observations, then the next observations."""
         batch, at, following, now = self.batch, self.at, self.following, self.parameters.now
+        then = now if self.parameters.following is None else self.parameters.following
         root = {key: require(batch, key) for key in following.root}
         after = {key: require(batch, next_key(key)) for key in following.root}
         values, next_values = [], []
@@ -180,7 +181,7 @@ class _Work:
             }
             if self.value is None:
                 values.append(self._evaluate(part, over.shape, now))
-            next_values.append(self._evaluate(next_part, over.shape, self.parameters.following or now))
+            next_values.append(self._evaluate(next_part, over.shape, then))
         next_value = _joined(next_values, self.dim)
         return Values(
             self.value if self.value is not None else _joined(values, self.dim),
@@ -205,7 +206,7 @@ class _Work:
         chunks, count = self.route.chunks, self.at.ends.numel()
         bounds = None
         if self.inputs.recurrent and not chunks.whole and isinstance(stream, Interleaved | Budgeted):
-            bounds = stops(stream.position, self.at.ends.reshape(-1), stream.rows)
+            bounds = stream.stops(self.at.ends.reshape(-1))
         known: list[Tensor] = []
         if value is not None and isinstance(stream, Appended):
             known = [flat(value, self.batch)]

@@ -15,7 +15,7 @@ from flatroll.estimators.functional_vtrace import vtrace_advantage_estimate
 from flatroll.estimators.network import NetworkInputs
 from flatroll.estimators.options import EstimatorOptions
 from flatroll.estimators.policies import distribution, joint, log_prob_of, require_actor
-from flatroll.estimators.stream import stops
+from flatroll.estimators.stream import marked, stops
 from flatroll.layout.keys import ACTION, NestedKey, flat_column, require
 
 
@@ -133,7 +133,7 @@ class VTrace(ValueEstimator):
             starts[1:] = ends[:-1]
             columns[self.tensor_keys["is_init"]] = starts.unsqueeze(-1)
             if not self.chunks.whole:
-                bounds = stops(torch.arange(rows, device=ends.device), ends, rows)
+                bounds = stops(marked(ends[:-1]) + 1, rows)
         each = math.prod(batch.batch_size) // max(batch.shape[self.chunks.along(batch.batch_dims)], 1)
         found = []
         for start, stop in self.chunks.spans(rows, bounds, each=each):
