@@ -144,7 +144,7 @@ def batched(items: list[Any]) -> Any:
                     f"items must have the same entries, shapes and dtypes to be stored in tensors: item 0 is {first}, "
                     f"item {i} {item}"
                 )
-        stacked: TensorDictBase = torch.stack(items)
+        stacked: Any = torch.stack(items)
         return stacked
     spec = pytree.tree_structure(first)
     rows = []
