@@ -1,7 +1,7 @@
 """Where rows are kept in memory: in columns allocated from the first batch, or given by the caller."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from flatroll.buffers.columns import Column, TensorColumn
 from flatroll.buffers.encodings import checked_encodings, encoded, encoded_bytes
 from flatroll.buffers.memory import check_memory
 from flatroll.buffers.runs import BoundaryKeys
+from flatroll.buffers.sparse import SparseColumn, checked_sparse
 from flatroll.buffers.storage import Rows
 from flatroll.buffers.structure import Structure, map_rows
 from flatroll.layout.keys import NestedKey, next_key
@@ -37,9 +38,13 @@ class LazyTensorStorage(ColumnStorage):
             single frames, each once, and stacked again on reading, bit-equal.
         codec: compression by key, ``{"observation": "zstd"}``: lossless, decoded in threads on reading. Needs the
             extra ``zstd``.
+        sparse: keys of entries most of whose rows are zeros, ``["recurrent_state"]`` of a collector with
+            ``state_stride``: such rows take 4 bytes. Lossless.
 
     Raises:
-        ValueError: ``max_size`` or ``ndim`` below 1, an unknown codec, or a frame stack of less than 2 frames.
+        ValueError: ``max_size`` or ``ndim`` below 1, an unknown codec, a frame stack of less than 2 frames, or an entry
+            that is both sparse and one of these; at the first extend, ``sparse`` names an entry that is not there.
+        TypeError: ``sparse`` is a single name.
         MemoryError: at the first extend, if the columns do not fit in the memory that is free.
 
     >>> import torch
@@ -63,16 +68,30 @@ class LazyTensorStorage(ColumnStorage):
         compact_obs: bool = False,
         frame_stack: Mapping[NestedKey, int] | None = None,
         codec: Mapping[NestedKey, str] | None = None,
+        sparse: Collection[NestedKey] = (),
     ) -> None:
         super().__init__(max_size, device=device, ndim=ndim, compact_obs=compact_obs)
         self.frame_stack, self.codec = checked_encodings(frame_stack, codec)
+        self.sparse = checked_sparse(sparse)
+        if both := self.sparse & {*self.frame_stack, *self.codec}:
+            raise ValueError(
+                f"sparse names {sorted(map(repr, both))}, which frame_stack or codec keep already"
+            )
         self.shares = bool(self.frame_stack)
 
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
-        sizes = encoded_bytes(like, self.frame_stack, self.codec)
+        sizes = encoded_bytes(like, self.frame_stack, self.codec) | dict.fromkeys(self.sparse, 4)
+        if absent := self.sparse - set(like):
+            raise ValueError(
+                f"sparse names {sorted(map(repr, absent))}, which the batch does not have: it has "
+                f"{sorted(map(repr, like))}"
+            )
         check_memory(self.capacity, sum(sizes.values()), self.device, self._ways_out(like))
         columns: dict[NestedKey, Column] = {}
         for key, (dtype, shape) in like.items():
+            if key in self.sparse:
+                columns[key] = SparseColumn(self.capacity, shape, dtype, self.device)
+                continue
             stack, codec = self.frame_stack.get(key), self.codec.get(key)
             columns[key] = encoded(self.capacity, dtype, shape, self.device, stack, codec) or TensorColumn(
                 _empty((self.capacity, *shape), dtype, self.device)
