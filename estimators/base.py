@@ -1,9 +1,7 @@
 """What every value estimator does around its recursion: read the batch, evaluate it, write the result."""
 
-import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -14,18 +12,26 @@ from torch import Tensor
 from flatroll.estimators.chunks import Chunks
 from flatroll.estimators.finite import check_finite
 from flatroll.estimators.following import Boundaries, beside, cleared
+from flatroll.estimators.given import Estimated as Estimated
+from flatroll.estimators.given import Given as Given
 from flatroll.estimators.groups import standardized_in_groups
 from flatroll.estimators.keyed import VALID, renamed, under_next
 from flatroll.estimators.network import checked_network
-from flatroll.estimators.options import BootstrapMissing, checked_budget, one_stream
+from flatroll.estimators.options import checked_budget, one_stream
+from flatroll.estimators.reading import (
+    BootstrapMissing,
+    boundaries_of,
+    discount_over,
+    frames_inside,
+    reward_of,
+    time_last,
+)
 from flatroll.estimators.reductions import both, one_of, spread_over, standardized
 from flatroll.estimators.series import unit_interval
 from flatroll.estimators.values import Parameters, Route, StateValues, Values
-from flatroll.layout import run_ends
 from flatroll.layout.keys import (
     IS_INIT,
     MASK,
-    NEXT_KNOWN,
     TRAJ_IDS,
     NestedKey,
     flat_column,
@@ -37,43 +43,6 @@ from flatroll.modules import set_recurrent_mode
 
 #: Names of entries that stand under ``"next"``.
 _UNDER_NEXT = ("reward", "done", "terminated")
-
-
-@dataclass(frozen=True)
-class Given:
-    """What an estimate is made of: columns ``[*B, T, *F]`` of a batch whose time dim is the last, flags with 1 for F.
-
-    Attributes:
-        batch: the batch.
-        at: its boundaries.
-        gamma: discount.
-        value: of each row's observation.
-        next_value: of its next one.
-        reward, terminated, ends: as the functions of ``flatroll.estimators.functional`` take them.
-        time_dim: likewise.
-    """
-
-    batch: TensorDictBase
-    at: Boundaries
-    gamma: float | Tensor
-    value: Tensor
-    next_value: Tensor
-    reward: Tensor
-    terminated: Tensor
-    ends: Tensor
-    time_dim: int
-
-
-@dataclass(frozen=True)
-class Estimated:
-    """What an estimator writes, and the rows that count (None: all)."""
-
-    advantage: Tensor
-    target: Tensor
-    value: Tensor
-    next_value: Tensor
-    ends: Tensor
-    valid: Tensor | None
 
 
 class ValueEstimator(TensorDictModuleBase):
@@ -250,7 +219,7 @@ class ValueEstimator(TensorDictModuleBase):
             TypeError: the reward is not floating, or a flag not bool.
             ValueError: shapes that do not match, hidden final observations, a ``final`` of another batch.
         """
-        batch, dim = self._time_last(tensordict)
+        batch, dim = time_last(tensordict, self.time_dim)
         out = self._estimated(batch, Parameters(params, target_params), None, final)
         names = self.tensor_keys
         written = {
@@ -261,8 +230,8 @@ class ValueEstimator(TensorDictModuleBase):
         }
         stale = tensordict.get(names["valid"], None) is not None  # never leave an old one behind
         if out.valid is not None or self.shifted or stale:
-            everywhere = torch.ones_like(out.ends) if out.valid is None else out.valid
-            written[names["valid"]] = everywhere
+            everywhere = torch.ones(batch.batch_size, dtype=torch.bool, device=out.target.device)
+            written[names["valid"]] = everywhere if out.valid is None else out.valid
         for key, column in written.items():
             tensordict.set(key, column if dim is None else column.transpose(dim, tensordict.batch_dims - 1))
         return tensordict
@@ -283,25 +252,11 @@ class ValueEstimator(TensorDictModuleBase):
                 network is not called for them, nor, by an estimator of temporal differences, at all.
             tensordict, params, target_params, final: as in :meth:`forward`, as is what is raised.
         """
-        batch, dim = self._time_last(tensordict)
+        batch, dim = time_last(tensordict, self.time_dim)
         if next_value is not None and dim is not None:
             next_value = next_value.transpose(dim, batch.batch_dims - 1)
         target = self._estimated(batch, Parameters(params, target_params), next_value, final).target
         return target if dim is None else target.transpose(dim, batch.batch_dims - 1)
-
-    def _time_last(self, batch: TensorDictBase) -> tuple[TensorDictBase, int | None]:
-        """The batch with its time dim last, and where that dim was if not there."""
-        last = batch.batch_dims - 1
-        if last < 0:
-            raise ValueError("the batch must have at least one batch dimension (time), got batch size []")
-        dim = self.time_dim
-        if dim is None and "time" in batch.names:
-            dim = batch.names.index("time")
-        if dim is None or dim in (last, -1):
-            return batch, None
-        if not -last - 1 <= dim < last:
-            raise ValueError(f"time_dim must name a batch dim of {tuple(batch.batch_size)}, got {dim}")
-        return batch.transpose(dim, last), dim % (last + 1)
 
     def _estimated(
         self,
@@ -312,9 +267,9 @@ class ValueEstimator(TensorDictModuleBase):
     ) -> Estimated:
         grad = self.differentiable and torch.is_grad_enabled()
         with torch.set_grad_enabled(grad), set_recurrent_mode(True):
-            reward, at = self._reward(batch), self._boundaries(batch)
-            steps = batch.get(self.tensor_keys["steps_to_next_obs"], None)
-            values = self._values(batch, at, parameters, next_value, final, n_step=steps is not None)
+            reward = reward_of(batch, self.key("reward"))
+            at = boundaries_of(batch, self.tensor_keys, self.bootstrap_missing)
+            values = self._values(batch, at, parameters, next_value, final)
             for column in (values.value, values.next_value):
                 if column.shape != reward.shape:
                     raise ValueError(
@@ -330,7 +285,7 @@ class ValueEstimator(TensorDictModuleBase):
                 ends = ends.clone()
                 ends[..., :-1] |= ~valid[..., 1:]
             counted = self._counted(batch, valid)
-            gamma = self.gamma if steps is None else self._discount(batch, steps, reward)
+            gamma = discount_over(self.gamma, batch, self.tensor_keys["steps_to_next_obs"], reward)
             if self.average_rewards:
                 reward = self._standardized(batch, reward, counted)
             given = Given(
@@ -351,7 +306,7 @@ class ValueEstimator(TensorDictModuleBase):
                 rows = beside(valid, reward)
                 advantage = advantage.masked_fill(~rows, 0.0)
                 target = torch.where(rows, target, values.value)
-            return Estimated(advantage, target, values.value, values.next_value, ends, valid)
+            return Estimated(advantage, target, values.value, values.next_value, valid)
 
     def _values(
         self,
@@ -360,8 +315,6 @@ class ValueEstimator(TensorDictModuleBase):
         parameters: Parameters,
         next_value: Tensor | None,
         final: TensorDictBase | None,
-        *,
-        n_step: bool,
     ) -> Values:
         if next_value is not None and not self.target_needs_value:
             return Values(next_value, cleared(next_value, at.terminated))
@@ -372,45 +325,9 @@ class ValueEstimator(TensorDictModuleBase):
             route=Route(self.shifted, self.shifted_budget, self.chunks, self.skip_existing),
             warn=self._warn_once,
         )
+        n_step = batch.get(self.tensor_keys["steps_to_next_obs"], None) is not None
         values = evaluate(batch, at, final, parameters, n_step=n_step)
         return values if next_value is None else Values(values.value, next_value, values.valid)
-
-    def _reward(self, batch: TensorDictBase) -> Tensor:
-        key = self.key("reward")
-        reward = require(batch, key, under_next(self.default_keys["reward"]))
-        if not reward.is_floating_point():
-            raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
-        return reward.unsqueeze(-1) if reward.shape == batch.batch_size else reward
-
-    def _boundaries(self, batch: TensorDictBase) -> Boundaries:
-        names = self.tensor_keys
-        ends = run_ends(
-            batch,
-            is_init_key=names["is_init"],
-            done_key=self.key("done"),
-            traj_key=names["traj_ids"],
-            mask_key=names["mask"],
-        )
-        terminated = marker(batch, self.key("terminated"))
-        if batch.get(NEXT_KNOWN, None) is None:
-            return Boundaries(ends, terminated, None)
-        unknown = ~marker(batch, NEXT_KNOWN) & ends & ~terminated
-        if self.bootstrap_missing == "error" and bool(unknown.any()):
-            rows = unknown.reshape(-1).nonzero().squeeze(-1)
-            raise ValueError(
-                f"the env hid the final observation of {rows.shape[0]} truncated rows (the first is row "
-                f"{int(rows[0])}), so their next value is unknown: choose bootstrap_missing='current' (the "
-                "value of the row's own observation) or 'mask' (leave the rows out), or collect from an env "
-                "that reports final observations"
-            )
-        return Boundaries(ends, terminated, unknown)
-
-    def _discount(self, batch: TensorDictBase, steps: Tensor, reward: Tensor) -> Tensor:
-        """``gamma`` over the steps that each row spans, in the reward's shape."""
-        spanned = flat_column(steps, batch, self.tensor_keys["steps_to_next_obs"]).to(reward.dtype)
-        return torch.as_tensor(self.gamma, dtype=reward.dtype, device=reward.device) ** beside(
-            spanned, reward
-        )
 
     def _counted(self, batch: TensorDictBase, valid: Tensor | None) -> Tensor | None:
         """The rows that moments are taken over; None is all of them."""
@@ -431,15 +348,4 @@ class ValueEstimator(TensorDictModuleBase):
     def _warn_once(self, text: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(text, UserWarning, stacklevel=_frames_inside())
-
-
-def _frames_inside() -> int:
-    """The ``stacklevel`` of a warning for the caller of the module, through whatever calls lie between."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None:
-        name = str(frame.f_globals.get("__name__", ""))
-        if not name.startswith(("flatroll.estimators", "torch.", "tensordict.")):
-            break
-        level, frame = level + 1, frame.f_back
-    return level
+            warnings.warn(text, UserWarning, stacklevel=frames_inside())

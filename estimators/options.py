@@ -1,12 +1,11 @@
 """The arguments that all value estimators share."""
 
-from typing import Literal, TypedDict
+from typing import TypedDict
 
 import torch
 
+from flatroll.estimators.reading import BootstrapMissing
 from flatroll.layout.keys import NestedKey
-
-BootstrapMissing = Literal["error", "current", "mask"]
 
 
 class EstimatorOptions(TypedDict, total=False):

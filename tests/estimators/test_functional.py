@@ -125,7 +125,11 @@ def test_compiles_as_one_graph() -> None:
             ValueError,
             "state_value, next_state_value and reward must have one shape, got (3, 1), (3,) and (3,)",
         ),
-        ({"terminated": flags(of=2)}, ValueError, "terminated must have the reward's shape (3,), or 1 for its"),
+        (
+            {"terminated": flags(of=2)},
+            ValueError,
+            "terminated must have the reward's shape (3,), or 1 for its",
+        ),
         ({"ends": flags(of=4)}, ValueError, "ends must have the reward's shape (3,)"),
     ],
     ids=["int reward", "float done", "value shape", "terminated shape", "ends shape"],
