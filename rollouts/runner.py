@@ -187,7 +187,7 @@ class Runner:
         window, stream = self.window, self.stream
         self._record_roots()
         if self.states:
-            self._record_states()
+            self._restart_states()
         action = self._action(random)
         if self._check_actions is not None:
             action = self._check_actions(action)
@@ -214,8 +214,8 @@ class Runner:
         for name in self._infos:
             window.put_loose(name, self._array(info.get(name)))
 
-    def _record_states(self) -> None:
-        """Restart the states of episodes that begin, and record all; say which rows are to keep theirs."""
+    def _restart_states(self) -> None:
+        """Restart the states of episodes that begin, and say which rows are to keep theirs."""
         if self._stride > 1:
             age = (
                 full(self.stream.first, self.num_envs, 0, torch.int64) if self._age is None else self._age + 1
@@ -228,7 +228,6 @@ class Runner:
             if self.stream.any_first is not False:
                 state = select(to_torch(self.stream.first), self._defaults[key], state)
                 self.states[key] = state
-            self.window.put(key, state)
 
     def _action(self, random: bool) -> Any:
         if self._act is None:

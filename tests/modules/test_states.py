@@ -1,0 +1,159 @@
+"""What sequential steps recorded, recurrent passes over slices compute again: through rings, windows and resets."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from torch import nn
+from torch.distributions import Categorical
+
+from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
+from flatroll.estimators import ClipPPOLoss
+from flatroll.modules import BurnIn, GRUModule, LSTMModule, set_recurrent_mode
+from flatroll.rollouts import Collector
+from flatroll.wrappers.testing import Script, ScriptedTorchEnv, ScriptedVectorEnv
+
+KINDS = [GRUModule, LSTMModule]
+MODES = ["NextStep", "SameStep", "Disabled", "torch"]
+LENGTHS = [[9, 1, 4], [2, 7], [30]]
+
+
+def make(which: str, lengths: Any) -> Any:
+    own = Script(len(lengths), lengths=lengths)
+    return ScriptedTorchEnv(own) if which == "torch" else ScriptedVectorEnv(own, autoreset_mode=which)
+
+
+def actor(kind: Any, layers: int = 1) -> Any:
+    torch.manual_seed(0)
+    return ProbabilisticTensorDictSequential(
+        TensorDictModule(nn.Linear(3, 4), ["observation"], ["embedding"]),
+        kind(4, 6, layers, in_key="embedding", out_key="features"),
+        TensorDictModule(nn.Linear(6, 5), in_keys=["features"], out_keys=["logits"]),
+        ProbabilisticTensorDictModule(
+            ["logits"], ["action"], distribution_class=Categorical, return_log_prob=True
+        ),
+    )
+
+
+def states_of(policy: Any) -> list[Any]:
+    return list(policy[1].make_tensordict_primer().defaults)
+
+
+def check_recomputed(policy: Any, sample: TensorDict) -> None:
+    """Features, log-probabilities, and so PPO's ratio, at every row, to 1e-5."""
+    with set_recurrent_mode("recurrent"), torch.no_grad():
+        dist = policy.get_dist(again := sample.exclude("features", "logits", "embedding").clone())
+    torch.testing.assert_close(again["features"], sample["features"], atol=1e-5, rtol=0)
+    log_prob = dist.log_prob(sample["action"])
+    torch.testing.assert_close(log_prob, sample["action_log_prob"], atol=1e-5, rtol=0)
+    ratio = (log_prob - sample["action_log_prob"]).exp()
+    torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-5, rtol=0)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=4), min_size=1, max_size=4),
+    which=st.sampled_from(MODES),
+    frames=st.integers(7, 30),
+    capacity=st.integers(30, 80),
+    length=st.integers(1, 9),
+    stride=st.sampled_from([1, 2, 5]),
+    kind=st.sampled_from(KINDS),
+    layers=st.sampled_from([1, 2]),
+    compact=st.booleans(),
+)
+def test_random_slices_of_a_ring_that_wraps(
+    lengths: Any,
+    which: str,
+    frames: int,
+    capacity: int,
+    length: int,
+    stride: int,
+    kind: Any,
+    layers: int,
+    compact: bool,
+) -> None:
+    """Windows cut trajectories, the ring drops their heads, slices begin and end anywhere that has a state."""
+    policy = actor(kind, layers)
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(
+            capacity, compact_obs=compact, sparse=states_of(policy) if stride > 1 else ()
+        ),
+        sampler=SliceSampler(slice_len=length),
+        generator=torch.Generator().manual_seed(0),
+    )
+    collector = Collector(
+        make(which, lengths),
+        policy,
+        frames_per_batch=frames,
+        total_frames=-(-3 * capacity // frames) * frames,
+        compact_obs=compact,
+        state_stride=stride,
+        replay_buffer=buffer,
+    )
+    for number, _ in enumerate(collector):
+        if number % 4 == 3 or collector.frames > 2 * capacity:
+            check_recomputed(policy, buffer.sample(6 * length))
+
+
+@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ppo_starts_at_ratio_one(kind: Any, stride: int) -> None:
+    """The loss itself says so: no divergence, nothing clipped, and the objective is the mean advantage."""
+    policy = actor(kind)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(200), sampler=SliceSampler(slice_len=8), batch_size=64)
+    collector = Collector(
+        make("SameStep", LENGTHS), policy, frames_per_batch=50, total_frames=400, state_stride=stride
+    )
+    loss = ClipPPOLoss(policy, TensorDictModule(nn.Linear(6, 1), ["features"], ["state_value"]))
+    for batch in collector:
+        batch["advantage"], batch["value_target"] = torch.randn(2, 50, 1)
+        buffer.extend(batch)
+        sample = buffer.sample()
+        losses = loss(sample)
+        assert abs(float(losses["kl_approx"])) < 1e-5
+        assert float(losses["clip_fraction"]) == 0
+        torch.testing.assert_close(
+            losses["loss_objective"], -sample["advantage"].mean(), atol=1e-5, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_frozen_weights_all_ways_to_start_a_slice_agree(kind: Any) -> None:
+    """Stored states, and states burnt in from the beginning of the episode, are those of the full unroll."""
+    policy = actor(kind)
+    env = make("SameStep", [[30]])
+    batch = next(Collector(env, policy, frames_per_batch=30))
+    piece = batch[12:].clone()
+    piece["is_init"][0] = True
+    check_recomputed(policy, piece)
+    burnt = BurnIn([policy[0], policy[1]], 12)(batch.clone())
+    for key in states_of(policy):
+        torch.testing.assert_close(burnt[key][0], batch[key][12], atol=1e-5, rtol=0)
+    check_recomputed(policy, burnt)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_start_from_zeros_is_not_the_stored_one(kind: Any) -> None:
+    """The check above can fail: without its state a slice computes something else."""
+    policy = actor(kind)
+    batch = next(Collector(make("SameStep", [[30]]), policy, frames_per_batch=30))
+    piece = batch[12:].clone()
+    piece["is_init"][0] = True
+    for key in states_of(policy):
+        piece[key].zero_()
+    with pytest.raises(AssertionError):
+        check_recomputed(policy, piece)
+
+
+def test_a_primer_that_starts_elsewhere_is_the_same_in_rollout_and_training() -> None:
+    """semantics.md 1.10 [BUG] E28c: the peer zeroes such a state in rollouts and uses it in training."""
+    policy = actor(GRUModule)
+    gru = policy[1]
+    gru.make_tensordict_primer = lambda: type("P", (), {"defaults": {"recurrent_state": torch.ones(1, 6)}})()
+    batch = next(Collector(make("SameStep", LENGTHS), policy, frames_per_batch=40))
+    check_recomputed(policy, batch)
