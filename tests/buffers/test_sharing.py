@@ -50,7 +50,8 @@ import sys
 import torch
 from tensordict import TensorDict
 from torch import multiprocessing as mp
-from flatroll.buffers import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SliceSampler
+from flatroll.buffers import (
+    LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, SliceSampler, TensorDictReplayBuffer)
 
 def worker(rb, *others):
     # Updates the replay buffer with new data
@@ -67,7 +68,7 @@ def many(rb, number):
 
 if __name__ == "__main__":
     mp.set_start_method(sys.argv[1])
-    rb = ReplayBuffer(storage=LazyMemmapStorage(21))
+    rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(21))
     td = TensorDict({"a": torch.zeros(10)}, [10])
     rb.extend(td)
 
