@@ -8,6 +8,7 @@ has such hyperparameters; recurrent Q-learning is in neither it nor its contrib 
 import argparse
 import importlib.util
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -36,17 +37,19 @@ def peer(task: str) -> Callable[[int, int], Outcome]:
 def outcomes(run: Callable[[int, int], Outcome], frames: int, seeds: list[int], who: str) -> list[Outcome]:
     found = []
     for seed in seeds:
+        begun = time.process_time()
         found.append(run(frames, seed))
+        found[-1]["cpu s"] = time.process_time() - begun
         shown = ", ".join(f"{name} {value:,.1f}" for name, value in found[-1].items())
         print(f"  {who}, seed {seed}: {shown}", flush=True)
     return found
 
 
 def row(task: str, who: str, found: list[Outcome]) -> list[str]:
-    returns, seconds = ([run[name] for run in found] for name in ("return", "s"))
+    returns = [run["return"] for run in found]
     spread = f"{min(returns):,.0f} to {max(returns):,.0f}"
-    time = f"{statistics.median(seconds):,.0f}"
-    return [task, who, f"{found[0]['frames']:,.0f}", f"{statistics.median(returns):,.0f}", spread, time]
+    seconds = [f"{statistics.median(run[name] for run in found):,.0f}" for name in ("s", "cpu s")]
+    return [task, who, f"{found[0]['frames']:,.0f}", f"{statistics.median(returns):,.0f}", spread, *seconds]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -73,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
         if compared:
             found = outcomes(peer(task), frames, args.seeds, "peer")
             rows.append(row(task, "stable-baselines3", found))
-    header = ["task", "", "frames", "return, median", "of the seeds", "s, median"]
+    header = ["task", "", "frames", "return, median", "of the seeds", "s, median", "of the processor"]
     print("\n" + table(header, rows))
 
 

@@ -41,8 +41,8 @@ def run(task: str, frames: int, seed: int) -> dict[str, float]:
 def cartpole(seed: int, frames: int) -> Any:
     return part("stable_baselines3", "PPO")(
         "MlpPolicy",
-        part("stable_baselines3.common.env_util", "make_vec_env")("CartPole-v1", n_envs=8, seed=seed),
-        n_steps=64,
+        part("stable_baselines3.common.env_util", "make_vec_env")("CartPole-v1", n_envs=16, seed=seed),
+        n_steps=32,
         batch_size=128,
         n_epochs=4,
         learning_rate=lambda left: 2.5e-4 * left,
@@ -105,8 +105,8 @@ class FromEnvpool:
 def cheetah(seed: int, frames: int) -> Any:
     return part("stable_baselines3", "PPO")(
         "MlpPolicy",
-        FromEnvpool.make("HalfCheetah-v4", 8, seed),
-        n_steps=256,
+        FromEnvpool.make("HalfCheetah-v4", 16, seed),
+        n_steps=128,
         batch_size=64,
         n_epochs=10,
         learning_rate=lambda left: 3e-4 * left,

@@ -70,6 +70,8 @@ def masked_mean(column: Tensor, mask: Tensor | None, weights: Tensor | None = No
 
 def masked_variance(column: Tensor, mask: Tensor | None, correction: int) -> Tensor:
     """Variance over the real rows; 0 where ``correction`` leaves no degree of freedom."""
+    if mask is None and column.numel() > correction:
+        return column.var(correction=correction)
     count = column.numel() if mask is None else mask.sum()
     centred = column - masked_mean(column, mask)
     return kept(centred.square(), mask).sum() / torch.as_tensor(count - correction).clamp(min=1)

@@ -21,9 +21,8 @@ from flatroll.estimators import GAE, ClipPPOLoss
 from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum, as_vector_env
 
-NUM_ENVS = 8
-#: For discrete and for continuous actions; rows of a batch, and what is made of them.
-SETTINGS = {
+NUM_ENVS = 16
+SETTINGS = {  # for discrete actions, and for continuous ones
     True: {"rows": 512, "minibatches": 4, "epochs": 4, "lr": 2.5e-4, "entropy": 0.01},
     False: {"rows": 2048, "minibatches": 32, "epochs": 10, "lr": 3e-4, "entropy": 0.0},
 }
@@ -63,18 +62,19 @@ class Gaussian(Independent):  # type: ignore[type-arg]  # at run time it takes n
     """Independent normal actions: one log-probability for all dims."""
 
     def __init__(self, loc: Tensor, scale: Tensor) -> None:
-        super().__init__(Normal(loc, scale), 1)
+        super().__init__(Normal(loc, scale, validate_args=False), 1, validate_args=False)
 
 
-class Spread(nn.Module):
-    """A learned deviation that does not look at the observation."""
+class LocScale(nn.Module):
+    """A mean from a network, and a learned deviation that does not look at the observation."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, net: nn.Module, size: int) -> None:
         super().__init__()
-        self.log_scale = nn.Parameter(torch.zeros(size))
+        self.net, self.log_scale = net, nn.Parameter(torch.zeros(size))
 
-    def forward(self, loc: Tensor) -> Tensor:
-        return self.log_scale.exp().expand_as(loc)
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        loc = self.net(observation)
+        return loc, self.log_scale.exp().expand_as(loc)
 
 
 def make_agent(env: Any) -> tuple[ProbabilisticTensorDictSequential, TensorDictModule]:
@@ -83,11 +83,12 @@ def make_agent(env: Any) -> tuple[ProbabilisticTensorDictSequential, TensorDictM
     discrete = isinstance(space, gym.spaces.Discrete)
     size = int(space.n) if discrete else space.shape[0]
     read: Any = ["logits"] if discrete else ["loc", "scale"]
-    parts: list[Any] = [TensorDictModule(mlp(inputs, size, 0.01), ["observation"], read[:1])]
-    if not discrete:
-        parts.append(TensorDictModule(Spread(size), ["loc"], ["scale"]))
+    net: nn.Module = mlp(inputs, size, 0.01) if discrete else LocScale(mlp(inputs, size, 0.01), size)
     kind = Categorical if discrete else Gaussian
-    parts.append(Sampler(read, ["action"], distribution_class=kind, return_log_prob=True))
+    parts: list[Any] = [
+        TensorDictModule(net, ["observation"], read),
+        Sampler(read, ["action"], distribution_class=kind, return_log_prob=True),
+    ]
     critic = TensorDictModule(mlp(inputs, 1, 1.0), ["observation"], ["state_value"])
     return ProbabilisticTensorDictSequential(*parts), critic
 
@@ -105,7 +106,8 @@ def train(name: str, frames: int, seed: int) -> dict[str, float]:
     gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
     critic_options: Any = {"critic_coeff": 0.25, "loss_critic_type": "l2", "clip_value": 0.2}
     loss = ClipPPOLoss(actor, critic, entropy_coeff=args.entropy, normalize_advantage=True, **critic_options)
-    optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, eps=1e-5)
+    weights = list(loss.parameters())
+    optimizer = torch.optim.Adam(weights, lr=args.lr, eps=1e-5, fused=True)
     returns: list[float] = []
     start = time.perf_counter()
     for batch in collector:
@@ -116,11 +118,15 @@ def train(name: str, frames: int, seed: int) -> dict[str, float]:
                 losses = loss(rows[some])
                 optimizer.zero_grad()
                 (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
-                nn.utils.clip_grad_norm_(loss.parameters(), 0.5)
+                nn.utils.clip_grad_norm_(weights, 0.5, foreach=True)
                 optimizer.step()
         optimizer.param_groups[0]["lr"] = args.lr * (1 - collector.frames / (total + args.rows))
     collector.shutdown()
-    return {"return": float(np.mean(returns[-100:])), "frames": total, "s": time.perf_counter() - start}
+    return {
+        "return": float(np.mean(returns[-100:] or [0.0])),
+        "frames": total,
+        "s": time.perf_counter() - start,
+    }
 
 
 def main(argv: list[str] | None = None) -> int:

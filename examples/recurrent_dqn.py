@@ -89,7 +89,11 @@ def train(frames: int, seed: int, name: str = "CartPole-v1", hidden: int = 64) -
             updater.step()
         optimizer.param_groups[0]["lr"] = 1e-3 * (1 - 0.9 * collector.frames / total)
     collector.shutdown()
-    return {"return": float(np.mean(returns[-100:])), "frames": total, "s": time.perf_counter() - start}
+    return {
+        "return": float(np.mean(returns[-100:] or [0.0])),
+        "frames": total,
+        "s": time.perf_counter() - start,
+    }
 
 
 def main(argv: list[str] | None = None) -> int:

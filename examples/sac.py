@@ -98,7 +98,11 @@ def train(frames: int, seed: int, name: str = "Pendulum-v1") -> dict[str, float]
             optimizer.step()
             updater.step()
     collector.shutdown()
-    return {"return": float(np.mean(returns[-20:])), "frames": frames, "s": time.perf_counter() - start}
+    return {
+        "return": float(np.mean(returns[-20:] or [0.0])),
+        "frames": frames,
+        "s": time.perf_counter() - start,
+    }
 
 
 def main(argv: list[str] | None = None) -> int:

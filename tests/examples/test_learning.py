@@ -11,9 +11,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_ppo_learns_a_little(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ppo.main(["--frames", "15000", "--seed", "1"]) == 0
-    assert "CartPole-v1, seed 1: return" in capsys.readouterr().out
-    assert ppo.train("CartPole-v1", 15_000, 1)["return"] > 40  # random actions: 22
+    assert ppo.main(["--frames", "12000", "--seed", "1"]) == 0
+    outcome = capsys.readouterr().out
+    assert outcome.startswith("CartPole-v1, seed 1: return ")
+    assert float(outcome.split("return ")[1].split(",")[0]) > 40  # random actions: 22
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:gymnasium")
