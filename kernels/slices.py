@@ -435,11 +435,7 @@ def draw(
         chain = chains[c]
         live = chain.total - chain.dropped
         places = max(live - length + 1 + early + late, 1)
-        begin = rest if start else min(np.int64(uniform[2 * j + 1] * places), places - 1)
-        if (
-            live - length + early + late >= 0
-        ):  # else the chain is shorter than any slice of the span: all of it
-            begin -= early
+        begin = (rest if start else min(np.int64(uniform[2 * j + 1] * places), places - 1)) - early
         stop = min(begin + length, live)
         begin = max(begin, 0)
         take = stop - begin

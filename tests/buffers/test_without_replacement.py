@@ -201,27 +201,23 @@ def written(world: Any, capacity: int, seed: int, writers: int, longest: int, ro
     longest=st.sampled_from([1, 5, 40]),
     rounds=st.integers(1, 40),
     length=st.integers(1, 9),
-    strict=st.booleans(),
-    shuffle=st.booleans(),
-    by=st.sampled_from(["trajectory", "start"]),
 )
 def test_places_of_a_pass(
-    world: Any,
-    capacity: int,
-    seed: int,
-    writers: int,
-    longest: int,
-    rounds: int,
-    length: int,
-    strict: bool,
-    shuffle: bool,
-    by: Any,
+    world: Any, capacity: int, seed: int, writers: int, longest: int, rounds: int, length: int
 ) -> None:
     """Against the list: which rows a pass takes, in slices of one trajectory each, in storage order."""
     index, model = written(world, capacity, seed, writers, longest, rounds)
+    generator = seeded(seed)
+    for by, strict, shuffle in itertools.product(("trajectory", "start"), (False, True), (False, True)):
+        check_places(index, model, length, by, strict, shuffle, generator)
+
+
+def check_places(
+    index: Any, model: Any, length: int, by: str, strict: bool, shuffle: bool, generator: torch.Generator
+) -> None:
     chains = list(model.trajectories().values())
     usable = [chain for chain in chains if len(chain) >= (length if strict else 1)]
-    options: Any = {"by": by, "strict": strict, "shuffle": shuffle, "generator": seeded(seed)}
+    options: Any = {"by": by, "strict": strict, "shuffle": shuffle, "generator": generator}
     if not usable:
         with pytest.raises(RuntimeError, match=f"no stored trajectory has {length} rows in a row"):
             index.places(length, **options)
