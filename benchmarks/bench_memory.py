@@ -5,6 +5,7 @@
 
 import multiprocessing
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import torch
@@ -52,18 +53,18 @@ def images(rows: int) -> Iterator[TensorDict]:
             yield TensorDict(root, [250])
 
 
-def measure(kind: str, options: dict[str, object]) -> tuple[float, float]:
+def measure(kind: str, options: dict[str, Any]) -> tuple[float, float]:
     """Bytes per row of a full buffer and its index, and of the process that filled it."""
     rows = STATES if kind == "states" else IMAGES
     process = psutil.Process()
     buffer = ReplayBuffer(
-        storage=LazyTensorStorage(rows, **options),  # type: ignore[arg-type]
+        storage=LazyTensorStorage(rows, **options),
         sampler=SliceSampler(slice_len=16),
         batch_size=256,
     )
     small = ReplayBuffer(
         storage=LazyTensorStorage(500, **options), sampler=SliceSampler(slice_len=16), batch_size=256
-    )  # type: ignore[arg-type]
+    )
     for batch in (states if kind == "states" else images)(
         5000
     ):  # code that is loaded once, kernels, workspaces
@@ -76,7 +77,7 @@ def measure(kind: str, options: dict[str, object]) -> tuple[float, float]:
     return buffer.stats()["bytes"] / rows, taken / rows
 
 
-CASES: list[tuple[str, str, dict[str, object], float]] = [
+CASES: list[tuple[str, str, dict[str, Any], float]] = [
     ("17 + 6 floats", "states", {}, 2 * 68 + 24),
     ("17 + 6 floats, compact", "states", {"compact_obs": True}, 68 + 24 + 40),
     ("4 x 84 x 84", "images", {}, 8 * 7056.0),

@@ -90,7 +90,9 @@ def test_samples_equal_those_of_a_full_storage(
         sample, same = other.sample(return_info=True)
         assert_bit_equal(drawn, sample)
         assert set(info) == set(same) and all(torch.equal(info[key], same[key]) for key in info)
-        assert_bit_equal(drawn.exclude(("next", "step_count")), final.sample().exclude(("next", "step_count")))
+        assert_bit_equal(
+            drawn.exclude(("next", "step_count")), final.sample().exclude(("next", "step_count"))
+        )
         forms = {key: (value.dtype, value.shape[1:]) for key, value in drawn.items(True, True)}
         assert schema in (None, forms)
         schema = forms
