@@ -16,6 +16,7 @@ from flatroll.buffers import (
     NextStateReconstructor,
     ReplayBuffer,
     SliceSampler,
+    TensorDictPrioritizedReplayBuffer,
 )
 from flatroll.estimators import DQNLoss
 from flatroll.modules import GRUModule, LSTMModule, set_recurrent_mode
@@ -254,6 +255,48 @@ def test_priority_weights(batch_of: BatchOf) -> None:
     torch.testing.assert_close(plain, rows[4:].mean())
     with pytest.raises(KeyError, match="no entry 'priority_weight'"):
         DQNLoss(table(), use_prioritized_weights=True)(batch.exclude("priority_weight"))
+
+
+def test_prioritized_buffers_take_the_errors(batch_of: BatchOf) -> None:
+    batch = played(batch_of(RUNS))
+    buffer = TensorDictPrioritizedReplayBuffer(
+        alpha=1.0,
+        beta=1.0,
+        storage=LazyTensorStorage(16, compact_obs=True),
+        batch_size=200,
+        generator=torch.Generator().manual_seed(0),
+    )
+    buffer.extend(batch)
+    loss = DQNLoss(table(), reduction="none")
+    rows = loss(batch)["loss"]  # squares
+    for _ in range(2):  # each row is drawn, so that each gets its priority
+        sample = buffer.sample()
+        out = loss(sample)["loss"]
+        buffer.update_tensordict_priority(sample)
+    torch.testing.assert_close(out, rows[sample["index"]] * sample["priority_weight"])
+    weights = 1 / batch["td_error"][sample["index"]]
+    torch.testing.assert_close(
+        sample["priority_weight"].double(), weights / weights.max(), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_padded_slices_count_their_real_rows_only(batch_of: BatchOf) -> None:
+    batch = played(batch_of([(2, "terminated"), (7, "truncated")]))
+    network = recurrent()
+    batch.update(network[0].make_tensordict_primer().expand([len(batch)]))
+    losses = []
+    for pad in (False, True):
+        buffer = ReplayBuffer(
+            storage=LazyTensorStorage(9),
+            sampler=SliceSampler(slice_len=4, pad_output=pad),
+            batch_size=32,
+            generator=torch.Generator().manual_seed(0),
+        )
+        buffer.extend(batch)
+        sample = buffer.sample()
+        losses.append(DQNLoss(network)(sample)["loss"])
+    assert not sample["collector", "mask"].all()
+    torch.testing.assert_close(losses[0], losses[1])
 
 
 def test_actions_by_index_and_one_hot(batch_of: BatchOf) -> None:
