@@ -374,6 +374,8 @@ class TrajectoryIndex(Ring):
     def begun(self, first: int, length: int, *, strict: bool) -> Array:
         """Slots of the rows at which a slice of ``length`` rows can start since the rows from number ``first`` on
         are there (see :meth:`starts`); int64. ``first`` being the oldest row, these are all starts."""
+        if not len(self):  # no fragment to look at: before the first write, or while one overwrites all rows
+            return _NONE
         slots = np.empty(self.written - max(first, self.head), np.int64)
         count = self._kernels.begun(
             self._state, self.capacity, self._fragments, self._chains, first, length, strict, slots

@@ -1,5 +1,6 @@
 """Samples made ahead, in threads."""
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -9,7 +10,7 @@ T = TypeVar("T")
 
 
 class Prefetcher(Generic[T]):
-    """Keeps ``count`` results under way.
+    """Keeps ``count`` results under way. Its methods may be called from several threads.
 
     Args:
         count: results made ahead, and threads that make them.
@@ -21,36 +22,53 @@ class Prefetcher(Generic[T]):
         self._begin = begin
         self._pool: ThreadPoolExecutor | None = None
         self._queue: deque[Future[T]] = deque()
+        self._cleared = 0
+        self._lock = threading.Lock()  # of the three above; never held while drawing
 
     def next(self) -> T:
         """The oldest result; starts others in its place."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._count, "flatroll-prefetch")
-        while len(self._queue) <= self._count:
-            self._queue.append(self._pool.submit(self._begin()))
-        return self._queue.popleft().result()
+        while True:
+            with self._lock:
+                if len(self._queue) > self._count:
+                    future = self._queue.popleft()
+                    break
+                cleared = self._cleared
+            finish = self._begin()
+            with self._lock:
+                if cleared == self._cleared:  # else what was drawn is to be forgotten, too
+                    if self._pool is None:
+                        self._pool = ThreadPoolExecutor(self._count, "flatroll-prefetch")
+                    self._queue.append(self._pool.submit(finish))
+        return future.result()
+
+    def _under_way(self) -> list[Future[T]]:
+        with self._lock:
+            return list(self._queue)
 
     def results(self) -> list[T]:
         """All results under way, oldest first; waits for them."""
-        return [future.result() for future in self._queue]
+        return [future.result() for future in self._under_way()]
 
     def replace(self, results: list[T]) -> None:
         """Have these results under way, and no others."""
         self.clear()
-        for result in results:
-            future: Future[T] = Future()
-            future.set_result(result)
-            self._queue.append(future)
+        with self._lock:
+            for result in results:
+                future: Future[T] = Future()
+                future.set_result(result)
+                self._queue.append(future)
 
     def wait(self) -> None:
         """Until no thread is at work; one at work may draw again, if its rows are overwritten meanwhile."""
-        wait(self._queue)
+        wait(self._under_way())
 
     def clear(self) -> None:
         """Forget the results under way."""
-        for future in self._queue:
-            future.cancel()
-        self._queue.clear()
+        with self._lock:
+            for future in self._queue:
+                future.cancel()
+            self._queue.clear()
+            self._cleared += 1
 
     def close(self) -> None:
         """Forget the results and let the threads end."""

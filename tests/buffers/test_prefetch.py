@@ -144,3 +144,37 @@ def test_copies_start_threads_of_their_own() -> None:
 def test_prefetch_needs_a_batch_size() -> None:
     with pytest.raises(ValueError, match="batch_size must be given"):
         ReplayBuffer(storage=LazyTensorStorage(10), prefetch=2)
+
+
+def test_several_threads_sample_empty_and_save() -> None:
+    """Nobody trips over another one's queue, and what was made ahead before ``empty`` stays forgotten."""
+    buffer, errors = made(2), []
+    done, floor = threading.Event(), [0]
+
+    def sample() -> None:
+        while not done.is_set():
+            least = floor[0]
+            try:
+                assert int(buffer.sample()["n"].min()) >= least
+            except RuntimeError as error:
+                if "empty buffer" not in str(error):
+                    errors.append(error)
+            except Exception as error:
+                errors.append(error)
+
+    buffer.extend(rows(0, 50))
+    readers = [threading.Thread(target=sample) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    for round in range(1, 60):
+        buffer.empty()
+        floor[0] = round * 100
+        buffer.extend(rows(round * 100, 50))
+        try:
+            buffer.state_dict()
+        except RuntimeError as error:  # of a sample under way when the buffer was emptied
+            assert "empty buffer" in str(error)
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert not errors

@@ -711,3 +711,26 @@ def test_rows_written_before_the_sampler_came(world: Any) -> None:
         assert draw.firsts is not None
         assert set(draw.slots[draw.firsts].tolist()) <= set(model.starts(3, strict=True))
         assert np.flatnonzero(sampler._priorities.drawable).tolist() == sorted(model.starts(3, strict=True))
+
+
+@pytest.mark.parametrize("rows", [0, 10])
+def test_slices_of_a_ring_without_rows(world: Any, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """A sample between the claim of all rows and their publication looks at no fragment that is gone."""
+    sampler = PrioritizedSliceSampler(10, 1.0, 1.0, slice_len=3)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=30)
+    steps = world.episode(1, 0, 10)
+    if rows:
+        buffer.extend(world.to_batch(steps))
+
+    def full(*_: Any) -> None:
+        with pytest.raises(RuntimeError, match="cannot sample from an empty buffer"):
+            buffer.sample()
+        raise OSError
+
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(buffer.storage, "write", full)
+        buffer.extend(world.to_batch(steps))
+    with pytest.raises(RuntimeError, match="cannot sample from an empty buffer"):
+        buffer.sample()
+    buffer.extend(world.to_batch(steps))
+    assert set(buffer.sample()["step_count"].flatten().tolist()) == set(range(10))
