@@ -117,7 +117,7 @@ def reading(columns: dict[str, Column]) -> str:
 
 def writing(observations: Tensor) -> str:
     """One env row by row, all envs step by step, and long windows."""
-    flat, lone = observations.flatten(0, 1), observations[:, 0]
+    flat, lone = observations.flatten(0, 1), observations[:, 0].contiguous()
     table_rows = []
     for kind in KINDS:
         column = column_of(kind)
