@@ -4,6 +4,16 @@ from flatroll.modules.burn_in import BurnIn
 from flatroll.modules.gru import GRUModule
 from flatroll.modules.lstm import LSTMModule
 from flatroll.modules.mode import recurrent_mode, set_recurrent_mode
+from flatroll.modules.networks import GRU, LSTM
 from flatroll.modules.primer import TensorDictPrimer
 
-__all__ = ["BurnIn", "GRUModule", "LSTMModule", "TensorDictPrimer", "recurrent_mode", "set_recurrent_mode"]
+__all__ = [
+    "GRU",
+    "LSTM",
+    "BurnIn",
+    "GRUModule",
+    "LSTMModule",
+    "TensorDictPrimer",
+    "recurrent_mode",
+    "set_recurrent_mode",
+]

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from flatroll.layout.keys import DONE, TRAJ_IDS, NestedKey
+from flatroll.modules.networks import GRU
 from flatroll.modules.packing import States
-from flatroll.modules.recurrent import Keys, RecurrentModule, Sizes
+from flatroll.modules.recurrent import How, Keys, RecurrentModule, Sizes
 
 
 class GRUModule(RecurrentModule):
@@ -40,10 +41,17 @@ class GRUModule(RecurrentModule):
         out_key: output key; the state is then written to ``("next", "recurrent_state")``.
         out_keys: ``[output, ("next", state)]``; exactly one of out_key and out_keys.
         device: of a new network.
-        gru: an existing ``nn.GRU(..., batch_first=True)`` instead of the sizes; it is ``.gru`` afterwards.
-        recurrent_backend: how runs are computed: ``"packed"`` (no padding), ``"pad"`` (the classical form, a
-            baseline), ``"auto"`` (the fastest measured, packed); default ``"auto"``. All give one result.
+        gru: an existing ``nn.GRU(..., batch_first=True)``, or :class:`flatroll.modules.GRU`, instead of the sizes; it
+            is ``.gru`` afterwards.
+        recurrent_backend: how runs are computed, all with one result: ``"packed"`` (the stock network on a packed
+            sequence), ``"scan"`` (flatroll's operators on the same order, one direction, differentiable once),
+            ``"pad"`` (the classical form, a baseline), ``"auto"`` (the fastest measured); default ``"auto"``. Runs of
+            one length go to the stock network as ``[runs, length]``, bit for bit.
         default_recurrent_mode: the mode where none is set; default False.
+        python_based: build ``.gru`` as :class:`flatroll.modules.GRU`, which ``torch.compile`` takes into one graph;
+            default False, the stock network. :meth:`make_python_based` changes it later.
+        state: what runs start from in recurrent mode: ``"stored"``, the state at their first row, or ``"zero"``, zeros,
+            where no state need be in the batch; default ``"stored"``. Sequential mode carries states in either case.
         done_key: default ``("next", "done")``, a marker of run ends, used if it is there.
         traj_key: default ``("collector", "traj_ids")``, likewise.
 
@@ -51,7 +59,8 @@ class GRUModule(RecurrentModule):
     ``[*B, 1]``, output ``[*B, hidden_size]``; float dtype of the weights.
 
     Raises:
-        ValueError: contradicting sizes or keys, ``batch_first=False``, an unknown backend.
+        ValueError: contradicting sizes or keys, ``batch_first=False``, an unknown backend or state, or a backend that
+            cannot run the network.
 
     Reference: Cho et al. 2014, https://arxiv.org/abs/1406.1078; the recurrence is that of ``torch.nn.GRU``.
 
@@ -71,7 +80,7 @@ class GRUModule(RecurrentModule):
     """
 
     state_keys: ClassVar[tuple[str, ...]] = ("recurrent_state",)
-    gru: nn.GRU
+    gru: nn.GRU | GRU
 
     def __init__(
         self,
@@ -88,15 +97,18 @@ class GRUModule(RecurrentModule):
         out_key: NestedKey | None = None,
         out_keys: Sequence[NestedKey] | None = None,
         device: torch.device | str | None = None,
-        gru: nn.GRU | None = None,
+        gru: nn.GRU | GRU | None = None,
         recurrent_backend: str = "auto",
-        default_recurrent_mode: bool = False,
+        default_recurrent_mode: bool | None = None,
+        python_based: bool = False,
+        state: str = "stored",
         done_key: NestedKey = DONE,
         traj_key: NestedKey = TRAJ_IDS,
     ) -> None:
         sizes = Sizes(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device)
         keys = Keys(in_key, in_keys, out_key, out_keys, done_key, traj_key)
-        super().__init__(nn.GRU, gru, sizes, keys, recurrent_backend, default_recurrent_mode)
+        how = How(recurrent_backend, default_recurrent_mode, state, python_based)
+        super().__init__("GRU", gru, sizes, keys, how)
 
     @property
     def net(self) -> nn.RNNBase:
@@ -105,8 +117,6 @@ class GRUModule(RecurrentModule):
     def cell(self, rows: Tensor, states: States, weights: Sequence[Tensor]) -> States:
         return (torch.gru_cell(rows, states[0], *weights),)
 
-    def states_after(self, out: Tensor, finals: States, last: Tensor) -> States:
-        if self._state_shape[0] == 1:
-            # one layer's output is its state; copied, so that an in-place activation leaves the state alone
-            return (out.clone(),)
-        return super().states_after(out, finals, last)
+    @property
+    def output_is_state(self) -> bool:
+        return self._state_shape[0] == 1

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from flatroll.layout.keys import DONE, TRAJ_IDS, NestedKey
+from flatroll.modules.networks import LSTM
 from flatroll.modules.packing import States
-from flatroll.modules.recurrent import Keys, RecurrentModule, Sizes
+from flatroll.modules.recurrent import How, Keys, RecurrentModule, Sizes
 
 
 class LSTMModule(RecurrentModule):
@@ -32,7 +33,7 @@ class LSTMModule(RecurrentModule):
     """
 
     state_keys: ClassVar[tuple[str, ...]] = ("recurrent_state_h", "recurrent_state_c")
-    lstm: nn.LSTM
+    lstm: nn.LSTM | LSTM
 
     def __init__(
         self,
@@ -49,15 +50,18 @@ class LSTMModule(RecurrentModule):
         out_key: NestedKey | None = None,
         out_keys: Sequence[NestedKey] | None = None,
         device: torch.device | str | None = None,
-        lstm: nn.LSTM | None = None,
+        lstm: nn.LSTM | LSTM | None = None,
         recurrent_backend: str = "auto",
-        default_recurrent_mode: bool = False,
+        default_recurrent_mode: bool | None = None,
+        python_based: bool = False,
+        state: str = "stored",
         done_key: NestedKey = DONE,
         traj_key: NestedKey = TRAJ_IDS,
     ) -> None:
         sizes = Sizes(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device)
         keys = Keys(in_key, in_keys, out_key, out_keys, done_key, traj_key)
-        super().__init__(nn.LSTM, lstm, sizes, keys, recurrent_backend, default_recurrent_mode)
+        how = How(recurrent_backend, default_recurrent_mode, state, python_based)
+        super().__init__("LSTM", lstm, sizes, keys, how)
 
     @property
     def net(self) -> nn.RNNBase:

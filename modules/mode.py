@@ -2,15 +2,23 @@
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
-from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Literal, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_MODE: ContextVar[bool | None] = ContextVar("flatroll_recurrent_mode", default=None)
+
+class _Mode(threading.local):
+    """The mode of this thread. torch.compile guards on it, which it does not on a context variable."""
+
+    def __init__(self) -> None:
+        self.value: bool | None = None
+
+
+_MODE = _Mode()
 _NAMES: dict[str, bool] = {"recurrent": True, "sequential": False}
 
 
@@ -22,7 +30,7 @@ def recurrent_mode() -> bool | None:
     >>> recurrent_mode() is None
     True
     """
-    return _MODE.get()
+    return _MODE.value
 
 
 class set_recurrent_mode:
@@ -32,8 +40,8 @@ class set_recurrent_mode:
     * recurrent (``True``, ``"recurrent"``): the rows are runs of consecutive steps; used in training;
     * ``None``: each module's ``default_recurrent_mode``.
 
-    The mode belongs to the current context (:mod:`contextvars`): another thread does not see it, and leaving
-    the block restores what was there before, after an exception too.
+    The mode belongs to the current thread: another one does not see it, and leaving the block restores what was
+    there before, after an exception too. It may stand around a function of ``torch.compile`` or inside it.
 
     Args:
         mode: True, False, ``"recurrent"``, ``"sequential"`` or None; default True.
@@ -58,15 +66,16 @@ class set_recurrent_mode:
         if not (named is None or isinstance(named, bool)) or (named is None and mode is not None):
             raise ValueError(f"mode must be True, False, None, 'recurrent' or 'sequential', got {mode!r}")
         self._mode = named
-        self._tokens: list[Token[bool | None]] = []
+        self._outer: list[bool | None] = []
 
     def __enter__(self) -> None:
-        self._tokens.append(_MODE.set(self._mode))
+        self._outer.append(_MODE.value)
+        _MODE.value = self._mode
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _MODE.reset(self._tokens.pop())
+        _MODE.value = self._outer.pop()
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):

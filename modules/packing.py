@@ -85,7 +85,7 @@ def run_index(starts: Tensor) -> RunIndex:
 def call(net: nn.RNNBase, rows: Tensor | PackedSequence, states: States) -> tuple[Tensor, States]:
     """The stock network on rows or on a packed sequence, its states always a tuple."""
     states = tuple(state.contiguous() for state in states)
-    out, final = net(rows, states if isinstance(net, nn.LSTM) else states[0])
+    out, final = net(rows, states if net.mode == "LSTM" else states[0])
     data: Tensor = out.data if isinstance(out, PackedSequence) else out
     return data, final if isinstance(final, tuple) else (final,)
 
@@ -189,11 +189,7 @@ def padded(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tu
     table, lengths = pad_packed_sequence(flat, batch_first=True)
     sequence = pack_padded_sequence(table, lengths, batch_first=True)
     states = tuple(state.contiguous() for state in states)
-    out, finals = net(sequence, states if isinstance(net, nn.LSTM) else states[0])
+    out, finals = net(sequence, states if net.mode == "LSTM" else states[0])
     table, _ = pad_packed_sequence(out, batch_first=True)
     out_rows = pack_padded_sequence(table, lengths, batch_first=True).data
     return out_rows.index_select(0, index.place), finals if isinstance(finals, tuple) else (finals,)
-
-
-#: ``"auto"`` is packed: benchmarks/bench_recurrent.py has not found a reset rate at which padding wins.
-BACKENDS: dict[str, Backend] = {"auto": packed, "packed": packed, "pad": padded}

@@ -1,7 +1,7 @@
 """What recurrent tensordict modules share: keys, states, one step in a rollout, whole runs in training."""
 
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple, Self, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -10,9 +10,12 @@ from torch import Tensor, nn
 
 from flatroll.layout import run_starts
 from flatroll.layout.keys import IS_INIT, NestedKey, as_tuple, marker, next_key, require
+from flatroll.modules.backends import BACKENDS, check_backend
 from flatroll.modules.mode import recurrent_mode
-from flatroll.modules.packing import BACKENDS, States, run_index
+from flatroll.modules.networks import NETWORKS, with_weights_of
+from flatroll.modules.packing import States, run_index
 from flatroll.modules.primer import TensorDictPrimer
+from flatroll.modules.scan import whole
 
 
 class Sizes(NamedTuple):
@@ -39,22 +42,33 @@ class Keys(NamedTuple):
     traj_key: NestedKey
 
 
-def _network(kind: type[nn.GRU] | type[nn.LSTM], given: nn.RNNBase | None, sizes: Sizes) -> nn.RNNBase:
+class How(NamedTuple):
+    """How a module computes."""
+
+    backend: str
+    default_recurrent_mode: bool | None
+    state: str
+    python_based: bool
+
+
+def _network(mode: str, given: nn.RNNBase | None, sizes: Sizes, python_based: bool) -> nn.RNNBase:
     """The network to wrap: the one given, or a new one of these sizes."""
-    name = kind.__name__.lower()
+    name, (stock, scanned) = mode.lower(), NETWORKS[mode]
     shown = f"got input_size={sizes.input_size}, hidden_size={sizes.hidden_size}"
     if not (sizes.batch_first if given is None else getattr(given, "batch_first", True)):
         raise ValueError(f"batch_first must be True, got False: build {name} with batch_first=True")
     if given is None:
         if sizes.input_size is None or sizes.hidden_size is None:
             raise ValueError(f"input_size and hidden_size, or an existing {name}=, must be given, {shown}")
-        return kind(**sizes._asdict())
-    if not isinstance(given, kind):
-        raise TypeError(f"{name} must be a torch.nn.{kind.__name__}, got {type(given).__name__}")
+        return (scanned if python_based else stock)(**sizes._asdict())
+    if not isinstance(given, (stock, scanned)):
+        raise TypeError(f"{name} must be a torch.nn.{mode}, got {type(given).__name__}")
     if sizes.input_size is not None or sizes.hidden_size is not None:
         raise ValueError(f"{name} comes with its sizes, leave out input_size and hidden_size: {shown}")
     if given.proj_size:
         raise ValueError(f"{name} must not project its output, got proj_size={given.proj_size}")
+    if python_based and not isinstance(given, scanned):
+        return with_weights_of(scanned, given)
     return given
 
 
@@ -75,25 +89,26 @@ class RecurrentModule(TensorDictModuleBase):
     stands in the tensordict as ``[*B, num_layers, hidden_size]`` (twice the layers if bidirectional).
 
     Args:
-        kind: ``nn.GRU`` or ``nn.LSTM``.
+        mode: ``"GRU"`` or ``"LSTM"``.
         given: an existing network of that kind, or None.
         sizes: of a new one.
-        keys, recurrent_backend, default_recurrent_mode: see :class:`GRUModule`.
+        keys, how: see :class:`GRUModule`.
     """
 
     state_keys: ClassVar[tuple[str, ...]]
 
     def __init__(
         self,
-        kind: type[nn.GRU] | type[nn.LSTM],
+        mode: str,
         given: nn.RNNBase | None,
         sizes: Sizes,
         keys: Keys,
-        recurrent_backend: str,
-        default_recurrent_mode: bool,
+        how: How,
     ) -> None:
         super().__init__()
-        net = _network(kind, given, sizes)
+        if how.state not in ("stored", "zero"):
+            raise ValueError(f"state must be 'stored' or 'zero', got {how.state!r}")
+        net = _network(mode, given, sizes, how.python_based)
         states = self.state_keys
         in_keys = _key_list("in_key", keys.in_key, keys.in_keys, states)
         out_keys = _key_list("out_key", keys.out_key, keys.out_keys, [next_key(key) for key in states])
@@ -105,19 +120,22 @@ class RecurrentModule(TensorDictModuleBase):
             )
         if len(out_keys) != 1 + len(states):
             raise ValueError(f"out_keys must be [output, next {', next '.join(states)}], got {out_keys}")
-        if recurrent_backend not in BACKENDS:
-            known = ", ".join(map(repr, BACKENDS))
-            raise ValueError(f"recurrent_backend must be one of {known}, got {recurrent_backend!r}")
+        check_backend(how.backend, net)
         # tensordict annotates its keys as tuples of length one
         self.in_keys = in_keys  # pyright: ignore[reportAttributeAccessIssue]
         self.out_keys = out_keys  # pyright: ignore[reportAttributeAccessIssue]
         self._input_key, *self._state_in, self._init_key = in_keys
         self._output_key, *self._state_out = out_keys
         self._done_key, self._traj_key = keys.done_key, keys.traj_key
-        self.recurrent_backend = recurrent_backend
-        self.default_recurrent_mode = default_recurrent_mode
+        self.recurrent_backend = how.backend
+        self.default_recurrent_mode = bool(how.default_recurrent_mode)
+        self.state = how.state
         self._state_shape = (net.num_layers * (2 if net.bidirectional else 1), net.hidden_size)
-        setattr(self, kind.__name__.lower(), net)
+        setattr(self, mode.lower(), net)
+
+    @property
+    def _scans(self) -> bool:
+        return self.recurrent_backend in ("auto", "scan") and not self.net.bidirectional
 
     @property
     def net(self) -> nn.RNNBase:
@@ -147,6 +165,24 @@ class RecurrentModule(TensorDictModuleBase):
             ValueError: an input or a state has another shape than the network's sizes ask for.
         """
         return self._runs(tensordict) if self.recurrent_mode else self._step(tensordict)
+
+    def make_python_based(self) -> Self:
+        """Compute by flatroll's own operators, which ``torch.compile`` takes into one graph; the weights stay.
+
+        Raises:
+            ValueError: the network is bidirectional, or ``recurrent_backend`` is one of the stock network.
+        """
+        return self._based(NETWORKS[self.net.mode][1])
+
+    def make_cudnn_based(self) -> Self:
+        """Compute by the stock network (cuDNN on CUDA, oneDNN or ATen on the CPU); the weights stay."""
+        return self._based(NETWORKS[self.net.mode][0])
+
+    def _based(self, kind: type[nn.RNNBase]) -> Self:
+        net = with_weights_of(kind, self.net)
+        check_backend(self.recurrent_backend, net)
+        setattr(self, net.mode.lower(), net)
+        return self
 
     def make_tensordict_primer(self) -> TensorDictPrimer:
         """The state every episode starts from: zeros ``[num_layers, hidden_size]`` under each state key.
@@ -217,24 +253,38 @@ class RecurrentModule(TensorDictModuleBase):
             batch, is_init_key=self._init_key, done_key=self._done_key, traj_key=self._traj_key
         )
         rows = self._rows(batch)
-        stored = [self._stored_state(batch, key) for key in self._state_in]
-        index = run_index(starts.flatten())
-        first = tuple(
-            state.reshape(-1, *self._state_shape).index_select(0, index.first).transpose(0, 1)
-            for state in stored
+        stored = tuple(
+            self._stored_state(batch, key).reshape(-1, *self._state_shape) for key in self._state_in
         )
-        out, finals = BACKENDS[self.recurrent_backend](self.net, rows, first, index)
+        out, after = self._over_runs(rows, stored, starts.flatten())
         batch.set(self._output_key, out.reshape(*batch.batch_size, -1))
-        for key, after in zip(self._state_out, self.states_after(out, finals, index.last), strict=True):
-            batch.set(key, after.reshape(*batch.batch_size, *self._state_shape))
+        for key, states in zip(self._state_out, after, strict=True):
+            batch.set(key, states.reshape(*batch.batch_size, *self._state_shape))
         return batch
 
-    def states_after(self, out: Tensor, finals: States, last: Tensor) -> States:
-        """States after each row, ``[N, num_layers, hidden]``: of each run's last row, zeros elsewhere."""
-        return tuple(
-            final.new_zeros(out.shape[0], *self._state_shape).index_copy(0, last, final.transpose(0, 1))
+    def _over_runs(self, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
+        """Outputs ``[N, hidden]``, and states after each row, ``[N, num_layers, hidden]``."""
+        if torch.compiler.is_compiling() and self._scans:
+            out, after = whole(self.net, rows, stored, starts)
+            if self.output_is_state:
+                return out, (out.clone(),)
+            last = torch.cat([starts[1:], torch.ones_like(starts[:1])])[:, None, None]
+            return out, tuple(torch.where(last, state, 0) for state in after)
+        index = run_index(starts)
+        first = tuple(state.index_select(0, index.first).transpose(0, 1) for state in stored)
+        out, finals = BACKENDS[self.recurrent_backend](self.net, rows, first, index)
+        if self.output_is_state:
+            # copied, so that an in-place activation on the output leaves the state alone
+            return out, (out.clone(),)
+        return out, tuple(
+            final.new_zeros(len(rows), *self._state_shape).index_copy(0, index.last, final.transpose(0, 1))
             for final in finals
         )
+
+    @property
+    def output_is_state(self) -> bool:
+        """Whether the output of each row is all of the state after it."""
+        return False
 
     def _rows(self, batch: TensorDictBase) -> Tensor:
         """The input as ``[N, input_size]``."""
@@ -244,12 +294,14 @@ class RecurrentModule(TensorDictModuleBase):
         return value.reshape(-1, size)
 
     def _stored_state(self, batch: TensorDictBase, key: NestedKey) -> Tensor:
+        if self.state == "zero":
+            return self._weight.new_zeros(()).expand(*batch.batch_size, *self._state_shape)
         stored = batch.get(key, None)
         if stored is None:
             raise KeyError(
                 f"batch has no entry {key!r}, the state each run starts from: collect with this module's "
                 f"primer (Collector wires make_tensordict_primer() by itself), or start every run from zeros "
-                f"with batch.update(module.make_tensordict_primer().expand(batch.batch_size))"
+                f"with {type(self).__name__}(..., state='zero')"
             )
         return self._checked_state(batch, key, stored)
 

@@ -24,7 +24,12 @@ BUILDS = {
     "unknown backend": (
         {**KEYS, "recurrent_backend": "cudnn"},
         ValueError,
-        r"recurrent_backend must be one of 'auto', 'packed', 'pad', got 'cudnn'",
+        r"recurrent_backend must be one of 'auto', 'packed', 'scan', 'pad', got 'cudnn'",
+    ),
+    "unknown state": (
+        {**KEYS, "state": "zeros"},
+        ValueError,
+        r"state must be 'stored' or 'zero', got 'zeros'",
     ),
     "both in_key and in_keys": (
         {**KEYS, "in_keys": ["a", "b"]},

@@ -16,7 +16,7 @@ from flatroll.modules import GRUModule, LSTMModule, packing, set_recurrent_mode
 
 IN, HIDDEN = 3, 5
 KINDS = [GRUModule, LSTMModule]
-BACKENDS = ["packed", "pad"]
+BACKENDS = ["packed", "pad", "scan"]
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13}
 
 
@@ -262,6 +262,22 @@ def test_a_missing_state_is_zeros_on_first_rows(kind):
     module(primed)
     assert batch["features"].equal(primed["features"])
     assert batch["recurrent_state" if kind is GRUModule else "recurrent_state_c"].shape == (2, 1, HIDDEN)
+
+
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_from_zeros_need_no_stored_state(kind, backend):
+    module = module_of(kind, num_layers=2, recurrent_backend=backend, state="zero")
+    stored = module_of(kind, num_layers=2, recurrent_backend=backend)
+    batch = batch_of(module, [1, 0, 0, 1, 0, 1])
+    bare = batch.exclude(*state_keys(module))
+    zeros = batch.clone().update(module.make_tensordict_primer().expand(6))
+    with set_recurrent_mode("recurrent"):
+        expected = stored(zeros)["features"]
+        assert module(batch)["features"].equal(expected)
+        assert module(bare)["features"].equal(expected)
+    step = batch_of(module, [0, 0])
+    assert module(step.clone())["features"].equal(stored(step)["features"]), "a rollout carries its states"
 
 
 def test_a_nan_state_does_not_survive_a_reset():
