@@ -147,6 +147,16 @@ def test_burn_in_rows_warm_the_memory_up_and_count_nowhere(batch_of: BatchOf) ->
     assert all_of_it.item() == 0.0
 
 
+@pytest.mark.parametrize("kind", ["td0", "td_lambda"])
+def test_rows_side_by_side_give_what_rows_end_to_end_give(batch_of: BatchOf, kind: str) -> None:
+    batch = played(batch_of([(5, "terminated"), (3, "cut"), (2, "truncated"), (6, "cut")]))
+    network = recurrent()
+    batch.update(network[0].make_tensordict_primer().expand([len(batch)]))
+    loss = DQNLoss(network, reduction="none", burn_in=1).make_value_estimator(kind)
+    flat = loss(batch)["loss"]
+    torch.testing.assert_close(loss(batch.reshape(2, 8))["loss"].flatten(), flat)
+
+
 def test_samples_of_a_compact_buffer(batch_of: BatchOf) -> None:
     """Slices, with the next observations that the storage gives back, and without any: no row guesses."""
     batch = played(batch_of([(9, "terminated"), (7, "truncated"), (8, "cut")]))
