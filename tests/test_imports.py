@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOMS = ["layout", "kernels", "wrappers", "rollouts", "buffers", "modules", "estimators"]
-HEAVY = {"envpool", "h5py", "matplotlib", "minari", "numba", "ray", "torchrl", "tqdm", "triton"}
+HEAVY = {"envpool", "h5py", "matplotlib", "minari", "numba", "ray", "torchrl", "tqdm", "triton", "zstandard"}
 SOURCE = Path(__file__).parents[1] / "src"
 
 SEED = "import random, numpy, torch; torch.manual_seed(0), numpy.random.seed(0), random.seed(0)"
