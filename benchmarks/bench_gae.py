@@ -1,28 +1,41 @@
-"""GAE on flat rows: against the memory floor, over rows and runs, and against torchrl's vectorized one.
+"""Returns and advantages on flat rows: against the memory floor, over rows and runs, and against torchrl's.
 
 The *floor* is one loop that reads what GAE reads (reward, value, next value, two flags) and writes the two
-columns that it writes. The value network is the identity, so a module's time is all its own.
+columns that it writes. The value network is the identity, so a module's time is all its own. Times are the
+best of several turns, ratios are taken between them.
 """
 
 import importlib.util
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numba
 import numpy as np
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+)
 from torch import Tensor, nn
+from torch.distributions import Categorical
 
-from flatroll.benchmarks.timing import Timing, ratio, table, take_turns
-from flatroll.estimators import GAE, generalized_advantage_estimate
+from flatroll import estimators
+from flatroll.benchmarks.live_bytes import peak_of
+from flatroll.benchmarks.timing import Timing, table, take_turns
 
 ROWS = 1_000_000
 PEER_ROWS = 100_000
 RUN = 200  # rows of a run, on average
-FACTORS = (0.99, 0.95)  # gamma, lmbda
+GAMMA, LMBDA = 0.99, 0.95
+FUNCTIONS = ("generalized_advantage_estimate", "td_lambda_return_estimate", "vtrace_advantage_estimate")
+MORE_FUNCTIONS = (*FUNCTIONS, "td1_return_estimate", "td0_return_estimate", "reward2go")
+MODULES = ("GAE", "TDLambdaEstimator", "TD1Estimator", "TD0Estimator", "VTrace")
 
 
 def read_and_write(
@@ -37,62 +50,102 @@ def read_and_write(
 compiled: Callable[..., None] = numba.njit(nogil=True)(read_and_write)
 
 
-def columns(rows: int, runs: int) -> tuple[Tensor, ...]:
-    """Value, next value, reward, done, terminated; half of the ``runs`` terminated, the others truncated."""
-    generator = torch.Generator().manual_seed(0)
-    reward, value, next_value = torch.randn(3, rows, 1, generator=generator)
-    done = torch.zeros(rows, 1, dtype=torch.bool)
-    done[torch.randperm(rows, generator=generator)[: runs - 1]] = True
-    done[-1] = True
-    terminated = done & (torch.rand(rows, 1, generator=generator) < 0.5)
-    return value, next_value, reward, done, terminated
+@dataclass(frozen=True)
+class Data:
+    """Columns ``[N, 1]``; half of the runs terminated, the others truncated."""
+
+    value: Tensor
+    next_value: Tensor
+    reward: Tensor
+    log_pi: Tensor
+    log_mu: Tensor
+    done: Tensor
+    terminated: Tensor
+
+    @classmethod
+    def of(cls, rows: int, runs: int | list[int]) -> "Data":
+        """So many rows in runs of random lengths, or of the lengths given."""
+        generator = torch.Generator().manual_seed(0)
+        numbers = torch.randn(5, rows, 1, generator=generator)
+        done = torch.zeros(rows, 1, dtype=torch.bool)
+        if isinstance(runs, int):
+            done[torch.randperm(rows, generator=generator)[: runs - 1]] = True
+        else:
+            done[torch.tensor(runs).cumsum(0) - 1] = True
+        done[-1] = True
+        terminated = done & (torch.rand(rows, 1, generator=generator) < 0.5)
+        value, next_value, reward, log_pi, log_mu = numbers
+        return cls(value, next_value, reward, log_pi, log_mu, done, terminated)
+
+    def batch(self) -> TensorDict:
+        """A batch whose observation is its value, two actions, always the same."""
+        after = {"observation": self.next_value, "reward": self.reward}
+        after |= {"done": self.done, "terminated": self.terminated}
+        acted = {
+            "action": torch.zeros(len(self.reward), dtype=torch.int64),
+            "action_log_prob": self.log_mu[:, 0],
+        }
+        return TensorDict({"observation": self.value, "next": after, **acted}, [len(self.reward)])
 
 
-def floor_of(data: tuple[Tensor, ...]) -> Callable[[], object]:
-    value, next_value, reward, done, terminated = (column.numpy().ravel() for column in data)
-    arrays = reward, value, next_value, terminated, done
-    return lambda: compiled(*arrays, np.empty_like(reward), np.empty_like(reward))
+def floor_of(data: Data) -> Callable[[], object]:
+    columns = data.reward, data.value, data.next_value, data.terminated, data.done
+    arrays = [column.numpy().ravel() for column in columns]
+    return lambda: compiled(*arrays, np.empty_like(arrays[0]), np.empty_like(arrays[0]))
 
 
-def estimate(
-    data: tuple[Tensor, ...], function: Callable[..., object] = generalized_advantage_estimate
-) -> Callable[[], object]:
-    return lambda: function(*FACTORS, *data)
+def call_of(name: str, data: Data, library: Any = estimators) -> Callable[[], object]:
+    """A function of ours, or the one of that name of another library, on these columns."""
+    function = getattr(library, name)
+    d, after = data, (data.next_value, data.reward, data.done, data.terminated)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "generalized_advantage_estimate": (GAMMA, LMBDA, d.value, *after),
+        "td_lambda_return_estimate": (GAMMA, LMBDA, *after),
+        "td1_return_estimate": (GAMMA, *after),
+        "td0_return_estimate": (GAMMA, d.next_value, d.reward, d.terminated),
+        "vtrace_advantage_estimate": (GAMMA, d.log_pi, d.log_mu, d.value, *after),
+        "reward2go": (d.reward, d.done, GAMMA),
+    }
+    given = arguments[name.removeprefix("vec_")]
+    return lambda: function(*given)
 
 
-def batch_of(data: tuple[Tensor, ...]) -> TensorDict:
-    """A batch whose observation is its value."""
-    value, next_value, reward, done, terminated = data
-    after = {"observation": next_value, "reward": reward, "done": done, "terminated": terminated}
-    return TensorDict({"observation": value, "next": after}, [len(reward)])
-
-
-def module(kind: Callable[..., Any], **options: Any) -> Any:
+def module(name: str, library: Any = estimators, **options: Any) -> Any:
     """An estimator whose value network costs nothing."""
-    gamma, lmbda = FACTORS
     identity = TensorDictModule(nn.Identity(), in_keys=["observation"], out_keys=["state_value"])
-    return kind(gamma=gamma, lmbda=lmbda, value_network=identity, **options)
+    if name in ("GAE", "TDLambdaEstimator"):
+        options |= {"lmbda": LMBDA}
+    if name == "VTrace":
+        logits = TensorDictModule(lambda x: torch.cat([x, -x], -1), ["observation"], ["logits"])
+        choose = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
+        parts: list[Any] = [logits, choose]
+        options |= {"actor_network": ProbabilisticTensorDictSequential(*parts)}
+    return getattr(library, name)(gamma=GAMMA, value_network=identity, **options)
+
+
+def best(timing: Timing) -> float:
+    return min(timing.turns)
 
 
 def milliseconds(timing: Timing) -> str:
-    return f"{1e3 * timing.median:.2f}"
+    return f"{1e3 * best(timing):.2f}"
 
 
 def against_floor() -> str:
-    """One million rows: the function and the module, over reading and writing the arrays once."""
-    data = columns(ROWS, ROWS // RUN)
-    batch, two, one = batch_of(data), module(GAE), module(GAE, shifted=True)
+    """One million rows: each function, and GAE's module, over reading and writing the arrays of GAE once."""
+    data = Data.of(ROWS, ROWS // RUN)
+    batch, two, one = data.batch(), module("GAE"), module("GAE", shifted=True)
     times = take_turns(
         {
             "read and write once": floor_of(data),
-            "generalized_advantage_estimate": estimate(data),
+            **{name: call_of(name, data) for name in MORE_FUNCTIONS},
             "GAE, two calls": lambda: two(batch),
             "GAE, shifted": lambda: one(batch),
         },
-        turns=21,
+        turns=31,
     )
-    least = times["read and write once"]
-    rows = [[name, milliseconds(t), f"{ratio(t, least):.2f}"] for name, t in times.items()]
+    least = best(times["read and write once"])
+    rows = [[name, milliseconds(t), f"{best(t) / least:.2f}"] for name, t in times.items()]
     return table(["", "ms", "x read and write once"], rows)
 
 
@@ -101,39 +154,72 @@ def over_rows_and_runs() -> str:
     rows = []
     sizes = [(10**k, 10**k // RUN) for k in (4, 5, 6, 7)] + [(ROWS, 10**k) for k in (0, 2, 4, 6)]
     for n, runs in sizes:
-        data = columns(n, runs)
+        data = Data.of(n, runs)
         calls = max(1, 10**5 // n)
-        times = take_turns({"floor": floor_of(data), "estimate": estimate(data)}, turns=9, calls=calls)
-        per_row = 1e9 * times["estimate"].median / n
-        rows.append(
-            [f"{n:,}", f"{runs:,}", f"{per_row:.2f}", f"{ratio(times['estimate'], times['floor']):.2f}"]
-        )
-    return table(["rows", "runs", "ns per row", "x read and write once"], rows)
+        contenders = {"floor": floor_of(data), **{name: call_of(name, data) for name in FUNCTIONS}}
+        times = take_turns(contenders, turns=15, calls=calls)
+        rows.append([f"{n:,}", f"{runs:,}", *(f"{1e9 * best(t) / n:.2f}" for t in times.values())])
+    return table(["rows", "runs", "read and write once", "GAE", "TD(lambda)", "V-trace"], rows)
 
 
-def against_peer() -> str:
-    """torchrl's vectorized function, and its module with it and as it comes, on a tenth of the rows."""
-    if not importlib.util.find_spec("torchrl"):
-        return "torchrl is not installed: no comparison."
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # importing it warns about packages that are not there
-        from torchrl.objectives.value import GAE as PeerGAE
-        from torchrl.objectives.value.functional import vec_generalized_advantage_estimate as peer_function
-
-    data = columns(PEER_ROWS, PEER_ROWS // RUN)
-    batch, ours = batch_of(data), module(GAE)
-    vectorized, as_it_comes = module(PeerGAE, vectorized=True), module(PeerGAE)
-    pairs: dict[str, tuple[Callable[[], object], Callable[[], object], int]] = {
-        "function": (estimate(data), estimate(data, peer_function), 7),
-        "module": (lambda: ours(batch), lambda: vectorized(batch), 7),
-        "module, torchrl's default (a loop)": (lambda: ours(batch), lambda: as_it_comes(batch), 3),
-    }
+def against_peer(peer: Any) -> str:
+    """torchrl's functions in their vectorized form where there is one, and its modules with it."""
+    data = Data.of(PEER_ROWS, PEER_ROWS // RUN)
+    batch = data.batch()
+    pairs: dict[str, tuple[Callable[[], object], Callable[[], object], int]] = {}
+    for name in MORE_FUNCTIONS:
+        theirs = f"vec_{name}" if hasattr(peer.functional, f"vec_{name}") else name
+        turns = 3 if name == "vtrace_advantage_estimate" else 7
+        pairs[name] = call_of(name, data), call_of(theirs, data, peer.functional), turns
+    for name in MODULES:
+        ours, theirs_ = module(name), module(name, peer, **({"vectorized": True} if name == "GAE" else {}))
+        pairs[name] = partial(ours, batch), partial(theirs_, batch), 3 if name == "VTrace" else 7
+    pairs["GAE, torchrl's default (a loop)"] = pairs["GAE"][0], partial(module("GAE", peer), batch), 3
     rows = []
     for name, (our_call, peer_call, turns) in pairs.items():
-        times = take_turns({"ours": our_call, "peer": peer_call}, turns, calls=3)
-        mine, peer = times["ours"], times["peer"]
-        rows.append([name, milliseconds(mine), milliseconds(peer), f"{ratio(peer, mine):.0f}"])
+        times = take_turns({"ours": our_call, "peer": peer_call}, turns)
+        alone = take_turns({"ours": our_call}, turns=50)  # it costs nothing to look more often
+        mine, other = min(best(times["ours"]), best(alone["ours"])), best(times["peer"])
+        rows.append([name, f"{1e3 * mine:.2f}", f"{1e3 * other:.2f}", f"{other / mine:.1f}"])
     return table(["", "ours, ms", "torchrl, ms", "torchrl / ours"], rows)
+
+
+def uneven_runs(peer: Any) -> str:
+    """3,000 rows: one run of half of them and the others of one row each, which torchrl pads to 1,501 x 1,500."""
+    rows = []
+    for name, runs in (("300 runs of 10", [10] * 300), ("1,500 + 1,500 runs of 1", [1500] + [1] * 1500)):
+        data = Data.of(3000, runs)
+        ours = call_of("generalized_advantage_estimate", data)
+        theirs = call_of("vec_generalized_advantage_estimate", data, peer.functional)
+        times = take_turns({"ours": ours, "peer": theirs}, turns=7)
+        kilobytes = [f"{peak_of(call) / 1e3:,.0f}" for call in (ours, theirs)]
+        rows.append([name, *map(milliseconds, times.values()), *kilobytes])
+    return table(["3,000 rows", "ours, ms", "torchrl, ms", "ours, kB at most", "torchrl, kB at most"], rows)
+
+
+def memory() -> str:
+    """The most megabytes that live during a call, whole and in chunks of 4,096 rows, of a network 256 wide."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(1, 256), nn.Tanh(), nn.Linear(256, 1))
+    critic = TensorDictModule(net, in_keys=["observation"], out_keys=["state_value"])
+    rows = []
+    ways: list[dict[str, Any]] = [{}, {"value_chunk_size": 4096}, {"value_chunk_size": 4096, "shifted": True}]
+    for n in (10**4, 10**5, 10**6):
+        batch = Data.of(n, n // RUN).batch()
+        peaks = []
+        for options in ways:
+            gae: Any = estimators.GAE(gamma=GAMMA, lmbda=LMBDA, value_network=critic, **options)
+            peaks.append(peak_of(partial(gae, batch)))
+        rows.append([f"{n:,}", *(f"{peak / 1e6:.1f}" for peak in peaks)])
+    return table(["rows", "whole", "two calls, in chunks", "shifted, in chunks"], rows)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """torchrl warns about packages that are not there while it is imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def main() -> None:
@@ -141,10 +227,20 @@ def main() -> None:
     torch.set_num_threads(1)  # on a busy machine a second thread that waits is timed, not the work
     print(f"{ROWS:,} rows in {ROWS // RUN:,} runs, float32, one core\n")
     print(against_floor())
-    print("\nOver rows and runs\n")
+    print("\nOver rows and runs: nanoseconds per row\n")
     print(over_rows_and_runs())
+    print("\nMegabytes of tensors at most, by rows\n")
+    print(memory())
+    if not importlib.util.find_spec("torchrl"):
+        print("\ntorchrl is not installed: no comparison.")
+        return
+    with quiet():
+        import torchrl.objectives.value as peer
+        import torchrl.objectives.value.functional  # noqa: F401
     print(f"\nAgainst torchrl, {PEER_ROWS:,} rows\n")
-    print(against_peer())
+    print(against_peer(peer))
+    print("\nUneven runs\n")
+    print(uneven_runs(peer))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ What the functions share:
 * ``[*B, T, *F]`` tensors are B series of T rows, with any number of features; a tensor ``[N]`` is one series.
 """
 
+import torch
 from torch import Tensor
 
 from flatroll.estimators.series import Series, checked_flag
@@ -50,10 +51,10 @@ def td0_return_estimate(
     series = Series(reward, -2, next_state_value=next_state_value)
     factor = series.factor("gamma", gamma)
     over = series.spread(name, checked_flag(name, over))
-    bootstrap = next_state_value.masked_fill(over, 0.0)
-    return (
-        reward + (series.back(factor) if isinstance(factor, Tensor) and factor.ndim else factor) * bootstrap
-    )
+    bootstrap = torch.where(over, 0.0, next_state_value)
+    if not isinstance(factor, Tensor):
+        return torch.add(reward, bootstrap, alpha=factor)
+    return torch.addcmul(reward, series.back(factor) if factor.ndim else factor, bootstrap)
 
 
 def td0_advantage_estimate(

@@ -66,7 +66,7 @@ def vtrace_advantage_estimate(
     """
     series = Series(reward, time_dim, state_value=state_value, next_state_value=next_state_value)
     over, stop = series.flags(done, terminated, ends)
-    ratio = (series.spread("log_pi", log_pi) - series.spread("log_mu", log_mu)).exp()
+    ratio = (series.spread("log_pi", log_pi) - series.spread("log_mu", log_mu)).exp_()
     rho = _clipped("rho_thresh", ratio, rho_thresh)
     c = rho if c_thresh is rho_thresh else _clipped("c_thresh", ratio, c_thresh)
     advantage, target = vtrace_scan(

@@ -64,7 +64,8 @@ def value_of(
         )
     if value.ndim == len(shape):
         raise ValueError(
-            f"value_network must write {value_key!r} of shape {(*shape, 1)}, got {tuple(value.shape)}"
+            f"value_network, given a batch of {tuple(shape)}, must write {value_key!r} of shape {(*shape, 1)}, "
+            f"got {tuple(value.shape)}"
         )
     return value
 

@@ -1,9 +1,9 @@
 """The values of a batch's observations and next observations, from one network.
 
-Two calls, on the observations and on the next observations, are right for a network that reads one row at
-a time. The *extended stream* needs one: the rows, and for each run the final observation it bootstraps from.
-A row's next value is then the value of the row behind it. That is N + K rows instead of 2 N, exact, and the
-only right form for a recurrent network, whose memory runs on into the final observation.
+Two calls, on the observations and on the next observations, are right for a network that reads one row at a time
+(where they are few, one call sees both). The *extended stream* needs one: the rows, and for each run the final
+observation it bootstraps from. A row's next value is then the value of the row behind it. That is N + K rows instead
+of 2 N, exact, and the only right form for a recurrent network, whose memory runs on into the final observation.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,9 @@ from flatroll.estimators.network import NetworkInputs as NetworkInputs
 from flatroll.estimators.network import value_of
 from flatroll.estimators.stream import Appended, Columns, Interleaved, Stream, marked
 from flatroll.layout.keys import NestedKey, next_key, require
+
+#: Bytes of observations up to which copying them costs less than calling a network twice.
+_TOGETHER = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -165,11 +168,12 @@ class _Work:
         return not self.route.shifted and not self.inputs.recurrent and self.following.complete
 
     def two_calls(self) -> Values:
-        """The observations, then the next observations."""
+        """The observations and the next observations: one after the other, or in one call where they are few."""
         batch, at, following, now = self.batch, self.at, self.following, self.parameters.now
         then = now if self.parameters.following is None else self.parameters.following
         root = {key: require(batch, key) for key in following.root}
         after = {key: require(batch, next_key(key)) for key in following.root}
+        together = self.value is None and now is then and self.route.chunks.whole
         values, next_values = [], []
         for start, stop in self.route.chunks.spans(batch.shape[self.dim]):
             span = (slice(None),) * self.dim + (slice(start, stop),)
@@ -179,6 +183,12 @@ class _Work:
                 key: following.usable(key, column[span], part[key], hidden, over)
                 for key, column in after.items()
             }
+            if together and _bytes(part) <= _TOGETHER:
+                both = {key: torch.cat([column, next_part[key]]) for key, column in part.items()}
+                found = self._evaluate(both, torch.Size([2 * over.shape[0], *over.shape[1:]]), now)
+                values.append(found[: over.shape[0]])
+                next_values.append(found[over.shape[0] :])
+                continue
             if self.value is None:
                 values.append(self._evaluate(part, over.shape, now))
             next_values.append(self._evaluate(next_part, over.shape, then))
@@ -257,6 +267,10 @@ class _Work:
 
     def _evaluate(self, columns: Columns, shape: torch.Size, parameters: TensorDictBase | None) -> Tensor:
         return value_of(self.network, columns, shape, self.value_key, parameters)
+
+
+def _bytes(columns: Columns) -> int:
+    return sum(column.nbytes for column in columns.values())
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:

@@ -51,7 +51,7 @@ def residual_scan(
         out = empty_like(reward), empty_like(reward)
         returns_numba.residual_scan(*_arrays((gamma, decay), columns, (terminated, ends), out))
         return out
-    residual = reward + gamma * next_value.masked_fill(terminated, 0.0) - value
+    residual = reward + gamma * torch.where(terminated, 0.0, next_value) - value
     scanned = segmented_scan(decay, residual, ends, longest=longest)
     return scanned, scanned + value
 
@@ -95,7 +95,7 @@ def return_scan(
         )
         return returns
     share = torch.where(_closed(ends), 1.0, 1.0 - torch.as_tensor(lmbda, dtype=reward.dtype))
-    bootstrap = next_value.masked_fill(terminated | (share == 0.0), 0.0) * share
+    bootstrap = torch.where(terminated | (share == 0.0), 0.0, next_value) * share
     return segmented_scan(gamma * lmbda, reward + gamma * bootstrap, ends, longest=longest)
 
 
@@ -141,7 +141,7 @@ def vtrace_scan(
         out = empty_like(reward), empty_like(reward)
         returns_numba.vtrace_scan(*_arrays((gamma, rho, c), columns, (terminated, ends), out))
         return out
-    bootstrap = next_value.masked_fill(terminated, 0.0)
+    bootstrap = torch.where(terminated, 0.0, next_value)
     residual = rho * (reward + gamma * bootstrap - value)
     target = value + segmented_scan(gamma * c, residual, ends, longest=longest)
     following = torch.where(_closed(ends), bootstrap, torch.cat([target[1:], target[-1:]]))

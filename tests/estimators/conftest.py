@@ -1,16 +1,14 @@
 """Batches of random runs that end in every way, and the slow loop over each run alone."""
 
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from flatroll.benchmarks.live_bytes import peak_of
 
 Run = tuple[int, str]
 BatchOf = Callable[..., TensorDict]
@@ -102,41 +100,6 @@ def gae_loop_fixture() -> GaeLoop:
     return loop_over_runs
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors made in the block, as they come and go; ``peak`` is the most at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given | self._known:
-                self._enter(tensor.untyped_storage())
-        return out
-
-    def _enter(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        self._known.add(key)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._leave, key, size)
-
-    def _leave(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
-
-
-@pytest.fixture(scope="session")
-def peak_of() -> Callable[[Callable[[], object]], int]:
-    """The most bytes of tensors that live at one time during a call, beyond those that were there."""
-
-    def measure(call: Callable[[], object]) -> int:
-        with LiveBytes() as counted:
-            call()
-        return counted.peak
-
-    return measure
+@pytest.fixture(scope="session", name="peak_of")
+def peak_of_fixture() -> Callable[[Callable[[], object]], int]:
+    return peak_of

@@ -284,7 +284,11 @@ def test_unknown_key_name() -> None:
 @pytest.mark.parametrize(
     ("net", "error", "text"),
     [
-        (lambda x: x[..., 0], ValueError, "must write 'state_value' of shape (16, 1), got (16,)"),
+        (
+            lambda x: x[..., 0],
+            ValueError,
+            "given a batch of (32,), must write 'state_value' of shape (32, 1), got (32,)",
+        ),
         (lambda x: x, ValueError, "values of the reward's shape (16, 1), got (16, 3)"),
     ],
     ids=["no trailing dim", "too wide"],

@@ -78,7 +78,7 @@ def stepped(batch: TensorDict, gamma: float, lmbda: float) -> Tensor:
 def test_shifted_evaluates_each_row_and_each_open_end_once(mixed: TensorDict) -> None:
     calls = Calls()
     two = GAE(gamma=0.9, lmbda=0.8, value_network=calls.network)(mixed.clone())
-    assert [len(x) for x in calls.seen] == [16, 16]
+    assert sum(len(x) for x in calls.seen) == 32
     calls.seen.clear()
     one = GAE(gamma=0.9, lmbda=0.8, value_network=calls.network, shifted=True)(mixed.clone())
     assert [len(x) for x in calls.seen] == [16 + 4]  # four of the six runs do not end terminated
