@@ -46,6 +46,18 @@ class PlainColumns:
             return {}
         return dict(zip(names, block.take(slots), strict=True))
 
+    def take_next(
+        self, slots: Tensor, follow: Tensor, taken: Columns, keys: Collection[NestedKey]
+    ) -> Columns:
+        """Copies of the rows in ``follow`` (any row where it is -1) of the plain ones among ``keys``, as :meth:`take`
+        gives them, given the rows in ``slots`` as ``taken`` gives them."""
+        names = tuple(key for key in keys if key in taken)
+        block = self._block(names)
+        if block is None:
+            return {}
+        rows = block.take_next(slots, follow, [taken[key] for key in names])
+        return dict(zip(names, rows, strict=True))
+
     def write(self, slot: int, values: Columns, rows: int, capacity: int) -> tuple[NestedKey, ...]:
         """Copy the ``rows`` rows of the plain ones of ``values`` to ``slot`` and the slots after it, going on at slot
         0 after the last one; their keys, none if there is more to copy than one thread should."""

@@ -21,41 +21,58 @@ from flatroll.kernels.scan_numba import compiled
 Array = NDArray[Any]
 Int = Any  # a 64-bit integer of NumPy's or Python's
 
+_NONE = np.zeros(0, np.int64)
 _AHEAD = 16  # stretches between asking for one and copying it
 _LINES = 64  # cache lines asked for per stretch; the hardware foresees the rest of a longer one
 
 
 @compiled()
-def gather(source: Array, target: Array, size: Array, rows: Int, slots: Array) -> Int:
+def gather(
+    source: Array, near: Array, target: Array, size: Array, rows: Int, slots: Array, follow: Array
+) -> Int:
     """Copy row ``slots[i]`` of each column at address ``source[k]`` to row i of the one at ``target[k]``.
 
-    A row of column k has ``size[k]`` bytes, a column ``rows`` rows. Returns the position of a slot out of range,
+    A row of column k has ``size[k]`` bytes, a column ``rows`` rows. With ``follow`` (else empty) it is row
+    ``follow[i]`` that is copied, row 0 if that is negative; where it is row ``slots[i + 1]``, it is taken from row
+    i + 1 of the column at ``near[k]``, which holds the rows ``slots``. Returns the position of a row out of range,
     with nothing copied, or -1.
     """
-    stretches = np.empty((len(slots), 3), np.int64)  # first slot, first position, rows
-    count = 0
+    stretches = np.empty((len(slots), 4), np.int64)  # first row, first position, rows, whether near
+    count, before, before_near = 0, np.int64(-2), False
     for i in range(len(slots)):
-        if slots[i] < 0 or slots[i] >= rows:
+        row, is_near = slots[i], False
+        if len(follow):
+            row = max(follow[i], 0)
+            if i + 1 < len(slots) and row == slots[i + 1]:
+                row, is_near = np.int64(i + 1), True
+        if row < 0 or (row >= rows and not is_near):
             return i
-        if i == 0 or slots[i] != slots[i - 1] + 1:
-            stretches[count, 0], stretches[count, 1], stretches[count, 2] = slots[i], i, 0
+        if row != before + 1 or is_near != before_near:
+            stretches[count, 0], stretches[count, 1], stretches[count, 2], stretches[count, 3] = (
+                row,
+                i,
+                0,
+                is_near,
+            )
             count += 1
         stretches[count - 1, 2] += 1
+        before, before_near = row, is_near
     asked, following = 0, 0  # column and stretch to ask for next
     for k in range(-1, len(source)):
         for j in range(count if k >= 0 else min(_AHEAD, len(source) * count)):
             if asked < len(source):
-                first = source[asked] + stretches[following, 0] * size[asked]
-                lines = min(stretches[following, 2] * size[asked] + 63 >> 6, _LINES)
-                for line in range(lines):
-                    ask(first + 64 * line)
+                if not stretches[following, 3]:
+                    first = source[asked] + stretches[following, 0] * size[asked]
+                    lines = min(stretches[following, 2] * size[asked] + 63 >> 6, _LINES)
+                    for line in range(lines):
+                        ask(first + 64 * line)
                 following += 1
                 if following == count:
                     asked, following = asked + 1, 0
             if k >= 0:
                 copy_bytes(
                     target[k] + stretches[j, 1] * size[k],
-                    source[k] + stretches[j, 0] * size[k],
+                    (near[k] if stretches[j, 3] else source[k]) + stretches[j, 0] * size[k],
                     stretches[j, 2] * size[k],
                 )
     return -1
@@ -104,15 +121,31 @@ class Block:
         Raises:
             IndexError: a slot that is none.
         """
-        rows = len(slots)
+        return self._gathered(slots.numpy(), _NONE, self._address)
+
+    def take_next(self, slots: Tensor, follow: Tensor, taken: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of the rows in ``follow`` (row 0 where it is -1), given the rows in ``slots`` as ``taken``, among
+        which most rows that follow are.
+
+        >>> block = Block([torch.arange(10)])
+        >>> slots = torch.tensor([3, 4, 5, 8])
+        >>> block.take_next(slots, torch.tensor([4, 5, 6, -1]), block.take(slots))
+        [tensor([4, 5, 6, 0])]
+        """
+        near = np.array([rows.data_ptr() for rows in taken], np.int64)
+        return self._gathered(slots.numpy(), follow.numpy(), near)
+
+    def _gathered(self, slots: Array, follow: Array, near: Array) -> list[Tensor]:
         # with strides given it takes 1 µs a column, torch.empty 1.7
+        rows = len(slots)
         copies = [
             torch.empty_strided((rows, *shape), stride, dtype=dtype) for shape, stride, dtype in self._forms
         ]
         target = np.array([copy.data_ptr() for copy in copies], np.int64)
-        wrong = gather(self._address, target, self._size, self.rows, slots.numpy())
+        wrong = gather(self._address, near, target, self._size, self.rows, slots, follow)
         if wrong >= 0:
-            raise IndexError(f"slot {int(slots[wrong])} is out of range: there are {self.rows} slots")
+            slot = int((follow if len(follow) else slots)[wrong])
+            raise IndexError(f"slot {slot} is out of range: there are {self.rows} slots")
         return copies
 
     def write(self, slot: int, values: Sequence[Tensor], first: int, rows: int) -> None:

@@ -41,6 +41,8 @@ def test_rows_go_round_the_end_and_come_back() -> None:
     assert not there["doubled"].data.any() and not there["apart"].data.any()
     assert list(plain.take(torch.tensor([0]), ["doubled", ("next", "x"), "none"])) == [("next", "x")]
     assert plain.take(torch.tensor([0]), ["doubled"]) == {}
+    later = plain.take_next(torch.tensor([4, 0]), torch.tensor([0, 1]), taken, ["x", "doubled"])
+    assert list(later) == ["x"] and torch.equal(later["x"], values["x"][1:])
 
 
 def test_what_is_too_much_for_one_thread_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,3 +50,4 @@ def test_what_is_too_much_for_one_thread_is_left_alone(monkeypatch: pytest.Monke
     plain = PlainColumns({"x": TensorColumn(torch.zeros(20))})
     assert plain.write(0, {"x": torch.ones(9)}, 9, 20) == () and plain.write(0, {"x": torch.ones(8)}, 8, 20)
     assert plain.take(torch.arange(9)) == {} and list(plain.take(torch.arange(8))) == ["x"]
+    assert plain.take_next(torch.arange(9), torch.arange(9), {}, ["x"]) == {}

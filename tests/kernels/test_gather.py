@@ -40,6 +40,21 @@ def test_rows_beyond_what_is_asked_for_ahead() -> None:
     assert torch.equal(Block([stored]).take(index)[0], stored[index])
 
 
+@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
+def test_rows_that_follow_are_taken_from_the_rows_that_were(slots: list[int]) -> None:
+    block = Block([column(41, (3,), torch.float32), column(41, (), torch.uint8)])
+    index = torch.tensor(slots, dtype=torch.int64)
+    follow = index + 1
+    follow[::7] = -1  # none follows
+    follow[3::9] = 0  # another one does
+    taken = block.take(index)
+    for later, stored in zip(block.take_next(index, follow, taken), block.columns, strict=True):
+        assert torch.equal(later, stored[follow.clamp(min=0)])
+    if slots:
+        with pytest.raises(IndexError, match="slot 41 is out of range: there are 41 slots"):
+            block.take_next(index, torch.full_like(index, 41), taken)
+
+
 @pytest.mark.parametrize("slot", [-1, 40])
 def test_a_slot_that_is_none_is_refused(slot: int) -> None:
     block = Block([torch.zeros(40)])
