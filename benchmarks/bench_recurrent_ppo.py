@@ -1,0 +1,123 @@
+"""Recurrent PPO as a whole, env to update, beside sb3-contrib's RecurrentPPO: frames per second.
+
+``python -m flatroll bench recurrent_ppo``. The peer is no dependency: without it there is only our half of the table.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, TypeAlias
+
+import gymnasium as gym
+import torch
+from tensordict.nn import ProbabilisticTensorDictModule as Sampler
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, TensorDictSequential
+from torch import nn
+from torch.distributions import Categorical
+
+from flatroll.benchmarks.timing import Timing, ratio, table, take_turns
+from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
+from flatroll.estimators import GAE, ClipPPOLoss
+from flatroll.examples.recurrent_ppo import HideVelocities
+from flatroll.layout import run_starts
+from flatroll.modules import LSTMModule
+from flatroll.rollouts import Collector
+
+ENVS, STEPS, HIDDEN, EPOCHS, MINIBATCHES = 64, 128, 64, 4, 4
+FRAMES = ENVS * STEPS
+TURNS = 5
+
+Run: TypeAlias = Callable[[], object]
+
+
+def layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
+
+
+def ours(how: str) -> Run:
+    """One round: collect, estimate, store, 4 epochs of 4 minibatches. ``how`` Gymnasium makes the envs."""
+    lstm = LSTMModule(2, HIDDEN, in_key="observation", out_key="features")
+    policy = TensorDictModule(nn.Sequential(layer(), nn.Linear(HIDDEN, 2)), ["features"], ["logits"])
+    choose = Sampler(["logits"], ["action"], distribution_class=Categorical, return_log_prob=True)
+    head = TensorDictModule(nn.Sequential(layer(), nn.Linear(HIDDEN, 1)), ["features"], ["state_value"])
+    actor = ProbabilisticTensorDictSequential(lstm, policy, choose)
+    states = [("next", key) for key in lstm.make_tensordict_primer().defaults]
+    env = HideVelocities(gym.make_vec("CartPole-v1", num_envs=ENVS, vectorization_mode=how))
+    acting = actor.select_out_keys("action", "action_log_prob", *states)
+    collector = Collector(env, acting, frames_per_batch=FRAMES, compact_obs=True, seed=0)
+    gae = GAE(gamma=0.99, lmbda=0.95, value_network=TensorDictSequential(lstm, head), shifted=True)
+    loss = ClipPPOLoss(actor, head, critic_coeff=0.5, loss_critic_type="l2", normalize_advantage=True)
+    weights = [*actor.parameters(), *head.parameters()]
+    optimizer = torch.optim.Adam(weights, lr=3e-4, eps=1e-5)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(FRAMES), sampler=SliceSampler(slice_len=STEPS))
+
+    def run() -> None:
+        batch = next(collector)
+        gae(batch, final=collector.final)
+        buffer.extend(batch)
+        part = max(1, int(run_starts(batch).sum()) // MINIBATCHES)
+        for _ in range(EPOCHS * MINIBATCHES):
+            losses = loss(buffer.sample(STEPS * part))
+            optimizer.zero_grad()
+            (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
+            nn.utils.clip_grad_norm_(weights, 0.5)
+            optimizer.step()
+
+    return run
+
+
+def peer() -> Run | None:
+    """The same round of the peer, one LSTM for actor and critic; None where it is not installed."""
+    if not importlib.util.find_spec("sb3_contrib"):
+        return None
+    dummy: Any = import_module("stable_baselines3.common.vec_env").DummyVecEnv
+
+    def make() -> Any:
+        env = gym.make("CartPole-v1")
+        space = gym.spaces.Box(-10, 10, (2,))
+        return gym.wrappers.TransformObservation(env, lambda obs: obs[::2], space)
+
+    model: Any = import_module("sb3_contrib").RecurrentPPO(
+        "MlpLstmPolicy",
+        dummy([make] * ENVS),
+        n_steps=STEPS,
+        batch_size=FRAMES // MINIBATCHES,
+        n_epochs=EPOCHS,
+        policy_kwargs={
+            "lstm_hidden_size": HIDDEN,
+            "shared_lstm": True,
+            "enable_critic_lstm": False,
+            "net_arch": {"pi": [HIDDEN], "vf": [HIDDEN]},
+        },
+        seed=0,
+        device="cpu",
+    )
+    return lambda: model.learn(FRAMES, reset_num_timesteps=False)
+
+
+def rate(timing: Timing) -> str:
+    return f"{FRAMES / timing.median:,.0f}"
+
+
+def main() -> None:
+    """Print the table."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    runs = {"ours, one vectorised env": ours("vector_entry_point"), "ours, 64 single envs": ours("sync")}
+    theirs = peer()
+    result = take_turns(runs if theirs is None else {**runs, "sb3-contrib": theirs}, turns=TURNS)
+    print(
+        f"Recurrent PPO on CartPole without velocities: {ENVS} envs, {STEPS} steps, LSTM of {HIDDEN}, "
+        f"{EPOCHS} epochs of {MINIBATCHES} minibatches, one thread\n"
+    )
+    rows = []
+    for name, timing in result.items():
+        times = "-" if theirs is None else f"{ratio(result['sb3-contrib'], timing):.2f} x"
+        rows.append([name, rate(timing), times])
+    if theirs is None:
+        rows.append(["sb3-contrib", "not installed", "-"])
+    print(table(["", "frames/s", "as fast as sb3-contrib"], rows))
+
+
+if __name__ == "__main__":
+    main()
