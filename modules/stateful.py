@@ -1,0 +1,214 @@
+"""What modules with a recurrent state share: keys, states, checks; one step in a rollout, whole runs in training."""
+
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase, dispatch
+from torch import Tensor
+
+from flatroll.layout import run_starts
+from flatroll.layout.keys import IS_INIT, NestedKey, as_tuple, marker, next_key, require
+from flatroll.modules.mode import recurrent_mode
+from flatroll.modules.packing import States
+from flatroll.modules.primer import TensorDictPrimer
+
+
+class Keys(NamedTuple):
+    """Where a module reads and writes; exactly one of each of the first two pairs is given."""
+
+    in_key: NestedKey | None
+    in_keys: Sequence[NestedKey] | None
+    out_key: NestedKey | None
+    out_keys: Sequence[NestedKey] | None
+    done_key: NestedKey
+    traj_key: NestedKey
+
+
+def _key_list(
+    name: str, key: NestedKey | None, keys: Sequence[NestedKey] | None, states: Sequence[NestedKey]
+) -> list[NestedKey]:
+    """``keys``, or ``key`` followed by the default state keys."""
+    if (key is None) == (keys is None):
+        raise ValueError(f"exactly one of {name} and {name}s must be given, got {key!r} and {keys!r}")
+    chosen = [as_tuple(k) for k in ((keys or ()) if key is None else (key, *states))]
+    return [names[0] if len(names) == 1 else names for names in chosen]
+
+
+class StatefulModule(TensorDictModuleBase):
+    """A module over the rows of a tensordict that carries a state from row to row.
+
+    A subclass names its default state keys, sets ``input_size`` and says how it makes one step
+    (:meth:`step`) and goes over runs (:meth:`over_runs`). Each state stands in the tensordict as
+    ``[*B, *state_shape]``.
+
+    Args:
+        keys: where it reads and writes.
+        state_shape: layers and features of one row's state.
+        default_recurrent_mode: the mode where none is set; None is False.
+        state: what runs start from, ``"stored"`` or ``"zero"``.
+    """
+
+    state_keys: ClassVar[tuple[str, ...]] = ("recurrent_state",)
+    input_size: int
+
+    def __init__(
+        self, keys: Keys, state_shape: tuple[int, int], default_recurrent_mode: bool | None, state: str
+    ) -> None:
+        super().__init__()
+        if state not in ("stored", "zero"):
+            raise ValueError(f"state must be 'stored' or 'zero', got {state!r}")
+        states = self.state_keys
+        in_keys = _key_list("in_key", keys.in_key, keys.in_keys, states)
+        out_keys = _key_list("out_key", keys.out_key, keys.out_keys, [next_key(key) for key in states])
+        if len(in_keys) == 1 + len(states):
+            in_keys.append(IS_INIT)
+        if len(in_keys) != 2 + len(states):
+            raise ValueError(
+                f"in_keys must be [input, {', '.join(states)}] or that and is_init, got {in_keys}"
+            )
+        if len(out_keys) != 1 + len(states):
+            raise ValueError(f"out_keys must be [output, next {', next '.join(states)}], got {out_keys}")
+        # tensordict annotates its keys as tuples of length one
+        self.in_keys = in_keys  # pyright: ignore[reportAttributeAccessIssue]
+        self.out_keys = out_keys  # pyright: ignore[reportAttributeAccessIssue]
+        self._input_key, *self._state_in, self._init_key = in_keys
+        self._output_key, *self._state_out = out_keys
+        self._done_key, self._traj_key = keys.done_key, keys.traj_key
+        self.default_recurrent_mode = bool(default_recurrent_mode)
+        self.state = state
+        self._state_shape = state_shape
+
+    @property
+    def weight(self) -> Tensor:
+        """A weight, whose dtype and device are those of all."""
+        raise NotImplementedError
+
+    def step(self, rows: Tensor, states: States) -> tuple[Tensor, States]:
+        """Rows ``[B, input_size]`` and states ``[B, *state_shape]`` to outputs and states, one step each."""
+        raise NotImplementedError
+
+    def over_runs(self, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
+        """Rows ``[N, input_size]``, of which bool ``starts`` begin runs, to outputs and states after each row.
+
+        ``stored`` are states ``[N, *state_shape]``; those of first rows are what their runs start from.
+        """
+        raise NotImplementedError
+
+    @property
+    def recurrent_mode(self) -> bool:
+        """The mode a call would run in now: the one set by ``set_recurrent_mode``, else this module's own."""
+        mode = recurrent_mode()
+        return self.default_recurrent_mode if mode is None else mode
+
+    @dispatch  # type: ignore[untyped-decorator]  # an untyped class, which makes forward an attribute
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, tensordict: TensorDictBase
+    ) -> TensorDictBase:
+        """Read the input and the states, write the output and the states after each row.
+
+        Raises:
+            KeyError: an input, a state or (sequential) the is_init marker is missing; recurrent: there is no
+                boundary marker at all.
+            TypeError: is_init is not bool, or an input has another dtype than the weights.
+            ValueError: an input or a state has another shape than the network's sizes ask for.
+        """
+        return self._runs(tensordict) if self.recurrent_mode else self._step(tensordict)
+
+    def make_tensordict_primer(self) -> TensorDictPrimer:
+        """The state every episode starts from: zeros ``[num_layers, hidden_size]`` under each state key.
+
+        Raises:
+            RuntimeError: an out key is not ``("next", in_key)``, so that no one could carry the state.
+        """
+        for key, out in zip(self._state_in, self._state_out, strict=True):
+            if as_tuple(out) != next_key(key):
+                raise RuntimeError(
+                    f"a state must be written under ('next', <its in_key>) to be carried to the next step: "
+                    f"in_key {key!r} wants out_key {next_key(key)!r}, got {out!r}"
+                )
+        zeros = self.weight.detach().new_zeros(self._state_shape)
+        return TensorDictPrimer(dict.fromkeys(self._state_in, zeros))
+
+    def _step(self, batch: TensorDictBase) -> TensorDictBase:
+        """Every row is one step of its own, from zeros where is_init says so. No host sync."""
+        is_init = marker(batch, self._init_key)
+        rows = self._rows(batch)
+        before = [self._state_before(batch, key, is_init) for key in self._state_in]
+        out, after = self.step(rows, tuple(state.reshape(-1, *self._state_shape) for state in before))
+        return self._written(batch, out, after)
+
+    def _written(self, batch: TensorDictBase, out: Tensor, after: States) -> TensorDictBase:
+        batch.set(self._output_key, out.reshape(*batch.batch_size, -1))
+        for key, state in zip(self._state_out, after, strict=True):
+            batch.set(key, state.reshape(*batch.batch_size, *self._state_shape))
+        return batch
+
+    def _state_before(self, batch: TensorDictBase, key: NestedKey, is_init: Tensor) -> Tensor:
+        """The state each row starts from; it replaces the stored one, so that a batch holds what was used."""
+        stored = batch.get(key, None)
+        if stored is None:
+            self._refuse_lost_state(batch, key, is_init)
+            state = self.weight.new_zeros(*batch.batch_size, *self._state_shape)
+        else:
+            state = self._checked_state(batch, key, stored).masked_fill(is_init[..., None, None], 0)
+        batch.set(key, state)
+        return state
+
+    def _refuse_lost_state(self, batch: TensorDictBase, key: NestedKey, is_init: Tensor) -> None:
+        """Without a state every row must be a first row; looked at only where looking is no host sync."""
+        if is_init.device.type == "cpu" and not bool(is_init.all()):
+            raise KeyError(
+                f"batch has no entry {key!r}, and some rows are not is_init rows: carry {next_key(key)!r} of "
+                f"each step to the root of the next one (Collector does it), or begin with "
+                f"batch.update(module.make_tensordict_primer().expand(batch.batch_size))"
+            )
+
+    def _runs(self, batch: TensorDictBase) -> TensorDictBase:
+        """The rows are runs of consecutive steps, each from the state stored at its first row."""
+        starts = run_starts(
+            batch, is_init_key=self._init_key, done_key=self._done_key, traj_key=self._traj_key
+        )
+        rows = self._rows(batch)
+        stored = tuple(
+            self._stored_state(batch, key).reshape(-1, *self._state_shape) for key in self._state_in
+        )
+        return self._written(batch, *self.over_runs(rows, stored, starts.flatten()))
+
+    def _rows(self, batch: TensorDictBase) -> Tensor:
+        """The input as ``[N, input_size]``."""
+        key, size = self._input_key, self.input_size
+        value = require(batch, key)
+        self._check(batch, key, value, (size,), "input_size={}")
+        return value.reshape(-1, size)
+
+    def _stored_state(self, batch: TensorDictBase, key: NestedKey) -> Tensor:
+        if self.state == "zero":
+            return self.weight.new_zeros(()).expand(*batch.batch_size, *self._state_shape)
+        stored = batch.get(key, None)
+        if stored is None:
+            raise KeyError(
+                f"batch has no entry {key!r}, the state each run starts from: collect with this module's "
+                f"primer (Collector wires make_tensordict_primer() by itself), or start every run from zeros "
+                f"with {type(self).__name__}(..., state='zero')"
+            )
+        return self._checked_state(batch, key, stored)
+
+    def _checked_state(self, batch: TensorDictBase, key: NestedKey, state: Tensor) -> Tensor:
+        self._check(batch, key, state, self._state_shape, "num_layers x hidden_size = {} x {}")
+        return state
+
+    def _check(
+        self, batch: TensorDictBase, key: NestedKey, value: Tensor, tail: tuple[int, ...], meaning: str
+    ) -> None:
+        expected = (*batch.batch_size, *tail)
+        if value.shape != expected:
+            shown = f"{expected} ({meaning.format(*tail)})"
+            raise ValueError(f"batch[{key!r}] must have shape {shown}, got {tuple(value.shape)}")
+        dtype = self.weight.dtype
+        if value.dtype != dtype and not torch.is_autocast_enabled(value.device.type):
+            raise TypeError(
+                f"batch[{key!r}] must be {dtype} like the weights, got {value.dtype}: cast it, or the module "
+                f"(module.to({value.dtype}))"
+            )
