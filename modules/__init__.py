@@ -1,7 +1,9 @@
 """Recurrent modules over flat marked batches: single steps in rollouts, unpadded runs in training."""
 
 from flatroll.modules.burn_in import BurnIn
+from flatroll.modules.cells import GRUCell, LSTMCell
 from flatroll.modules.gru import GRUModule
+from flatroll.modules.linear import LinearRecurrentModule, MinGRUModule
 from flatroll.modules.lstm import LSTMModule
 from flatroll.modules.mode import recurrent_mode, set_recurrent_mode
 from flatroll.modules.networks import GRU, LSTM
@@ -11,8 +13,12 @@ __all__ = [
     "GRU",
     "LSTM",
     "BurnIn",
+    "GRUCell",
     "GRUModule",
+    "LSTMCell",
     "LSTMModule",
+    "LinearRecurrentModule",
+    "MinGRUModule",
     "TensorDictPrimer",
     "recurrent_mode",
     "set_recurrent_mode",

@@ -1,0 +1,223 @@
+"""Recurrences that are linear in their state: whole batches at once by one segmented scan."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from flatroll.kernels import segmented_scan
+from flatroll.layout.keys import DONE, TRAJ_IDS, NestedKey
+from flatroll.modules.packing import States
+from flatroll.modules.stateful import Keys, StatefulModule
+
+
+class LinearRecurrence(StatefulModule):
+    """``h[t] = a[t] * h[t - 1] + b[t]`` per feature, where ``a`` and ``b`` do not depend on ``h``; a base class."""
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int,
+        dropout: float,
+        keys: Keys,
+        state: str,
+        recurrent: bool,
+    ) -> None:
+        for name, size in (
+            ("input_size", input_size),
+            ("hidden_size", hidden_size),
+            ("num_layers", num_layers),
+        ):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {dropout!r}")
+        super().__init__(keys, (num_layers, hidden_size), recurrent, state)
+        self.input_size, self.hidden_size, self.num_layers, self.dropout = (
+            input_size,
+            hidden_size,
+            num_layers,
+            dropout,
+        )
+
+    def terms(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """``a`` (``[N, H]`` or ``[1, H]``) and ``b`` ``[N, H]`` of a layer."""
+        raise NotImplementedError
+
+    def output(self, layer: int, rows: Tensor, states: Tensor) -> Tensor:
+        """What a layer gives to the next one, in memory of its own."""
+        raise NotImplementedError
+
+    def step(self, rows: Tensor, states: States) -> tuple[Tensor, States]:
+        after: list[Tensor] = []
+        for layer in range(self.num_layers):
+            a, b = self.terms(layer, rows)
+            after.append(a * states[0][:, layer] + b)
+            rows = self._given(layer, rows, after[-1])
+        return rows, (torch.stack(after, 1),)
+
+    def over_runs(self, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
+        first = torch.where(starts[:, None, None], stored[0], 0)
+        # the scan sums backward in time: rows turned round, the first row of a run ends it
+        ends = starts.flip(0)
+        after: list[Tensor] = []
+        for layer in range(self.num_layers):
+            a, b = self.terms(layer, rows)
+            from_first = torch.addcmul(b, a, first[:, layer])
+            turned = a.flip(0) if len(a) > 1 else a
+            after.append(segmented_scan(turned, from_first.flip(0), ends).flip(0))
+            rows = self._given(layer, rows, after[-1])
+        return rows, (torch.stack(after, 1),)
+
+    def _given(self, layer: int, rows: Tensor, states: Tensor) -> Tensor:
+        out = self.output(layer, rows, states)
+        return nn.functional.dropout(out, self.dropout, self.training and layer + 1 < self.num_layers)
+
+
+class MinGRUModule(LinearRecurrence):
+    """A GRU without the state in its gates: all rows of a batch at once, whatever the length of runs.
+
+    .. code-block:: text
+
+        z[t] = sigmoid(W_z x[t] + b_z)
+        h[t] = (1 - z[t]) * h[t - 1] + z[t] * (W_h x[t] + b_h)
+
+    It steps in rollouts and runs over flat batches in training as :class:`GRUModule` does, with the same keys, modes
+    and boundaries, and its next states are exact on every row. A layer sees the past of its input only through the
+    layers below: two or more are the rule.
+
+    Args:
+        input_size: features per row.
+        hidden_size: features of the output and of each layer's state.
+        num_layers: default 1.
+        bias: default True.
+        dropout: between layers, in training mode; default 0.
+        in_key, in_keys, out_key, out_keys, done_key, traj_key, default_recurrent_mode, state: see :class:`GRUModule`.
+        device, dtype: of the weights.
+
+    Raises:
+        ValueError: a size below 1, a dropout outside of [0, 1), contradicting keys.
+
+    Reference: Feng et al. 2024, Were RNNs all we needed?, https://arxiv.org/abs/2410.01201.
+
+    >>> from tensordict import TensorDict
+    >>> gru = MinGRUModule(3, 8, num_layers=2, in_key="observation", out_key="features", default_recurrent_mode=True)
+    >>> is_init = torch.tensor([True, False, True])
+    >>> batch = TensorDict({"observation": torch.zeros(3, 3), "is_init": is_init}, [3])
+    >>> batch = gru(batch.update(gru.make_tensordict_primer().expand(3)))
+    >>> batch["features"].shape, batch["next", "recurrent_state"].shape
+    (torch.Size([3, 8]), torch.Size([3, 2, 8]))
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        dropout: float = 0.0,
+        *,
+        in_key: NestedKey | None = None,
+        in_keys: Sequence[NestedKey] | None = None,
+        out_key: NestedKey | None = None,
+        out_keys: Sequence[NestedKey] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        default_recurrent_mode: bool = False,
+        state: str = "stored",
+        done_key: NestedKey = DONE,
+        traj_key: NestedKey = TRAJ_IDS,
+    ) -> None:
+        keys = Keys(in_key, in_keys, out_key, out_keys, done_key, traj_key)
+        super().__init__(input_size, hidden_size, num_layers, dropout, keys, state, default_recurrent_mode)
+        sizes = [input_size, *[hidden_size] * (num_layers - 1)]
+        self.gates = nn.ModuleList(
+            nn.Linear(size, 2 * hidden_size, bias=bias, device=device, dtype=dtype) for size in sizes
+        )
+
+    @property
+    def weight(self) -> Tensor:
+        return cast(Tensor, self.gates[0].weight)
+
+    def terms(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        gate, new = self.gates[layer](rows).chunk(2, -1)
+        update = gate.sigmoid()
+        return 1 - update, update * new
+
+    def output(self, layer: int, rows: Tensor, states: Tensor) -> Tensor:
+        # a copy of the last layer's, so that an in-place activation on the output leaves the state alone
+        return states.clone() if layer + 1 == self.num_layers else states
+
+
+class LinearRecurrentModule(LinearRecurrence):
+    """A diagonal linear recurrent unit: each state feature fades at a learnt rate of its own.
+
+    .. code-block:: text
+
+        h[t] = a * h[t - 1] + sqrt(1 - a^2) * (B x[t])     a = exp(-exp(nu)), one number in (0, 1) per feature
+        y[t] = C h[t] + D x[t] + d
+
+    With :func:`torch.nn.functional.gelu` between layers. The rates are drawn so that ``a`` is uniform between
+    ``decay[0]`` and ``decay[1]``. Everything else is as for :class:`MinGRUModule`.
+
+    Args:
+        input_size, hidden_size, num_layers, dropout: as for :class:`MinGRUModule`.
+        decay: bounds of ``a`` at the start, within (0, 1); default (0.9, 0.999), memories of 10 to 1,000 steps.
+        in_key, in_keys, out_key, out_keys, done_key, traj_key, default_recurrent_mode, state: see :class:`GRUModule`.
+        device, dtype: of the weights.
+
+    Raises:
+        ValueError: as for :class:`MinGRUModule`, or bounds outside of (0, 1).
+
+    Reference: Orvieto et al. 2023, Resurrecting recurrent neural networks for long sequences,
+    https://arxiv.org/abs/2303.06349; here with real rates.
+
+    >>> unit = LinearRecurrentModule(3, 8, in_key="observation", out_key="features")
+    >>> unit.make_tensordict_primer().defaults["recurrent_state"].shape
+    torch.Size([1, 8])
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        dropout: float = 0.0,
+        decay: tuple[float, float] = (0.9, 0.999),
+        *,
+        in_key: NestedKey | None = None,
+        in_keys: Sequence[NestedKey] | None = None,
+        out_key: NestedKey | None = None,
+        out_keys: Sequence[NestedKey] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        default_recurrent_mode: bool = False,
+        state: str = "stored",
+        done_key: NestedKey = DONE,
+        traj_key: NestedKey = TRAJ_IDS,
+    ) -> None:
+        keys = Keys(in_key, in_keys, out_key, out_keys, done_key, traj_key)
+        super().__init__(input_size, hidden_size, num_layers, dropout, keys, state, default_recurrent_mode)
+        if not 0 < decay[0] <= decay[1] < 1:
+            raise ValueError(f"decay must be two rising numbers between 0 and 1, got {decay!r}")
+        sizes = [input_size, *[hidden_size] * (num_layers - 1)]
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.inputs = nn.ModuleList(nn.Linear(size, hidden_size, bias=False, **options) for size in sizes)
+        self.outputs = nn.ModuleList(nn.Linear(hidden_size, hidden_size, **options) for _ in sizes)
+        self.skips = nn.ModuleList(nn.Linear(size, hidden_size, bias=False, **options) for size in sizes)
+        rates = torch.empty(num_layers, hidden_size, **options).uniform_(*decay)
+        self.log_rates = nn.Parameter(rates.log().neg().log())
+
+    @property
+    def weight(self) -> Tensor:
+        return self.log_rates
+
+    def terms(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        rate = -self.log_rates[layer : layer + 1].exp()
+        return rate.exp(), (-torch.expm1(2 * rate)).sqrt() * self.inputs[layer](rows)
+
+    def output(self, layer: int, rows: Tensor, states: Tensor) -> Tensor:
+        out: Tensor = self.outputs[layer](states) + self.skips[layer](rows)
+        return out if layer + 1 == self.num_layers else nn.functional.gelu(out)
