@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -138,12 +138,7 @@ def batched(items: list[Any]) -> Any:
     """
     first = items[0]
     if isinstance(first, TensorDictBase):
-        for i, item in enumerate(items):
-            if not isinstance(item, TensorDictBase) or _forms(item) != _forms(first):
-                raise ValueError(
-                    f"items must have the same entries, shapes and dtypes to be stored in tensors: item 0 is {first}, "
-                    f"item {i} {item}"
-                )
+        _check_alike(items)
         stacked: Any = torch.stack(items)
         return stacked
     spec = pytree.tree_structure(first)
@@ -202,6 +197,28 @@ def apart(batch: Any) -> list[Any]:
     return [pytree.tree_unflatten([c[i] for c in columns], spec) for i in range(len(columns[0]))]
 
 
+def dense(batch: Any) -> Any:
+    """A lazy stack as a plain tensordict, its entries stacked once; anything else as it is.
+
+    Raises:
+        ValueError: items of the stack differ (it would drop entries that some lack, and cast dtypes).
+    """
+    if not isinstance(batch, LazyStackedTensorDict):
+        return batch
+    _check_alike(batch.tensordicts)
+    return batch.contiguous()
+
+
+def _check_alike(items: list[Any]) -> None:
+    form = _forms(items[0]) if items else None
+    for i, item in enumerate(items):
+        if not isinstance(item, TensorDictBase) or _forms(item) != form:
+            raise ValueError(
+                "items must have the same entries, shapes and dtypes to be stored in tensors: item 0 is "
+                f"{items[0]}, item {i} {item}"
+            )
+
+
 def _forms(item: TensorDictBase) -> frozenset[Any]:
     return frozenset(
         (key, getattr(value, "shape", None), getattr(value, "dtype", None))
@@ -251,7 +268,7 @@ def leaves(batch: TensorDictBase, path: tuple[str, ...] = ()) -> Columns:
         key = (*path, name)
         if isinstance(value, Tensor):
             columns[key if path else name] = value
-        elif isinstance(value, TensorDictBase):
+        elif isinstance(value, TensorDictBase) and not is_non_tensor(value):
             columns |= leaves(value, key)
         else:
             shown = key if path else name

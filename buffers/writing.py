@@ -14,7 +14,7 @@ from flatroll.buffers.parts import BufferParts
 from flatroll.buffers.ring import Array, Ring, given
 from flatroll.buffers.runs import BoundaryKeys
 from flatroll.buffers.storage import ListStorage, Rows
-from flatroll.buffers.structure import TensorDicts, batched, map_rows, not_flat, one_row
+from flatroll.buffers.structure import TensorDicts, batched, dense, map_rows, not_flat, one_row
 from flatroll.layout.keys import MASK, marker
 
 
@@ -46,6 +46,8 @@ class BufferWriting(BufferParts):
         for transform in reversed(self._transforms):
             inverse = getattr(transform, "inv", None)
             data = data if inverse is None else inverse(data)
+        if not isinstance(self.storage, ListStorage):
+            data = dense(data)
         if isinstance(data, TensorDictBase):
             _check_rows(data, self.storage.ndim)
         return self._write(self._time_first(data), final)

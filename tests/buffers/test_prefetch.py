@@ -148,7 +148,8 @@ def test_prefetch_needs_a_batch_size() -> None:
 
 def test_several_threads_sample_empty_and_save() -> None:
     """Nobody trips over another one's queue, and what was made ahead before ``empty`` stays forgotten."""
-    buffer, errors = made(2), []
+    buffer = made(2)
+    errors: list[Exception] = []
     done, floor = threading.Event(), [0]
 
     def sample() -> None:
