@@ -9,7 +9,18 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends, run_starts
-from flatroll.layout.keys import DONE, IS_INIT, MASK, NEXT, NestedKey, as_tuple, marker, next_key, require
+from flatroll.layout.keys import (
+    DONE,
+    HAS_STATE,
+    IS_INIT,
+    MASK,
+    NEXT,
+    NestedKey,
+    as_tuple,
+    marker,
+    next_key,
+    require,
+)
 from flatroll.modules.mode import set_recurrent_mode
 from flatroll.modules.primer import TensorDictPrimer
 
@@ -109,6 +120,8 @@ class BurnIn:
             state = require(kept, key)
             final = require(after, next_key(key)).index_select(0, parts.final.to(after.device))
             kept.set(key, state.index_copy(0, parts.entry, final.to(state.device, state.dtype)))
+        if (flags := kept.get(HAS_STATE, None)) is not None:
+            kept.set(HAS_STATE, flags.index_fill(0, parts.entry.to(flags.device), True))
         return kept
 
     __call__ = forward

@@ -9,7 +9,7 @@ from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
 
 from flatroll.layout import run_starts
-from flatroll.layout.keys import IS_INIT, NestedKey, as_tuple, marker, next_key, require
+from flatroll.layout.keys import HAS_STATE, IS_INIT, MASK, NestedKey, as_tuple, marker, next_key, require
 from flatroll.modules.mode import recurrent_mode
 from flatroll.modules.packing import States
 from flatroll.modules.primer import TensorDictPrimer
@@ -112,7 +112,8 @@ class StatefulModule(TensorDictModuleBase):
             KeyError: an input, a state or (sequential) the is_init marker is missing; recurrent: there is no
                 boundary marker at all.
             TypeError: is_init is not bool, or an input has another dtype than the weights.
-            ValueError: an input or a state has another shape than the network's sizes ask for.
+            ValueError: an input or a state has another shape than the network's sizes ask for; recurrent: a run begins
+                at a row that has not kept its state.
         """
         return self._runs(tensordict) if self.recurrent_mode else self._step(tensordict)
 
@@ -165,12 +166,28 @@ class StatefulModule(TensorDictModuleBase):
                 f"batch.update(module.make_tensordict_primer().expand(batch.batch_size))"
             )
 
+    def _refuse_thinned_states(self, batch: TensorDictBase, starts: Tensor) -> None:
+        """Where only some rows keep their state, runs must begin there; looked at only where that is no host sync."""
+        kept = batch.get(HAS_STATE, None)
+        if kept is None or self.state == "zero" or torch.compiler.is_compiling() or kept.device.type != "cpu":
+            return
+        lost = starts.cpu() & ~marker(batch, HAS_STATE)
+        if batch.get(MASK, None) is not None:
+            lost &= marker(batch, MASK)  # padding begins runs of its own
+        if bool(lost.any()):
+            raise ValueError(
+                f"{int(lost.sum())} of the runs begin at rows that have not kept their state ({HAS_STATE!r} is False "
+                "there): draw slices with SliceSampler, which begins them at rows that have, collect with state_stride=1, or "
+                f"start every run from zeros with {type(self).__name__}(..., state='zero')"
+            )
+
     def _runs(self, batch: TensorDictBase) -> TensorDictBase:
         """The rows are runs of consecutive steps, each from the state stored at its first row."""
         starts = run_starts(
             batch, is_init_key=self._init_key, done_key=self._done_key, traj_key=self._traj_key
         )
         rows = self._rows(batch)
+        self._refuse_thinned_states(batch, starts)
         stored = tuple(
             self._stored_state(batch, key).reshape(-1, *self._state_shape) for key in self._state_in
         )

@@ -7,12 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictSequential,
+)
 from torch import nn
 from torch.distributions import Categorical
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
-from flatroll.estimators import ClipPPOLoss
+from flatroll.estimators import GAE, ClipPPOLoss
 from flatroll.modules import BurnIn, GRUModule, LSTMModule, set_recurrent_mode
 from flatroll.rollouts import Collector
 from flatroll.wrappers.testing import Script, ScriptedTorchEnv, ScriptedVectorEnv
@@ -157,3 +162,58 @@ def test_a_primer_that_starts_elsewhere_is_the_same_in_rollout_and_training() ->
     gru.make_tensordict_primer = lambda: type("P", (), {"defaults": {"recurrent_state": torch.ones(1, 6)}})()
     batch = next(Collector(make("SameStep", LENGTHS), policy, frames_per_batch=40))
     check_recomputed(policy, batch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_that_begin_without_their_state_are_refused(kind: Any) -> None:
+    """Where only every 4th row has its state, nothing is computed from zeros in silence."""
+    policy = actor(kind)
+    collector = Collector(make("SameStep", [[30]]), policy, frames_per_batch=30, state_stride=4)
+    batch = next(collector)
+    check_recomputed(policy, batch)
+    for first, fine in ((12, True), (13, False)):
+        piece = batch[first:].clone()
+        piece["is_init"][0] = True
+        if fine:
+            check_recomputed(policy, piece)
+            continue
+        with pytest.raises(ValueError, match="1 of the runs begin at rows that have not kept their state"):
+            check_recomputed(policy, piece)
+    burnt = BurnIn([policy[0], policy[1]], 3)(batch[12:].clone())
+    check_recomputed(policy, burnt)  # its first row has a new one
+
+
+def test_padded_slices_begin_where_the_state_is() -> None:
+    policy = actor(GRUModule)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(60), sampler=SliceSampler(slice_len=7, pad_output=True))
+    collector = Collector(
+        make("SameStep", LENGTHS),
+        policy,
+        frames_per_batch=60,
+        total_frames=60,
+        state_stride=4,
+        replay_buffer=buffer,
+    )
+    assert list(collector) == [None]
+    sample = buffer.sample(70)
+    with set_recurrent_mode("recurrent"), torch.no_grad():
+        again = policy(sample.clone())
+    real = sample["collector", "mask"]
+    torch.testing.assert_close(again["features"][real], sample["features"][real], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_advantages_need_no_other_states(compact: bool) -> None:
+    """GAE with a recurrent critic reads the states of first rows only, so few states give the very same numbers."""
+    policy = actor(LSTMModule)
+    head = TensorDictModule(nn.Linear(6, 1), ["features"], ["state_value"])
+    gae = GAE(gamma=0.9, lmbda=0.8, value_network=TensorDictSequential(policy[0], policy[1], head))
+    both = []
+    for stride in (1, 5):
+        torch.manual_seed(1)
+        options: Any = {"frames_per_batch": 40, "compact_obs": compact, "state_stride": stride}
+        collector = Collector(make("SameStep", LENGTHS), policy, **options)
+        next(collector)
+        batch = next(collector)  # runs that go on from the window before
+        both.append(gae(batch, final=collector.final)["advantage"])
+    assert torch.equal(*both)
