@@ -40,12 +40,14 @@ def ours(how: str) -> Run:
     policy = TensorDictModule(nn.Sequential(layer(), nn.Linear(HIDDEN, 2)), ["features"], ["logits"])
     choose = Sampler(["logits"], ["action"], distribution_class=Categorical, return_log_prob=True)
     head = TensorDictModule(nn.Sequential(layer(), nn.Linear(HIDDEN, 1)), ["features"], ["state_value"])
-    actor = ProbabilisticTensorDictSequential(lstm, policy, choose)
+    act: list[Any] = [lstm, policy, choose]
+    judge: list[Any] = [lstm, head]
+    actor = ProbabilisticTensorDictSequential(*act)
     states = [("next", key) for key in lstm.make_tensordict_primer().defaults]
     env = HideVelocities(gym.make_vec("CartPole-v1", num_envs=ENVS, vectorization_mode=how))
     acting = actor.select_out_keys("action", "action_log_prob", *states)
     collector = Collector(env, acting, frames_per_batch=FRAMES, compact_obs=True, seed=0)
-    gae = GAE(gamma=0.99, lmbda=0.95, value_network=TensorDictSequential(lstm, head), shifted=True)
+    gae = GAE(gamma=0.99, lmbda=0.95, value_network=TensorDictSequential(*judge), shifted=True)
     loss = ClipPPOLoss(actor, head, critic_coeff=0.5, loss_critic_type="l2", normalize_advantage=True)
     weights = [*actor.parameters(), *head.parameters()]
     optimizer = torch.optim.Adam(weights, lr=3e-4, eps=1e-5)

@@ -76,7 +76,9 @@ def make_agent(hidden: int, memory: bool) -> tuple[Any, Any, Any]:
     policy = TensorDictModule(nn.Linear(hidden, SUITS), ["features"], ["logits"])
     choose = Sampler(["logits"], ["action"], distribution_class=Categorical, return_log_prob=True)
     head = TensorDictModule(nn.Linear(hidden, 1), ["features"], ["state_value"])
-    return ProbabilisticTensorDictSequential(trunk, policy, choose), head, TensorDictSequential(trunk, head)
+    act: list[Any] = [trunk, policy, choose]
+    judge: list[Any] = [trunk, head]
+    return ProbabilisticTensorDictSequential(*act), head, TensorDictSequential(*judge)
 
 
 def train(

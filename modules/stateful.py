@@ -177,8 +177,8 @@ class StatefulModule(TensorDictModuleBase):
         if bool(lost.any()):
             raise ValueError(
                 f"{int(lost.sum())} of the runs begin at rows that have not kept their state ({HAS_STATE!r} is False "
-                "there): draw slices with SliceSampler, which begins them at rows that have, collect with state_stride=1, or "
-                f"start every run from zeros with {type(self).__name__}(..., state='zero')"
+                "there): draw slices with SliceSampler, which begins them at rows that have, collect with "
+                f"state_stride=1, or start every run from zeros with {type(self).__name__}(..., state='zero')"
             )
 
     def _runs(self, batch: TensorDictBase) -> TensorDictBase:
