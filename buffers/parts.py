@@ -126,7 +126,7 @@ class BufferParts:
         if looks_ahead(transform) and self._started and self.index is None:
             raise RuntimeError(
                 f"{type(transform).__name__} follows trajectories, which the rows stored so far cannot: append it "
-                "before the first extend"
+                "before the first extend, or give it to ReplayBuffer(transform=...)"
             )
         self._transforms.append(transform)
         return self
