@@ -360,6 +360,7 @@ def walk(
             number[j] = target
             _ask_for(fragments, target)
     patched = 0
+    begin = at.copy()
     base = state[0].head - state[0].head % capacity
     pending = len(number)
     while pending:
@@ -381,10 +382,19 @@ def walk(
                     slot = 0
                 slots[i] = slot
             if len(follow):
+                if first > begin[j]:
+                    follow[first - 1] = slots[first]
                 for i in range(first, first + take - 1):
                     follow[i] = slots[i + 1]
                 last = first + take - 1
-                patched = _after(fragments, capacity, base, k, row + take, stop, last, follow, patch, patched)
+                if rows > take and f.pool >= 0:
+                    patch[0, patched] = last
+                    patch[1, patched] = f.pool
+                    patched += 1
+                if rows == take:  # elsewhere what follows is there in the next round, without waiting for it
+                    patched = _after(
+                        fragments, capacity, base, k, row + take, stop, last, follow, patch, patched
+                    )
             left[j] = rows - take
             offset[j] += take
             at[j] = first + take

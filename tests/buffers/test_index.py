@@ -55,6 +55,17 @@ def test_every_legal_start_is_drawn_at_its_rate(
     assert chi2 < freedom + 4 * (2 * freedom) ** 0.5 + 8  # about one in 10⁴
 
 
+def test_what_follows_the_rows_of_slices_is_what_follows_them_alone(
+    wrapped: tuple[TrajectoryIndex, Any], generator: torch.Generator
+) -> None:
+    index, model = wrapped
+    draw = index.draw(300, 6, generator=generator, follow=True)
+    assert draw.follow is not None
+    assert torch.equal(draw.follow.slots, index.follow(draw.slots).slots)
+    following = model.next_slot()
+    assert draw.follow.slots.tolist() == [following[slot] for slot in draw.slots.tolist()]
+
+
 def test_rates_stay_right_while_the_ring_turns(world: Any, generator: torch.Generator) -> None:
     """Weights are updated, not rebuilt: one draw after each write, at rates that change."""
     index, model = TrajectoryIndex(40), world.Model(40)
