@@ -9,20 +9,23 @@ from flatroll.modules.scan import scanned
 WIDE = 128
 
 
-def fastest(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tuple[Tensor, States]:
-    """The backend ``"auto"``, by the measurements in docs/training.md.
+def choice(net: nn.RNNBase, rows: Tensor, index: RunIndex) -> str:
+    """What ``"auto"`` takes, ``"packed"`` or ``"scan"``, by the measurements in docs/benchmarks.md.
 
     Off the CPU and in two directions packed. On the CPU scan, except packed where a step has many rows, and for an
     LSTM where long runs make most steps part of a dense stretch, which has a fused kernel.
     """
-    steps, runs = len(index.batch_sizes), len(index.first)
     if not isinstance(net, (nn.GRU, nn.LSTM)):
-        return scanned(net, rows, states, index)
+        return "scan"
+    steps, runs = len(index.batch_sizes), len(index.first)
     wide = len(rows) >= WIDE * steps
     fused = net.mode == "LSTM" and steps >= DENSE_STEPS * runs
-    if net.bidirectional or rows.device.type != "cpu" or wide or fused:
-        return packed(net, rows, states, index)
-    return scanned(net, rows, states, index)
+    return "packed" if net.bidirectional or rows.device.type != "cpu" or wide or fused else "scan"
+
+
+def fastest(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tuple[Tensor, States]:
+    """The backend ``"auto"``."""
+    return BACKENDS[choice(net, rows, index)](net, rows, states, index)
 
 
 BACKENDS: dict[str, Backend] = {"auto": fastest, "packed": packed, "scan": scanned, "pad": padded}

@@ -133,8 +133,10 @@ class RecurrentModule(StatefulModule):
                 rows = nn.functional.dropout(rows, net.dropout, net.training)
             after.append(self.cell(rows, tuple(state[:, layer] for state in states), weights))
             rows = after[-1][0]
+        hidden, *cells = zip(*after, strict=True)
         # stacked, hence in memory of its own: an in-place activation on the output leaves the state alone
-        return rows, tuple(torch.stack(layers, 1) for layers in zip(*after, strict=True))
+        stacked = torch.stack(hidden, 1)
+        return rows, (stacked, *(x[0].unsqueeze(1) if len(x) == 1 else torch.stack(x, 1) for x in cells))
 
     def over_runs(self, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
         if torch.compiler.is_compiling() and self._scans:

@@ -253,6 +253,18 @@ def test_sequential_steps_equal_the_stock_network(kind, shape, layers, bias):
         torch.testing.assert_close(batch["next", key], state.transpose(0, 1).reshape(*shape, layers, HIDDEN))
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_of_many_rows_equals_steps_of_few(kind, layers):
+    module = module_of(kind, num_layers=layers)
+    batch = batch_of(module, torch.arange(300) % 7 == 0)
+    parts = torch.cat([module(part.clone()) for part in batch.split(100)])
+    torch.testing.assert_close(module(batch).to_dict(), parts.to_dict())
+    state = batch["next", state_keys(module)[0]].clone()
+    batch["features"].detach().zero_()
+    assert batch["next", state_keys(module)[0]].equal(state)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_missing_state_is_zeros_on_first_rows(kind):
     module = module_of(kind)
