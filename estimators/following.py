@@ -1,5 +1,6 @@
 """What stands behind rows of a batch: the batch's own next observations, or what takes their place."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +10,9 @@ from torch import Tensor
 
 from flatroll.estimators.stream import Columns, marked
 from flatroll.layout.keys import NestedKey, next_key, require
+
+#: Rows from which on it pays to look for the few that are marked.
+_MANY = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,7 @@ def usable(
     bad = None
     if found.is_floating_point():
         asked = found.device.type == "cpu" and not torch.compiler.is_compiling()
-        if not (asked and bool(found.detach().sum().isfinite())):  # one pass, where no number is NaN
+        if not (asked and math.isfinite(found.detach().sum().item())):  # one pass, where no number is NaN
             bad = found.isnan()
             if asked and tell is not None:
                 tell(bad)
@@ -189,7 +193,7 @@ def cleared(column: Tensor, flag: Tensor) -> Tensor:
     >>> cleared(torch.tensor([[1.0], [float("nan")]]), torch.tensor([False, True])).tolist()
     [[1.0], [0.0]]
     """
-    if flag.device.type == "cpu" and not torch.compiler.is_compiling():
+    if flag.numel() > _MANY and flag.device.type == "cpu" and not torch.compiler.is_compiling():
         rows = marked(flag)
         if 8 * rows.shape[0] < flag.numel():  # few: a copy and they alone are written
             return column.reshape(flag.numel(), -1).index_fill(0, rows, 0.0).view(column.shape)

@@ -23,7 +23,7 @@ from flatroll.estimators.stream import Appended, Columns, Interleaved, Stream, m
 from flatroll.layout.keys import NestedKey, next_key, require
 
 #: Bytes of observations up to which copying them costs less than calling a network twice.
-_TOGETHER = 1 << 20
+_TOGETHER = 1 << 17
 
 
 @dataclass(frozen=True)

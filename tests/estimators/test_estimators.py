@@ -1,5 +1,8 @@
 """Every estimator module: each run of a batch gets what it gets alone, by whatever way the values come."""
 
+import copy
+import itertools
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +19,10 @@ from tensordict.nn import (
     TensorDictSequential,
 )
 from torch import Tensor, nn
+from torch.autograd import gradcheck
 from torch.distributions import Categorical
 
+from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.estimators import (
     GAE,
     TD0Estimator,
@@ -221,6 +226,72 @@ def test_runs_on_a_device_without_reading_it(batch_of: BatchOf, kind: str) -> No
     batch = acted(batch_of([(3, "truncated"), (2, "terminated")])).to("meta")
     for options in ({}, {"shifted": True, "shifted_budget": 2}, {"num_chunks": 2}):
         assert KINDS[kind](norm_critic(), **options)(batch.clone())["advantage"].device.type == "meta"
+
+
+@EACH
+@pytest.mark.parametrize("way", [{}, {"shifted": True}, {"shifted": True, "shifted_budget": 3}], ids=str)
+def test_gradients_through_everything(batch_of: BatchOf, kind: str, way: dict[str, Any]) -> None:
+    """To the critic's weights and the reward."""
+    batch = acted(batch_of([(3, "truncated"), (1, "terminated"), (2, "cut")]))
+    net = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)).double()
+    critic = TensorDictModule(net, ["observation"], ["state_value"])
+    estimator = KINDS[kind](critic, differentiable=True, **way)
+    weights = TensorDict.from_module(critic)
+    names = list(weights.keys(True, True))
+
+    def of(reward: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        given = batch.clone()
+        given["next", "reward"] = reward
+        own = weights.clone(False)
+        for name, parameter in zip(names, parameters, strict=True):
+            own[name] = parameter
+        out = estimator(given, params=own)
+        return out["advantage"], out["value_target"]
+
+    inputs = [
+        x.detach().clone().requires_grad_() for x in (batch["next", "reward"], *map(weights.get, names))
+    ]
+    assert gradcheck(of, inputs)
+    assert not KINDS[kind](critic, **way)(batch)["advantage"].requires_grad
+
+
+@EACH
+def test_an_empty_batch_stays_one(batch_of: BatchOf, kind: str) -> None:
+    batch = acted(batch_of([(3, "truncated")]))[:0]
+    for way in ({}, {"shifted": True}):
+        assert KINDS[kind](norm_critic(), **way)(batch.clone())["advantage"].shape == (0, 1)
+
+
+@EACH
+def test_copies_and_pickles(batch_of: BatchOf, kind: str) -> None:
+    if kind == "vtrace":
+        pytest.skip("its actor here is a lambda")
+    batch, estimator = batch_of([(3, "truncated"), (2, "terminated")]), KINDS[kind](linear_critic())
+    wanted = estimator(batch.clone())["advantage"]
+    for other in (copy.deepcopy(estimator), pickle.loads(pickle.dumps(estimator))):
+        assert torch.equal(other(batch.clone())["advantage"], wanted)
+
+
+@pytest.mark.parametrize("truncated_key", [("next", "truncated"), None], ids=["marked", "env's words"])
+@EACH
+def test_slices_of_a_buffer_are_runs_of_their_own(batch_of: BatchOf, kind: str, truncated_key: Any) -> None:
+    """Slices of the same trajectory side by side, too: each bootstraps from what follows it."""
+    runs = [(7, "terminated"), (3, "truncated"), (9, "truncated"), (5, "terminated")]
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(24),
+        sampler=SliceSampler(slice_len=4, truncated_key=truncated_key),
+        batch_size=48,
+        generator=torch.Generator().manual_seed(0),
+    )
+    buffer.extend(acted(batch_of(runs)))
+    sample = buffer.sample()
+    starts = [*sample["is_init"].squeeze(-1).nonzero().squeeze(-1).tolist(), len(sample)]
+    assert len(starts) > 10
+    pieces = [sample[a:b].clone() for a, b in itertools.pairwise(starts)]
+    for way in ({}, {"shifted": True}):
+        estimator = KINDS[kind](norm_critic(), **way)
+        alone = torch.cat([estimator(piece.clone())["advantage"] for piece in pieces])
+        torch.testing.assert_close(estimator(sample.clone())["advantage"], alone)
 
 
 # --- values that are there already, and other parameters ---

@@ -12,7 +12,7 @@ from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDict
 from torch import nn
 from torch.distributions import Categorical
 
-from flatroll.estimators import GAE, ClipPPOLoss, generalized_advantage_estimate
+from flatroll.estimators import GAE, ClipPPOLoss
 
 BatchOf = Callable[..., TensorDict]
 RUNS = [(7, "terminated"), (1, "truncated"), (12, "truncated"), (3, "terminated"), (1, "terminated")]
@@ -46,26 +46,6 @@ def networks() -> tuple[ProbabilisticTensorDictSequential, TensorDictModule]:
         nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)), ["observation"], ["state_value"]
     )
     return ProbabilisticTensorDictSequential(logits, choice), critic
-
-
-def test_functional(objectives: ModuleType) -> None:
-    torch.manual_seed(0)
-    value, next_value, reward = torch.randn(3, 4, 30, 1)
-    done = torch.rand(4, 30, 1) < 0.2
-    terminated = done & (torch.rand(4, 30, 1) < 0.5)
-    arguments = (0.97, 0.9, value, next_value, reward, done, terminated)
-    theirs = objectives.value.functional.generalized_advantage_estimate(*arguments)
-    torch.testing.assert_close(generalized_advantage_estimate(*arguments), theirs, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("average", [False, True])
-def test_gae(objectives: ModuleType, batch: TensorDict, networks: Any, average: bool) -> None:
-    arguments = {"gamma": 0.97, "lmbda": 0.9, "value_network": networks[1], "average_gae": average}
-    theirs = objectives.value.GAE(**arguments)(batch.clone())
-    for shifted in (False, True):
-        ours = GAE(**arguments, shifted=shifted)(batch.clone())
-        for key in ("advantage", "value_target", "state_value"):
-            torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

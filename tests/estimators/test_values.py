@@ -86,6 +86,25 @@ def test_shifted_evaluates_each_row_and_each_open_end_once(mixed: TensorDict) ->
     torch.testing.assert_close(one["next", "state_value"], two["next", "state_value"])
 
 
+@pytest.mark.parametrize("memory", [False, True])
+def test_a_hook_counts_n_plus_k_rows(mixed: TensorDict, memory: bool) -> None:
+    """N rows and one for each of the four runs that are not terminated, in one call, a recurrent network's too."""
+    torch.manual_seed(0)
+    gru = GRUModule(3, 3, in_key="observation", out_key="h")
+    net = TensorDictModule(nn.Linear(3, 1), ["h" if memory else "observation"], ["state_value"])
+    critic = TensorDictSequential(gru, net).double() if memory else net.double()
+    mixed["recurrent_state"] = torch.zeros(16, 1, 3, dtype=torch.float64)
+    rows: list[int] = []
+    net.module.register_forward_hook(lambda module, args, out: rows.append(len(args[0])))
+    one = GAE(gamma=0.9, lmbda=0.8, value_network=critic, shifted=True)(mixed.clone())
+    assert rows == [20]
+    rows.clear()
+    two = GAE(gamma=0.9, lmbda=0.8, value_network=critic)(mixed.clone())
+    assert sum(rows) == (20 if memory else 32)
+    for key in ("advantage", "value_target", "state_value", ("next", "state_value")):
+        torch.testing.assert_close(one[key], two[key])
+
+
 def test_stream_without_an_open_end_is_the_batch_itself(batch_of: BatchOf) -> None:
     batch, calls = batch_of([(3, "terminated"), (2, "both")]), Calls()
     GAE(gamma=0.9, lmbda=0.8, value_network=calls.network, shifted=True)(batch)
@@ -240,6 +259,17 @@ def test_hidden_final_observation_mask(hidden: TensorDict, gae_loop: GaeLoop, sh
     assert out["value_target"][2] == out["state_value"][2]
     gae.bootstrap_missing = "current"
     assert gae(out)["shifted_valid"].all()  # what an earlier estimator left out is not left out now
+
+
+def test_hidden_final_observation_mask_within_a_budget(hidden: TensorDict) -> None:
+    """Both leave rows out: the hidden one keeps its value as target, the displaced one has nothing."""
+    options: dict[str, Any] = {"gamma": 0.9, "lmbda": 0.8, "bootstrap_missing": "mask", "shifted": True}
+    exact = GAE(**options, value_network=Calls().network)(hidden.clone())
+    out = GAE(**options, value_network=Calls().network, shifted_budget=1)(hidden)
+    assert exact["shifted_valid"].tolist() == [i != 2 for i in range(8)]
+    assert out["shifted_valid"].tolist() == [i not in (2, 7) for i in range(8)]
+    torch.testing.assert_close(out["advantage"][:5], exact["advantage"][:5])
+    assert out["value_target"][2] == out["state_value"][2] and not out["value_target"][7].any()
 
 
 def test_hidden_final_observation_mask_of_a_compact_batch_twice(hidden: TensorDict) -> None:
