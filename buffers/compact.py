@@ -65,8 +65,11 @@ def final_columns(final: TensorDictBase, columns: Columns, rows: int) -> tuple[T
     """Row numbers and observations (by root key) of a compact collector's ``final``, checked.
 
     Raises:
+        TypeError: ``final`` is no tensordict.
         ValueError: no ``"row"``, rows out of order or range, or entries that do not fit the batch.
     """
+    if not isinstance(final, TensorDictBase):
+        raise TypeError(f"final must be a tensordict, collector.final, got {type(final).__name__}")
     row = final.get("row", None)
     if row is None or row.dtype is not torch.int64 or row.ndim != 1:
         found = "nothing" if row is None else f"{row.dtype} {tuple(row.shape)}"

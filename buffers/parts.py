@@ -139,6 +139,11 @@ class BufferParts:
 
     def _slots(self, index: Any) -> Tensor:
         """The positions that ``index`` names, in its shape."""
+        if any(isinstance(part, str) for part in (index if isinstance(index, tuple) else [index])):
+            raise TypeError(
+                f"rows are written by position, got {index!r}: buffer[:] = TensorDict({{{index!r}: ...}}, ...) "
+                "writes one entry of all rows"
+            )
         try:
             return grid(self._ring.used, self.storage.lanes)[index]
         except IndexError:

@@ -389,3 +389,26 @@ def test_rows_given_up_by_a_failed_write_are_not_read_by_position(
             buffer[hole]
     buffer.extend(world.to_batch(steps[14:18]))
     assert buffer[:]["step_count"][:, 0].tolist() == [10, 11, 12, 13, 14, 15, 16, 17, 8, 9]
+
+
+def test_entries_are_written_by_position(world: Any) -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(5))
+    buffer.extend(world.to_batch(world.episode(0, 0, 5)))
+    for name in ("reward", ("next", "reward")):
+        with pytest.raises(
+            TypeError, match=r"rows are written by position, got .*reward.*: buffer\[:\] = TensorDict"
+        ):
+            buffer[name] = torch.zeros(5, 1)
+    buffer[:] = TensorDict({"next": {"reward": torch.ones(5, 1)}}, [5])
+    assert buffer["next", "reward"].tolist() == [[1.0]] * 5
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_final_is_a_tensordict(world: Any, compact: bool) -> None:
+    steps = world.episode(0, 0, 5)
+    batch, final = world.compacted(world.to_batch(steps), steps)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(5, compact_obs=compact))
+    with pytest.raises(TypeError, match=r"final must be a tensordict, collector\.final, got dict"):
+        buffer.extend(batch, final=final.to_dict())
+    buffer.extend(batch, final=final)
+    assert len(buffer) == 5
