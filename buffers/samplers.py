@@ -84,7 +84,8 @@ class RandomSampler(Sampler):
     In the sample every row has ``is_init`` True, in mid-episode too, so that two rows of one trajectory side by
     side are never read as a transition (shifted GAE, recurrent modules, `audit`). Only a batch of plain rows,
     without any of ``is_init``, ``done``, ``("collector", "traj_ids")`` and ``"episode"``, is left as it is, and so
-    are rows that are whole trajectories. The stored flags are in ``buffer[info["index"]]`` (``sample(return_info=True)``).
+    are rows that are whole trajectories. The stored flags are in ``buffer[info["index"]]``
+    (``sample(return_info=True)``).
 
     >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
     >>> ReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=4).batch_size
