@@ -68,7 +68,8 @@ def vtrace_advantage_estimate(
     over, stop = series.flags(done, terminated, ends)
     ratio = (series.spread("log_pi", log_pi) - series.spread("log_mu", log_mu)).exp_()
     rho = _clipped("rho_thresh", ratio, rho_thresh)
-    c = rho if c_thresh is rho_thresh else _clipped("c_thresh", ratio, c_thresh)
+    same = not isinstance(c_thresh, Tensor) and not isinstance(rho_thresh, Tensor) and c_thresh == rho_thresh
+    c = rho if same else _clipped("c_thresh", ratio, c_thresh)
     advantage, target = vtrace_scan(
         series.factor("gamma", gamma),
         series.number(rho),

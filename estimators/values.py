@@ -22,8 +22,8 @@ from flatroll.estimators.network import value_of
 from flatroll.estimators.stream import Appended, Columns, Interleaved, Stream, marked
 from flatroll.layout.keys import NestedKey, next_key, require
 
-#: Bytes of observations up to which copying them costs less than calling a network twice.
-_TOGETHER = 1 << 17
+#: Rows and bytes of observations up to which copying them costs less than calling a network twice.
+_FEW_ROWS, _FEW_BYTES = 4096, 1 << 17
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class _Work:
                 key: following.usable(key, column[span], part[key], hidden, over)
                 for key, column in after.items()
             }
-            if together and _bytes(part) <= _TOGETHER:
+            if together and _few(part, over.numel()):
                 both = {key: torch.cat([column, next_part[key]]) for key, column in part.items()}
                 found = self._evaluate(both, torch.Size([2 * over.shape[0], *over.shape[1:]]), now)
                 values.append(found[: over.shape[0]])
@@ -269,8 +269,8 @@ class _Work:
         return value_of(self.network, columns, shape, self.value_key, parameters)
 
 
-def _bytes(columns: Columns) -> int:
-    return sum(column.nbytes for column in columns.values())
+def _few(columns: Columns, rows: int) -> bool:
+    return rows <= _FEW_ROWS and sum(column.nbytes for column in columns.values()) <= _FEW_BYTES
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
