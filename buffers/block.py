@@ -28,6 +28,7 @@ class PlainColumns:
     """
 
     def __init__(self, columns: Mapping[NestedKey, Column]) -> None:
+        self.columns = columns
         self._data = {
             key: column.data
             for key, column in columns.items()

@@ -4,11 +4,11 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from flatroll.buffers.block import PlainColumns
 from flatroll.buffers.columns import After, Column, Columns, TensorColumn
 from flatroll.buffers.compact import (
     NextPool,
@@ -19,14 +19,12 @@ from flatroll.buffers.compact import (
     next_columns,
     state_pairs,
 )
-from flatroll.buffers.ring import Array, Draw, Follow
+from flatroll.buffers.ring import Draw, Follow
 from flatroll.buffers.runs import BoundaryKeys, Runs
 from flatroll.buffers.storage import Rows, Storage
 from flatroll.buffers.structure import Structure, like, shown
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.keys import NestedKey, next_key
-
-_CACHE, _SAMPLE = 2**26, 2**20  # bytes: a storage larger than the one, a sample smaller than the other
 
 
 class ColumnStorage(Storage):
@@ -50,7 +48,8 @@ class ColumnStorage(Storage):
         self.ndim = ndim
         self.compact_obs = compact_obs
         self.columns: dict[NestedKey, Column] = {}
-        self._bytes: tuple[tuple[Array, ...], Array] | None = None
+        self._plain: PlainColumns | None = None
+        self._indexed = False
 
     @abstractmethod
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
@@ -111,6 +110,7 @@ class ColumnStorage(Storage):
             columns = {key: c[skip:] for key, c in columns.items()}
             self._check(columns, structure)
             return Rows(count - skip, columns)
+        self._indexed = keys is not None or self.compact_obs
         row, kept = (None, {}) if final is None else final_columns(final, columns, count)
         skip = 0 if whole else max(0, count - self.capacity)
         if skip:
@@ -128,18 +128,16 @@ class ColumnStorage(Storage):
             )
         if row is not None:
             columns |= {next_key(k): v for k, v in next_columns(columns, row, kept).items()}
-        runs = None if keys is None else Runs.of(self._in_lanes(batch, keys), keys)
+        runs = None if keys is None else Runs.of(self._in_lanes(columns, keys, count), keys)
         self._check(columns, structure)
         return Rows(count, columns, runs)
 
-    def _in_lanes(self, batch: TensorDictBase, keys: BoundaryKeys) -> TensorDictBase:
-        """``batch`` with lanes for trajectory ids, if it is of several lanes and has none."""
+    def _in_lanes(self, columns: Columns, keys: BoundaryKeys, rows: int) -> Columns:
+        """``columns`` with lanes for trajectory ids, if they are of several lanes and have none."""
+        if not self.lanes or keys.traj in columns:
+            return columns
         lanes = self.lanes.numel()
-        if not self.lanes or batch.get(keys.traj, None) is not None:
-            return batch
-        told_apart = batch.clone(recurse=False)
-        told_apart.set(keys.traj, torch.arange(lanes).repeat(len(batch) // lanes))
-        return told_apart
+        return columns | {keys.traj: torch.arange(lanes).repeat(rows // lanes)}
 
     def _prepare_compact(
         self,
@@ -164,9 +162,11 @@ class ColumnStorage(Storage):
                 "came with it: extend(batch, final=collector.final), or use a storage without compact_obs and "
                 "NextStateReconstructor"
             )
-        marked = self._in_lanes(batch, keys)
+        marked = self._in_lanes(columns, keys, len(batch))
         if self.pool is None and len(pairs) > len(kept):
-            ends = run_ends(marked, is_init_key=keys.is_init, done_key=keys.done, traj_key=keys.traj)
+            ends = torch.zeros(len(batch), dtype=torch.bool)
+            ends[torch.from_numpy(Runs.of(marked, keys).lasts)] = True
+            ends = ends.to(columns[pairs[0]].device)
             pairs = [key for key in pairs if key in kept or mostly_shared(columns, key, ends)] or pairs
         pool = self.pool or NextPool(pairs)
         if missing := [key for key in pool.pairs if key not in pairs]:
@@ -211,8 +211,14 @@ class ColumnStorage(Storage):
 
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
         """See `Storage`."""
+        plain = self._together()
+        written = () if plain is None else plain.write(slot, rows.columns, rows.count, self.capacity)
+        if len(written) == len(rows.columns):
+            return
         fit = min(rows.count, self.capacity - slot)
         for key, values in rows.columns.items():
+            if key in written:
+                continue
             column = self.columns[key]
             if fit == rows.count:
                 column.write(slot, values, after)
@@ -264,16 +270,21 @@ class ColumnStorage(Storage):
         keys: frozenset[NestedKey] | None = None,
     ) -> Columns:
         """See `Storage`."""
-        if slices and self._worth_touching(len(slots)):
-            self._touch(slots)
-        slots = slots.to(self.device)
-        pairs = () if self.pool is None or follow is None else self.pool.pairs
-        columns: Columns = {}
+        plain = self._together()
+        taken = {} if plain is None else plain.take(slots, keys)
         later: Columns = {}
+        pairs = () if self.pool is None or follow is None else self.pool.pairs
+        if plain is not None and follow is not None and pairs:
+            asked = pairs if keys is None else [key for key in pairs if next_key(key) in keys]
+            later = plain.take_next(slots, follow.slots, taken, asked)
+        slots = slots.to(self.device)
+        columns: Columns = {}
         for key, column in self.columns.items():
             if keys is not None and key not in keys:
                 continue
-            if column.decodes and follow is not None and key in pairs:
+            if key in taken:
+                columns[key] = taken[key]
+            elif column.decodes and follow is not None and key in pairs:
                 both = column.take(torch.cat([slots, follow.slots.clamp(min=0).to(slots.device)]))
                 columns[key], later[key] = both[: len(slots)], both[len(slots) :]
             else:
@@ -283,24 +294,19 @@ class ColumnStorage(Storage):
                 columns[next_key(key)] = self.pool.read(key, self.columns[key], follow, later.get(key))
         return columns
 
+    def _together(self) -> PlainColumns | None:
+        """The columns that are copied by one call; None if the storage is not on the host, or where there is no
+        trajectory index, so that random sampling does without numba."""
+        if not self._indexed or self.device.type != "cpu":
+            return None
+        if self._plain is None or self._plain.columns is not self.columns:
+            self._plain = PlainColumns(self.columns)
+        return self._plain
+
     def build(self, values: Any, shape: torch.Size) -> Any:
         """See `Storage`."""
         assert self.structure is not None
         return self.structure.build(values, shape)
-
-    def _worth_touching(self, rows: int) -> bool:
-        """Whether the columns are too large for the caches and the sample is not."""
-        size = self.bytes_per_row
-        return self.device.type == "cpu" and size * self.capacity > _CACHE and size * rows < _SAMPLE
-
-    def _touch(self, slots: Tensor) -> None:
-        from flatroll.kernels.slices import touch
-
-        if self._bytes is None:
-            flat = tuple(f for f in (c.flat for c in self.columns.values()) if f is not None)
-            self._bytes = flat, np.array([len(f) // self.capacity for f in flat], np.int64)
-        if self._bytes[0]:
-            touch(*self._bytes, slots.numpy())
 
     def state_dict(self, rows: int, pool_rows: int = 0) -> dict[str, Any]:
         """See `Storage`."""
@@ -387,7 +393,7 @@ class ColumnStorage(Storage):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_bytes": None}  # views, which a copy would not share with its columns
+        return self.__dict__ | {"_plain": None}  # of memory that a copy would not share
 
 
 def _kinds(

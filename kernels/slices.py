@@ -786,28 +786,3 @@ def ahead_rows(state: Records, capacity: Int, fragments: Records, slots: Array, 
                 stop = _stop(state, fragments, number)
             ahead[i, j] = _slot(row, base, capacity)
             row += 1
-
-
-@compiled()
-def touch(columns: tuple[Array, ...], row_bytes: Array, slots: Array) -> Int:
-    """Read one byte of each cache line of the rows ``slots`` (uint8 views of the columns); their sum.
-
-    Copying slice after slice waits for memory at the start of each; these reads wait together. The sum keeps the
-    compiler from leaving them out.
-    """
-    count = 0
-    bounds = np.empty((2, len(slots)), np.int64)  # stretches of neighbouring slots
-    for i in range(len(slots)):
-        if i == 0 or slots[i] != slots[i - 1] + 1:
-            bounds[0, count] = slots[i]
-            count += 1
-        bounds[1, count - 1] = slots[i] + 1
-    if 8 * count > len(slots):  # scattered rows are copied as fast as they are touched
-        return 0
-    total = 0
-    for k in range(len(columns)):
-        column, size = columns[k], row_bytes[k]
-        for i in range(count):
-            for at in range(bounds[0, i] * size, bounds[1, i] * size, 64):
-                total += column[at]
-    return total

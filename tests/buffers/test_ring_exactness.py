@@ -41,7 +41,9 @@ def rows_of(buffer: ReplayBuffer, draws: int) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("envs", [1, 5])
 @pytest.mark.parametrize("sampler", [None, SliceSampler(slice_len=1), SliceSampler(slice_len=4)])
-def test_all_rows_are_reachable_and_no_next_observation_is_wrong(compact: bool, envs: int, sampler: Any) -> None:
+def test_all_rows_are_reachable_and_no_next_observation_is_wrong(
+    compact: bool, envs: int, sampler: Any
+) -> None:
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(CAPACITY, compact_obs=compact),
         sampler=sampler,
@@ -64,7 +66,9 @@ def test_the_same_in_memory_of_the_caller(compact: bool) -> None:
     buffer = ReplayBuffer(
         storage=TensorStorage(first, compact_obs=compact), sampler=SliceSampler(slice_len=3), batch_size=60
     )
-    assert len(buffer) == CAPACITY and rows_of(buffer, 20) == {(0, c // EVERY, c % EVERY) for c in range(CAPACITY)}
+    assert len(buffer) == CAPACITY and rows_of(buffer, 20) == {
+        (0, c // EVERY, c % EVERY) for c in range(CAPACITY)
+    }
     for count in range(CAPACITY, ADDS):
         buffer.extend(row(0, count))
     assert rows_of(buffer, 40) == {(0, c // EVERY, c % EVERY) for c in range(ADDS - CAPACITY, ADDS)}
