@@ -77,11 +77,11 @@ def measure(kind: str, options: dict[str, Any]) -> tuple[float, float]:
     return buffer.stats()["bytes"] / rows, taken / rows
 
 
-CASES: list[tuple[str, str, dict[str, Any], float]] = [
-    ("17 + 6 floats", "states", {}, 2 * 68 + 24),
+CASES: list[tuple[str, str, dict[str, Any], float | None]] = [
+    ("17 + 6 floats", "states", {}, None),
     ("17 + 6 floats, compact", "states", {"compact_obs": True}, 68 + 24 + 40),
-    ("4 x 84 x 84", "images", {}, 8 * 7056.0),
-    ("4 x 84 x 84, compact", "images", {"compact_obs": True}, 4 * 7056.0),
+    ("4 x 84 x 84", "images", {}, None),
+    ("4 x 84 x 84, compact", "images", {"compact_obs": True}, None),
     (
         "4 x 84 x 84, compact, frame_stack",
         "images",
@@ -97,7 +97,7 @@ def main() -> None:
     for name, kind, options, budget in CASES:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             stated, taken = pool.apply(measure, (kind, options))
-        rows.append([name, f"{stated:,.1f}", f"{taken:,.1f}", f"{budget:,.1f}"])
+        rows.append([name, f"{stated:,.1f}", f"{taken:,.1f}", "" if budget is None else f"{budget:,.1f}"])
     print(table(["rows", "bytes per row, stated", "of the process", "budget"], rows))
 
 

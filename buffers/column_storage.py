@@ -180,7 +180,8 @@ class ColumnStorage(Storage):
                 raise ValueError(f"the batch has {next_key(late[0])!r}, which the first extend did not have")
         runs = Runs.of(marked, keys, pool.cuts(columns, row))
         tails = pool.tails(columns, row, kept, runs.lasts)
-        stored = {key: c for key, c in columns.items() if key not in {next_key(k) for k in pool.pairs}}
+        twice = {next_key(key) for key in pool.pairs}
+        stored = {key: c for key, c in columns.items() if key not in twice}
         self._check(stored, structure)
         if self.pool is None:
             pool.allocate(self.columns)
