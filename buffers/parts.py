@@ -144,9 +144,14 @@ class BufferParts:
                 f"rows are written by position, got {index!r}: buffer[:] = TensorDict({{{index!r}: ...}}, ...) "
                 "writes one entry of all rows"
             )
+        slots = grid(self._ring.used, self.storage.lanes)
+        if isinstance(index, slice) and index.step is not None and index.step < 0:
+            return slots[list(range(len(slots))[index])]  # torch has no steps back
         try:
-            return grid(self._ring.used, self.storage.lanes)[index]
+            return slots[index]
         except IndexError:
+            if isinstance(index, float):
+                raise TypeError(f"rows are indexed by integers, slices and masks, got {index!r}") from None
             raise IndexError(f"index {index!r} is out of range: {len(self)} rows are stored") from None
 
     @abstractmethod

@@ -102,6 +102,10 @@ class ReplayBuffer(BufferReading, BufferWriting):
             MemoryError, OSError: the storage had no rows yet, and they do not fit in memory or on the disk.
         """
         self._enter()
+        if missing := {"storage", "ring", "keys", "sampler", "writer", "generator"} - set(state):
+            raise ValueError(
+                f"state is none of a ReplayBuffer: it lacks {sorted(missing)}, and has {sorted(state)}"
+            )
         if (state["generator"] is None) != (self.generator is None):
             raise ValueError(
                 "the state was saved with a generator and this buffer has none, or the other way round: give "

@@ -417,3 +417,15 @@ def test_final_is_a_tensordict(world: Any, compact: bool) -> None:
         buffer.extend(batch, final=final.to_dict())
     buffer.extend(batch, final=final)
     assert len(buffer) == 5
+
+
+def test_indices_and_states_that_are_none_are_told_so() -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4))
+    buffer.extend(torch.arange(4.0))
+    assert buffer[::-1].tolist() == [3, 2, 1, 0] and buffer[3:0:-2].tolist() == [3, 1]
+    with pytest.raises(IndexError, match="index 7 is out of range: 4 rows are stored"):
+        buffer[7]
+    with pytest.raises(TypeError, match=r"rows are indexed by integers, slices and masks, got 1\.5"):
+        buffer[1.5]
+    with pytest.raises(ValueError, match=r"state is none of a ReplayBuffer: it lacks \['generator'"):
+        buffer.load_state_dict({"a": 1})
