@@ -162,7 +162,7 @@ class ModulePolicy:
         written = {
             key: out[key].to(self._env_device, non_blocking=not self._blocking) for key in self._written
         }
-        for key in self.defaults:  # what the step started from: the policy may have begun otherwise in first rows
+        for key in self.defaults:  # what the step started from, in first rows too
             used = data.get(key) if (own := out.get(key, None)) is None else own
             written[key] = used.to(self._env_device, non_blocking=not self._blocking)
         if isinstance(action, TensorDictBase):
