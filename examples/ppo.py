@@ -21,7 +21,7 @@ from flatroll.estimators import GAE, ClipPPOLoss
 from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum, as_vector_env
 
-NUM_ENVS = 16
+NUM_ENVS = 32
 SETTINGS = {  # for discrete actions, and for continuous ones
     True: {"rows": 512, "minibatches": 4, "epochs": 4, "lr": 2.5e-4, "entropy": 0.01},
     False: {"rows": 2048, "minibatches": 32, "epochs": 10, "lr": 3e-4, "entropy": 0.0},
@@ -61,8 +61,8 @@ def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
 class Gaussian(Independent):  # type: ignore[type-arg]  # at run time it takes none
     """Independent normal actions: one log-probability for all dims."""
 
-    def __init__(self, loc: Tensor, scale: Tensor) -> None:
-        super().__init__(Normal(loc, scale, validate_args=False), 1, validate_args=False)
+    def __init__(self, loc: Tensor, scale: Tensor, validate_args: bool) -> None:
+        super().__init__(Normal(loc, scale, validate_args), 1, validate_args)
 
 
 class LocScale(nn.Module):
@@ -84,10 +84,11 @@ def make_agent(env: Any) -> tuple[ProbabilisticTensorDictSequential, TensorDictM
     size = int(space.n) if discrete else space.shape[0]
     read: Any = ["logits"] if discrete else ["loc", "scale"]
     net: nn.Module = mlp(inputs, size, 0.01) if discrete else LocScale(mlp(inputs, size, 0.01), size)
-    kind = Categorical if discrete else Gaussian
+    kind: Any = {"distribution_class": Categorical if discrete else Gaussian}
+    kind["distribution_kwargs"] = {"validate_args": False}  # a check costs as much as a small network
     parts: list[Any] = [
         TensorDictModule(net, ["observation"], read),
-        Sampler(read, ["action"], distribution_class=kind, return_log_prob=True),
+        Sampler(read, ["action"], return_log_prob=True, **kind),
     ]
     critic = TensorDictModule(mlp(inputs, 1, 1.0), ["observation"], ["state_value"])
     return ProbabilisticTensorDictSequential(*parts), critic
@@ -99,10 +100,9 @@ def train(name: str, frames: int, seed: int) -> dict[str, float]:
     env = make_env(name, NUM_ENVS, seed)
     args = argparse.Namespace(**SETTINGS[isinstance(env.single_action_space, gym.spaces.Discrete)])
     actor, critic = make_agent(env)
-    acting = actor.select_out_keys("action", "action_log_prob")  # what is worth a column
     total = -(-frames // args.rows) * args.rows
     own_seed = None if name.startswith("envpool:") else seed  # envpool has its seed already
-    collector = Collector(env, acting, frames_per_batch=args.rows, total_frames=total, seed=own_seed)
+    collector = Collector(env, actor, frames_per_batch=args.rows, total_frames=total, seed=own_seed)
     gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
     critic_options: Any = {"critic_coeff": 0.25, "loss_critic_type": "l2", "clip_value": 0.2}
     loss = ClipPPOLoss(actor, critic, entropy_coeff=args.entropy, normalize_advantage=True, **critic_options)
