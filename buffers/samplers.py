@@ -102,7 +102,26 @@ class RandomSampler(Sampler):
         _set_apart(columns, draw)
 
 
-class SamplerWithoutReplacement(Sampler):
+class PassSampler(Sampler):
+    """A sampler that goes over what is stored in passes, and keeps the pass in its state."""
+
+    _pass: "Pass"
+
+    def emptied(self) -> None:
+        """See `Sampler`."""
+        self._pass.drop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is left of the pass."""
+        return {"pass": self._pass.state_dict(), "ran_out": self.ran_out}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the pass of the sampler that gave ``state``."""
+        self._pass.load_state_dict(state["pass"])
+        self.ran_out = state["ran_out"]
+
+
+class SamplerWithoutReplacement(PassSampler):
     """Every stored row once per pass over the buffer.
 
     A pass goes over the rows that are stored when it begins. The sample that ends it sets ``ran_out``, which ends
@@ -157,19 +176,6 @@ class SamplerWithoutReplacement(Sampler):
         """See the class."""
         if self.shuffle:
             _set_apart(columns, draw)
-
-    def emptied(self) -> None:
-        """See `Sampler`."""
-        self._pass.drop()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is left of the pass."""
-        return {"pass": self._pass.state_dict(), "ran_out": self.ran_out}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the pass of the sampler that gave ``state``."""
-        self._pass.load_state_dict(state["pass"])
-        self.ran_out = state["ran_out"]
 
 
 class Pass:

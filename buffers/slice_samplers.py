@@ -1,6 +1,6 @@
 """Samplers of slices: consecutive rows of one trajectory each."""
 
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from tensordict import TensorDictBase
@@ -11,7 +11,7 @@ from flatroll.buffers.index import By, TrajectoryIndex
 from flatroll.buffers.marks import mark_slices
 from flatroll.buffers.ring import Draw, Ring
 from flatroll.buffers.runs import BoundaryKeys
-from flatroll.buffers.samplers import Pass, Sampler
+from flatroll.buffers.samplers import Pass, PassSampler, Sampler
 from flatroll.buffers.start_rows import HAS_STATE, StartRows
 from flatroll.buffers.storage import Storage
 from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey, as_tuple, marker, require
@@ -198,7 +198,7 @@ class SliceSampler(Sampler):
         mark_slices(columns, draw, self.init_key, self._flags)
 
 
-class SliceSamplerWithoutReplacement(SliceSampler):
+class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
     """Slices as those of `SliceSampler`, none of them twice per pass over the buffer.
 
     With ``by="trajectory"`` a pass takes one slice of each trajectory, its start drawn uniformly. With
@@ -299,19 +299,6 @@ class SliceSamplerWithoutReplacement(SliceSampler):
         self.ran_out = self._pass.ended
         draw = index.slices_from(starts, lengths, follow=follow)
         return _pad(draw, length, ring) if self.pad_output else draw
-
-    def emptied(self) -> None:
-        """See `Sampler`."""
-        self._pass.drop()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is left of the pass."""
-        return {"pass": self._pass.state_dict(), "ran_out": self.ran_out}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the pass of the sampler that gave ``state``."""
-        self._pass.load_state_dict(state["pass"])
-        self.ran_out = state["ran_out"]
 
 
 def indexed(ring: Ring, sampler: Sampler) -> TrajectoryIndex:
