@@ -71,7 +71,7 @@ def train(frames: int, seed: int, name: str = "CartPole-v1", hidden: int = 64) -
     )
     loss = DQNLoss(network, double_dqn=True, loss_function="smooth_l1", burn_in=BURN_IN)
     loss.make_value_estimator(gamma=0.99)
-    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
     updater = SoftUpdate(loss, tau=0.01)
     returns: list[float] = []
     start = time.perf_counter()

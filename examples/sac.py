@@ -22,6 +22,7 @@ from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum, as_vector_env
 
 NUM_ENVS, START, ROWS = 4, 1000, 256
+UPDATES = 2  # after each step of all envs
 
 
 class Squashed(TransformedDistribution):
@@ -29,7 +30,7 @@ class Squashed(TransformedDistribution):
 
     def __init__(self, loc: Tensor, scale: Tensor, limit: float = 2.0) -> None:
         into = [TanhTransform(cache_size=1), AffineTransform(0.0, limit, cache_size=1)]
-        super().__init__(Independent(Normal(loc, scale), 1), into)
+        super().__init__(Independent(Normal(loc, scale, False), 1, False), into, validate_args=False)
 
 
 class LocScale(nn.Module):
@@ -68,7 +69,7 @@ def make_agent(seen: int, acts: int) -> tuple[ProbabilisticTensorDictSequential,
 
 
 def train(frames: int, seed: int, name: str = "Pendulum-v1") -> dict[str, float]:
-    """Learn for so many frames, one update for each; the mean return of the last 20 episodes, and the seconds."""
+    """Learn for so many frames; the mean return of the last 20 episodes, and the seconds."""
     torch.manual_seed(seed)
     env: Any = RewardSum(as_vector_env(gym.make_vec(name, num_envs=NUM_ENVS)))
     actor, critic = make_agent(env.single_observation_space.shape[0], env.single_action_space.shape[0])
@@ -82,7 +83,7 @@ def train(frames: int, seed: int, name: str = "Pendulum-v1") -> dict[str, float]
     )
     buffer = ReplayBuffer(storage=LazyTensorStorage(frames), batch_size=ROWS)
     loss = SACLoss(actor, critic, loss_function="l2").make_value_estimator(gamma=0.99)
-    optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3, fused=True)
     updater = SoftUpdate(loss, tau=0.005)
     returns: list[float] = []
     start = time.perf_counter()
@@ -91,7 +92,7 @@ def train(frames: int, seed: int, name: str = "Pendulum-v1") -> dict[str, float]
         buffer.extend(batch)
         if collector.frames < START:
             continue
-        for _ in range(NUM_ENVS):
+        for _ in range(UPDATES):
             losses = loss(buffer.sample())
             optimizer.zero_grad()
             (losses["loss_actor"] + losses["loss_qvalue"] + losses["loss_alpha"]).backward()
