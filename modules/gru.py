@@ -47,7 +47,8 @@ class GRUModule(RecurrentModule):
         recurrent_backend: how runs are computed, all with one result: ``"packed"`` (the stock network on a packed
             sequence), ``"scan"`` (flatroll's operators on the same order, one direction, differentiable once),
             ``"pad"`` (the classical form, a baseline), ``"auto"`` (the fastest measured); default ``"auto"``. Runs of
-            one length go to the stock network as ``[runs, length]``, bit for bit.
+            one length go to the stock network as ``[runs, length]``, bit for bit; few of them have their gradient
+            written out under ``"auto"`` and ``"scan"``.
         default_recurrent_mode: the mode where none is set; default False.
         python_based: build ``.gru`` as :class:`flatroll.modules.GRU`, which ``torch.compile`` takes into one graph;
             default False, the stock network. :meth:`make_python_based` changes it later.

@@ -6,10 +6,10 @@ from typing import NamedTuple, Self, cast
 import torch
 from torch import Tensor, nn
 
-from flatroll.modules.backends import BACKENDS, check_backend
+from flatroll.modules.backends import BACKENDS, by_row, check_backend
+from flatroll.modules.dense import dense_gru, few_long_runs
 from flatroll.modules.networks import NETWORKS, with_weights_of
 from flatroll.modules.packing import States, run_index
-from flatroll.modules.scan import whole
 from flatroll.modules.stateful import Keys, StatefulModule
 
 
@@ -139,15 +139,18 @@ class RecurrentModule(StatefulModule):
         return rows, (stacked, *(x[0].unsqueeze(1) if len(x) == 1 else torch.stack(x, 1) for x in cells))
 
     def over_runs(self, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
-        if torch.compiler.is_compiling() and self._scans:
-            out, after = whole(self.net, rows, stored, starts)
+        run_rows = by_row(self.recurrent_backend, self.net)
+        if run_rows is not None:
+            out, after = run_rows(self.net, rows, stored, starts)
             if self.output_is_state:
                 return out, (out.clone(),)
             last = torch.cat([starts[1:], torch.ones_like(starts[:1])])[:, None, None]
             return out, tuple(torch.where(last, state, 0) for state in after)
         index = run_index(starts)
         first = tuple(state.index_select(0, index.first).transpose(0, 1) for state in stored)
-        out, finals = BACKENDS[self.recurrent_backend](self.net, rows, first, index)
+        by_hand = self._scans and few_long_runs(self.net, rows, first, index)
+        run = dense_gru if by_hand else BACKENDS[self.recurrent_backend]
+        out, finals = run(self.net, rows, first, index)
         if self.output_is_state:
             # copied, so that an in-place activation on the output leaves the state alone
             return out, (out.clone(),)

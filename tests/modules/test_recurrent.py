@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatroll.layout import run_starts
-from flatroll.modules import GRUModule, LSTMModule, packing, set_recurrent_mode
+from flatroll.modules import GRUModule, LSTMModule, dense, packing, set_recurrent_mode
 
 IN, HIDDEN = 3, 5
 KINDS = [GRUModule, LSTMModule]
@@ -173,6 +173,47 @@ def test_flat_equals_reshaped_bit_for_bit(kind, dtype, shape):
     assert square["features"].equal(manual)
     for key in state_keys(module):
         assert flat["next", key].view_as(square["next", key]).equal(square["next", key])
+
+
+@pytest.mark.parametrize("options", [{}, {"num_layers": 3}, {"bias": False}], ids=str)
+@pytest.mark.parametrize("shape", [(1, 40), (3, 9), (15, 2), (2, 1)])
+def test_few_long_runs_of_a_gru_are_the_stock_call_with_its_gradients(shape, options):
+    """Their gradient is written out: bits of the outputs as of the stock call, gradients but for rounding."""
+    module = module_of(GRUModule, **options)
+    batch = batch_of(module, ([1] + [0] * (shape[1] - 1)) * shape[0])
+    wanted = leaves(module, batch)
+    index = packing.run_index(batch["is_init"].flatten())
+    results = []
+    for run in (dense.dense_gru, packing.dense):
+        first = (batch["recurrent_state"].index_select(0, index.first).transpose(0, 1),)
+        assert dense.few_long_runs(module.net, batch["observation"], first, index)
+        results.append(run(module.net, batch["observation"], first, index))
+    grads = [torch.autograd.grad(weighted_sum(out, *finals), wanted) for out, finals in results]
+    assert results[0][0].equal(results[1][0]) and results[0][1][0].equal(results[1][1][0])
+    torch.testing.assert_close(*grads, atol=1e-11, rtol=1e-11)
+    with set_recurrent_mode(True):
+        features = module(batch)["features"]
+    assert features.equal(results[1][0])
+    torch.autograd.grad(features.relu_().sum(), wanted, allow_unused=True)  # what it needs is its own
+
+
+def test_more_runs_or_no_gradients_are_the_stock_call_itself():
+    module = module_of(GRUModule)
+    batch = batch_of(module, [1, 0] * dense.RUNS)
+    index = packing.run_index(batch["is_init"].flatten())
+    assert not dense.few_long_runs(module.net, batch["observation"], (), index)
+    index = packing.run_index(batch["is_init"].flatten()[:10])
+    assert dense.few_long_runs(module.net, batch["observation"][:10], (), index)
+    with torch.no_grad():
+        assert not dense.few_long_runs(module.net, batch["observation"][:10], (), index)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not dense.few_long_runs(module.net, batch["observation"][:10], (), index)
+    with set_recurrent_mode(True):
+        (grad,) = torch.autograd.grad(
+            module(batch[:1])["features"].sum(), module.gru.weight_hh_l0, create_graph=True
+        )
+        with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+            torch.autograd.grad(grad.sum(), module.gru.weight_hh_l0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
