@@ -18,6 +18,7 @@ from torch.distributions import Categorical
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.estimators import GAE, ClipPPOLoss
+from flatroll.layout import run_ends
 from flatroll.modules import BurnIn, GRUModule, LSTMModule, set_recurrent_mode
 from flatroll.rollouts import Collector
 from flatroll.wrappers.testing import Script, ScriptedTorchEnv, ScriptedVectorEnv
@@ -70,6 +71,7 @@ def check_recomputed(policy: Any, sample: TensorDict) -> None:
     kind=st.sampled_from(KINDS),
     layers=st.sampled_from([1, 2]),
     compact=st.booleans(),
+    burn_in=st.sampled_from([0, 0, 3]),
 )
 def test_random_slices_of_a_ring_that_wraps(
     lengths: Any,
@@ -81,8 +83,12 @@ def test_random_slices_of_a_ring_that_wraps(
     kind: Any,
     layers: int,
     compact: bool,
+    burn_in: int,
 ) -> None:
-    """Windows cut trajectories, the ring drops their heads, slices begin and end anywhere that has a state."""
+    """Windows cut trajectories, the ring drops their heads, slices begin and end anywhere that has a state.
+
+    With frozen weights burnt in states are those that the rollout had there.
+    """
     policy = actor(kind, layers)
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(
@@ -102,7 +108,8 @@ def test_random_slices_of_a_ring_that_wraps(
     )
     for number, _ in enumerate(collector):
         if number % 4 == 3 or collector.frames > 2 * capacity:
-            check_recomputed(policy, buffer.sample(6 * length))
+            sample = BurnIn([policy[0], policy[1]], burn_in)(buffer.sample(6 * length))
+            check_recomputed(policy, sample)
 
 
 @pytest.mark.parametrize("stride", [1, 4])
@@ -200,6 +207,38 @@ def test_padded_slices_begin_where_the_state_is() -> None:
         again = policy(sample.clone())
     real = sample["collector", "mask"]
     torch.testing.assert_close(again["features"][real], sample["features"][real], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_value_of_a_cut_is_the_value_that_the_next_window_begins_with(
+    kind: Any, stride: int, compact: bool
+) -> None:
+    """A batch need not hold the states after its cuts: the estimator's one pass goes on to the next observation."""
+    policy = actor(kind, 2)
+    head = TensorDictModule(nn.Linear(6, 1), ["features"], ["state_value"])
+    critic = TensorDictSequential(policy[0], policy[1], head)
+    gae = GAE(gamma=0.9, lmbda=0.8, value_network=critic)
+    options: Any = {"frames_per_batch": 21, "compact_obs": compact, "state_stride": stride}
+    collector = Collector(make("SameStep", LENGTHS), policy, total_frames=210, **options)
+    cuts: dict[int, torch.Tensor] = {}
+    met = 0
+    for batch in collector:
+        gae(batch, final=collector.final)
+        again = batch.clone()
+        with torch.no_grad(), set_recurrent_mode("recurrent"):
+            value = critic(again)["state_value"]
+        torch.testing.assert_close(batch["state_value"], value, atol=1e-5, rtol=0)
+        for row in range(len(batch)):
+            number = int(batch["collector", "traj_ids"][row])
+            if number in cuts:
+                torch.testing.assert_close(cuts.pop(number), value[row], atol=1e-5, rtol=0)
+                met += 1
+        for row in run_ends(batch).nonzero().flatten().tolist():
+            if not batch["next", "done"][row]:
+                cuts[int(batch["collector", "traj_ids"][row])] = batch["next", "state_value"][row]
+    assert met > 15
 
 
 @pytest.mark.parametrize("compact", [False, True])
