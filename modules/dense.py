@@ -2,7 +2,7 @@
 
 The stock call is fast forward; its backward pass goes over a graph of some fifteen nodes a step. But once the state
 after each row is known, no gate waits for the step before: all are made again by two matrix products, and
-:func:`flatroll.modules.scan.gru_scan_backward` does the rest. Nothing but the outputs is kept for it.
+:func:`flatroll.modules.gru_scan.gru_scan_backward` does the rest. Nothing but the outputs is kept for it.
 """
 
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatroll.modules.gru_scan import gru_scan_backward
 from flatroll.modules.packing import RunIndex, States
-from flatroll.modules.scan import gru_scan_backward
 
 #: From so many runs on, the stock network's own backward pass is as fast.
 RUNS = 16

@@ -24,7 +24,7 @@ BUILDS = {
     "unknown backend": (
         {**KEYS, "recurrent_backend": "cudnn"},
         ValueError,
-        r"recurrent_backend must be one of 'auto', 'packed', 'scan', 'pad', got 'cudnn'",
+        r"recurrent_backend must be one of 'auto', 'packed', 'scan', 'pad', 'triton', got 'cudnn'",
     ),
     "unknown state": (
         {**KEYS, "state": "zeros"},
