@@ -133,11 +133,11 @@ def gru_backward(
         first = tl.load(firsts + run, mask=run < runs, other=0)
         length = tl.load(lengths + run, mask=run < runs, other=0)
         steps = tl.max(length, 0)
-        for back in range(steps):  # pyright: ignore[reportArgumentType]  # an int when compiled
+        for back in range(steps):
             step = steps - 1 - back
             row = first + step
             alive = (length > step)[:, None]
-            for start in range(0, hidden, UNITS):
+            for start in range(0, hidden, UNITS):  # pyright: ignore[reportArgumentType]  # compiled, an int
                 unit = start + tl.arange(0, UNITS)
                 here = alive & (unit < hidden)[None, :]
                 at = gates + (row * 4 * hidden)[:, None] + unit[None, :]
@@ -281,7 +281,7 @@ def lstm_backward(
         first = tl.load(firsts + run, mask=run < runs, other=0)
         length = tl.load(lengths + run, mask=run < runs, other=0)
         steps = tl.max(length, 0)
-        for back in range(steps):  # pyright: ignore[reportArgumentType]  # an int when compiled
+        for back in range(steps):
             step = steps - 1 - back
             row = first + step
             alive = (length > step)[:, None]
