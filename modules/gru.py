@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flatroll.layout.keys import DONE, TRAJ_IDS, NestedKey
+from flatroll.modules.mode import Mode
 from flatroll.modules.networks import GRU
 from flatroll.modules.packing import States
 from flatroll.modules.recurrent import How, RecurrentModule, Sizes
@@ -49,7 +50,7 @@ class GRUModule(RecurrentModule):
             ``"pad"`` (the classical form, a baseline), ``"auto"`` (the fastest measured); default ``"auto"``. Runs of
             one length go to the stock network as ``[runs, length]``, bit for bit; few of them have their gradient
             written out under ``"auto"`` and ``"scan"``.
-        default_recurrent_mode: the mode where none is set; default False.
+        default_recurrent_mode: the mode where none is set, as :class:`set_recurrent_mode` takes it; default sequential.
         python_based: build ``.gru`` as :class:`flatroll.modules.GRU`, which ``torch.compile`` takes into one graph;
             default False, the stock network. :meth:`make_python_based` changes it later.
         state: what runs start from in recurrent mode: ``"stored"``, the state at their first row, or ``"zero"``, zeros,
@@ -101,7 +102,7 @@ class GRUModule(RecurrentModule):
         device: torch.device | str | None = None,
         gru: nn.GRU | GRU | None = None,
         recurrent_backend: str = "auto",
-        default_recurrent_mode: bool | None = None,
+        default_recurrent_mode: Mode = None,
         python_based: bool = False,
         state: str = "stored",
         done_key: NestedKey = DONE,

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from flatroll.kernels import segmented_scan
 from flatroll.layout.keys import DONE, TRAJ_IDS, NestedKey
+from flatroll.modules.mode import Mode
 from flatroll.modules.packing import States
 from flatroll.modules.stateful import Keys, StatefulModule
 
@@ -23,7 +24,7 @@ class LinearRecurrence(StatefulModule):
         dropout: float,
         keys: Keys,
         state: str,
-        recurrent: bool,
+        recurrent: Mode,
     ) -> None:
         for name, size in (
             ("input_size", input_size),
@@ -125,7 +126,7 @@ class MinGRUModule(LinearRecurrence):
         out_keys: Sequence[NestedKey] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        default_recurrent_mode: bool = False,
+        default_recurrent_mode: Mode = None,
         state: str = "stored",
         done_key: NestedKey = DONE,
         traj_key: NestedKey = TRAJ_IDS,
@@ -193,7 +194,7 @@ class LinearRecurrentModule(LinearRecurrence):
         out_keys: Sequence[NestedKey] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        default_recurrent_mode: bool = False,
+        default_recurrent_mode: Mode = None,
         state: str = "stored",
         done_key: NestedKey = DONE,
         traj_key: NestedKey = TRAJ_IDS,

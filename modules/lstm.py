@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flatroll.layout.keys import DONE, TRAJ_IDS, NestedKey
+from flatroll.modules.mode import Mode
 from flatroll.modules.networks import LSTM
 from flatroll.modules.packing import States, call
 from flatroll.modules.recurrent import How, RecurrentModule, Sizes
@@ -56,7 +57,7 @@ class LSTMModule(RecurrentModule):
         device: torch.device | str | None = None,
         lstm: nn.LSTM | LSTM | None = None,
         recurrent_backend: str = "auto",
-        default_recurrent_mode: bool | None = None,
+        default_recurrent_mode: Mode = None,
         python_based: bool = False,
         state: str = "stored",
         done_key: NestedKey = DONE,

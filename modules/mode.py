@@ -5,7 +5,7 @@ import inspect
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Literal, ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeAlias, TypeVar
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -20,6 +20,21 @@ class _Mode(threading.local):
 
 _MODE = _Mode()
 _NAMES: dict[str, bool] = {"recurrent": True, "sequential": False}
+
+#: The ways to write a mode.
+Mode: TypeAlias = bool | Literal["recurrent", "sequential"] | None
+
+
+def named_mode(name: str, mode: Mode) -> bool | None:
+    """The mode as True, False or None.
+
+    Raises:
+        ValueError: it is none; the text calls it ``name``.
+    """
+    named = _NAMES.get(mode) if isinstance(mode, str) else mode
+    if not (named is None or isinstance(named, bool)) or (named is None and mode is not None):
+        raise ValueError(f"{name} must be True, False, None, 'recurrent' or 'sequential', got {mode!r}")
+    return named
 
 
 def recurrent_mode() -> bool | None:
@@ -61,11 +76,8 @@ class set_recurrent_mode:
     (False, None)
     """
 
-    def __init__(self, mode: bool | Literal["recurrent", "sequential"] | None = True) -> None:
-        named = _NAMES.get(mode) if isinstance(mode, str) else mode
-        if not (named is None or isinstance(named, bool)) or (named is None and mode is not None):
-            raise ValueError(f"mode must be True, False, None, 'recurrent' or 'sequential', got {mode!r}")
-        self._mode = named
+    def __init__(self, mode: Mode = True) -> None:
+        self._mode = named_mode("mode", mode)
         self._outer: list[bool | None] = []
 
     def __enter__(self) -> None:

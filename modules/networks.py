@@ -41,15 +41,26 @@ class _Scanned(nn.RNNBase):
             dtype=dtype,
         )
 
-    def _run(self, rows: Tensor, states: States) -> tuple[Tensor, States]:
+    def _run(self, rows: Tensor, given: States | None) -> tuple[Tensor, States]:
+        """Outputs and final states; zeros where none are given."""
+        if (
+            not isinstance(rows, Tensor)
+            or rows.ndim != 3
+            or not rows.shape[1]
+            or rows.shape[2] != self.input_size
+        ):
+            shown = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+            raise ValueError(f"input must have shape [B, T, {self.input_size}], T at least 1, got {shown}")
         batch, steps = rows.shape[:2]
-        by_step = rows.transpose(0, 1).reshape(batch * steps, -1)
+        shape = (self.num_layers, batch, self.hidden_size)
+        states = (rows.new_zeros(shape),) * (2 if self.kind == "LSTM" else 1) if given is None else given
+        for state in states:
+            if state.shape != shape:
+                raise ValueError(f"a state must have shape {shape}, got {tuple(state.shape)}")
+        by_step = rows.transpose(0, 1).reshape(batch * steps, self.input_size)
         out, after = layers(self, by_step, states, torch.full((steps,), batch))
-        finals = tuple(torch.stack([layer[-batch:] for layer in state]) for state in after)
-        return out.view(steps, batch, -1).transpose(0, 1), finals
-
-    def _zeros(self, rows: Tensor) -> Tensor:
-        return rows.new_zeros(self.num_layers, rows.shape[0], self.hidden_size)
+        finals = tuple(torch.stack([layer[len(layer) - batch :] for layer in state]) for state in after)
+        return out.view(steps, batch, self.hidden_size).transpose(0, 1), finals
 
 
 class GRU(_Scanned):
@@ -64,7 +75,7 @@ class GRU(_Scanned):
         bidirectional: must be False.
 
     Raises:
-        ValueError: ``batch_first=False`` or ``bidirectional=True``.
+        ValueError: ``batch_first=False`` or ``bidirectional=True``; called: rows or a state of another shape.
 
     >>> gru = GRU(3, 8)
     >>> out, state = gru(torch.zeros(2, 5, 3))
@@ -76,7 +87,7 @@ class GRU(_Scanned):
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rows ``[B, T, input_size]`` and state ``[num_layers, B, H]``, default zeros, to outputs and final state."""
-        out, (final,) = self._run(input, (self._zeros(input) if hx is None else hx,))
+        out, (final,) = self._run(input, None if hx is None else (hx,))
         return out, final
 
 
@@ -95,8 +106,7 @@ class LSTM(_Scanned):
         self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Rows ``[B, T, input_size]`` and states ``[num_layers, B, H]``, default zeros, to outputs and final states."""
-        zeros = (self._zeros(input), self._zeros(input)) if hx is None else hx
-        out, (h, c) = self._run(input, zeros)
+        out, (h, c) = self._run(input, hx)
         return out, (h, c)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from flatroll.modules.backends import BACKENDS, by_row, check_backend
 from flatroll.modules.dense import dense_gru, few_long_runs
+from flatroll.modules.mode import Mode
 from flatroll.modules.networks import NETWORKS, with_weights_of
 from flatroll.modules.packing import States, run_index
 from flatroll.modules.stateful import Keys, StatefulModule
@@ -30,7 +31,7 @@ class How(NamedTuple):
     """How a module computes."""
 
     backend: str
-    default_recurrent_mode: bool | None
+    default_recurrent_mode: Mode
     state: str
     python_based: bool
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flatroll.layout import run_starts
 from flatroll.layout.keys import HAS_STATE, IS_INIT, MASK, NestedKey, as_tuple, marker, next_key, require
-from flatroll.modules.mode import recurrent_mode
+from flatroll.modules.mode import Mode, named_mode, recurrent_mode
 from flatroll.modules.packing import States
 from flatroll.modules.primer import TensorDictPrimer
 
@@ -32,8 +32,13 @@ def _key_list(
     """``keys``, or ``key`` followed by the default state keys."""
     if (key is None) == (keys is None):
         raise ValueError(f"exactly one of {name} and {name}s must be given, got {key!r} and {keys!r}")
+    if isinstance(keys, str):
+        raise TypeError(f"{name}s must be a list of keys, got the string {keys!r}: give {name}={keys!r}")
     chosen = [as_tuple(k) for k in ((keys or ()) if key is None else (key, *states))]
-    return [names[0] if len(names) == 1 else names for names in chosen]
+    shown: list[NestedKey] = [names[0] if len(names) == 1 else names for names in chosen]
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(f"{name}s must be different keys, got {shown}: one entry cannot hold two things")
+    return shown
 
 
 class StatefulModule(TensorDictModuleBase):
@@ -54,7 +59,7 @@ class StatefulModule(TensorDictModuleBase):
     input_size: int
 
     def __init__(
-        self, keys: Keys, state_shape: tuple[int, int], default_recurrent_mode: bool | None, state: str
+        self, keys: Keys, state_shape: tuple[int, int], default_recurrent_mode: Mode, state: str
     ) -> None:
         super().__init__()
         if state not in ("stored", "zero"):
@@ -76,7 +81,7 @@ class StatefulModule(TensorDictModuleBase):
         self._input_key, *self._state_in, self._init_key = in_keys
         self._output_key, *self._state_out = out_keys
         self._done_key, self._traj_key = keys.done_key, keys.traj_key
-        self.default_recurrent_mode = bool(default_recurrent_mode)
+        self.default_recurrent_mode = bool(named_mode("default_recurrent_mode", default_recurrent_mode))
         self.state = state
         self._state_shape = state_shape
 
@@ -141,7 +146,7 @@ class StatefulModule(TensorDictModuleBase):
         return self._written(batch, out, after)
 
     def _written(self, batch: TensorDictBase, out: Tensor, after: States) -> TensorDictBase:
-        batch.set(self._output_key, out.reshape(*batch.batch_size, -1))
+        batch.set(self._output_key, out.reshape(*batch.batch_size, out.shape[-1]))
         for key, state in zip(self._state_out, after, strict=True):
             batch.set(key, state.reshape(*batch.batch_size, *self._state_shape))
         return batch
@@ -225,7 +230,7 @@ class StatefulModule(TensorDictModuleBase):
             raise ValueError(f"batch[{key!r}] must have shape {shown}, got {tuple(value.shape)}")
         dtype = self.weight.dtype
         if value.dtype != dtype and not torch.is_autocast_enabled(value.device.type):
+            or_module = f", or the module (module.to({value.dtype}))" if value.is_floating_point() else ""
             raise TypeError(
-                f"batch[{key!r}] must be {dtype} like the weights, got {value.dtype}: cast it, or the module "
-                f"(module.to({value.dtype}))"
+                f"batch[{key!r}] must be {dtype} like the weights, got {value.dtype}: cast it{or_module}"
             )

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from gymnasium.vector import VectorEnv
+from tensordict.nn import TensorDictSequential
 from torch import Tensor, nn
 
 from flatroll.layout.keys import NestedKey, as_tuple
@@ -22,7 +23,8 @@ def recurrent_states(policy: Any) -> States:
 
     Raises:
         TypeError: a part draws the state that episodes start from, so that it could not be computed again.
-        ValueError: two parts declare one state with different values.
+        ValueError: two parts declare one state with different values, or two modules of one sequence declare the
+            same one.
 
     >>> recurrent_states(nn.Linear(2, 2))
     {}
@@ -36,7 +38,31 @@ def recurrent_states(policy: Any) -> States:
         for key, value in _defaults(primer()):
             _check_same(key, states.get(key), value)
             states[key] = value
+    if isinstance(policy, nn.Module):
+        _check_owners(policy)
     return states
+
+
+def _check_owners(policy: nn.Module) -> None:
+    """Refuse two modules of one sequence that keep their states under one key: each would go on from the other's."""
+    owners: dict[tuple[str, ...], nn.Module] = {}
+    for part in _steps(policy):
+        make: Any = getattr(part, "make_tensordict_primer", None)
+        for key, _ in () if make is None else _defaults(make()):
+            if owners.setdefault(as_tuple(key), part) is not part:
+                raise ValueError(
+                    f"two modules of the policy keep their recurrent state under {key!r}: each would go on from what "
+                    "the other one left. Give each state keys of its own (in_keys, out_keys)"
+                )
+
+
+def _steps(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a sequence of tensordict modules, in order."""
+    if isinstance(module, TensorDictSequential):
+        for part in module.module.children():
+            yield from _steps(part)
+    else:
+        yield module
 
 
 def _defaults(primer: Any) -> Iterator[tuple[NestedKey, Tensor]]:

@@ -51,6 +51,26 @@ BUILDS = {
         ValueError,
         r"out_keys must be \[output, next recurrent_state\], got \['b', 'c', 'd'\]",
     ),
+    "a string of in_keys": (
+        {"in_keys": "observation", "out_key": "b"},
+        TypeError,
+        r"in_keys must be a list of keys, got the string 'observation': give in_key='observation'",
+    ),
+    "one key read twice": (
+        {"in_keys": ["a", "a"], "out_key": "b"},
+        ValueError,
+        r"in_keys must be different keys, got \['a', 'a'\]",
+    ),
+    "one key written twice": (
+        {"in_key": "a", "out_keys": [("next", "h"), ("next", "h")]},
+        ValueError,
+        r"out_keys must be different keys, got \[\('next', 'h'\), \('next', 'h'\)\]",
+    ),
+    "unknown default mode": (
+        {**KEYS, "default_recurrent_mode": "recurent"},
+        ValueError,
+        r"default_recurrent_mode must be True, False, None, 'recurrent' or 'sequential', got 'recurent'",
+    ),
     "time first": ({**KEYS, "batch_first": False}, ValueError, r"batch_first must be True, got False"),
     "sizes and a network": (
         {**KEYS, "gru": nn.GRU(3, 5, batch_first=True)},
@@ -101,6 +121,12 @@ CALLS = {
         TypeError,
         r"batch\['observation'\] must be torch.float32 like the weights, got torch.float64: cast it",
     ),
+    "input that is no float": (
+        "both",
+        {"observation": torch.zeros(4, 3, dtype=torch.int64)},
+        TypeError,
+        r"batch\['observation'\] must be torch.float32 like the weights, got torch.int64: cast it$",
+    ),
     "wrong state size": (
         "both",
         {"recurrent_state": torch.zeros(4, 1, 5)},
@@ -136,6 +162,19 @@ def test_refused_when_called(mode, entries, error, text):
     module = GRUModule(3, 5, 2, **KEYS)
     with set_recurrent_mode(mode), pytest.raises(error, match=text):
         module(batch_of(**entries))
+
+
+@pytest.mark.parametrize("kind", [GRUModule, LSTMModule])
+def test_batches_without_rows(kind):
+    """A step of no env is a step; a pass over no run is a mistake."""
+    module = kind(3, 5, 2, **KEYS)
+    for shape in ((0,), (2, 0)):
+        batch = TensorDict({"is_init": torch.zeros(*shape, 1, dtype=torch.bool)}, shape)
+        batch["observation"] = torch.zeros(*shape, 3)
+        batch.update(module.make_tensordict_primer().expand(shape))
+        assert module(batch)["features"].shape == (*shape, 5)
+        with set_recurrent_mode(True), pytest.raises(ValueError, match="at least one row"):
+            module(batch)
 
 
 def test_a_bidirectional_network_makes_no_single_steps():

@@ -74,3 +74,9 @@ def test_the_mode_set_wins_over_the_default_of_the_module():
     assert gru.recurrent_mode is True
     with set_recurrent_mode("sequential"):
         assert gru.recurrent_mode is False
+
+
+@pytest.mark.parametrize(("default", "expected"), [("recurrent", True), ("sequential", False), (None, False)])
+def test_a_default_mode_may_be_named(default, expected):
+    gru = GRUModule(2, 3, in_key="observation", out_key="features", default_recurrent_mode=default)
+    assert gru.recurrent_mode is expected

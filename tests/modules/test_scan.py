@@ -158,6 +158,24 @@ def test_networks_of_operators_equal_the_stock_networks(kind, stock):
         kind(IN, HIDDEN, bidirectional=True)
 
 
+@pytest.mark.parametrize("kind", [GRU, LSTM])
+@pytest.mark.parametrize(
+    ("rows", "state", "text"),
+    [
+        (torch.zeros(7, IN), None, r"input must have shape \[B, T, 3\], T at least 1, got \(7, 3\)"),
+        (torch.zeros(5, 7, IN + 1), None, r"got \(5, 7, 4\)"),
+        (torch.zeros(5, 0, IN), None, r"got \(5, 0, 3\)"),
+        (nn.utils.rnn.pack_sequence([torch.zeros(7, IN)]), None, r"got PackedSequence"),
+        (torch.zeros(2, 7, IN), (1, 3, HIDDEN), r"state must have shape \(1, 2, 4\), got \(1, 3, 4\)"),
+    ],
+)
+def test_networks_of_operators_check_their_shapes(kind, rows, state, text):
+    """More states than runs would be cut in silence."""
+    hx = None if state is None else torch.zeros(state) if kind is GRU else (torch.zeros(state),) * 2
+    with pytest.raises(ValueError, match=text):
+        kind(IN, HIDDEN)(rows, hx)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_network_of_operators_may_be_given(kind):
     name = kind.__name__[:-6]

@@ -150,6 +150,32 @@ def test_one_state_cannot_start_in_two_ways() -> None:
         as_vector_env(env, policy=Other())
 
 
+def two_modules(first: str, second: str) -> TensorDictSequential:
+    return TensorDictSequential(
+        GRUModule(3, 4, in_keys=["observation", first], out_keys=["f", ("next", first)]),
+        GRUModule(4, 4, in_keys=["f", second], out_keys=["features", ("next", second)]),
+        TensorDictModule(lambda f: (f[..., 0] > 0).long(), ["features"], ["action"]),
+    )
+
+
+def test_two_modules_keep_two_states() -> None:
+    """Under one key each would start from the other's; one module in two places is still one."""
+    policy = two_modules("a", "b")
+    batch = next(Collector(make(), policy, frames_per_batch=30))
+    with set_recurrent_mode("recurrent"), torch.no_grad():
+        again = policy(batch.clone())
+    torch.testing.assert_close(again["features"], batch["features"], atol=1e-5, rtol=0)
+    for nested in (two_modules("a", "a"), TensorDictSequential(two_modules("a", "b"), two_modules("c", "b"))):
+        with pytest.raises(
+            ValueError, match=r"two modules .* recurrent state under '[ab]': .*keys of its own"
+        ):
+            Collector(make(), nested, frames_per_batch=30)
+        with pytest.raises(ValueError, match="two modules"):
+            as_vector_env(make(), policy=nested)
+    assert len(TensorDictSequential(policy[0], policy).out_keys) == len(policy.out_keys)
+    Collector(make(), TensorDictSequential(policy[0], policy), frames_per_batch=30)
+
+
 # --- few states -----------------------------------------------------------------------------------------------
 
 
