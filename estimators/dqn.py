@@ -8,6 +8,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import Tensor, nn
 
+from flatroll.estimators.direct import written
 from flatroll.estimators.following import Boundaries
 from flatroll.estimators.loss import Rows, delayed
 from flatroll.estimators.off_policy import STEPS, OffPolicyLoss, following, here
@@ -138,7 +139,7 @@ class DQNLoss(OffPolicyLoss):
         value = self._action_value(network, here(batch, inputs.observed))
         with torch.no_grad():
             after = following(batch, inputs.observed, unknown)
-            choice = self._action_value(network, after.copy()) if self.double_dqn else None
+            choice = self._action_value(network, after) if self.double_dqn else None
             return value, worth(self._action_value(target, after), choice)
 
     def _values_of_runs(self, rows: Rows, unknown: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -168,7 +169,7 @@ class DQNLoss(OffPolicyLoss):
 
     def _action_value(self, network: TensorDictModuleBase, batch: TensorDict) -> Tensor:
         key = self.key("action_value")
-        value: Tensor | None = network(batch).get(key, None)
+        value = written(network, batch, key)
         if value is None:
             raise KeyError(
                 f"value_network wrote no entry {key!r}: its out_keys are {list(network.out_keys)}; name the "

@@ -133,8 +133,18 @@ def delayed(network: N) -> N:
     return deepcopy(network).requires_grad_(False)
 
 
+def held(network: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters and buffers of a network, each once, in order."""
+    modules = list(network.modules())  # Module.parameters() walks, too, but makes names on the way
+    kinds = [m._parameters for m in modules], [m._buffers for m in modules]
+    parameters, buffers = (
+        list({id(x): x for own in kind for x in own.values() if x is not None}.values()) for kind in kinds
+    )
+    return parameters, buffers
+
+
 @contextmanager
-def frozen(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def frozen(parameters: Iterable[Tensor]) -> Iterator[None]:
     """No gradient reaches these parameters through what is computed in the block."""
     learning = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in learning:

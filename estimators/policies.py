@@ -1,12 +1,17 @@
 """What an actor network says about actions."""
 
-from collections.abc import Callable
-from typing import cast
+from typing import Any
 
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModuleBase,
+)
 from torch import Tensor
 from torch.distributions import Distribution
+
+from flatroll.estimators.direct import parts_of, through
 
 
 def require_actor(actor_network: TensorDictModuleBase) -> None:
@@ -20,8 +25,20 @@ def require_actor(actor_network: TensorDictModuleBase) -> None:
 
 def distribution(actor_network: TensorDictModuleBase, batch: TensorDictBase) -> Distribution:
     """The actor's distribution over actions in each row; what the actor writes on the way is in ``batch``."""
-    get_dist = cast(Callable[[TensorDictBase], Distribution], getattr(actor_network, "get_dist"))  # noqa: B009
-    return get_dist(batch)
+    actor: Any = actor_network
+    if type(actor) is ProbabilisticTensorDictSequential and not (
+        actor.return_composite or actor.partial_tolerant
+    ):
+        *parts, last = parts_of(actor)
+        drawn = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)
+        if isinstance(last, ProbabilisticTensorDictModule) and not any(
+            isinstance(part, drawn) for part in parts
+        ):
+            for part in parts:
+                batch = through(part, batch)
+            actor = last
+    dist: Distribution = actor.get_dist(batch)
+    return dist
 
 
 def log_prob_of(dist: Distribution, action: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from flatroll.estimators.base import ValueEstimator
+from flatroll.estimators.direct import through
 from flatroll.estimators.kinds import Kind, ValueEstimators, make_estimator
 from flatroll.estimators.loss import LossModule, Rows, frozen, shared
 from flatroll.estimators.policies import distribution, joint, log_prob_of, require_actor
@@ -243,7 +244,7 @@ class PolicyGradientLoss(LossModule):
         work = rows.work.detach() if self.separate_losses else rows.work
         alone = shared(self.critic_network, self.actor_network) if self.separate_losses else []
         with frozen(alone) if alone else nullcontext():
-            out = self.critic_network(work).get(key, None)
+            out = through(self.critic_network, work).get(key, None)
         if out is None:
             raise KeyError(
                 f"critic_network wrote no entry {key!r}: its out_keys are "

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from flatroll.estimators.dqn import ActionSpace, of_action
-from flatroll.estimators.loss import Rows, frozen
+from flatroll.estimators.loss import Rows, frozen, held
 from flatroll.estimators.off_policy import OffPolicyLoss
 from flatroll.estimators.policies import joint
 from flatroll.estimators.soft_actor_critic import SACOptions, SoftActorCritic
@@ -80,7 +80,7 @@ class SACLoss(SoftActorCritic):
 
     def _actor_loss(self, rows: Rows, dist: Distribution, values: list[Tensor]) -> tuple[Tensor, Tensor]:
         action, log_prob = drawn(dist, rows.work)
-        with frozen(self.qvalue_network.parameters()):
+        with frozen(held(self.qvalue_network)[0]):
             value = self._smallest(self.qvalue_network, rows.work.copy().set(self.key("action"), action))
         return self.alpha * log_prob - value, log_prob
 

@@ -11,6 +11,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from flatroll.estimators.direct import written
 from flatroll.estimators.loss import Rows, delayed, frozen, shared
 from flatroll.estimators.off_policy import OffPolicyLoss, following
 from flatroll.estimators.policies import distribution, require_actor
@@ -189,7 +190,7 @@ class SoftActorCritic(OffPolicyLoss):
         found = []
         members: Any = networks
         for network in members:
-            value: Tensor | None = network(batch.copy()).get(key, None)
+            value = written(network, batch, key)
             if value is None:
                 raise KeyError(
                     f"qvalue_network wrote no entry {key!r}: its out_keys are {list(network.out_keys)}; name "

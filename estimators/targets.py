@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from flatroll.estimators.loss import LossModule
+from flatroll.estimators.loss import LossModule, held
 
 
 class TargetNetUpdater:
@@ -41,9 +41,10 @@ class TargetNetUpdater:
     def _move(self, share: float) -> None:
         """Move the parameters of the copies by ``share`` of the way; buffers are copied."""
         for source, target in self.loss_module.delayed_networks().values():
-            for learned, follower in zip(source.parameters(), target.parameters(), strict=True):
-                follower.lerp_(learned, share)
-            for buffer, copy in zip(source.buffers(), target.buffers(), strict=True):
+            (learned, read), (followers, copies) = held(source), held(target)
+            if followers:
+                torch._foreach_lerp_(followers, learned, share)
+            for buffer, copy in zip(read, copies, strict=True):
                 copy.copy_(buffer)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,92 @@
+"""Networks called without what tensordict does around each call, which costs more than a small network.
+
+A :class:`~tensordict.nn.TensorDictModule` that is nothing but a function of tensors is called as that function. All
+others (a subclass, hooks, arguments by name, ``skip_existing``, inside ``torch.compile``) are called as ever.
+"""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import (
+    TensorDictModule,
+    TensorDictModuleBase,
+    TensorDictSequential,
+    skip_existing,
+)
+from torch import Tensor, nn
+from torch.nn.modules import module as of_torch
+
+from flatroll.layout.keys import NestedKey
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_ALL = tuple(getattr(of_torch, f"_global{name}", {}) for name in _HOOKS)
+#: What a TensorDictModule holds if it does nothing but call its module.
+_PLAIN = {"_kwargs": None, "method": None, "method_kwargs": {}, "_get_kwargs": {}, "inplace": True}
+_PLAIN_SEQUENCE = {"partial_tolerant": False, "_select_before_return": False, "inplace": None}
+
+
+def through(network: TensorDictModuleBase, batch: TensorDictBase) -> TensorDictBase:
+    """``network(batch)``: the batch, into which the network has written.
+
+    >>> net = TensorDictModule(torch.nn.Identity(), in_keys=["a"], out_keys=["b"])
+    >>> through(net, TensorDict({"a": torch.ones(2)}, [2]))["b"]
+    tensor([1., 1.])
+    """
+    found = _outputs(network, batch)
+    if found is not None:
+        for key, value in found:
+            if key != "_":
+                batch.set(key, value if isinstance(value, Tensor) else TensorDict.from_any(value))
+        return batch
+    if type(network) is TensorDictSequential and _unadorned(network, _PLAIN_SEQUENCE):
+        for part in parts_of(network):
+            batch = through(part, batch)
+        return batch
+    out: TensorDictBase = network(batch)
+    return out
+
+
+def written(network: TensorDictModuleBase, batch: TensorDictBase, key: NestedKey) -> Tensor | None:
+    """What the network writes under ``key``; the batch is left as it is. None: it does not write it."""
+    if key in network.out_keys and len(network.out_keys) == 1:
+        found = _outputs(network, batch)
+        if found is not None and isinstance(found[0][1], Tensor):
+            return found[0][1]
+    value: Tensor | None = through(network, batch.copy()).get(key, None)
+    return value
+
+
+def parts_of(sequence: Any) -> list[Any]:
+    """The modules of a sequence, in order."""
+    held = sequence.module
+    return list(held.values() if isinstance(held, nn.ModuleDict) else held)
+
+
+def _unadorned(network: TensorDictModuleBase, plain: Mapping[str, Any]) -> bool:
+    """Whether calling the network calls its ``forward`` and nothing else, and its attributes are plain."""
+    if torch.compiler.is_compiling() or skip_existing() or any(_OF_ALL):
+        return False
+    own = network.__dict__
+    if own.get("_compiled_call_impl") is not None or any(own[name] for name in _HOOKS):
+        return False
+    return all(own.get(name, value) == value for name, value in plain.items())
+
+
+def _outputs(network: TensorDictModuleBase, batch: TensorDictBase) -> list[tuple[NestedKey, Any]] | None:
+    """What the network's function returns, each with its key; None if the network is more than a function."""
+    if type(network) is not TensorDictModule or not _unadorned(network, _PLAIN):
+        return None
+    inputs = [batch.get(key, None) for key in cast(list[Any], network.in_keys)]
+    if not all(isinstance(column, Tensor) for column in inputs):
+        return None
+    out = network.module(*inputs)
+    keys = cast(list[Any], network.out_keys)
+    if isinstance(out, (dict, TensorDictBase)) and all(key in out for key in keys):
+        out = tuple(out[key] for key in keys)
+    elif not isinstance(out, tuple):
+        out = () if out is None else (out,)
+    if len(out) != len(keys):
+        raise ValueError(f"a network with out_keys {keys} returned {len(out)} tensors: give each a key")
+    return list(zip(keys, out, strict=True))
