@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flatroll.estimators.chunks import Chunks
 from flatroll.estimators.finite import check_finite
-from flatroll.estimators.following import Boundaries, beside, cleared
+from flatroll.estimators.following import Boundaries, beside
 from flatroll.estimators.given import Estimated as Estimated
 from flatroll.estimators.given import Given as Given
 from flatroll.estimators.groups import standardized_in_groups
@@ -29,6 +29,7 @@ from flatroll.estimators.reading import (
 from flatroll.estimators.reductions import both, one_of, spread_over, standardized
 from flatroll.estimators.series import unit_interval
 from flatroll.estimators.values import Parameters, Route, StateValues, Values
+from flatroll.kernels import zeroed
 from flatroll.layout.keys import (
     IS_INIT,
     MASK,
@@ -317,7 +318,7 @@ class ValueEstimator(TensorDictModuleBase):
         final: TensorDictBase | None,
     ) -> Values:
         if next_value is not None and not self.target_needs_value:
-            return Values(next_value, cleared(next_value, at.terminated))
+            return Values(next_value, zeroed(next_value, at.terminated))
         evaluate = StateValues(
             self.value_network,
             value_key=self.tensor_keys["value"],

@@ -8,11 +8,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.estimators.stream import Columns, marked
+from flatroll.estimators.stream import Columns
 from flatroll.layout.keys import NestedKey, next_key, require
-
-#: Rows from which on it pays to look for the few that are marked.
-_MANY = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -185,19 +182,6 @@ def usable(
 def beside(flag: Tensor, column: Tensor) -> Tensor:
     """A flag of the batch's shape, broadcast over the features of ``column``."""
     return flag.reshape(*flag.shape, *[1] * (column.ndim - flag.ndim))
-
-
-def cleared(column: Tensor, flag: Tensor) -> Tensor:
-    """``column [*B, *F]`` with 0 in the rows where ``flag [*B]`` is True, whatever stands there.
-
-    >>> cleared(torch.tensor([[1.0], [float("nan")]]), torch.tensor([False, True])).tolist()
-    [[1.0], [0.0]]
-    """
-    if flag.numel() > _MANY and flag.device.type == "cpu" and not torch.compiler.is_compiling():
-        rows = marked(flag)
-        if 8 * rows.shape[0] < flag.numel():  # few: a copy and they alone are written
-            return column.reshape(flag.numel(), -1).index_fill(0, rows, 0.0).view(column.shape)
-    return torch.where(beside(flag, column), 0.0, column)
 
 
 def flat(column: Tensor, batch: TensorDictBase) -> Tensor:

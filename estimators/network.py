@@ -9,6 +9,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
+from flatroll.estimators.direct import through
 from flatroll.layout.keys import NestedKey, next_key
 
 
@@ -34,7 +35,7 @@ class NetworkInputs:
         observed = tuple(key for key in read if key not in states and key != is_init_key)
         recurrent = bool(states) or is_init_key in read
         if not recurrent:
-            recurrent = any(hasattr(module, "make_tensordict_primer") for module in network.modules())
+            recurrent = any(hasattr(type(x), "make_tensordict_primer") for x in network.modules())
         return cls(observed, states, recurrent)
 
 
@@ -55,7 +56,7 @@ def value_of(
         ValueError: the value has no trailing dim.
     """
     with nullcontext() if parameters is None else parameters.to_module(network):
-        out = network(TensorDict(dict(columns), batch_size=shape))
+        out = through(network, TensorDict(dict(columns), batch_size=shape))
     value: Tensor | None = out.get(value_key, None)
     if value is None:
         raise KeyError(

@@ -8,6 +8,7 @@ of 2 N, exact, and the only right form for a recurrent network, whose memory run
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from tensordict import TensorDictBase
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from flatroll.estimators.budget import Budgeted
 from flatroll.estimators.chunks import Chunks
-from flatroll.estimators.following import Boundaries, Following, beside, cleared, flat
+from flatroll.estimators.following import Boundaries, Following, beside, flat
 from flatroll.estimators.network import NetworkInputs as NetworkInputs
 from flatroll.estimators.network import value_of
 from flatroll.estimators.stream import Appended, Columns, Interleaved, Stream, marked
+from flatroll.kernels import zeroed
 from flatroll.layout.keys import NestedKey, next_key, require
 
 #: Rows and bytes of observations up to which copying them costs less than calling a network twice.
@@ -115,7 +117,7 @@ class StateValues:
         """
         value, next_value = self._existing(batch)
         if value is not None and next_value is not None:
-            return Values(value, cleared(next_value, at.terminated))
+            return Values(value, zeroed(next_value, at.terminated))
         assert self.network is not None
         work = _Work(self, self.network, batch, at, final, parameters or Parameters(), value)
         if work.row_by_row:
@@ -176,11 +178,11 @@ class _Work:
         together = self.value is None and now is then and self.route.chunks.whole
         values, next_values = [], []
         for start, stop in self.route.chunks.spans(batch.shape[self.dim]):
-            span = (slice(None),) * self.dim + (slice(start, stop),)
-            part = {key: column[span] for key, column in root.items()}
-            hidden, over = None if at.unknown is None else at.unknown[span], at.terminated[span]
+            cut = partial(_rows, dim=self.dim, start=start, stop=stop)
+            part = {key: cut(column) for key, column in root.items()}
+            hidden, over = None if at.unknown is None else cut(at.unknown), cut(at.terminated)
             next_part = {
-                key: following.usable(key, column[span], part[key], hidden, over)
+                key: following.usable(key, cut(column), part[key], hidden, over)
                 for key, column in after.items()
             }
             if together and _few(part, over.numel()):
@@ -195,7 +197,7 @@ class _Work:
         next_value = _joined(next_values, self.dim)
         return Values(
             self.value if self.value is not None else _joined(values, self.dim),
-            cleared(next_value, at.terminated),
+            zeroed(next_value, at.terminated),
         )
 
     def one_call(self) -> Values:
@@ -231,7 +233,7 @@ class _Work:
         now, next_value = now.reshape(shape), next_value.reshape(shape)
         if valid is not None:
             now = torch.where(beside(valid, now), now, 0.0)
-        return Values(now if value is None else value, cleared(next_value, self.at.terminated), valid)
+        return Values(now if value is None else value, zeroed(next_value, self.at.terminated), valid)
 
     def _stream(self) -> tuple[Stream, Tensor | None]:
         """The stream, and which rows it has room for if not all."""
@@ -267,6 +269,11 @@ class _Work:
 
     def _evaluate(self, columns: Columns, shape: torch.Size, parameters: TensorDictBase | None) -> Tensor:
         return value_of(self.network, columns, shape, self.value_key, parameters)
+
+
+def _rows(column: Tensor, *, dim: int, start: int, stop: int) -> Tensor:
+    """These rows along ``dim``; the column itself where they are all."""
+    return column if stop - start == column.shape[dim] else column.narrow(dim, start, stop - start)
 
 
 def _few(columns: Columns, rows: int) -> bool:

@@ -148,6 +148,23 @@ def vtrace_scan(
     return rho * (reward + gamma * following - value), target
 
 
+def zeroed(column: Tensor, flag: Tensor) -> Tensor:
+    """``column [*B, *F]`` with 0 in the rows where ``flag [*B]`` is True, whatever stands there; a new tensor.
+
+    >>> import torch
+    >>> zeroed(torch.tensor([[1.0], [float("nan")]]), torch.tensor([False, True])).tolist()
+    [[1.0], [0.0]]
+    """
+    if column.numel() and runs_compiled(column, flag):
+        from flatroll.kernels import returns_numba
+
+        rows, out = (flag.numel(), -1), empty_like(column)
+        arrays = (column.detach().reshape(rows).contiguous(), flag.reshape(-1).contiguous(), out.view(rows))
+        returns_numba.zeroed(*(x.numpy() for x in arrays))
+        return out
+    return torch.where(flag.reshape(*flag.shape, *[1] * (column.ndim - flag.ndim)), 0.0, column)
+
+
 def _fuses(factors: Sequence[Tensor | float], columns: Sequence[Tensor], flags: Sequence[Tensor]) -> bool:
     """Whether one Numba pass may read these arrays now."""
     tensors = [x for x in factors if isinstance(x, Tensor)]

@@ -79,3 +79,18 @@ def vtrace_scan(
         advantage[i] = rho[i] * (reward[i] + gamma[i] * following - value[i])
         behind = acc + value[i]
         target[i] = behind
+
+
+@compiled()
+def zeroed(column: Any, flag: Any, out: Any) -> None:
+    """Fill ``out [N, F]`` with ``column [N, F]``, and with 0 where ``flag [N]``."""
+    zero = column.dtype.type(0)
+    if column.shape[1] == 1:  # one loop, which the compiler makes a vector of
+        for i in range(column.shape[0]):
+            number = column[i, 0]
+            out[i, 0] = zero if flag[i] else number
+        return
+    for i in range(column.shape[0]):
+        for f in range(column.shape[1]):
+            number = column[i, f]
+            out[i, f] = zero if flag[i] else number

@@ -105,6 +105,52 @@ def test_a_hook_counts_n_plus_k_rows(mixed: TensorDict, memory: bool) -> None:
         torch.testing.assert_close(one[key], two[key])
 
 
+def hooked(net: nn.Module) -> TensorDictModule:
+    network = TensorDictModule(net, in_keys=["observation"], out_keys=["state_value"])
+    network.register_forward_hook(lambda module, args, out: out.set("state_value", 2 * out["state_value"]))
+    return network
+
+
+def picked(net: nn.Module) -> TensorDictModule:
+    network = TensorDictModule(lambda x: (x, 2 * net(x)), ["observation"], ["rest", "state_value"])
+    return network.select_out_keys("state_value")
+
+
+class Twice(TensorDictModule):
+    def forward(self, *args: Any, **options: Any) -> Any:
+        out = super().forward(*args, **options)
+        return out.set("state_value", 2 * out["state_value"])
+
+
+WRAPPED: dict[str, Callable[[nn.Module], TensorDictModule]] = {
+    "tensor": lambda net: TensorDictModule(lambda x: 2 * net(x), ["observation"], ["state_value"]),
+    "one of two": lambda net: TensorDictModule(
+        lambda x: (x, 2 * net(x)), ["observation"], ["x", "state_value"]
+    ),
+    "dict": lambda net: TensorDictModule(
+        lambda x: {"state_value": 2 * net(x)}, ["observation"], ["state_value"]
+    ),
+    "list": lambda net: TensorDictModule(lambda x: (2 * net(x)).tolist(), ["observation"], ["state_value"]),
+    "method": lambda net: TensorDictModule(net, ["observation"], ["state_value"], method="forward"),
+    "arguments by name": lambda net: TensorDictModule(
+        lambda *, x: 2 * net(x), in_keys={"x": "observation"}, out_keys=["state_value"]
+    ),
+    "hook": hooked,
+    "subclass": lambda net: Twice(net, in_keys=["observation"], out_keys=["state_value"]),
+    "selected": picked,
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_network_is_called_as_it_is_made(mixed: TensorDict, name: str, shifted: bool) -> None:
+    net = nn.Linear(3, 1).double()
+    network = WRAPPED[name](net)
+    out = GAE(gamma=0.9, lmbda=0.8, value_network=network, shifted=shifted)(mixed)
+    expected = network(TensorDict({"observation": mixed["observation"]}, [16]))["state_value"]
+    torch.testing.assert_close(out["state_value"], expected.detach().to(out["state_value"].dtype))
+
+
 def test_stream_without_an_open_end_is_the_batch_itself(batch_of: BatchOf) -> None:
     batch, calls = batch_of([(3, "terminated"), (2, "both")]), Calls()
     GAE(gamma=0.9, lmbda=0.8, value_network=calls.network, shifted=True)(batch)
