@@ -177,7 +177,7 @@ def gru_backward(
                 tl.debug_barrier()
                 tl.store(at_carry, now, mask=here)
                 at = d_first + (row * hidden)[:, None] + unit[None, :]
-                tl.store(at, now, mask=here & (step == 0))
+                tl.store(at, now, mask=here & (row == first)[:, None])
             tl.debug_barrier()
 
 
@@ -313,7 +313,7 @@ def lstm_backward(
                 tl.store(at + 2 * hidden, now_cell * cell * f * (1 - f), mask=here)
                 tl.store(at + 3 * hidden, now_cell * i * (1 - g * g), mask=here)
                 tl.store(carry_cell + at_carry, now_cell * f, mask=here)
-                tl.store(d_cell + flat, now_cell * f, mask=here & (step == 0))
+                tl.store(d_cell + flat, now_cell * f, mask=here & (row == first)[:, None])
             tl.debug_barrier()
             to_state = slopes + row * 4 * hidden
             for start in range(0, hidden, UNITS):
@@ -329,5 +329,5 @@ def lstm_backward(
                     now = tl.dot(x, w, now, input_precision=PRECISION, out_dtype=REAL)
                 tl.store(carry + slot[:, None] + unit[None, :], now, mask=here)
                 at = d_first + (row * hidden)[:, None] + unit[None, :]
-                tl.store(at, now, mask=here & (step == 0))
+                tl.store(at, now, mask=here & (row == first)[:, None])
             tl.debug_barrier()

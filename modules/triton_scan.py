@@ -105,7 +105,7 @@ def _states_before(first: Tensor, states: Tensor, starts: Tensor) -> Tensor:
     return before
 
 
-def _precision() -> str:
+def precision() -> str:
     """How float32 is multiplied, by torch's own switches."""
     matmul: Any = torch.backends.cuda.matmul
     try:
@@ -115,31 +115,34 @@ def _precision() -> str:
     return "tf32" if tf32 else "ieee"
 
 
-def _launch(name: str, like: Tensor, hidden: int, programs: int, *arguments: Any, **options: bool) -> None:
-    """Run a kernel; its tiles are at most 32 columns and 64 (of float64 32) of what is summed over.
+def kernel_options(hidden: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Constants of the kernels for this size.
 
-    A step keeps two such tiles of each gate in shared memory while it computes: 72 KB for an LSTM.
+    A tile of ``w_hh`` has at most 64 x 32 entries (of float64 32 x 32). Two of each gate are on their way while a third
+    is used, 72 KB for an LSTM, in the shared memory of every device since compute capability 8.0.
     """
     import triton.language as tl
 
+    double = dtype is torch.float64
+    tile = max(16, 1 << (hidden - 1).bit_length())
+    return {
+        "REAL": tl.float64 if double else tl.float32,
+        "PRECISION": precision(),
+        "RUNS": RUNS,
+        "UNITS": min(tile, 32),
+        "INNER": min(tile, 32 if double else 64),
+        "num_warps": 4,
+        "num_stages": 3,
+        "enable_fp_fusion": True,
+    }
+
+
+def _launch(name: str, like: Tensor, hidden: int, programs: int, *arguments: Any, **used: bool) -> None:
     from flatroll.kernels import recurrence_triton
 
-    tile = max(16, 1 << (hidden - 1).bit_length())
-    double = like.dtype is torch.float64
-    with torch.cuda.device_of(like):  # type: ignore[no-untyped-call]  # torch leaves it so; Triton launches on the current device
-        getattr(recurrence_triton, name)[(programs,)](
-            *arguments,
-            hidden,
-            REAL=tl.float64 if double else tl.float32,
-            PRECISION=_precision(),
-            RUNS=RUNS,
-            UNITS=min(tile, 32),
-            INNER=min(tile, 32 if double else 64),
-            num_warps=4,
-            num_stages=3,
-            enable_fp_fusion=True,
-            **options,
-        )
+    kernel = getattr(recurrence_triton, name)
+    with torch.cuda.device_of(like):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+        kernel[(programs,)](*arguments, hidden, **used, **kernel_options(hidden, like.dtype))
 
 
 def _programs(rows: Tensor) -> int:
