@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from flatroll.benchmarks.resident import resident_peak
 from flatroll.benchmarks.timing import Timing, ratio, table, take_turns
 from flatroll.modules import (
     GRUModule,
@@ -82,6 +83,11 @@ def cells_of(result: dict[str, Timing], names: tuple[str, ...]) -> list[str]:
     return [f"{min(result[name].turns) * 1e3:.1f}" if name in result else "-" for name in names]
 
 
+def megabytes_of(runs: dict[str, Run], names: tuple[str, ...]) -> list[str]:
+    """Peak memory of contenders that ran before, beyond what is there: their weights' gradients, states, buffers."""
+    return [f"{resident_peak(runs[name]):.0f}" if name in runs else "-" for name in names]
+
+
 def times_auto(result: dict[str, Timing], name: str) -> str:
     """How many times longer than ``auto`` a contender takes."""
     return f"{ratio(result[name], result['auto']):.1f} x" if name in result else "-"
@@ -105,11 +111,11 @@ def by_reset_rate() -> str:
         for rate in RATES:
             starts = torch.rand(ROWS, generator=torch.Generator().manual_seed(0)) < rate
             starts[0] = True
-            result = take_turns(
-                passes(name, batch_of(name, starts), names[:4]), turns=3, clock=time.thread_time
-            )
+            runs = passes(name, batch_of(name, starts), names[:4])
+            result = take_turns(runs, turns=3, clock=time.thread_time)
             cells = [name, f"{rate:.1%}", str(int(starts.sum())), *cells_of(result, names)]
-            table_rows.append([*cells, times_auto(result, "pad"), times_auto(result, "peer")])
+            times = [times_auto(result, "pad"), times_auto(result, "peer")]
+            table_rows.append([*cells, *times, *megabytes_of(runs, ("auto", "pad", "peer"))])
     header = [
         "",
         "resets",
@@ -121,6 +127,9 @@ def by_reset_rate() -> str:
         "peer's pad",
         "pad / auto",
         "peer / auto",
+        "auto, MB",
+        "our pad",
+        "peer's pad",
     ]
     return table(header, table_rows)
 
@@ -175,12 +184,21 @@ def linear() -> str:
 
 
 def one_long_run() -> str:
-    """A run of 1,024 rows and 1,024 runs of one row: what padding is worst at."""
-    starts = torch.ones(2048, dtype=torch.bool)
-    starts[1:1024] = False
-    result = take_turns(passes("GRU", batch_of("GRU", starts), ("auto",)), turns=1, clock=time.thread_time)
-    cells = ["GRU", *cells_of(result, ("auto", "peer")), times_auto(result, "peer")]
-    return table(["", "auto, ms", "peer's pad, ms", "ratio"], [cells])
+    """One run of half the rows, and runs of one row: what padding is worst at."""
+    table_rows = []
+    for name in KINDS:
+        for rows in (1024, 2048, 4096):
+            starts = torch.ones(rows, dtype=torch.bool)
+            starts[1 : rows // 2] = False
+            # padding takes over a minute and 5 GB for the last one
+            runs = passes(name, batch_of(name, starts), ("auto",))
+            if rows > 2048:
+                runs.pop("peer", None)
+            result = take_turns(runs, turns=1, clock=time.thread_time)
+            cells = [name, f"{rows:,}", *cells_of(result, ("auto", "peer")), times_auto(result, "peer")]
+            table_rows.append([*cells, *megabytes_of(runs, ("auto", "peer"))])
+    header = ["", "rows", "auto, ms", "peer's pad, ms", "ratio", "auto, MB", "peer's pad, MB"]
+    return table(header, table_rows)
 
 
 def call_of(module: Any, *arguments: Any) -> Run:
@@ -219,7 +237,7 @@ def main() -> None:
     print(by_length())
     print(f"\nLinear recurrences, {INPUT} -> {HIDDEN}, {ROWS:,} rows, forward and backward\n")
     print(linear())
-    print("\nOne run of 1,024 rows and 1,024 runs of one row, forward and backward\n")
+    print("\nOne run of half the rows and runs of one row, forward and backward\n")
     print(one_long_run())
     print("\nOne step of a rollout\n")
     print(single_step())

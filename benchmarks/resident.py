@@ -1,0 +1,30 @@
+"""Peak memory of a call as the operating system counts it, what libraries take for themselves included; Linux."""
+
+import ctypes
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def resident_peak(call: Callable[[], object]) -> float:
+    """Megabytes by which the process grows at the worst moment of a call; NaN where the system does not say.
+
+    Freed memory that the allocator keeps for later is given back before, so that nothing is served from it unseen.
+    Call it once before: what a first call sets up for good is no part of its peak.
+    """
+    try:
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        _CLEAR.write_text("5")  # the peak starts anew
+        before = _kilobytes("VmRSS")
+    except OSError:
+        return float("nan")
+    call()
+    return (_kilobytes("VmHWM") - before) / 1024
+
+
+def _kilobytes(name: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1])
