@@ -125,10 +125,12 @@ class ClipPPOLoss(PPOLoss):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio = self.log_ratio(rows, log_prob)
         low, high = self.clip_epsilon if isinstance(self.clip_epsilon, tuple) else 2 * (self.clip_epsilon,)
-        clipped = log_ratio.clamp(math.log1p(-low), math.log1p(high))
-        gain = torch.minimum(log_ratio.exp() * advantage, clipped.exp() * advantage)
-        fraction = masked_mean((clipped != log_ratio).to(gain.dtype), rows.mask)
-        return -gain, diagnose(log_ratio.detach(), rows.mask) | {"clip_fraction": fraction}
+        least, most = math.log1p(-low), math.log1p(high)
+        # bounded before exp: where the limit holds, a ratio that overflows leaves no NaN in the gradient
+        bounded = torch.where(advantage < 0, log_ratio.clamp(min=least), log_ratio.clamp(max=most))
+        seen = log_ratio.detach()
+        fraction = masked_mean((seen.clamp(least, most) != seen).to(seen.dtype), rows.mask)
+        return -bounded.exp() * advantage, diagnose(seen, rows.mask) | {"clip_fraction": fraction}
 
 
 class KLPENPPOLoss(PPOLoss):
@@ -230,14 +232,16 @@ class KLPENPPOLoss(PPOLoss):
 def diagnose(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
     """How far the policy has moved from the one that acted."""
     count: Tensor | int = log_ratio.numel()
-    weights = log_ratio.flatten()
+    real = log_ratio
     if mask is not None:
         count = mask.sum().clamp(min=1)
-        weights = log_ratio.masked_fill(~mask, -torch.inf).flatten()
-    effective = (2 * weights.logsumexp(0) - (2 * weights).logsumexp(0)).exp()
+        real = log_ratio.masked_fill(~mask, -torch.inf)
+    largest = real.max().clamp(min=torch.finfo(real.dtype).min)
+    share = (real - largest).exp()  # of the largest: none overflows
+    total, most = share.sum(), largest.exp()
     return {
         "kl_approx": masked_mean(-log_ratio, mask),
-        "ESS": effective / count,
-        "max_ratio": weights.max().exp(),
-        "mean_ratio": masked_mean(log_ratio.exp(), mask),
+        "ESS": total.square() / share.square().sum().clamp(min=1.0) / count,
+        "max_ratio": most,
+        "mean_ratio": most * total / count,
     }

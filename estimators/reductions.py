@@ -83,8 +83,11 @@ def standardized(column: Tensor, mask: Tensor | None) -> Tensor:
     >>> standardized(torch.tensor([1.0, 3.0, 100.0]), torch.tensor([True, True, False]))[:2]
     tensor([-0.7071,  0.7071])
     """
-    deviation = masked_variance(column, mask, correction=1).sqrt().clamp(min=1e-4)
-    return (column - masked_mean(column, mask)) / deviation
+    if mask is None and column.numel() > 1:
+        deviation, mean = torch.std_mean(column)
+    else:
+        deviation, mean = masked_variance(column, mask, correction=1).sqrt(), masked_mean(column, mask)
+    return (column - mean) / deviation.clamp(min=1e-4)
 
 
 def reduced(
