@@ -156,7 +156,7 @@ class RecurrentModule(StatefulModule):
             # copied, so that an in-place activation on the output leaves the state alone
             return out, (out.clone(),)
         return out, tuple(
-            final.new_zeros(len(rows), *self._state_shape).index_copy(0, index.last, final.transpose(0, 1))
+            final.new_zeros(len(rows), *self._state_shape).index_copy_(0, index.last, final.transpose(0, 1))
             for final in finals
         )
 
