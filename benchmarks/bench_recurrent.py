@@ -1,9 +1,10 @@
-"""Recurrent modules on flat rows with resets: our backends against padding, ours and the peer's; and a single step.
+"""Recurrent modules on flat rows with resets: our backends against padding, ours and the peer's; a single step.
 
 ``python -m flatroll bench recurrent``
 """
 
 import importlib.util
+import itertools
 import time
 import warnings
 from collections.abc import Callable
@@ -29,6 +30,9 @@ ROWS, INPUT, HIDDEN = 4096, 64, 128
 RATES = (0.0, 0.003, 0.02, 0.1, 0.3)
 KEYS: dict[str, Any] = {"in_key": "observation", "out_key": "features"}
 KINDS: dict[str, type[GRUModule] | type[LSTMModule]] = {"GRU": GRUModule, "LSTM": LSTMModule}
+
+#: Sequences, steps and hidden size of the batches for a GPU.
+ON_GPU = ((128, 128, 256), (4096, 64, 512))
 
 Run: TypeAlias = Callable[[], object]
 
@@ -167,6 +171,42 @@ def by_length() -> str:
     return table([*header, "packed / scan", "auto"], table_rows)
 
 
+def waited(run: Run) -> Run:
+    """With the GPU's work done when it returns."""
+
+    def whole() -> None:
+        run()
+        torch.cuda.synchronize()
+
+    return whole
+
+
+def on_gpu(tf32: bool) -> str:
+    """The Triton kernels against cuDNN, on packed runs and on padded ones; all products in TF32, or none."""
+    names = ("triton", "packed", "pad")
+    kept = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
+    table_rows = []
+    for name, (sequences, steps, hidden) in itertools.product(KINDS, ON_GPU):
+        for rate in RATES:
+            starts = torch.rand(sequences, steps, generator=torch.Generator().manual_seed(0)) < rate
+            starts[:, 0] = True
+            batch = batch_of(name, starts.flatten(), hidden=hidden).to("cuda")
+            runs = {}
+            for backend in names:
+                module = KINDS[name](INPUT, hidden, recurrent_backend=backend, **KEYS).to("cuda")
+                runs[backend] = waited(pass_of(module, set_recurrent_mode, batch))
+            result = take_turns(runs, turns=7)
+            share = [f"{ratio(result[other], result['triton']):.2f} x" for other in names[1:]]
+            sizes = [name, f"{sequences:,} x {steps}", str(hidden), f"{rate:.1%}", str(int(starts.sum()))]
+            table_rows.append([*sizes, *cells_of(result, names), *share])
+    torch.set_float32_matmul_precision(kept[0])
+    torch.backends.cudnn.allow_tf32 = kept[1]
+    header = ["", "rows", "hidden", "resets", "runs", "triton, ms", "packed", "pad"]
+    return table([*header, "packed / triton", "pad / triton"], table_rows)
+
+
 def linear() -> str:
     """Recurrences that are linear in their state against the gated ones."""
     kinds: dict[str, Any] = {"MinGRU": MinGRUModule, "linear unit": LinearRecurrentModule, "GRU": GRUModule}
@@ -241,6 +281,14 @@ def main() -> None:
     print(one_long_run())
     print("\nOne step of a rollout\n")
     print(single_step())
+    if not (torch.cuda.is_available() and importlib.util.find_spec("triton")):
+        print("\nNo CUDA device with Triton here: triton, packed and pad are not compared")
+        return
+    for tf32 in (False, True):
+        print(
+            f"\nOn {torch.cuda.get_device_name()}, forward and backward, products in {'TF32' if tf32 else 'float32'}\n"
+        )
+        print(on_gpu(tf32))
 
 
 if __name__ == "__main__":

@@ -160,7 +160,9 @@ def _room(programs: int, hidden: int, like: Tensor) -> Tensor:
 
 
 def _by_row(states: Tensor) -> Tensor:
-    """States whose rows are dense, though they may stand apart."""
+    """States whose rows are dense, though they may stand apart, or be one and the same."""
+    if states.stride(0) == 0:
+        return states[:1].contiguous().expand_as(states)
     return states if states.stride(1) == 1 else states.contiguous()
 
 

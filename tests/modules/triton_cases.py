@@ -98,14 +98,12 @@ def off_by(
     return max(worst) / TOLERANCE[dtype]
 
 
-def modules(mode: str, python_based: bool, run: Callable[[Any], Any]) -> float:
+def modules(mode: str, run: Callable[[Any], Any] = lambda module: module, **options: Any) -> float:
     """A module of this backend against one that is packed, over a batch with a reset at random."""
     torch.manual_seed(0)
     found = []
     for backend in ("triton", "auto"):
-        module = MODULES[mode](
-            3, 4, 2, in_key="x", out_key="y", recurrent_backend=backend, python_based=python_based
-        )
+        module = MODULES[mode](3, 4, 2, in_key="x", out_key="y", recurrent_backend=backend, **options)
         module.load_state_dict(found[0][0].state_dict() if found else module.state_dict())
         torch.manual_seed(1)
         batch = TensorDict({"x": torch.randn(9, 3), "is_init": torch.rand(9, 1) < 0.4}, [9])
@@ -165,13 +163,14 @@ def results(device: str) -> Iterator[tuple[str, float]]:
     for mode in KINDS:
         for name, (lengths, options) in CASES.items():
             yield f"{mode}, {name}", off_by(mode, lengths, **options)
-        yield f"{mode}, module", modules(mode, False, lambda module: module)
+        yield f"{mode}, module", modules(mode)
+        yield f"{mode}, module from zeros", modules(mode, state="zero")
         yield f"{mode}, NaN", nan_stays(mode)
         yield f"{mode}, a reset overlooked is seen", lost_reset(mode)
         if device == "cuda":
             yield f"{mode}, waits", waits(mode)
     compiled = torch.compile(fullgraph=True, backend="eager")
-    yield "GRU, one graph", modules("GRU", True, compiled)
+    yield "GRU, one graph", modules("GRU", compiled, python_based=True)
 
 
 if __name__ == "__main__":
