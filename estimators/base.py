@@ -14,6 +14,7 @@ from flatroll.estimators.finite import check_finite
 from flatroll.estimators.following import Boundaries, beside
 from flatroll.estimators.given import Estimated as Estimated
 from flatroll.estimators.given import Given as Given
+from flatroll.estimators.given import in_order
 from flatroll.estimators.groups import standardized_in_groups
 from flatroll.estimators.keyed import VALID, renamed, under_next
 from flatroll.estimators.network import checked_network
@@ -221,7 +222,7 @@ class ValueEstimator(TensorDictModuleBase):
             ValueError: shapes that do not match, hidden final observations, a ``final`` of another batch.
         """
         batch, dim = time_last(tensordict, self.time_dim)
-        out = self._estimated(batch, Parameters(params, target_params), None, final)
+        out = self._estimated(batch, dim, Parameters(params, target_params), None, final)
         names = self.tensor_keys
         written = {
             names["advantage"]: out.advantage,
@@ -256,12 +257,13 @@ class ValueEstimator(TensorDictModuleBase):
         batch, dim = time_last(tensordict, self.time_dim)
         if next_value is not None and dim is not None:
             next_value = next_value.transpose(dim, batch.batch_dims - 1)
-        target = self._estimated(batch, Parameters(params, target_params), next_value, final).target
+        target = self._estimated(batch, dim, Parameters(params, target_params), next_value, final).target
         return target if dim is None else target.transpose(dim, batch.batch_dims - 1)
 
     def _estimated(
         self,
         batch: TensorDictBase,
+        turned: int | None,
         parameters: Parameters,
         next_value: Tensor | None,
         final: TensorDictBase | None,
@@ -270,6 +272,12 @@ class ValueEstimator(TensorDictModuleBase):
         with torch.set_grad_enabled(grad), set_recurrent_mode(True):
             reward = reward_of(batch, self.key("reward"))
             at = boundaries_of(batch, self.tensor_keys, self.bootstrap_missing)
+            if next_value is not None and next_value.shape == batch.batch_size:
+                next_value = next_value.unsqueeze(-1)
+            if next_value is not None and next_value.shape != reward.shape:
+                raise ValueError(
+                    f"next_value must have the reward's shape {tuple(reward.shape)}, got {tuple(next_value.shape)}"
+                )
             values = self._values(batch, at, parameters, next_value, final)
             for column in (values.value, values.next_value):
                 if column.shape != reward.shape:
@@ -286,7 +294,8 @@ class ValueEstimator(TensorDictModuleBase):
                 ends = ends.clone()
                 ends[..., :-1] |= ~valid[..., 1:]
             counted = self._counted(batch, valid)
-            gamma = discount_over(self.gamma, batch, self.tensor_keys["steps_to_next_obs"], reward)
+            gamma = in_order("gamma", self.gamma, reward, batch.batch_dims, turned)
+            gamma = discount_over(gamma, batch, self.tensor_keys["steps_to_next_obs"], reward)
             if self.average_rewards:
                 reward = self._standardized(batch, reward, counted)
             given = Given(
@@ -299,6 +308,7 @@ class ValueEstimator(TensorDictModuleBase):
                 beside(at.terminated, reward),
                 beside(ends, reward),
                 batch.batch_dims - 1,
+                turned,
             )
             advantage, target = self.estimate(given)
             if self.standardize:
@@ -327,8 +337,7 @@ class ValueEstimator(TensorDictModuleBase):
             warn=self._warn_once,
         )
         n_step = batch.get(self.tensor_keys["steps_to_next_obs"], None) is not None
-        values = evaluate(batch, at, final, parameters, n_step=n_step)
-        return values if next_value is None else Values(values.value, next_value, values.valid)
+        return evaluate(batch, at, final, parameters, next_value, n_step=n_step)
 
     def _counted(self, batch: TensorDictBase, valid: Tensor | None) -> Tensor | None:
         """The rows that moments are taken over; None is all of them."""

@@ -22,16 +22,18 @@ def td0_return_estimate(
     terminated: Tensor | None = None,
     *,
     done: Tensor | None = None,
+    time_dim: int = -2,
 ) -> Tensor:
     """One-step return: ``reward[t] + gamma * next_state_value[t] * (1 - terminated[t])``.
 
     Args:
-        gamma: discount in [0, 1]; a number, one per row, or a tensor that broadcasts to the reward.
+        gamma: discount in [0, 1]; a number, one per row ``[*B, T]``, or a tensor that broadcasts to the reward.
         next_state_value: value of each row's next observation, floating, of the reward's shape; not read where
             terminated.
-        reward: floating ``[*B, T, F]`` or ``[N]``.
+        reward: floating ``[*B, T, *F]`` or ``[N]``.
         terminated: bool of the same shape, or 1 for its features: rows that are not bootstrapped.
         done: stands in for ``terminated`` where that is not given, which takes truncations for terminations.
+        time_dim: the last dim of the rows; those behind it are features. Default: -2; a tensor ``[N]`` has but one.
 
     Returns:
         tensor of the reward's shape.
@@ -48,7 +50,7 @@ def td0_return_estimate(
     name, over = ("terminated", terminated) if terminated is not None else ("done", done)
     if over is None:
         raise ValueError("give terminated= (the rows that are not bootstrapped), or done=")
-    series = Series(reward, -2, next_state_value=next_state_value)
+    series = Series(reward, time_dim, next_state_value=next_state_value)
     factor = series.factor("gamma", gamma)
     over = series.spread(name, checked_flag(name, over))
     bootstrap = torch.where(over, 0.0, next_state_value)

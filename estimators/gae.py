@@ -73,7 +73,7 @@ class GAE(ValueEstimator):
     def estimate(self, given: Given) -> tuple[Tensor, Tensor]:
         return generalized_advantage_estimate(
             given.gamma,
-            self.lmbda,
+            given.factor("lmbda", self.lmbda),
             given.value,
             given.next_value,
             given.reward,

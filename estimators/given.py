@@ -6,6 +6,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.estimators.following import Boundaries
+from flatroll.estimators.series import factor_over
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Given:
         next_value: of its next one.
         reward, terminated, ends: as the functions of ``flatroll.estimators.functional`` take them.
         time_dim: likewise.
+        turned: the batch dim in which the caller has time, if that is not the last.
     """
 
     batch: TensorDictBase
@@ -31,6 +33,27 @@ class Given:
     terminated: Tensor
     ends: Tensor
     time_dim: int
+    turned: int | None = None
+
+    def factor(self, name: str, x: float | Tensor) -> float | Tensor:
+        """A factor in the caller's order of dims, in that of these columns."""
+        return in_order(name, x, self.reward, self.time_dim + 1, self.turned)
+
+
+def in_order(name: str, x: float | Tensor, reward: Tensor, rows: int, turned: int | None) -> float | Tensor:
+    """A factor of the reward whose last row dim stands at dim ``turned``, for the reward as it is.
+
+    Args:
+        name: of the factor.
+        x: a number, one per row or what broadcasts to the reward.
+        reward: ``[*B, T, *F]``.
+        rows: number of its dims that are rows.
+        turned: where ``x`` has its time; None is the last dim of the rows.
+    """
+    if turned is None or not isinstance(x, Tensor) or not x.ndim:
+        return x
+    full = factor_over(name, x, reward.transpose(turned, rows - 1).shape, rows)
+    return full.transpose(turned, rows - 1)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flatroll.estimators.following import Boundaries, beside
 from flatroll.estimators.keyed import under_next
+from flatroll.estimators.series import factor_over
 from flatroll.layout import run_ends
 from flatroll.layout.keys import NEXT_KNOWN, REWARD, NestedKey, flat_column, marker, require
 
@@ -73,7 +74,8 @@ def discount_over(
     if steps is None:
         return gamma
     spanned = beside(flat_column(steps, batch, steps_key).to(reward.dtype), reward)
-    return torch.as_tensor(gamma, dtype=reward.dtype, device=reward.device) ** spanned
+    base = torch.as_tensor(gamma, dtype=reward.dtype, device=reward.device)
+    return (factor_over("gamma", base, reward.shape, batch.batch_dims) if base.ndim else base) ** spanned
 
 
 def time_last(batch: TensorDictBase, time_dim: int | None) -> tuple[TensorDictBase, int | None]:

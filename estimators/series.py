@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flatroll.kernels.scan import numberless
+
 
 class Series:
     """Tensors ``[*B, T, *F]`` as columns ``[B * F * T]``: each series of T rows contiguous, one after the other.
@@ -67,37 +69,24 @@ class Series:
                 f"{name} must have the reward's shape {tuple(self.shape)}, or 1 for its features, "
                 f"got {tuple(x.shape)}"
             )
-        return self._over_features(x).expand(self.shape)
-
-    def _over_features(self, x: Tensor) -> Tensor:
-        """``x`` with a dim of 1 for each feature dim it lacks."""
-        return x.reshape(*x.shape, *[1] * (len(self.shape) - x.ndim))
+        return x.reshape(*x.shape, *[1] * (len(self.shape) - x.ndim)).expand(self.shape)
 
     def factor(self, name: str, x: float | Tensor) -> float | Tensor:
         """A discount or decay: the number itself, or one per row as a column.
 
         Raises:
-            ValueError: outside [0, 1] (tensors on other devices than the CPU are not read), or a shape that
-                neither is that of the rows ``[*B, T]`` nor broadcasts to the reward.
+            ValueError: outside [0, 1] (tensors on other devices than the CPU, and inside transforms, are not
+                read), or a shape that neither is that of the rows ``[*B, T]`` nor broadcasts to the reward.
         """
         if not isinstance(x, Tensor):
             return unit_interval(name, x)
-        if x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel():
+        if x.device.type == "cpu" and not numberless() and x.numel():
             low, high = x.detach().aminmax()
             for bound in (low, high):
                 unit_interval(name, float(bound))
         if not x.ndim:
             return x.to(self.dtype)
-        if x.shape == self.shape[: self.time + 1]:
-            x = self._over_features(x)
-        try:
-            full = x.expand(self.shape)
-        except RuntimeError:
-            raise ValueError(
-                f"{name} must be a number, one per row {tuple(self.shape[: self.time + 1])} or broadcast to the "
-                f"reward {tuple(self.shape)}, got shape {tuple(x.shape)}"
-            ) from None
-        return self.number(full)
+        return self.number(factor_over(name, x, self.shape, self.time + 1))
 
     def flags(self, done: Tensor, terminated: Tensor | None, ends: Tensor | None) -> tuple[Tensor, Tensor]:
         """Columns: where nothing is bootstrapped, and where runs end."""
@@ -110,6 +99,22 @@ class Series:
 
     def _flag(self, name: str, flag: Tensor) -> Tensor:
         return self.column(self.spread(name, checked_flag(name, flag)))
+
+
+def factor_over(name: str, x: Tensor, shape: torch.Size, rows: int) -> Tensor:
+    """``x`` in the reward's ``shape``, of which ``rows`` dims are rows: one number per row, or what broadcasts.
+
+    >>> factor_over("gamma", torch.tensor([0.5, 0.9]), torch.Size([2, 3]), 1).tolist()
+    [[0.5, 0.5, 0.5], [0.8999999761581421, 0.8999999761581421, 0.8999999761581421]]
+    """
+    try:
+        over = x.reshape(*x.shape, *[1] * (len(shape) - rows)) if x.shape == shape[:rows] else x
+        return over.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{name} must be a number, one per row {tuple(shape[:rows])} or broadcast to the reward "
+            f"{tuple(shape)}, got shape {tuple(x.shape)}"
+        ) from None
 
 
 def checked_flag(name: str, flag: Tensor) -> Tensor:

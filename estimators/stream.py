@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flatroll.kernels.scan import numberless
 from flatroll.layout.keys import NestedKey
 
 Columns: TypeAlias = dict[NestedKey, Tensor]
@@ -52,7 +53,7 @@ def marked(flag: Tensor) -> Tensor:
     [1, 3]
     """
     flat = flag.reshape(-1)
-    if flat.device.type == "cpu" and type(flat) is Tensor and not torch.compiler.is_compiling():
+    if flat.device.type == "cpu" and type(flat) is Tensor and not numberless():
         return torch.from_numpy(np.flatnonzero(flat.numpy()))  # torch takes six times as long
     return flat.nonzero().squeeze(-1)
 

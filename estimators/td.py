@@ -54,7 +54,9 @@ class TD0Estimator(ValueEstimator):
         super().__init__(gamma=gamma, value_network=value_network, average_rewards=average_rewards, **options)
 
     def estimate(self, given: Given) -> tuple[Tensor, Tensor]:
-        target = td0_return_estimate(given.gamma, given.next_value, given.reward, given.terminated)
+        target = td0_return_estimate(
+            given.gamma, given.next_value, given.reward, given.terminated, time_dim=given.time_dim
+        )
         return target - given.value, target
 
 
@@ -101,7 +103,7 @@ class TDLambdaEstimator(ValueEstimator):
     def estimate(self, given: Given) -> tuple[Tensor, Tensor]:
         target = td_lambda_return_estimate(
             given.gamma,
-            self.lmbda,
+            given.factor("lmbda", self.lmbda),
             given.next_value,
             given.reward,
             given.ends,

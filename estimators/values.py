@@ -20,7 +20,7 @@ from flatroll.estimators.chunks import Chunks
 from flatroll.estimators.following import Boundaries, Following, beside, flat
 from flatroll.estimators.network import NetworkInputs as NetworkInputs
 from flatroll.estimators.network import value_of
-from flatroll.estimators.stream import Appended, Columns, Interleaved, Stream, marked
+from flatroll.estimators.stream import Appended, Columns, Interleaved, Stream, marked, stops
 from flatroll.kernels import zeroed
 from flatroll.layout.keys import NestedKey, next_key, require
 
@@ -98,6 +98,7 @@ class StateValues:
         at: Boundaries,
         final: TensorDictBase | None = None,
         parameters: Parameters | None = None,
+        next_value: Tensor | None = None,
         *,
         n_step: bool = False,
     ) -> Values:
@@ -108,6 +109,7 @@ class StateValues:
             at: its boundaries.
             final: the next observations that no row of a compact batch holds.
             parameters: in place of the network's own.
+            next_value: of the next observations ``[*B, T, *F]``, if they are known.
             n_step: the next observation of a row is not that of the row behind it.
 
         Raises:
@@ -115,11 +117,13 @@ class StateValues:
             ValueError: ``final`` does not belong to this batch, the value has no trailing dim, or one stream is
                 asked to serve two sets of parameters, or n-step rows.
         """
-        value, next_value = self._existing(batch)
+        value, next_value = self._existing(batch, next_value)
         if value is not None and next_value is not None:
             return Values(value, zeroed(next_value, at.terminated))
         assert self.network is not None
         work = _Work(self, self.network, batch, at, final, parameters or Parameters(), value)
+        if next_value is not None:
+            return Values(work.of_rows(), zeroed(next_value, at.terminated))
         if work.row_by_row:
             return work.two_calls()
         if n_step:
@@ -130,13 +134,16 @@ class StateValues:
             )
         return work.one_call()
 
-    def _existing(self, batch: TensorDictBase) -> tuple[Tensor | None, Tensor | None]:
-        """The values that need not be computed."""
+    def _existing(
+        self, batch: TensorDictBase, next_value: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The values that need not be computed; ``next_value`` as it is, if it is known."""
+        key = next_key(self.value_key)
         if self.network is None:
-            return require(batch, self.value_key), require(batch, next_key(self.value_key))
+            return require(batch, self.value_key), require(batch, key) if next_value is None else next_value
         if not self.route.skip_existing:
-            return None, None
-        return batch.get(self.value_key, None), batch.get(next_key(self.value_key), None)
+            return None, next_value
+        return batch.get(self.value_key, None), batch.get(key, None) if next_value is None else next_value
 
 
 class _Work:
@@ -199,6 +206,24 @@ class _Work:
             self.value if self.value is not None else _joined(values, self.dim),
             zeroed(next_value, at.terminated),
         )
+
+    def of_rows(self) -> Tensor:
+        """The values of the rows alone."""
+        rows, ends = self.at.ends.numel(), self.at.ends.reshape(-1)
+        root, _ = self._columns()
+        chunks = self.route.chunks
+        bounds = stops(marked(ends[:-1]) + 1, rows) if self.inputs.recurrent and not chunks.whole else None
+        each = rows // max(self.batch.shape[self.dim], 1)
+        found = [
+            self._evaluate(
+                {key: column[start:stop] for key, column in root.items()},
+                torch.Size([stop - start]),
+                self.parameters.now,
+            )
+            for start, stop in chunks.spans(rows, bounds, each=each)
+        ]
+        value = _joined(found, 0)
+        return value.reshape(*self.batch.batch_size, *value.shape[1:])
 
     def one_call(self) -> Values:
         """The extended stream; twice where the next values have parameters of their own."""

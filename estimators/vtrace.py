@@ -115,8 +115,8 @@ class VTrace(ValueEstimator):
             given.reward,
             given.ends,
             given.terminated,
-            self.rho_thresh,
-            self.c_thresh,
+            given.factor("rho_thresh", self.rho_thresh),
+            given.factor("c_thresh", self.c_thresh),
             given.time_dim,
         )
 

@@ -46,7 +46,7 @@ def segmented_scan(a: Tensor | float, b: Tensor, ends: Tensor, *, longest: int |
     if b.numel() == 0:
         return b.clone()
     rows = b.shape[0] if longest is None else min(longest, b.shape[0])
-    if torch.compiler.is_compiling():
+    if numberless():
         return _doubling(a, b, ends, rows)
     if torch.is_grad_enabled() and (b.requires_grad or (isinstance(a, Tensor) and a.requires_grad)):
         y: Tensor = _Scan.apply(a, b, ends, rows)  # type: ignore[no-untyped-call]  # torch's own
@@ -76,9 +76,16 @@ def _checked(a: Tensor | float, b: Tensor, ends: Tensor) -> Tensor | float:
     return a.to(b.dtype)
 
 
+def numberless() -> bool:
+    """Whether tensors stand for others: inside ``torch.compile``, or a transform of ``torch.func``."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def runs_compiled(*tensors: Tensor) -> bool:
     """Whether these tensors are plain CPU arrays that Numba may read now."""
-    if torch.compiler.is_compiling():
+    if numberless():
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False

@@ -68,11 +68,15 @@ def actor() -> ProbabilisticTensorDictSequential:
 
 
 KINDS: dict[str, Callable[..., Any]] = {
-    "gae": lambda critic, **k: GAE(gamma=G, lmbda=L, value_network=critic, **k),
-    "td0": lambda critic, **k: TD0Estimator(gamma=G, value_network=critic, **k),
-    "td1": lambda critic, **k: TD1Estimator(gamma=G, value_network=critic, **k),
-    "td_lambda": lambda critic, **k: TDLambdaEstimator(gamma=G, lmbda=L, value_network=critic, **k),
-    "vtrace": lambda critic, **k: VTrace(gamma=G, actor_network=actor(), value_network=critic, **k),
+    "gae": lambda critic, gamma=G, **k: GAE(gamma=gamma, lmbda=L, value_network=critic, **k),
+    "td0": lambda critic, gamma=G, **k: TD0Estimator(gamma=gamma, value_network=critic, **k),
+    "td1": lambda critic, gamma=G, **k: TD1Estimator(gamma=gamma, value_network=critic, **k),
+    "td_lambda": lambda critic, gamma=G, **k: TDLambdaEstimator(
+        gamma=gamma, lmbda=L, value_network=critic, **k
+    ),
+    "vtrace": lambda critic, gamma=G, **k: VTrace(
+        gamma=gamma, actor_network=actor(), value_network=critic, **k
+    ),
 }
 EACH = pytest.mark.parametrize("kind", KINDS)
 
@@ -420,6 +424,30 @@ def test_targets_from_given_next_values_need_no_network(batch_of: BatchOf, kind:
     torch.testing.assert_close(target, alone(kind, batch)[1])
 
 
+@pytest.mark.parametrize("kind", ["gae", "vtrace"])
+@pytest.mark.parametrize(
+    "way", [{}, {"shifted": True}, {"shifted": True, "shifted_budget": 1}, {"num_chunks": 3}], ids=str
+)
+def test_where_next_values_are_known_the_network_sees_the_rows_alone(
+    batch_of: BatchOf, kind: str, way: dict[str, Any]
+) -> None:
+    """Given in the call, or standing in the batch."""
+    batch, calls = acted(batch_of([(3, "truncated"), (2, "terminated"), (2, "cut")])), Counting()
+    advantage, target = alone(kind, batch)
+    next_value = norm_critic()(batch["next"].select("observation"))["state_value"]
+    estimator = KINDS[kind](calls.network, **way)
+    torch.testing.assert_close(estimator.value_estimate(batch, next_value=next_value), target)
+    assert calls.rows == 7
+    batch["next", "state_value"] = next_value
+    out = KINDS[kind](calls.network, skip_existing=True, **way)(batch)
+    torch.testing.assert_close(out["advantage"], advantage)
+    assert calls.rows == 14
+    with pytest.raises(
+        ValueError, match=re.escape("next_value must have the reward's shape (7, 1), got (6, 1)")
+    ):
+        estimator.value_estimate(batch, next_value=next_value[:6])
+
+
 # --- rewards ---
 
 
@@ -437,6 +465,35 @@ def test_average_rewards_leaves_the_batch_its_own(batch_of: BatchOf, kind: str) 
     for _ in range(2):
         torch.testing.assert_close(estimator(batch)["value_target"], wanted)
     assert torch.equal(batch["next", "reward"], reward)
+
+
+@EACH
+def test_factors_of_each_row_follow_it(batch_of: BatchOf, kind: str) -> None:
+    """A discount ``[*B, T]`` is that of its row: with time in any dim, over n steps, for all features of a reward."""
+    batch = acted(batch_of([(4, "terminated"), (4, "cut"), (3, "truncated"), (5, "cut")])).reshape(4, 4)
+    batch = batch.exclude("collector")
+    batch["next", "reward"] = batch["next", "reward"].unsqueeze(-1) * torch.tensor([[1.0], [3.0]])
+    critic = TensorDictModule(
+        lambda x: x.square().sum(-1, keepdim=True).sqrt().unsqueeze(-2).repeat_interleave(2, -2),
+        ["observation"],
+        ["state_value"],
+    )
+    gamma = torch.rand(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    estimator, turned = KINDS[kind](critic, gamma), KINDS[kind](critic, gamma.T, time_dim=0)
+    for steps in (None, torch.randint(1, 4, (4, 4), generator=torch.Generator().manual_seed(0))):
+        if steps is not None:
+            batch["steps_to_next_obs"] = steps
+        power = gamma if steps is None else gamma**steps
+        wanted = []
+        for row in range(4):  # each series alone, each feature alone
+            for feature in range(2):
+                part = batch[row].clone().exclude("steps_to_next_obs")
+                part["next", "reward"] = part["next", "reward"][:, feature]
+                wanted.append(KINDS[kind](norm_critic(), power[row])(part)["advantage"])
+        out = estimator(batch.clone())["advantage"]
+        torch.testing.assert_close(out, torch.stack(wanted).view(4, 2, 4, 1).transpose(1, 2))
+        again = turned(batch.transpose(0, 1).clone())["advantage"]
+        torch.testing.assert_close(again.transpose(0, 1), out)
 
 
 @EACH

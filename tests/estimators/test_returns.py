@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
 from flatroll import estimators
 from flatroll.estimators import (
@@ -315,6 +315,24 @@ def test_gradients(name: str) -> None:
 
     inputs = [getattr(data, n).clone().requires_grad_() for n in names]
     assert gradcheck(of, inputs)
+    assert gradgradcheck(of, inputs)
+
+
+@EACH
+def test_inside_transforms_of_torch_func(name: str) -> None:
+    """Many critics at a time, and the gradient of each: as one by one."""
+    data = random_data([(3, "terminated"), (1, "truncated"), (2, "cut"), (2, "truncated")])
+
+    def of(next_value: Tensor, reward: Tensor) -> Tensor:
+        changed = Data(**{**vars(data), "next_value": next_value, "reward": reward})
+        return torch.stack(FUNCTIONS[name][0](changed, ends=data.ends)).square().sum()
+
+    columns = [torch.stack([x, 2 * x, -x]) for x in (data.next_value, data.reward)]
+    grads = torch.vmap(torch.func.grad(of, argnums=(0, 1)))(*columns)
+    inputs = [x.clone().requires_grad_() for x in columns]
+    total = sum(of(*(x[i] for x in inputs)) for i in range(3))
+    wanted = torch.autograd.grad(total, inputs, materialize_grads=True, allow_unused=True)
+    torch.testing.assert_close(grads, wanted)
 
 
 @EACH
