@@ -47,9 +47,10 @@ class GRUModule(RecurrentModule):
             is ``.gru`` afterwards.
         recurrent_backend: how runs are computed, all with one result: ``"packed"`` (the stock network on a packed
             sequence), ``"scan"`` (flatroll's operators on the same order, one direction, differentiable once),
-            ``"pad"`` (the classical form, a baseline), ``"auto"`` (the fastest measured); default ``"auto"``. Runs of
-            one length go to the stock network as ``[runs, length]``, bit for bit; few of them have their gradient
-            written out under ``"auto"`` and ``"scan"``.
+            ``"triton"`` (one kernel a layer on CUDA, one direction, differentiable once, extra ``triton``), ``"pad"``
+            (the classical form, a baseline), ``"auto"`` (the fastest measured, hence never ``"triton"``, which nobody
+            has timed yet); default ``"auto"``. Runs of one length go to the stock network as ``[runs, length]``, bit
+            for bit, but under ``"triton"``; few of them have their gradient written out under ``"auto"`` and ``"scan"``.
         default_recurrent_mode: the mode where none is set, as :class:`set_recurrent_mode` takes it; default sequential.
         python_based: build ``.gru`` as :class:`flatroll.modules.GRU`, which ``torch.compile`` takes into one graph;
             default False, the stock network. :meth:`make_python_based` changes it later.
@@ -63,7 +64,8 @@ class GRUModule(RecurrentModule):
 
     Raises:
         ValueError: contradicting sizes or keys, ``batch_first=False``, an unknown backend or state, or a backend that
-            cannot run the network.
+            cannot run the network; when called, ``"triton"`` with tensors that are not on CUDA.
+        ImportError: ``"triton"`` where that is not installed.
 
     Reference: Cho et al. 2014, https://arxiv.org/abs/1406.1078; the recurrence is that of ``torch.nn.GRU``.
 
