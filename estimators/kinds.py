@@ -15,7 +15,7 @@ from flatroll.estimators.vtrace import VTrace
 
 
 class ValueEstimators(StrEnum):
-    """Names of the estimators; the plain text will do as well.
+    """Names of the estimators; the plain text will do as well, and so will ``"TDLambda"`` for ``"td_lambda"``.
 
     >>> ValueEstimators.TDLambda == "td_lambda"
     True
@@ -41,6 +41,25 @@ _CLASSES: dict[str, type[ValueEstimator]] = {
 }
 
 
+def name_of(kind: str | type[ValueEstimator]) -> str:
+    """The name of a kind.
+
+    Raises:
+        ValueError: there is no such estimator.
+
+    >>> name_of("TDLambda"), name_of(GAE)
+    ('td_lambda', 'gae')
+    """
+    if isinstance(kind, str):
+        name = str(ValueEstimators.__members__.get(kind, kind))
+        one_of("value_type", name, tuple(_CLASSES))
+        return name
+    for name, known in _CLASSES.items():
+        if kind is known:
+            return name
+    raise ValueError(f"value_type must be a name in ValueEstimators or one of its classes, got {kind!r}")
+
+
 def make_estimator(
     kind: Kind, networks: Mapping[str, TensorDictModuleBase | None], arguments: dict[str, Any]
 ) -> ValueEstimator:
@@ -59,9 +78,7 @@ def make_estimator(
         if arguments:
             raise ValueError(f"this {type(kind).__name__} has its arguments, got {', '.join(arguments)}, too")
         return cast(ValueEstimator, kind)
-    if isinstance(kind, str):
-        one_of("value_type", str(kind), tuple(_CLASSES))
-    chosen = _CLASSES[str(kind)] if isinstance(kind, str) else cast(type[ValueEstimator], kind)
+    chosen = _CLASSES[name_of(kind)] if isinstance(kind, str) else cast(type[ValueEstimator], kind)
     known = inspect.signature(chosen).parameters
     found: dict[str, Any] = {**_DEFAULTS, **networks}
     if networks["value_network"] is None and "value_network" not in arguments:

@@ -90,7 +90,13 @@ class LossModule(TensorDictModuleBase):
         self.tensor_keys = renamed(self.tensor_keys, keys)
 
     def rows(self, batch: TensorDictBase) -> Rows:
-        """The batch and the rows of it that count: the mask, what an estimator left valid, no burn-in."""
+        """The batch and the rows of it that count: the mask, what an estimator left valid, no burn-in.
+
+        Raises:
+            ValueError: there are no rows at all.
+        """
+        if batch.batch_size.numel() == 0:  # TensorDict.numel() is at least 1
+            raise ValueError(f"{type(self).__name__} needs at least one row, got a batch {list(batch.shape)}")
         mask = None
         for name in ("mask", "valid"):
             key = self.tensor_keys[name]

@@ -7,11 +7,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from flatroll.estimators.base import ValueEstimator
 from flatroll.estimators.following import usable
 from flatroll.estimators.functional_td import td0_return_estimate, td_lambda_return_estimate
-from flatroll.estimators.kinds import ValueEstimators
+from flatroll.estimators.kinds import ValueEstimators, name_of
 from flatroll.estimators.loss import LossModule, Rows
-from flatroll.estimators.reductions import Distance, Reduction, both, check_distance, one_of, reduced
+from flatroll.estimators.reductions import Distance, Reduction, both, check_distance, reduced
 from flatroll.estimators.series import unit_interval
 from flatroll.layout import run_ends
 from flatroll.layout.keys import NEXT_KNOWN, NestedKey, flat_column, marker, next_key, require
@@ -38,12 +39,6 @@ class OffPolicyLoss(LossModule):
         "priority": "td_error",
         "priority_weight": "priority_weight",
     }
-    #: The estimators that can make targets.
-    supported: ClassVar[tuple[str, ...]] = (
-        ValueEstimators.TD0,
-        ValueEstimators.TD1,
-        ValueEstimators.TDLambda,
-    )
 
     def __init__(
         self,
@@ -64,20 +59,20 @@ class OffPolicyLoss(LossModule):
         self.make_value_estimator()
 
     def make_value_estimator(
-        self, value_type: ValueEstimators | str = ValueEstimators.TD0, **hyperparams: float
+        self, value_type: str | type[ValueEstimator] = ValueEstimators.TD0, **hyperparams: float
     ) -> Self:
         """Choose what the values are drawn to.
 
         ``"td0"`` (default): ``reward + gamma * next_value``, on rows in any order. ``"td1"`` and
-        ``"td_lambda"``: returns along each run, for batches of slices; rewards that an exploring or older
-        policy earned stand in them uncorrected.
+        ``"td_lambda"``, whose targets are those of ``"gae"``, too: returns along each run, for batches of slices;
+        rewards that an exploring or older policy earned stand in them uncorrected.
 
         N-step rows (``"steps_to_next_obs"``, as ``MultiStepTransform`` writes it) need ``"td0"``; there
         ``"gamma"`` of the batch, or else ``gamma ** steps``, takes the place of ``gamma``.
 
         Args:
-            value_type: ``"td0"``, ``"td1"`` or ``"td_lambda"``. Default: ``"td0"``.
-            hyperparams: ``gamma``, default 0.99; for ``"td_lambda"`` ``lmbda``, default 0.95. Both in [0, 1].
+            value_type: ``"td0"``, ``"td1"``, ``"td_lambda"`` or ``"gae"``, or the class. Default: ``"td0"``.
+            hyperparams: ``gamma``, default 0.99; ``lmbda`` of the last two, default 0.95. Both in [0, 1].
 
         Returns:
             the loss itself.
@@ -86,15 +81,22 @@ class OffPolicyLoss(LossModule):
             ValueError: another estimator, or a number out of range.
             TypeError: another hyperparameter.
         """
-        one_of("value_type", str(value_type), tuple(map(str, self.supported)))
-        traced = value_type == ValueEstimators.TDLambda
+        kind = name_of(value_type)
+        if kind == ValueEstimators.VTrace:
+            raise ValueError(
+                "'vtrace' corrects values of states by how probable the actor finds the actions of a run, and "
+                f"{type(self).__name__} learns values of actions: take 'td0', 'td1' or 'td_lambda'"
+            )
+        traced = kind in (ValueEstimators.TDLambda, ValueEstimators.GAE)
         defaults = {"gamma": 0.99} | ({"lmbda": 0.95} if traced else {})
         if unknown := sorted(set(hyperparams) - set(defaults)):
-            raise TypeError(f"{value_type} takes {' and '.join(defaults)}, got {', '.join(unknown)}")
+            raise TypeError(f"{kind} takes {' and '.join(defaults)}, got {', '.join(unknown)}")
         numbers = defaults | hyperparams
         self.gamma = unit_interval("gamma", numbers["gamma"])
-        lmbda = {ValueEstimators.TD0: 0.0, ValueEstimators.TD1: 1.0}.get(ValueEstimators(value_type))
-        self.lmbda = unit_interval("lmbda", numbers["lmbda"]) if lmbda is None else lmbda
+        if traced:
+            self.lmbda = unit_interval("lmbda", numbers["lmbda"])
+        else:
+            self.lmbda = float(kind == ValueEstimators.TD1)
         return self
 
     def transitions(self, batch: TensorDictBase, observed: Iterable[NestedKey]) -> tuple[Rows, Tensor | None]:

@@ -18,7 +18,14 @@ from flatroll.buffers import (
     SliceSampler,
     TensorDictPrioritizedReplayBuffer,
 )
-from flatroll.estimators import DQNLoss
+from flatroll.estimators import (
+    GAE,
+    DQNLoss,
+    TD0Estimator,
+    TD1Estimator,
+    TDLambdaEstimator,
+    ValueEstimators,
+)
 from flatroll.modules import GRUModule, LSTMModule, set_recurrent_mode
 
 BatchOf = Callable[..., TensorDict]
@@ -399,9 +406,28 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], text: st
 
 
 @pytest.mark.parametrize(
+    ("kinds", "gamma", "lmbda"),
+    [
+        (["td0", "TD0", ValueEstimators.TD0, TD0Estimator], 0.9, 0.0),
+        (["td1", "TD1", ValueEstimators.TD1, TD1Estimator], 0.9, 1.0),
+        (["td_lambda", "TDLambda", TDLambdaEstimator, "gae", "GAE", ValueEstimators.GAE, GAE], 0.9, 0.95),
+    ],
+)
+def test_estimators_by_name_and_class(kinds: list[Any], gamma: float, lmbda: float) -> None:
+    loss = DQNLoss(table())
+    for kind in kinds:
+        assert loss.make_value_estimator(kind, gamma=gamma) is loss
+        assert (loss.gamma, loss.lmbda) == (gamma, lmbda)
+        if ValueEstimators.TD0 not in kinds:
+            assert loss.make_value_estimator(kind).gamma == 0.99
+
+
+@pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"value_type": "gae"}, ValueError, "value_type must be 'td0', 'td1' or 'td_lambda', got 'gae'"),
+        ({"value_type": "sarsa"}, ValueError, "value_type must be 'td0', .*, got 'sarsa'"),
+        ({"value_type": DQNLoss}, ValueError, "a name in ValueEstimators or one of its classes, got <class"),
+        ({"value_type": "VTrace"}, ValueError, "DQNLoss learns values of actions: take 'td0', 'td1' or"),
         ({"gamma": 1.5}, ValueError, r"gamma must lie in \[0, 1\], got 1.5"),
         ({"value_type": "td_lambda", "lmbda": -1}, ValueError, r"lmbda must lie in \[0, 1\], got -1"),
         ({"lmbda": 0.5}, TypeError, "td0 takes gamma, got lmbda"),

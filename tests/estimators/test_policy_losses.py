@@ -183,7 +183,7 @@ def test_separate_losses_leave_the_shared_trunk_to_the_policy() -> None:
     assert all(parameter.requires_grad for parameter in trunk.parameters())
 
 
-@pytest.mark.parametrize("way", ["gae", ValueEstimators.GAE, GAE, "ready"])
+@pytest.mark.parametrize("way", ["gae", "GAE", ValueEstimators.GAE, GAE, "ready"])
 def test_the_loss_computes_advantages_that_are_not_there(way: Any) -> None:
     actor, critic = networks()
     batch = random_batch()
@@ -339,3 +339,21 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], text: st
 def test_delay_needs_a_critic() -> None:
     with pytest.raises(ValueError, match="delay_value=True needs a critic_network"):
         ReinforceLoss(networks()[0], delay_value=True)
+
+
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match=re.escape("A2CLoss needs at least one row, got a batch [0]")):
+        A2CLoss(*networks())(random_batch()[:0])
+
+
+def test_an_overflowing_ratio_beyond_the_limit_leaves_no_nan() -> None:
+    actor, critic = networks()
+    batch = random_batch()
+    batch["advantage"].abs_()
+    batch["action_log_prob"][0] -= 200.0  # float32 ends at exp(88)
+    out = ClipPPOLoss(actor, critic)(batch)
+    out["loss_objective"].backward()
+    grads = [parameter.grad for parameter in actor.parameters()]
+    assert out["loss_objective"].isfinite()
+    assert all(grad is not None and grad.isfinite().all() for grad in grads)
+    assert 0.0 < out["ESS"] <= 1.0
