@@ -30,7 +30,9 @@ def recurrent_states(policy: Any) -> States:
     {}
     """
     parts = policy.modules() if isinstance(policy, nn.Module) else (policy,)
+    in_order = set(_steps(policy)) if isinstance(policy, nn.Module) else set()
     states: States = {}
+    owners: dict[NestedKey, Any] = {}
     for part in parts:
         if not hasattr(part, "make_tensordict_primer"):
             continue
@@ -38,22 +40,12 @@ def recurrent_states(policy: Any) -> States:
         for key, value in _defaults(primer()):
             _check_same(key, states.get(key), value)
             states[key] = value
-    if isinstance(policy, nn.Module):
-        _check_owners(policy)
-    return states
-
-
-def _check_owners(policy: nn.Module) -> None:
-    """Refuse two modules of one sequence that keep their states under one key: each would go on from the other's."""
-    owners: dict[tuple[str, ...], nn.Module] = {}
-    for part in _steps(policy):
-        make: Any = getattr(part, "make_tensordict_primer", None)
-        for key, _ in () if make is None else _defaults(make()):
-            if owners.setdefault(as_tuple(key), part) is not part:
+            if part in in_order and owners.setdefault(key, part) is not part:
                 raise ValueError(
                     f"two modules of the policy keep their recurrent state under {key!r}: each would go on from what "
                     "the other one left. Give each state keys of its own (in_keys, out_keys)"
                 )
+    return states
 
 
 def _steps(module: nn.Module) -> Iterator[nn.Module]:
