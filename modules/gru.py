@@ -50,7 +50,8 @@ class GRUModule(RecurrentModule):
             ``"triton"`` (one kernel a layer on CUDA, one direction, differentiable once, extra ``triton``), ``"pad"``
             (the classical form, a baseline), ``"auto"`` (the fastest measured, hence never ``"triton"``, which nobody
             has timed yet); default ``"auto"``. Runs of one length go to the stock network as ``[runs, length]``, bit
-            for bit, but under ``"triton"``; few of them have their gradient written out under ``"auto"`` and ``"scan"``.
+            for bit, except under ``"triton"``; few of them have their gradient written out under ``"auto"`` and
+            ``"scan"``.
         default_recurrent_mode: the mode where none is set, as :class:`set_recurrent_mode` takes it; default sequential.
         python_based: build ``.gru`` as :class:`flatroll.modules.GRU`, which ``torch.compile`` takes into one graph;
             default False, the stock network. :meth:`make_python_based` changes it later.
