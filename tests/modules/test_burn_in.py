@@ -201,7 +201,10 @@ def stored(
 
 @pytest.mark.parametrize("kind", [GRUModule, LSTMModule])
 def test_buffers_burn_in_their_slices(kind: Any) -> None:
-    """semantics 5 [W]: stale states could be refreshed in [B, T] alone. With unchanged weights the states burnt in are those that the rollout stored."""
+    """semantics 5 [W]: stale states could be refreshed in [B, T] alone.
+
+    With unchanged weights the states burnt in are those that the rollout stored.
+    """
     module = module_of(kind)
     buffer, batch = stored(module, [BurnIn(module, 4)])
     sample = buffer.sample()
