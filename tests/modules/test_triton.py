@@ -37,7 +37,7 @@ def printed(*command, **environment):
 
 @needs_triton
 def test_outputs_states_and_gradients_in_the_interpreter():
-    found = printed(CASES, "cpu", TRITON_INTERPRET="1")
+    found = printed("-W", "error", CASES, "cpu", TRITON_INTERPRET="1")
     assert len(found) > 25
     assert not {case: off for case, off in found.items() if not off <= 1}
 

@@ -142,6 +142,18 @@ def lost_reset(mode: str) -> float:
     return 1e6 / max(found, 1e-9)
 
 
+def rules(mode: str) -> float:
+    """0 if the operator keeps the rules of torch (schema, gradient, shapes without data as with it), else an error."""
+    lstm = mode == "LSTM"
+    gates, starts = (4 if lstm else 3) * 5, starts_of([1, 3])
+    shapes = [(4, 3), *[(4, 5)] * (1 + lstm), (gates, 3), (gates, 5), (gates,), (gates,)]
+    given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    operator = triton_scan.OPERATORS[mode]
+    torch.library.opcheck(operator, [*given, starts, *triton_scan.run_list(starts)], test_utils=checks)
+    return 0.0
+
+
 def waits(mode: str) -> float:
     """0 if the host waits for the device nowhere in a pass and its gradient; else an error."""
     net = KINDS[mode](3, 5, 2, batch_first=True)
@@ -167,6 +179,7 @@ def results(device: str) -> Iterator[tuple[str, float]]:
         yield f"{mode}, module from zeros", modules(mode, state="zero")
         yield f"{mode}, NaN", nan_stays(mode)
         yield f"{mode}, a reset overlooked is seen", lost_reset(mode)
+        yield f"{mode}, rules", rules(mode)
         if device == "cuda":
             yield f"{mode}, waits", waits(mode)
     compiled = torch.compile(fullgraph=True, backend="eager")
