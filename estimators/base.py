@@ -153,6 +153,11 @@ class ValueEstimator(TensorDictModuleBase):
         self.skip_existing, self.check_finite = bool(skip_existing), check_finite
         self.bootstrap_missing: BootstrapMissing = bootstrap_missing
         self.standardize, self.average_rewards, self.group_key = standardize, average_rewards, group_key
+        if group_key is not None and not (standardize or average_rewards):
+            raise ValueError(
+                f"group_key={group_key!r} says within what the advantage or the rewards are standardised: ask "
+                "for that, too (average_gae=True, average_adv=True or average_rewards=True)"
+            )
         self.time_dim = time_dim
         self.number("gamma", gamma, device)
         self._warned = False
@@ -164,6 +169,8 @@ class ValueEstimator(TensorDictModuleBase):
         if not isinstance(x, Tensor) or x.numel() == 1:
             setattr(self, name, unit_interval(name, x))
             return
+        if not x.numel():
+            raise ValueError(f"{name} must be a number or one per row, got none (shape {tuple(x.shape)})")
         for bound in x.aminmax():
             unit_interval(name, bound)
         self.register_buffer(name, x.to(device))
@@ -204,6 +211,7 @@ class ValueEstimator(TensorDictModuleBase):
         params: TensorDictBase | None = None,
         target_params: TensorDictBase | None = None,
         final: TensorDictBase | None = None,
+        time_dim: int | None = None,
     ) -> TensorDictBase:
         """Write advantage, value target and values into a batch ``[N]`` or ``[*B, T]`` and return it.
 
@@ -215,13 +223,14 @@ class ValueEstimator(TensorDictModuleBase):
             final: the next observations that no row of a compact batch holds, as it came with the batch
                 (``collector.final``). Without it, and without ``("next", obs)``, the row's own observation
                 stands in at the ends of runs that are not terminated, and a warning says so once.
+            time_dim: batch dim of time, in place of the estimator's own.
 
         Raises:
             KeyError: an entry is missing; the text names what writes it.
             TypeError: the reward is not floating, or a flag not bool.
             ValueError: shapes that do not match, hidden final observations, a ``final`` of another batch.
         """
-        batch, dim = time_last(tensordict, self.time_dim)
+        batch, dim = time_last(tensordict, self.time_dim if time_dim is None else time_dim)
         out = self._estimated(batch, dim, Parameters(params, target_params), None, final)
         names = self.tensor_keys
         written = {
@@ -246,15 +255,16 @@ class ValueEstimator(TensorDictModuleBase):
         target_params: TensorDictBase | None = None,
         next_value: Tensor | None = None,
         final: TensorDictBase | None = None,
+        time_dim: int | None = None,
     ) -> Tensor:
         """The value target alone; nothing is written.
 
         Args:
             next_value: values of the next observations, ``[*B, T, *F]``, if they are known already: then the
                 network is not called for them, nor, by an estimator of temporal differences, at all.
-            tensordict, params, target_params, final: as in :meth:`forward`, as is what is raised.
+            tensordict, params, target_params, final, time_dim: as in :meth:`forward`, as is what is raised.
         """
-        batch, dim = time_last(tensordict, self.time_dim)
+        batch, dim = time_last(tensordict, self.time_dim if time_dim is None else time_dim)
         if next_value is not None and dim is not None:
             next_value = next_value.transpose(dim, batch.batch_dims - 1)
         target = self._estimated(batch, dim, Parameters(params, target_params), next_value, final).target
@@ -281,9 +291,11 @@ class ValueEstimator(TensorDictModuleBase):
             values = self._values(batch, at, parameters, next_value, final)
             for column in (values.value, values.next_value):
                 if column.shape != reward.shape:
+                    words = (
+                        "the batch must hold" if self.value_network is None else "value_network must write"
+                    )
                     raise ValueError(
-                        f"value_network must write values of the reward's shape {tuple(reward.shape)}, "
-                        f"got {tuple(column.shape)}"
+                        f"{words} values of the reward's shape {tuple(reward.shape)}, got {tuple(column.shape)}"
                     )
             if self.check_finite:
                 check_finite(batch, self.value_network, reward, values)

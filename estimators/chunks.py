@@ -16,7 +16,7 @@ class Chunks:
         dim: the batch dim that is split.
 
     Raises:
-        ValueError: both are given, or one is below 1.
+        ValueError: both are given, or one is no integer of at least 1.
 
     >>> list(Chunks(size=4).spans(10))
     [(0, 4), (4, 8), (8, 10)]
@@ -33,8 +33,8 @@ class Chunks:
                 f"got {self.size} and {self.number}"
             )
         for name, n in (("value_chunk_size", self.size), ("num_chunks", self.number)):
-            if n is not None and n < 1:
-                raise ValueError(f"{name} must be at least 1, got {n}")
+            if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+                raise ValueError(f"{name} must be an integer of at least 1, got {n!r}")
 
     @property
     def whole(self) -> bool:

@@ -49,6 +49,7 @@ class Following:
 
     Raises:
         KeyError: an observation is missing.
+        TypeError: ``final`` is no tensordict.
     """
 
     def __init__(
@@ -59,13 +60,18 @@ class Following:
         final: TensorDictBase | None,
         warn: Callable[[str], None],
     ) -> None:
+        if final is not None and not isinstance(final, TensorDictBase):
+            raise TypeError(
+                f"final must be a tensordict, the collector.final of this batch, got {type(final).__name__}"
+            )
+        self._lost = "no final= came with it" if final is None else "final= holds none"
         self.root: Columns = {key: flat(require(batch, key), batch) for key in keys}
         there = {key: batch.get(next_key(key), None) for key in keys}
         self.next: Columns = {key: flat(x, batch) for key, x in there.items() if x is not None}
         lacking = [key for key in keys if key not in self.next]
         held = {} if final is None else {key: final.get(next_key(key), None) for key in lacking}
         self.held: Columns = {key: x for key, x in held.items() if x is not None}
-        self._rows = require(final, "row") if self.held and final is not None else None
+        self._rows = _rows_of(final) if self.held and final is not None else None
         self._nowhere = [key for key in lacking if key not in self.held]
         self._unknown = None if at.unknown is None else at.unknown.reshape(-1)
         self._warn = warn
@@ -93,7 +99,7 @@ class Following:
         if self._nowhere and rows.shape[0]:
             key = self._nowhere[0]
             self._warn(
-                f"the batch has no entry {next_key(key)!r} and no final= came with it: at the end of each run "
+                f"the batch has no entry {next_key(key)!r} and {self._lost}: at the end of each run "
                 f"that is not terminated the value of the row's own {key!r} stands in for the next one's. Pass "
                 "collector.final as final=, or keep next observations, to be exact"
             )
@@ -152,6 +158,16 @@ class Following:
             return torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
         place = torch.searchsorted(self._rows, rows).clamp(max=self._rows.shape[0] - 1)
         return place, self._rows[place] != rows
+
+
+def _rows_of(final: TensorDictBase) -> Tensor:
+    rows: Tensor | None = final.get("row", None)
+    if rows is None:
+        raise KeyError(
+            "final has no entry 'row', the rows of the batch that its next observations follow: pass "
+            "collector.final as it came with the batch"
+        )
+    return rows
 
 
 def usable(

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from flatroll.estimators.series import Series
 from flatroll.kernels import vtrace_scan
+from flatroll.kernels.scan import numberless
 
 
 def vtrace_advantage_estimate(
@@ -86,6 +87,9 @@ def vtrace_advantage_estimate(
 
 def _clipped(name: str, ratio: Tensor, threshold: float | Tensor) -> Tensor:
     if isinstance(threshold, Tensor):
+        read = threshold.device.type == "cpu" and not numberless()
+        if read and not bool((threshold >= 0.0).all()):
+            raise ValueError(f"{name} must be at least 0, got {threshold}")
         return torch.minimum(ratio, threshold.to(ratio.dtype))
     if not threshold >= 0.0:
         raise ValueError(f"{name} must be at least 0, got {threshold}")

@@ -1,6 +1,7 @@
 """Tensors with a time axis, seen as the flat columns that the kernels of ``flatroll.kernels`` read."""
 
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -126,6 +127,8 @@ def checked_flag(name: str, flag: Tensor) -> Tensor:
 
 def unit_interval(name: str, number: float | Tensor) -> float:
     """The number, which must lie in [0, 1]."""
+    if not isinstance(number, float | int | Tensor | Real):
+        raise TypeError(f"{name} must be a number or a tensor, got {number!r}")
     if not 0.0 <= float(number) <= 1.0:
         raise ValueError(f"{name} must lie in [0, 1], got {number}")
     return float(number)

@@ -165,15 +165,18 @@ def test_a_batch_with_time_in_any_dim(batch_of: BatchOf, kind: str, way: dict[st
     advantage, target = alone(kind, flat)
     batch = flat.reshape(3, 4).exclude("collector")
     wanted = advantage.view(3, 4, 1), target.view(3, 4, 1)
-    for named, estimator in (
-        (batch.clone(), KINDS[kind](norm_critic(), **way)),
-        (batch.transpose(0, 1).clone(), KINDS[kind](norm_critic(), time_dim=0, **way)),
-        (batch.transpose(0, 1).clone().refine_names("time", None), KINDS[kind](norm_critic(), **way)),
+    other, by_name = batch.transpose(0, 1).clone(), batch.transpose(0, 1).clone().refine_names("time", None)
+    plain = KINDS[kind](norm_critic(), **way)
+    for named, estimator, call in (
+        (batch.clone(), plain, {}),
+        (other.clone(), KINDS[kind](norm_critic(), time_dim=0, **way), {}),
+        (by_name, plain, {}),
+        (other.clone(), plain, {"time_dim": 0}),
     ):
-        out = estimator(named)
+        out = estimator(named, **call)
         turned = out if out.batch_size == batch.batch_size else out.transpose(0, 1)
         torch.testing.assert_close((turned["advantage"], turned["value_target"]), wanted)
-        turned_value = estimator.value_estimate(named)
+        turned_value = estimator.value_estimate(named, **call)
         torch.testing.assert_close(turned_value if out is turned else turned_value.transpose(0, 1), wanted[1])
 
 
@@ -711,6 +714,22 @@ def test_vtrace_with_a_memory_in_actor_and_critic(batch_of: BatchOf, chunk: dict
             "shifted_budget=2 says how long the",
         ),
         (lambda: KINDS["gae"](norm_critic(), budget=2), TypeError, "unexpected keyword argument 'budget'"),
+        (lambda: KINDS["gae"](norm_critic(), gamma="0.9"), TypeError, "gamma must be a number or a tensor"),
+        (
+            lambda: KINDS["gae"](norm_critic(), gamma=torch.ones(0)),
+            ValueError,
+            "gamma must be a number or one",
+        ),
+        (
+            lambda: KINDS["gae"](norm_critic(), num_chunks=1.5),
+            ValueError,
+            "num_chunks must be an integer of at least 1, got 1.5",
+        ),
+        (
+            lambda: KINDS["gae"](norm_critic(), group_key="task"),
+            ValueError,
+            "group_key='task' says within what",
+        ),
     ],
     ids=[
         "rho",
@@ -724,6 +743,10 @@ def test_vtrace_with_a_memory_in_actor_and_critic(batch_of: BatchOf, chunk: dict
         "0",
         "budget",
         "unknown",
+        "text",
+        "none",
+        "half a chunk",
+        "group of nothing",
     ],
 )
 def test_bad_arguments(call: Callable[[], Any], error: type[Exception], text: str) -> None:
@@ -747,6 +770,24 @@ def test_missing_entries_are_named_with_their_writer(
     batch = acted(batch_of([(3, "truncated")])).exclude(key)
     with pytest.raises(KeyError, match=re.escape(text)):
         KINDS[kind](norm_critic())(batch)
+
+
+def test_values_and_finals_that_do_not_fit(batch_of: BatchOf) -> None:
+    batch = batch_of([(3, "truncated")])
+    alone = GAE(gamma=G, lmbda=L, value_network=None)
+    batch["state_value"] = batch["next", "state_value"] = torch.zeros(3)
+    with pytest.raises(
+        ValueError, match=re.escape("the batch must hold values of the reward's shape (3, 1), got")
+    ):
+        alone(batch)
+    thin, final = compact(batch)
+    gae = GAE(gamma=G, lmbda=L, value_network=norm_critic())
+    with pytest.raises(TypeError, match=r"final must be a tensordict, the collector\.final of this"):
+        gae(thin, final=final["next", "observation"])
+    with pytest.raises(KeyError, match="final has no entry 'row', the rows of the batch that its"):
+        gae(thin, final=final.exclude("row"))
+    with pytest.warns(UserWarning, match=re.escape("no entry ('next', 'observation') and final= holds none")):
+        gae(thin, final=final.exclude(("next", "observation")))
 
 
 def test_missing_log_probability_and_chunk_dim(batch_of: BatchOf) -> None:
