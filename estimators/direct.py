@@ -18,13 +18,19 @@ from tensordict.nn import (
 from torch import Tensor, nn
 from torch.nn.modules import module as of_torch
 
-from flatroll.layout.keys import NestedKey
+from flatroll.layout.keys import NestedKey, as_tuple
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_ALL = tuple(getattr(of_torch, f"_global{name}", {}) for name in _HOOKS)
 #: What a TensorDictModule holds if it does nothing but call its module.
-_PLAIN = {"_kwargs": None, "method": None, "method_kwargs": {}, "_get_kwargs": {}, "inplace": True}
-_PLAIN_SEQUENCE = {"partial_tolerant": False, "_select_before_return": False, "inplace": None}
+_PLAIN: dict[str, Any] = {
+    "_kwargs": None,
+    "method": None,
+    "method_kwargs": {},
+    "_get_kwargs": {},
+    "inplace": True,
+}
+_PLAIN_SEQUENCE: dict[str, Any] = {"partial_tolerant": False, "_select_before_return": False, "inplace": None}
 
 
 def through(network: TensorDictModuleBase, batch: TensorDictBase) -> TensorDictBase:
@@ -50,12 +56,19 @@ def through(network: TensorDictModuleBase, batch: TensorDictBase) -> TensorDictB
 
 def written(network: TensorDictModuleBase, batch: TensorDictBase, key: NestedKey) -> Tensor | None:
     """What the network writes under ``key``; the batch is left as it is. None: it does not write it."""
-    if key in network.out_keys and len(network.out_keys) == 1:
+    if not writes(network, key):
+        return None  # what the batch holds there is another's
+    if len(network.out_keys) == 1:
         found = _outputs(network, batch)
         if found is not None and isinstance(found[0][1], Tensor):
             return found[0][1]
     value: Tensor | None = through(network, batch.copy()).get(key, None)
     return value
+
+
+def writes(network: TensorDictModuleBase, key: NestedKey) -> bool:
+    """Whether ``key`` is one of the network's out_keys."""
+    return as_tuple(key) in {as_tuple(name) for name in cast(list[Any], network.out_keys)}
 
 
 def parts_of(sequence: Any) -> list[Any]:

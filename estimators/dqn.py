@@ -175,6 +175,11 @@ class DQNLoss(OffPolicyLoss):
                 f"value_network wrote no entry {key!r}: its out_keys are {list(network.out_keys)}; name the "
                 "one that holds a value for each action with set_keys(action_value=...)"
             )
+        if value.ndim != batch.batch_dims + 1:
+            raise ValueError(
+                f"value_network must write {key!r} of shape {[*batch.shape]} and one dim of actions, "
+                f"got {tuple(value.shape)}"
+            )
         return value
 
     def _of_action(self, rows: Rows, value: Tensor) -> Tensor:

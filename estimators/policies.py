@@ -4,6 +4,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 from tensordict.nn import (
+    CompositeDistribution,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModuleBase,
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from flatroll.estimators.direct import parts_of, through
+from flatroll.layout.keys import NestedKey
 
 
 def require_actor(actor_network: TensorDictModuleBase) -> None:
@@ -47,13 +49,19 @@ def log_prob_of(dist: Distribution, action: Tensor) -> Tensor:
     Raises:
         ValueError: the action does not have the distribution's shape, which would broadcast.
     """
-    if action.ndim != len(dist.batch_shape) + len(dist.event_shape):
+    shape = dist.batch_shape
+    log_prob: Tensor | None = dist.log_prob(action) if action.shape[: len(shape)] == shape else None
+    if log_prob is None or log_prob.shape != shape:
         raise ValueError(
-            f"the action must have the shape {tuple(dist.batch_shape + dist.event_shape)} of the actor's "
+            f"the action must have the shape {tuple(shape + dist.event_shape)} of the actor's "
             f"{type(dist).__name__}, got {tuple(action.shape)}"
         )
-    log_prob: Tensor = dist.log_prob(action)
     return log_prob
+
+
+def components(dist: Distribution) -> dict[NestedKey, Distribution]:
+    """The distributions of an action of several parts, by the entries that hold these; empty for any other."""
+    return dict(dist.dists) if isinstance(dist, CompositeDistribution) else {}
 
 
 def joint(log_prob: Tensor, batch: TensorDictBase) -> Tensor:

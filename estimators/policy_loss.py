@@ -1,7 +1,8 @@
 """What every policy-gradient loss does around its objective: policy terms, entropy, critic, advantages."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from functools import reduce
 from typing import Any, ClassVar, Self, TypedDict
 
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from flatroll.estimators.base import ValueEstimator
-from flatroll.estimators.direct import through
+from flatroll.estimators.direct import through, writes
 from flatroll.estimators.kinds import Kind, ValueEstimators, make_estimator
 from flatroll.estimators.loss import LossModule, Rows, frozen, shared
-from flatroll.estimators.policies import distribution, joint, log_prob_of, require_actor
+from flatroll.estimators.policies import components, distribution, joint, log_prob_of, require_actor
 from flatroll.estimators.reductions import (
     Distance,
     Reduction,
@@ -25,7 +26,7 @@ from flatroll.estimators.reductions import (
     reduced,
     standardized,
 )
-from flatroll.layout.keys import NestedKey, flat_column, missing_marker
+from flatroll.layout.keys import NestedKey, flat_column, missing_marker, require
 from flatroll.modules import set_recurrent_mode
 
 
@@ -113,6 +114,8 @@ class PolicyGradientLoss(LossModule):
                 f"in_keys=['observation'], out_keys=['state_value']), got {type(critic_network).__name__}"
             )
         check_distance("loss_critic_type", loss_critic_type)
+        if not isinstance(entropy_coeff, (int, float)):
+            raise TypeError(f"entropy_coeff must be a number, one for all actions, got {entropy_coeff!r}")
         if clip_value is True:
             raise ValueError("clip_value=True takes the clip_epsilon of ClipPPOLoss: give a number here")
         self.actor_network, self.critic_network = actor_network, critic_network
@@ -215,16 +218,25 @@ class PolicyGradientLoss(LossModule):
 
     def _policy_losses(self, rows: Rows, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         advantage = self._advantage(rows)
-        action = self.entry(rows, "action")
         dist = distribution(self.actor_network, rows.work)
-        log_prob = joint(log_prob_of(dist, action), rows.batch)
+        log_prob = self._log_prob(rows, dist)
         loss, diagnostics = self.objective(rows, dist, log_prob, advantage)
         losses = {name: loss}
         if self.entropy_bonus:
-            entropy = joint(entropy_of(dist, self.samples_mc_entropy), rows.batch)
+            parts = components(dist).values() or (dist,)
+            entropy = sum_of(joint(entropy_of(part, self.samples_mc_entropy), rows.batch) for part in parts)
             losses["loss_entropy"] = -self.entropy_coeff * entropy
             diagnostics["entropy"] = masked_mean(entropy.detach(), rows.mask)
         return losses, diagnostics
+
+    def _log_prob(self, rows: Rows, dist: Distribution) -> Tensor:
+        """Log-probability ``[*B]`` of each row's action, of all parts that it has."""
+        parts = components(dist)
+        if not parts:
+            return joint(log_prob_of(dist, self.entry(rows, "action")), rows.batch)
+        return sum_of(
+            joint(log_prob_of(part, require(rows.batch, key)), rows.batch) for key, part in parts.items()
+        )
 
     def _advantage(self, rows: Rows) -> Tensor:
         key = self.key("advantage")
@@ -244,7 +256,8 @@ class PolicyGradientLoss(LossModule):
         work = rows.work.detach() if self.separate_losses else rows.work
         alone = shared(self.critic_network, self.actor_network) if self.separate_losses else []
         with frozen(alone) if alone else nullcontext():
-            out = through(self.critic_network, work).get(key, None)
+            out = through(self.critic_network, work)
+            out = out.get(key, None) if writes(self.critic_network, key) else None
         if out is None:
             raise KeyError(
                 f"critic_network wrote no entry {key!r}: its out_keys are "
@@ -260,6 +273,11 @@ class PolicyGradientLoss(LossModule):
             loss = torch.maximum(loss, distance(before + clipped, target, self.loss_critic_type))
             diagnostics["value_clip_fraction"] = masked_mean((moved != clipped).to(value.dtype), rows.mask)
         return self.critic_coeff * loss, diagnostics
+
+
+def sum_of(columns: Iterable[Tensor]) -> Tensor:
+    """Their sum; there is at least one."""
+    return reduce(torch.add, columns)
 
 
 def entropy_of(dist: Distribution, samples: int) -> Tensor:

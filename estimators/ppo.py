@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.distributions import Distribution, kl_divergence
 
 from flatroll.estimators.loss import Rows
-from flatroll.estimators.policies import joint
-from flatroll.estimators.policy_loss import PolicyGradientLoss, PolicyOptions
+from flatroll.estimators.policies import components, joint
+from flatroll.estimators.policy_loss import PolicyGradientLoss, PolicyOptions, sum_of
 from flatroll.estimators.reductions import masked_mean
-from flatroll.layout.keys import missing_marker
+from flatroll.layout.keys import missing_marker, require
 
 
 class PPOLoss(PolicyGradientLoss):
@@ -55,9 +55,17 @@ class PPOLoss(PolicyGradientLoss):
 
     def log_ratio(self, rows: Rows, log_prob: Tensor) -> Tensor:
         """Log of the ratio ``[*B]``; 0 in rows that do not count."""
-        sampled = self.entry(rows, "sample_log_prob").detach()
-        log_ratio = log_prob - joint(sampled, rows.batch)
+        log_ratio = log_prob - self._sampled_log_prob(rows)
         return log_ratio if rows.mask is None else torch.where(rows.mask, log_ratio, 0.0)
+
+    def _sampled_log_prob(self, rows: Rows) -> Tensor:
+        """What the policy wrote when it acted; where an action has several parts, it may be one entry for each."""
+        written: list[Any] = list(getattr(self.actor_network, "log_prob_keys", None) or ())
+        if len(written) > 1 and rows.batch.get(self.key("sample_log_prob"), None) is None:
+            found = [require(rows.batch, key, "action_log_prob") for key in written]
+        else:
+            found = [self.entry(rows, "sample_log_prob")]
+        return sum_of(joint(column.detach(), rows.batch) for column in found)
 
 
 class ClipPPOLoss(PPOLoss):
@@ -196,7 +204,7 @@ class KLPENPPOLoss(PPOLoss):
         self, rows: Rows, dist: Distribution, log_prob: Tensor, advantage: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         loss, diagnostics = super().objective(rows, dist, log_prob, advantage)
-        divergence = joint(self._divergence(self._sampled(rows), dist), rows.batch)
+        divergence = self._divergence(self._sampled(rows), dist, rows)
         if rows.mask is not None:
             divergence = torch.where(rows.mask, divergence, 0.0)
         mean = masked_mean(divergence.detach(), rows.mask)
@@ -219,7 +227,13 @@ class KLPENPPOLoss(PPOLoss):
         dist: Distribution = actor.build_dist_from_params(rows.batch)
         return dist
 
-    def _divergence(self, sampled: Distribution, current: Distribution) -> Tensor:
+    def _divergence(self, sampled: Distribution, current: Distribution, rows: Rows) -> Tensor:
+        """``KL(sampled | current)`` of each row, ``[*B]``."""
+        parts, now = components(sampled), components(current)
+        pairs = [(parts[key], now[key]) for key in parts] or [(sampled, current)]
+        return sum_of(joint(self._of_pair(*pair), rows.batch) for pair in pairs)
+
+    def _of_pair(self, sampled: Distribution, current: Distribution) -> Tensor:
         try:
             return kl_divergence(sampled, current)
         except NotImplementedError:

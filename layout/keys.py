@@ -49,6 +49,7 @@ _WRITTEN_BY: dict[NestedKey, str] = {
     "advantage": "call an estimator on the batch, e.g. flatroll.estimators.GAE",
     "value_target": "call an estimator on the batch, e.g. flatroll.estimators.GAE",
     "state_value": "the value network writes it; call an estimator on the batch, e.g. flatroll.estimators.GAE",
+    "priority_weight": "a buffer with a PrioritizedSampler writes it into its samples",
     "action_log_prob": "the policy writes it when it acts (return_log_prob=True)",
     ("next", EPISODE_REWARD): "wrap the env in flatroll.wrappers.RewardSum",
     ("next", OBSERVATION): (

@@ -8,11 +8,13 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import (
+    CompositeDistribution,
     InteractionType,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
     TensorDictSequential,
+    set_composite_lp_aggregate,
 )
 from torch import Tensor, nn
 from torch.distributions import Categorical, Independent, Normal, TransformedDistribution
@@ -357,3 +359,83 @@ def test_an_overflowing_ratio_beyond_the_limit_leaves_no_nan() -> None:
     assert out["loss_objective"].isfinite()
     assert all(grad is not None and grad.isfinite().all() for grad in grads)
     assert 0.0 < out["ESS"] <= 1.0
+
+
+def test_a_value_that_the_batch_holds_is_not_the_critics() -> None:
+    actor, _ = networks()
+    other = TensorDictModule(nn.Linear(3, 1), ["observation"], ["worth"])
+    with pytest.raises(
+        KeyError, match=r"critic_network wrote no entry 'state_value': its out_keys are \['worth'\]"
+    ):
+        A2CLoss(actor, other)(random_batch())
+
+
+class OneHot(Categorical):
+    """A distribution of one-hot actions that does not say so in its event_shape."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return super().log_prob(value.argmax(-1))
+
+
+def test_the_shapes_of_actions() -> None:
+    batch = random_batch()
+    net = TensorDictModule(lambda x: x[..., :2], ["observation"], ["logits"])
+    choose = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=OneHot)
+    one_hot = batch.clone().set("action", nn.functional.one_hot(batch["action"], 2))
+    out = A2CLoss(ProbabilisticTensorDictSequential(net, choose))(one_hot)
+    plain = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
+    expected = A2CLoss(ProbabilisticTensorDictSequential(net, plain))(batch)
+    torch.testing.assert_close(out["loss_objective"], expected["loss_objective"])
+    spread = TensorDictModule(lambda x: (x, x.exp()), ["observation"], ["loc", "scale"])
+    each = ProbabilisticTensorDictModule(["loc", "scale"], ["action"], distribution_class=Normal)
+    with pytest.raises(
+        ValueError, match=re.escape("must have the shape (12, 3) of the actor's Normal, got (12, 1)")
+    ):
+        A2CLoss(ProbabilisticTensorDictSequential(spread, each))(batch.set("action", torch.zeros(12, 1)))
+
+
+def test_one_coefficient_of_the_entropy() -> None:
+    with pytest.raises(TypeError, match="entropy_coeff must be a number, one for all actions, got "):
+        A2CLoss(*networks(), entropy_coeff={"action": 1})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("aggregate", [True, False])
+@pytest.mark.parametrize("kind", POLICY_LOSSES)
+def test_actions_of_several_parts(kind: Any, aggregate: bool) -> None:
+    """As if their log-probabilities, entropies and divergences had been added up by hand."""
+    net = TensorDictModule(
+        lambda x: (x[..., :2], x, x.exp()),
+        ["observation"],
+        [("params", "turn", "logits"), ("params", "push", "loc"), ("params", "push", "scale")],
+    )
+    names: Any = {"turn": ("action", "turn"), "push": ("action", "push")}
+    kinds = {"turn": Categorical, "push": Normal}
+    arguments = {"distribution_map": kinds, "name_map": names}
+    keys = list(names.values())
+    torch.manual_seed(0)
+    with set_composite_lp_aggregate(aggregate):
+        choose = ProbabilisticTensorDictModule(
+            ["params"], keys, distribution_class=CompositeDistribution, distribution_kwargs=arguments,
+            return_log_prob=True, default_interaction_type=InteractionType.RANDOM,
+        )  # fmt: skip
+        actor = ProbabilisticTensorDictSequential(net, choose)
+        batch = actor(random_batch().exclude("action", "action_log_prob", "logits"))
+        observation = batch["observation"].clone().requires_grad_()
+        loss = kind(actor) if kind is ReinforceLoss else kind(actor, entropy_coeff=0.1)
+        if aggregate:
+            loss.set_keys(sample_log_prob=choose.log_prob_keys[0])
+        losses = loss(batch.set("observation", observation))
+    turn, push = Categorical(logits=observation[..., :2]), Normal(observation, observation.exp())
+    log_prob = turn.log_prob(batch["action", "turn"]) + push.log_prob(batch["action", "push"]).sum(-1)
+    ratio = (log_prob - log_prob.detach()).exp() if issubclass(kind, PPOLoss) else log_prob
+    expected = -(ratio * batch["advantage"].squeeze(-1)).mean()
+    names_of_loss = loss.loss_names[0], "loss_entropy"
+    torch.testing.assert_close(losses[names_of_loss[0]], expected)
+    if kind is not ReinforceLoss:
+        entropy = (turn.entropy() + push.entropy().sum(-1)).mean()
+        torch.testing.assert_close(losses["loss_entropy"], -0.1 * entropy)
+    grads = [
+        torch.autograd.grad(x, observation, retain_graph=True)[0]
+        for x in (losses[names_of_loss[0]], expected)
+    ]
+    torch.testing.assert_close(*grads)

@@ -309,3 +309,10 @@ def test_missing_entries(discrete: bool, missing: Any) -> None:
     loss, batch = made(discrete)
     with pytest.raises(KeyError, match=re.escape(f"batch has no entry {missing!r}")):
         loss(batch.exclude(missing))
+
+
+def test_values_that_the_acting_network_wrote_are_not_the_critics() -> None:
+    batch = transitions(discrete=True).set("action_value", torch.zeros(ROWS, 4))
+    critic = TensorDictModule(nn.Linear(3, 4), ["observation"], ["worth"])
+    with pytest.raises(KeyError, match=r"wrote no entry 'action_value': its out_keys are \['worth'\]"):
+        DiscreteSACLoss(discrete_actor(), critic)(batch)
