@@ -138,9 +138,9 @@ def kernel_options(hidden: int, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _launch(name: str, like: Tensor, hidden: int, programs: int, *arguments: Any, **used: bool) -> None:
-    from flatroll.kernels import recurrence_triton
+    from flatroll.kernels import gru_triton, lstm_triton
 
-    kernel = getattr(recurrence_triton, name)
+    kernel = getattr(lstm_triton if name.startswith("lstm") else gru_triton, name)
     with torch.cuda.device_of(like):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         kernel[(programs,)](*arguments, hidden, **used, **kernel_options(hidden, like.dtype))
 
