@@ -288,7 +288,7 @@ class ValueEstimator(TensorDictModuleBase):
                 raise ValueError(
                     f"next_value must have the reward's shape {tuple(reward.shape)}, got {tuple(next_value.shape)}"
                 )
-            values = self._values(batch, at, parameters, next_value, final)
+            values = self._values(batch, turned, at, parameters, next_value, final)
             for column in (values.value, values.next_value):
                 if column.shape != reward.shape:
                     words = (
@@ -298,7 +298,7 @@ class ValueEstimator(TensorDictModuleBase):
                         f"{words} values of the reward's shape {tuple(reward.shape)}, got {tuple(column.shape)}"
                     )
             if self.check_finite:
-                check_finite(batch, self.value_network, reward, values)
+                check_finite(batch, self.value_network, reward, values, turned)
             valid, ends = values.valid, at.ends
             if at.unknown is not None and self.bootstrap_missing == "mask":
                 valid = both(valid, ~at.unknown)
@@ -334,6 +334,7 @@ class ValueEstimator(TensorDictModuleBase):
     def _values(
         self,
         batch: TensorDictBase,
+        turned: int | None,
         at: Boundaries,
         parameters: Parameters,
         next_value: Tensor | None,
@@ -345,7 +346,7 @@ class ValueEstimator(TensorDictModuleBase):
             self.value_network,
             value_key=self.tensor_keys["value"],
             is_init_key=self.tensor_keys["is_init"],
-            route=Route(self.shifted, self.shifted_budget, self.chunks, self.skip_existing),
+            route=Route(self.shifted, self.shifted_budget, self.chunks, self.skip_existing, turned),
             warn=self._warn_once,
         )
         n_step = batch.get(self.tensor_keys["steps_to_next_obs"], None) is not None

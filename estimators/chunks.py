@@ -41,15 +41,20 @@ class Chunks:
         """Whether everything goes through at once."""
         return self.size is None and self.number in (None, 1)
 
-    def along(self, batch_dims: int) -> int:
+    def along(self, batch_dims: int, turned: int | None = None) -> int:
         """The dim to split of a batch with so many dims.
+
+        Args:
+            batch_dims: of the batch.
+            turned: the dim that has changed places with the last one since ``dim`` was chosen, if any.
 
         Raises:
             ValueError: there is no such dim.
         """
         if not -batch_dims <= self.dim < batch_dims:
             raise ValueError(f"value_chunk_dim must name one of {batch_dims} batch dims, got {self.dim}")
-        return self.dim % batch_dims
+        dim, last = self.dim % batch_dims, batch_dims - 1
+        return dim if turned is None else {turned: last, last: turned}.get(dim, dim)
 
     def spans(
         self, rows: int, stops: Tensor | None = None, *, each: int = 1, first: int = 0

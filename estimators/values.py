@@ -37,12 +37,14 @@ class Route:
         budget: places that a stream of fixed length adds to each series; None is the stream that fits.
         chunks: rows that go through the network at a time.
         skip_existing: values that stand in the batch are not computed again.
+        turned: the batch dim that has changed places with the last one since the chunks were chosen.
     """
 
     shifted: bool = False
     budget: int | None = None
     chunks: Chunks = field(default_factory=Chunks)
     skip_existing: bool = False
+    turned: int | None = None
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ class _Work:
         )
         self.inputs = NetworkInputs.of(network, values.is_init_key)
         self.following = Following(batch, self.inputs.observed, at, final, values.warn)
-        self.dim = values.route.chunks.along(batch.batch_dims)
+        self.dim = values.route.chunks.along(batch.batch_dims, values.route.turned)
 
     @property
     def row_by_row(self) -> bool:

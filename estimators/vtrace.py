@@ -134,7 +134,9 @@ class VTrace(ValueEstimator):
             columns[self.tensor_keys["is_init"]] = starts.unsqueeze(-1)
             if not self.chunks.whole:
                 bounds = stops(marked(ends[:-1]) + 1, rows)
-        each = math.prod(batch.batch_size) // max(batch.shape[self.chunks.along(batch.batch_dims)], 1)
+        each = math.prod(batch.batch_size) // max(
+            batch.shape[self.chunks.along(batch.batch_dims, given.turned)], 1
+        )
         found = []
         for start, stop in self.chunks.spans(rows, bounds, each=each):
             part = TensorDict({key: column[start:stop] for key, column in columns.items()}, [stop - start])

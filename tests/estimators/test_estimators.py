@@ -597,6 +597,9 @@ def test_data_that_are_not_finite_are_named_with_the_row(batch_of: BatchOf) -> N
     broken["next", "reward"][5] = torch.nan
     with pytest.raises(ValueError, match="the reward of row 5 is nan"):
         gae(broken)
+    for shape, dim, row in (((1, 7), None, "(0, 5)"), ((7, 1), 0, "(5, 0)")):
+        with pytest.raises(ValueError, match=re.escape(f"the reward of row {row} is nan")):
+            gae(broken.reshape(*shape), time_dim=dim)
 
 
 # --- V-trace ---
@@ -819,6 +822,14 @@ def test_chunks_along_another_dim(batch_of: BatchOf) -> None:
     out = GAE(gamma=G, lmbda=L, value_network=critic, shifted=True, **options)(batch)
     assert max(shape[0] for shape in seen) == 9  # 3 rows of each of the 3 series
     torch.testing.assert_close(out["advantage"], wanted)
+    seen.clear()
+    turned, options = (
+        batch.transpose(0, 1).clone(),
+        {"value_chunk_size": 1, "value_chunk_dim": 0, "time_dim": 0},
+    )
+    out = GAE(gamma=G, lmbda=L, value_network=critic, **options)(turned)
+    assert set(seen) == {torch.Size([3, 1])}  # one step of each of the 3 series, whatever dim is time
+    torch.testing.assert_close(out["advantage"].transpose(0, 1), wanted)
 
 
 def test_gamma_and_lmbda_of_several_numbers_move_with_the_module(batch_of: BatchOf) -> None:
