@@ -1,11 +1,13 @@
 """How well and how fast the examples learn, over seeds, beside stable-baselines3 where that is installed.
 
 ``python -m flatroll.benchmarks.learning ppo-cartpole sac-pendulum --seeds 1 2 3`` runs some, without names all. One run
-after the other, each on one thread: hours in all. The peer has the same frames, networks and hyperparameters where it
-has such hyperparameters; recurrent Q-learning is in neither it nor its contrib package, so its recurrent PPO stands in.
+after the other, each on one thread, ours and the peer's in turn: about an hour in all. The peer has the same frames,
+envs, networks, updates and hyperparameters; recurrent Q-learning is in neither it nor its contrib package, so its
+recurrent PPO stands in.
 """
 
 import argparse
+import importlib
 import importlib.util
 import statistics
 import time
@@ -23,9 +25,9 @@ CHEETAH = "envpool:HalfCheetah-v4"
 #: Our runs, by task: from (frames, seed) to the outcome; and the frames.
 OURS: dict[str, tuple[Callable[[int, int], Outcome], int]] = {
     "ppo-cartpole": (lambda frames, seed: ppo.train("CartPole-v1", frames, seed), 500_000),
-    "ppo-cheetah": (lambda frames, seed: ppo.train(CHEETAH, frames, seed), 1_000_000),
-    "dqn-memory": (recurrent_dqn.train, 300_000),
-    "sac-pendulum": (sac.train, 20_000),
+    "ppo-cheetah": (lambda frames, seed: ppo.train(CHEETAH, frames, seed, num_envs=16), 500_000),
+    "dqn-memory": (recurrent_dqn.train, 150_000),
+    "sac-pendulum": (sac.train, 10_000),
 }
 
 
@@ -34,14 +36,12 @@ def peer(task: str) -> Callable[[int, int], Outcome]:
     return lambda frames, seed: learning_peers.run(task, frames, seed)
 
 
-def outcomes(run: Callable[[int, int], Outcome], frames: int, seeds: list[int], who: str) -> list[Outcome]:
-    found = []
-    for seed in seeds:
-        begun = time.process_time()
-        found.append(run(frames, seed))
-        found[-1]["cpu s"] = time.process_time() - begun
-        shown = ", ".join(f"{name} {value:,.1f}" for name, value in found[-1].items())
-        print(f"  {who}, seed {seed}: {shown}", flush=True)
+def outcome(run: Callable[[int, int], Outcome], frames: int, seed: int, who: str) -> Outcome:
+    begun = time.process_time()
+    found = run(frames, seed)
+    found["cpu s"] = time.process_time() - begun
+    shown = ", ".join(f"{name} {value:,.1f}" for name, value in found.items())
+    print(f"  {who}, seed {seed}: {shown}", flush=True)
     return found
 
 
@@ -67,15 +67,19 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"no task named {', '.join(unknown)}; there are {', '.join(OURS)}")
     torch.set_num_threads(1)
     compared = not args.alone and importlib.util.find_spec("stable_baselines3") is not None
+    if compared:  # with all that it imports, before either is timed
+        importlib.import_module("stable_baselines3")
     rows = []
     for task in args.tasks or OURS:
         run, usual = OURS[task]
         frames = args.frames or usual
+        runs = {"flatroll": run} | ({"stable-baselines3": peer(task)} if compared else {})
+        found: dict[str, list[Outcome]] = {who: [] for who in runs}
         print(task, flush=True)
-        rows.append(row(task, "flatroll", outcomes(run, frames, args.seeds, "flatroll")))
-        if compared:
-            found = outcomes(peer(task), frames, args.seeds, "peer")
-            rows.append(row(task, "stable-baselines3", found))
+        for seed in args.seeds:
+            for who, train in runs.items():
+                found[who].append(outcome(train, frames, seed, who))
+        rows += [row(task, who, outcomes) for who, outcomes in found.items()]
     header = ["task", "", "frames", "return, median", "of the seeds", "s, median", "of the processor"]
     print("\n" + table(header, rows))
 

@@ -41,8 +41,8 @@ def run(task: str, frames: int, seed: int) -> dict[str, float]:
 def cartpole(seed: int, frames: int) -> Any:
     return part("stable_baselines3", "PPO")(
         "MlpPolicy",
-        part("stable_baselines3.common.env_util", "make_vec_env")("CartPole-v1", n_envs=16, seed=seed),
-        n_steps=32,
+        part("stable_baselines3.common.env_util", "make_vec_env")("CartPole-v1", n_envs=32, seed=seed),
+        n_steps=16,
         batch_size=128,
         n_epochs=4,
         learning_rate=lambda left: 2.5e-4 * left,

@@ -21,7 +21,6 @@ from flatroll.estimators import GAE, ClipPPOLoss
 from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum, as_vector_env
 
-NUM_ENVS = 32
 SETTINGS = {  # for discrete actions, and for continuous ones
     True: {"rows": 512, "minibatches": 4, "epochs": 4, "lr": 2.5e-4, "entropy": 0.01},
     False: {"rows": 2048, "minibatches": 32, "epochs": 10, "lr": 3e-4, "entropy": 0.0},
@@ -94,10 +93,10 @@ def make_agent(env: Any) -> tuple[ProbabilisticTensorDictSequential, TensorDictM
     return ProbabilisticTensorDictSequential(*parts), critic
 
 
-def train(name: str, frames: int, seed: int) -> dict[str, float]:
+def train(name: str, frames: int, seed: int, num_envs: int = 32) -> dict[str, float]:
     """Learn for so many frames; the mean return of the last 100 episodes, and the seconds it took."""
     torch.manual_seed(seed)
-    env = make_env(name, NUM_ENVS, seed)
+    env = make_env(name, num_envs, seed)
     args = argparse.Namespace(**SETTINGS[isinstance(env.single_action_space, gym.spaces.Discrete)])
     actor, critic = make_agent(env)
     total = -(-frames // args.rows) * args.rows
@@ -135,11 +134,12 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--env", default="CartPole-v1", help="an id, or envpool:ID (default: %(default)s)")
+    parser.add_argument("--num-envs", type=int, default=32, help="stepped at once (default: %(default)s)")
     parser.add_argument("--frames", type=int, default=500_000, help="to learn from (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of weights, actions and envs (%(default)s)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
-    result = train(args.env, args.frames, args.seed)
+    result = train(args.env, args.frames, args.seed, args.num_envs)
     print(
         f"{args.env}, seed {args.seed}: " + ", ".join(f"{key} {value:,.1f}" for key, value in result.items())
     )
