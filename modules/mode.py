@@ -21,6 +21,9 @@ class _Mode(threading.local):
 _MODE = _Mode()
 _NAMES: dict[str, bool] = {"recurrent": True, "sequential": False}
 
+#: Functions whose call only makes what runs their body.
+_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+
 #: The ways to write a mode.
 Mode: TypeAlias = bool | Literal["recurrent", "sequential"] | None
 
@@ -56,15 +59,18 @@ class set_recurrent_mode:
     * ``None``: each module's ``default_recurrent_mode``.
 
     The mode belongs to the current thread: another one does not see it, and leaving the block restores what was
-    there before, after an exception too. It may stand around a function of ``torch.compile`` or inside it.
+    there before, after an exception too. It may stand around a function of ``torch.compile`` or inside it. Do not hold
+    it over an ``await`` or a ``yield``, behind which other code of the thread runs.
 
     Args:
         mode: True, False, ``"recurrent"``, ``"sequential"`` or None; default True.
 
     Raises:
         ValueError: any other mode.
-        TypeError: used as a decorator of a generator or coroutine function, whose body would run after the
-            block is left.
+        TypeError: used as a decorator of a class, or of a generator or coroutine function, whose body would run after
+            the block is left.
+        RuntimeError: blocks are left in another order than they were entered, as when tasks of one thread hold them
+            over an ``await``: either ran in a mode of the other.
 
     >>> with set_recurrent_mode("recurrent"):
     ...     recurrent_mode()
@@ -87,10 +93,20 @@ class set_recurrent_mode:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _MODE.value = self._outer.pop()
+        found, outer = _MODE.value, self._outer.pop()
+        _MODE.value = outer if found is self._mode else None
+        if found is not self._mode and kind is None:
+            raise RuntimeError(
+                f"a block of set_recurrent_mode({self._mode!r}) ended in mode {found!r}: it was held over an await or "
+                "a yield, where another one began or ended. Set the mode between them, around the calls that need it"
+            )
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
-        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        if inspect.isclass(function):
+            raise TypeError(
+                f"set_recurrent_mode cannot decorate the class {function.__name__!r}: decorate its methods"
+            )
+        if any(is_kind(function) for is_kind in _LATER):
             raise TypeError(
                 f"set_recurrent_mode cannot decorate {function.__name__!r}: its body runs after the call has "
                 "returned; write `with set_recurrent_mode(...)` inside it"

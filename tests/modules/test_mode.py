@@ -1,5 +1,6 @@
 """set_recurrent_mode: what is set, where it reaches, and that it is undone."""
 
+import asyncio
 import threading
 
 import pytest
@@ -56,8 +57,31 @@ def test_generators_cannot_be_decorated():
     def steps():
         yield recurrent_mode()
 
-    with pytest.raises(TypeError, match=r"cannot decorate 'steps': its body runs after .* inside it"):
-        set_recurrent_mode(True)(steps)
+    async def later():
+        yield recurrent_mode()
+
+    for function in (steps, later):
+        with pytest.raises(TypeError, match=r"cannot decorate '\w+': its body runs after .* inside it"):
+            set_recurrent_mode(True)(function)
+    with pytest.raises(TypeError, match="cannot decorate the class 'int': decorate its methods"):
+        set_recurrent_mode(True)(int)
+
+
+def test_blocks_held_over_an_await_are_errors():
+    """Each ran in the other's mode; and nothing stays set."""
+
+    async def hold(mode):
+        with set_recurrent_mode(mode):
+            await asyncio.sleep(0)
+
+    async def both():
+        return await asyncio.gather(hold(True), hold(False), return_exceptions=True)
+
+    text = r"a block of set_recurrent_mode\(True\) ended in mode False: it was held over an await"
+    first, _ = asyncio.run(both())
+    with pytest.raises(RuntimeError, match=text):
+        raise first
+    assert recurrent_mode() is None
 
 
 def test_other_threads_do_not_see_it():
