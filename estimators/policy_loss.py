@@ -223,7 +223,7 @@ class PolicyGradientLoss(LossModule):
         loss, diagnostics = self.objective(rows, dist, log_prob, advantage)
         losses = {name: loss}
         if self.entropy_bonus:
-            parts = components(dist).values() or (dist,)
+            parts = list(components(dist).values()) or [dist]
             entropy = sum_of(joint(entropy_of(part, self.samples_mc_entropy), rows.batch) for part in parts)
             losses["loss_entropy"] = -self.entropy_coeff * entropy
             diagnostics["entropy"] = masked_mean(entropy.detach(), rows.mask)

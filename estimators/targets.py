@@ -43,7 +43,7 @@ class TargetNetUpdater:
         for source, target in self.loss_module.delayed_networks().values():
             (learned, read), (followers, copies) = held(source), held(target)
             if followers:
-                torch._foreach_lerp_(followers, learned, share)
+                torch._foreach_lerp_(followers, learned, share)  # pyright: ignore[reportPrivateImportUsage]
             for buffer, copy in zip(read, copies, strict=True):
                 copy.copy_(buffer)
 
