@@ -87,6 +87,8 @@ def _check_same(key: NestedKey, there: Tensor | None, value: Tensor) -> None:
 class RecurrentPrimer(MarkerWrapper):
     """Adds the states that a policy's episodes start from to the ``info`` of each reset, one row for each env.
 
+    A state under a nested key stands in dicts: ``info["agent"]["h"]`` for ``("agent", "h")``.
+
     For loops written by hand: the first step reads its states there, and every later one the states that the policy
     wrote under ``"next"``; recurrent modules restart them by themselves where ``is_init`` is set. A collector keeps
     the states itself, and takes what they start from here if its policy does not say.
@@ -111,7 +113,11 @@ class RecurrentPrimer(MarkerWrapper):
         device = self.stream.capabilities.device
         for key, value in self.states.items():
             primed = value.to(device).expand(self.num_envs, *value.shape).clone()
-            info[as_tuple(key)[-1]] = primed
+            *parents, name = as_tuple(key)
+            place = info
+            for parent in parents:
+                place = place.setdefault(parent, {})
+            place[name] = primed
 
     def step(self, actions: Tree) -> StepResult:
         """Step; the states go from the policy to itself."""

@@ -83,6 +83,28 @@ def test_an_env_made_for_a_policy_has_what_the_policy_needs(which: str) -> None:
     assert env.reset(seed=0)[1]["state"].tolist() == [[7.0]] * 3
 
 
+def test_states_of_one_name_in_two_places() -> None:
+    """One of them was lost where only the last name of a key counted."""
+    keys = [("agent", "h"), ("critic", "h")]
+    sizes = [(3, 4), (4, 5)]
+    parts = [
+        GRUModule(*size, in_keys=[x, key], out_keys=[y, ("next", *key)])
+        for size, key, x, y in zip(sizes, keys, ("observation", "f"), ("f", "features"), strict=True)
+    ]
+    act = TensorDictModule(lambda f: (f[..., 0] > 0).long(), ["features"], ["action"])
+    policy = TensorDictSequential(*parts, act)
+    env = as_vector_env(make(), policy=policy)
+    _, info = env.reset(seed=0)
+    assert (info["agent"]["h"].shape, info["critic"]["h"].shape) == ((3, 1, 4), (3, 1, 5))
+    check_features(policy, next(Collector(env, policy, frames_per_batch=20)))
+
+
+def check_features(policy: Any, batch: TensorDict) -> None:
+    with set_recurrent_mode("recurrent"), torch.no_grad():
+        again = policy(batch.clone())
+    torch.testing.assert_close(again["features"], batch["features"], atol=1e-5, rtol=0)
+
+
 def test_asked_twice_nothing_changes() -> None:
     env = as_vector_env(make(), policy=Declared())
     assert as_vector_env(env, policy=Declared()) is env
@@ -162,9 +184,7 @@ def test_two_modules_keep_two_states() -> None:
     """Under one key each would start from the other's; one module in two places is still one."""
     policy = two_modules("a", "b")
     batch = next(Collector(make(), policy, frames_per_batch=30))
-    with set_recurrent_mode("recurrent"), torch.no_grad():
-        again = policy(batch.clone())
-    torch.testing.assert_close(again["features"], batch["features"], atol=1e-5, rtol=0)
+    check_features(policy, batch)
     for nested in (two_modules("a", "a"), TensorDictSequential(two_modules("a", "b"), two_modules("c", "b"))):
         with pytest.raises(
             ValueError, match=r"two modules .* recurrent state under '[ab]': .*keys of its own"
