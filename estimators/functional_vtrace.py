@@ -68,8 +68,8 @@ def vtrace_advantage_estimate(
     series = Series(reward, time_dim, state_value=state_value, next_state_value=next_state_value)
     over, stop = series.flags(done, terminated, ends)
     ratio = (series.spread("log_pi", log_pi) - series.spread("log_mu", log_mu)).exp_()
-    rho = _clipped("rho_thresh", ratio, rho_thresh)
     same = not isinstance(c_thresh, Tensor) and not isinstance(rho_thresh, Tensor) and c_thresh == rho_thresh
+    rho = _clipped("rho_thresh", ratio, rho_thresh, own=same and not ratio.requires_grad)
     c = rho if same else _clipped("c_thresh", ratio, c_thresh)
     advantage, target = vtrace_scan(
         series.factor("gamma", gamma),
@@ -85,7 +85,8 @@ def vtrace_advantage_estimate(
     return series.back(advantage), series.back(target)
 
 
-def _clipped(name: str, ratio: Tensor, threshold: float | Tensor) -> Tensor:
+def _clipped(name: str, ratio: Tensor, threshold: float | Tensor, *, own: bool = False) -> Tensor:
+    """``ratio`` up to the threshold; in its own place if nobody else reads it."""
     if isinstance(threshold, Tensor):
         read = threshold.device.type == "cpu" and not numberless()
         if read and not bool((threshold >= 0.0).all()):
@@ -93,4 +94,4 @@ def _clipped(name: str, ratio: Tensor, threshold: float | Tensor) -> Tensor:
         return torch.minimum(ratio, threshold.to(ratio.dtype))
     if not threshold >= 0.0:
         raise ValueError(f"{name} must be at least 0, got {threshold}")
-    return ratio.clamp(max=threshold)
+    return ratio.clamp_(max=threshold) if own else ratio.clamp(max=threshold)
