@@ -26,7 +26,6 @@ def few_long_runs(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex
         and len(index.first) < RUNS
         and torch.is_grad_enabled()
         and any(x.requires_grad for x in (rows, *states, *net.parameters()))
-        and not torch.is_autocast_enabled("cpu")
     )
 
 

@@ -61,7 +61,8 @@ class GRUModule(RecurrentModule):
         traj_key: default ``("collector", "traj_ids")``, likewise.
 
     Shapes: input ``[*B, input_size]``, state ``[*B, num_layers, hidden_size]``, is_init bool ``[*B]`` or
-    ``[*B, 1]``, output ``[*B, hidden_size]``; float dtype of the weights.
+    ``[*B, 1]``, output ``[*B, hidden_size]``; float dtype of the weights,
+    under autocast too on the CPU.
 
     Raises:
         ValueError: contradicting sizes or keys, ``batch_first=False``, an unknown backend or state, or a backend that

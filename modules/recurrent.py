@@ -1,6 +1,6 @@
 """The base of GRUModule and LSTMModule: a network, stepped in rollouts and run over packed rows in training."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self, cast
 
 import torch
@@ -120,6 +120,16 @@ class RecurrentModule(StatefulModule):
     @property
     def weight(self) -> Tensor:
         return cast(Tensor, self.net.weight_ih_l0)
+
+    def computed(
+        self, how: Callable[..., tuple[Tensor, States]], rows: Tensor, states: States, *more: Tensor
+    ) -> tuple[Tensor, States]:
+        """In the weights' precision on the CPU: autocast would reach some calls of the network only."""
+        if rows.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+            return how(rows, states, *more)
+        dtype = self.weight.dtype
+        with torch.autocast("cpu", enabled=False):
+            return how(rows.to(dtype), tuple(state.to(dtype) for state in states), *more)
 
     def step(self, rows: Tensor, states: States) -> tuple[Tensor, States]:
         net = self.net

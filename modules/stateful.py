@@ -1,6 +1,6 @@
 """What modules with a recurrent state share: keys, states, checks; one step in a rollout, whole runs in training."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -101,6 +101,12 @@ class StatefulModule(TensorDictModuleBase):
         """
         raise NotImplementedError
 
+    def computed(
+        self, how: Callable[..., tuple[Tensor, States]], rows: Tensor, states: States, *more: Tensor
+    ) -> tuple[Tensor, States]:
+        """What :meth:`step` or :meth:`over_runs` gives; where a subclass sets what they run under."""
+        return how(rows, states, *more)
+
     @property
     def recurrent_mode(self) -> bool:
         """The mode a call would run in now: the one set by ``set_recurrent_mode``, else this module's own."""
@@ -118,7 +124,7 @@ class StatefulModule(TensorDictModuleBase):
                 boundary marker at all.
             TypeError: is_init is not bool, or an input has another dtype than the weights.
             ValueError: an input or a state has another shape than the network's sizes ask for; recurrent: a run begins
-                at a row that has not kept its state.
+                at a row that has not kept its state, or there is no row.
         """
         return self._runs(tensordict) if self.recurrent_mode else self._step(tensordict)
 
@@ -142,8 +148,8 @@ class StatefulModule(TensorDictModuleBase):
         is_init = marker(batch, self._init_key)
         rows = self._rows(batch)
         before = [self._state_before(batch, key, is_init) for key in self._state_in]
-        out, after = self.step(rows, tuple(state.reshape(-1, *self._state_shape) for state in before))
-        return self._written(batch, out, after)
+        states = tuple(state.reshape(-1, *self._state_shape) for state in before)
+        return self._written(batch, *self.computed(self.step, rows, states))
 
     def _written(self, batch: TensorDictBase, out: Tensor, after: States) -> TensorDictBase:
         batch.set(self._output_key, out.reshape(*batch.batch_size, out.shape[-1]))
@@ -191,12 +197,14 @@ class StatefulModule(TensorDictModuleBase):
         starts = run_starts(
             batch, is_init_key=self._init_key, done_key=self._done_key, traj_key=self._traj_key
         )
+        if not starts.numel():
+            raise ValueError(f"batch must have at least one row, got batch size {list(batch.batch_size)}")
         rows = self._rows(batch)
         self._refuse_thinned_states(batch, starts)
         stored = tuple(
             self._stored_state(batch, key).reshape(-1, *self._state_shape) for key in self._state_in
         )
-        return self._written(batch, *self.over_runs(rows, stored, starts.flatten()))
+        return self._written(batch, *self.computed(self.over_runs, rows, stored, starts.flatten()))
 
     def _rows(self, batch: TensorDictBase) -> Tensor:
         """The input as ``[N, input_size]``."""
