@@ -21,7 +21,7 @@ from flatroll.rollouts import Collector
 
 NUM_ENVS, FRAMES_PER_BATCH = 16, 256
 SLICE, ROWS, BURN_IN = 32, 1024, 8
-UPDATES = 4  # after each batch
+UPDATES = 8  # after each batch
 
 
 class EpsilonGreedy(nn.Module):
@@ -59,7 +59,7 @@ def make_networks(hidden: int, greedy: EpsilonGreedy) -> tuple[TensorDictSequent
 def train(frames: int, seed: int, name: str = "CartPole-v1", hidden: int = 64) -> dict[str, float]:
     """Learn for so many frames; the mean return of the last 100 episodes, and the seconds it took."""
     torch.manual_seed(seed)
-    greedy = EpsilonGreedy(1.0, 0.02, frames // 4)
+    greedy = EpsilonGreedy(1.0, 0.01, frames // 8)
     network, policy = make_networks(hidden, greedy)
     total = -(-frames // FRAMES_PER_BATCH) * FRAMES_PER_BATCH
     env = make_env(name, NUM_ENVS, seed)
@@ -72,7 +72,7 @@ def train(frames: int, seed: int, name: str = "CartPole-v1", hidden: int = 64) -
     loss = DQNLoss(network, double_dqn=True, loss_function="smooth_l1", burn_in=BURN_IN)
     loss.make_value_estimator(gamma=0.99)
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
-    updater = SoftUpdate(loss, tau=0.01)
+    updater = SoftUpdate(loss, tau=0.005)
     returns: list[float] = []
     start = time.perf_counter()
     for batch in collector:
@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--frames", type=int, default=300_000, help="frames to learn from (%(default)s)")
+    parser.add_argument("--frames", type=int, default=150_000, help="frames to learn from (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of weights, actions and envs (%(default)s)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives

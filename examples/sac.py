@@ -22,7 +22,7 @@ from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum, as_vector_env
 
 NUM_ENVS, START, ROWS = 4, 1000, 256
-UPDATES = 2  # after each step of all envs
+UPDATES = NUM_ENVS  # after each step of all envs
 
 
 class Squashed(TransformedDistribution):
