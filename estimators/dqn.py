@@ -8,12 +8,12 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import Tensor, nn
 
-from flatroll.estimators.direct import written
 from flatroll.estimators.following import Boundaries
 from flatroll.estimators.loss import Rows, delayed
 from flatroll.estimators.off_policy import STEPS, OffPolicyLoss, following, here
 from flatroll.estimators.reductions import Distance, Reduction, distance, masked_mean
 from flatroll.estimators.values import NetworkInputs, Route, StateValues
+from flatroll.layout.direct import written
 from flatroll.layout.keys import OBSERVATION, NestedKey, next_key
 from flatroll.modules import set_recurrent_mode
 

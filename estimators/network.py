@@ -9,7 +9,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from flatroll.estimators.direct import through
+from flatroll.layout.direct import through
 from flatroll.layout.keys import NestedKey, next_key
 
 

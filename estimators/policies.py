@@ -5,14 +5,12 @@ from typing import Any
 from tensordict import TensorDictBase
 from tensordict.nn import (
     CompositeDistribution,
-    ProbabilisticTensorDictModule,
-    ProbabilisticTensorDictSequential,
     TensorDictModuleBase,
 )
 from torch import Tensor
 from torch.distributions import Distribution
 
-from flatroll.estimators.direct import parts_of, through
+from flatroll.layout.direct import before_sampling
 from flatroll.layout.keys import NestedKey
 
 
@@ -27,18 +25,9 @@ def require_actor(actor_network: TensorDictModuleBase) -> None:
 
 def distribution(actor_network: TensorDictModuleBase, batch: TensorDictBase) -> Distribution:
     """The actor's distribution over actions in each row; what the actor writes on the way is in ``batch``."""
-    actor: Any = actor_network
-    if type(actor) is ProbabilisticTensorDictSequential and not (
-        actor.return_composite or actor.partial_tolerant
-    ):
-        *parts, last = parts_of(actor)
-        drawn = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)
-        if isinstance(last, ProbabilisticTensorDictModule) and not any(
-            isinstance(part, drawn) for part in parts
-        ):
-            for part in parts:
-                batch = through(part, batch)
-            actor = last
+    ready = before_sampling(actor_network, batch)
+    actor: Any
+    actor, batch = (actor_network, batch) if ready is None else ready
     dist: Distribution = actor.get_dist(batch)
     return dist
 

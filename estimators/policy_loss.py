@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from flatroll.estimators.base import ValueEstimator
-from flatroll.estimators.direct import through, writes
 from flatroll.estimators.kinds import Kind, ValueEstimators, make_estimator
 from flatroll.estimators.loss import LossModule, Rows, frozen, shared
 from flatroll.estimators.policies import components, distribution, joint, log_prob_of, require_actor
@@ -26,6 +25,7 @@ from flatroll.estimators.reductions import (
     reduced,
     standardized,
 )
+from flatroll.layout.direct import through, writes
 from flatroll.layout.keys import NestedKey, flat_column, missing_marker, require
 from flatroll.modules import set_recurrent_mode
 

@@ -11,12 +11,12 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from flatroll.estimators.direct import written
 from flatroll.estimators.loss import Rows, delayed, frozen, shared
 from flatroll.estimators.off_policy import OffPolicyLoss, following
 from flatroll.estimators.policies import distribution, require_actor
 from flatroll.estimators.reductions import Distance, Reduction, distance, masked_mean
 from flatroll.estimators.values import NetworkInputs
+from flatroll.layout.direct import written
 from flatroll.layout.keys import NestedKey, as_tuple, next_key
 
 

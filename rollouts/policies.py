@@ -8,6 +8,7 @@ from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from flatroll.layout.direct import acted
 from flatroll.layout.keys import ACTION, NEXT, NestedKey, as_tuple, next_key
 from flatroll.rollouts.columns import plain_key
 from flatroll.wrappers.primers import recurrent_states
@@ -150,7 +151,7 @@ class ModulePolicy:
         data = TensorDict(_nested(columns()), batch_size=[self._num_envs])
         if self._device is not None:
             data = data.to(self._device, non_blocking=not self._blocking)
-        out = self._policy(data)
+        out = acted(self._policy, data)
         if not isinstance(out, TensorDictBase):
             raise _no_action(self._policy, type(out).__name__)
         action = out.get(ACTION, None)

@@ -1,4 +1,4 @@
-"""Networks called without what tensordict does around each call, which costs more than a small network.
+"""Networks and policies called without what tensordict does around each call, which costs more than a small network.
 
 A :class:`~tensordict.nn.TensorDictModule` that is nothing but a function of tensors is called as that function. All
 others (a subclass, hooks, arguments by name, ``skip_existing``, inside ``torch.compile``) are called as ever.
@@ -10,11 +10,15 @@ from typing import Any, cast
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
     TensorDictModule,
     TensorDictModuleBase,
     TensorDictSequential,
+    set_interaction_type,
     skip_existing,
 )
+from tensordict.nn.probabilistic import interaction_type
 from torch import Tensor, nn
 from torch.nn.modules import module as of_torch
 
@@ -30,7 +34,10 @@ _PLAIN: dict[str, Any] = {
     "_get_kwargs": {},
     "inplace": True,
 }
-_PLAIN_SEQUENCE: dict[str, Any] = {"partial_tolerant": False, "_select_before_return": False, "inplace": None}
+_PLAIN_SEQUENCE: dict[str, Any] = {"partial_tolerant": False, "inplace": None}
+_PLAIN_ACTOR: dict[str, Any] = {"partial_tolerant": False, "return_composite": False}
+_SAMPLING: dict[str, Any] = {"inplace": None, "_requires_sample": True}
+_SELECTING_NOTHING: dict[str, Any] = {"_select_before_return": False}
 
 
 def through(network: TensorDictModuleBase, batch: TensorDictBase) -> TensorDictBase:
@@ -46,12 +53,45 @@ def through(network: TensorDictModuleBase, batch: TensorDictBase) -> TensorDictB
             if key != "_":
                 batch.set(key, value if isinstance(value, Tensor) else TensorDict.from_any(value))
         return batch
-    if type(network) is TensorDictSequential and _unadorned(network, _PLAIN_SEQUENCE):
+    if type(network) is TensorDictSequential and _unadorned(network, _PLAIN_SEQUENCE | _SELECTING_NOTHING):
         for part in parts_of(network):
             batch = through(part, batch)
         return batch
     out: TensorDictBase = network(batch)
     return out
+
+
+def acted(policy: Any, batch: TensorDictBase) -> Any:
+    """``policy(batch)`` for a batch that is the caller's own: it may keep entries that the policy does not select."""
+    if type(policy) is TensorDictSequential and _unadorned(policy, _PLAIN_SEQUENCE):
+        for part in parts_of(policy):
+            batch = through(part, batch)
+        return batch
+    if type(policy) is ProbabilisticTensorDictSequential and _unadorned(policy, _SAMPLING):
+        ready = before_sampling(policy, batch)
+        if ready is not None:
+            last, batch = ready
+            return last(batch)
+    return through(policy, batch)
+
+
+def before_sampling(
+    actor: TensorDictModuleBase, batch: TensorDictBase
+) -> tuple[ProbabilisticTensorDictModule, TensorDictBase] | None:
+    """All parts of an actor but the last, which samples: that part, and the batch they have written into.
+
+    None, and nothing is done: the actor is not such a sequence, or it samples in other parts, too.
+    """
+    if type(actor) is not ProbabilisticTensorDictSequential or not _unadorned(actor, _PLAIN_ACTOR):
+        return None
+    *parts, last = parts_of(actor)
+    drawn = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)
+    if not isinstance(last, ProbabilisticTensorDictModule) or any(isinstance(part, drawn) for part in parts):
+        return None
+    with set_interaction_type(interaction_type() or last.default_interaction_type):
+        for part in parts:
+            batch = through(part, batch)
+    return last, batch
 
 
 def written(network: TensorDictModuleBase, batch: TensorDictBase, key: NestedKey) -> Tensor | None:
@@ -94,7 +134,11 @@ def _outputs(network: TensorDictModuleBase, batch: TensorDictBase) -> list[tuple
     inputs = [batch.get(key, None) for key in cast(list[Any], network.in_keys)]
     if not all(isinstance(column, Tensor) for column in inputs):
         return None
-    out = network.module(*inputs)
+    try:
+        out = network.module(*inputs)
+    except Exception as error:
+        error.add_note(f"In the network with in_keys {network.in_keys} and out_keys {network.out_keys}")
+        raise
     keys = cast(list[Any], network.out_keys)
     if isinstance(out, (dict, TensorDictBase)) and all(key in out for key in keys):
         out = tuple(out[key] for key in keys)

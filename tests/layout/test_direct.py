@@ -6,18 +6,18 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import (
+    InteractionType,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
     TensorDictSequential,
+    set_interaction_type,
     set_skip_existing,
 )
 from torch import Tensor, nn
-from torch.distributions import Categorical, Normal
+from torch.distributions import Categorical
 
-from flatroll.estimators import ClipPPOLoss, DQNLoss
-from flatroll.estimators.direct import through, written
-from flatroll.estimators.policies import distribution
+from flatroll.layout.direct import acted, through, written
 
 
 class Doubling(TensorDictModule):
@@ -84,44 +84,50 @@ def test_modes_and_errors_are_those_of_the_call() -> None:
         through(TensorDictModule(two, ["a"], ["b"]), rows())
 
 
-def test_distributions() -> None:
-    def choose(into: str) -> Any:
-        return ProbabilisticTensorDictModule(["loc", "scale"], [into], distribution_class=Normal)
-
-    parts: list[Any] = [TensorDictModule(lambda a: (a, a + 1), ["a"], ["loc", "scale"]), choose("action")]
-    for actor in (
-        ProbabilisticTensorDictSequential(*parts),
-        ProbabilisticTensorDictSequential(dict(zip("xy", parts, strict=True))),
-        ProbabilisticTensorDictSequential(parts[0], choose("first"), parts[1]),  # works on a copy
-    ):
-        batch = rows()
-        dist = distribution(actor, batch)
-        expected = actor.get_dist(again := rows())
-        assert type(dist) is type(expected)
-        torch.manual_seed(0)
-        drawn = dist.sample()
-        torch.manual_seed(0)
-        assert (drawn == expected.sample()).all()
-        assert set(batch.keys()) == set(again.keys())
+class Chosen(nn.Module):
+    def forward(self, a: Tensor) -> Tensor:
+        return torch.stack([a, -a, 2 * a], -1)
 
 
-@pytest.mark.parametrize("kind", [ClipPPOLoss, DQNLoss])
-def test_losses_compile_in_one_graph(kind: Any) -> None:
-    torch.manual_seed(0)
-    values = TensorDictModule(nn.Linear(3, 4), ["observation"], ["logits"])
-    choose = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
-    critic = TensorDictModule(nn.Linear(3, 1), ["observation"], ["state_value"])
-    networks: Any = ProbabilisticTensorDictSequential(values, choose), critic
-    loss = DQNLoss(nn.Linear(3, 4)) if kind is DQNLoss else kind(*networks, normalize_advantage=True)
-    following = {
-        "observation": torch.randn(5, 3),
-        "reward": torch.ones(5, 1),
-        "terminated": torch.arange(5) > 3,
+def policies() -> dict[str, Any]:
+    def actor(*parts: Any, **options: Any) -> Any:
+        choose = ProbabilisticTensorDictModule(
+            ["logits"], ["action"], distribution_class=Categorical, return_log_prob=True
+        )
+        return ProbabilisticTensorDictSequential(*parts, choose, **options)
+
+    logits, copy = (
+        TensorDictModule(Chosen(), ["a"], ["logits"]),
+        TensorDictModule(nn.Identity(), ["a"], ["b"]),
+    )
+    hooked = actor(logits)
+    hooked.register_forward_hook(lambda module, args, out: out.set("action", out["action"] + 10))
+    return {
+        "actor": actor(logits),
+        "two parts": actor(copy, logits),
+        "selected": actor(copy, logits).select_out_keys("action"),
+        "in place": actor(logits, inplace=True),
+        "hooked": hooked,
+        "chain": TensorDictSequential(copy, logits),
+        "selected chain": TensorDictSequential(copy, logits).select_out_keys("logits"),
+        "other": lambda batch: batch.set("action", batch["a"]),
     }
-    columns = {name: torch.randn(5) for name in ("action_log_prob", "advantage", "value_target")}
-    action = {"observation": torch.randn(5, 3), "action": torch.tensor([0, 3, 2, 1, 1])}
-    batch = TensorDict({**columns, **action, "next": following}, [5])
-    expected = loss(batch.clone())
-    found = torch.compile(loss, backend="eager", fullgraph=True)(batch)
-    for name, number in expected.items():
-        torch.testing.assert_close(found[name], number)
+
+
+@pytest.mark.parametrize("name", policies())
+@pytest.mark.parametrize("kind", [None, InteractionType.DETERMINISTIC, InteractionType.RANDOM])
+def test_a_policy_acts_as_it_does_when_called(name: str, kind: Any) -> None:
+    policy = policies()[name]
+    with set_interaction_type(kind):
+        torch.manual_seed(1)
+        expected = policy(rows())
+        torch.manual_seed(1)
+        found = acted(policy, rows())
+    assert set(found.keys(True, True)) >= set(expected.keys(True, True))
+    assert all((found[key] == expected[key]).all() for key in expected.keys(True, True))
+
+
+def test_a_failing_network_is_named() -> None:
+    with pytest.raises(RuntimeError) as error:
+        through(TensorDictModule(nn.Linear(2, 2), ["a"], ["b"]), rows())
+    assert "in_keys ['a'] and out_keys ['b']" in error.value.__notes__[0]
