@@ -39,7 +39,8 @@ class DQNLoss(OffPolicyLoss):
             shape of the action says.
         use_prioritized_weights: whether ``"priority_weight"`` of the batch weights the rows; ``"auto"``
             (default): if it is there.
-        burn_in: rows at the beginning of each slice that count nowhere in the loss. Default: 0.
+        burn_in: rows at the beginning of each slice that count nowhere in the loss, and through which no gradient
+            flows. Default: 0.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``. Default: ``"mean"``.
 
     ``make_value_estimator(gamma=0.99)`` sets the discount. N-step rows are used as they are.
@@ -121,7 +122,7 @@ class DQNLoss(OffPolicyLoss):
             KeyError: an entry is missing; the text says what writes it.
         """
         rows, unknown = self.transitions(tensordict, self._inputs.observed)
-        with set_recurrent_mode(True):
+        with set_recurrent_mode(True, burn_in=self.burn_in):
             value, next_value = self._values(rows, unknown)
         chosen = self._of_action(rows, value)
         target = self.target(rows, next_value, unknown)

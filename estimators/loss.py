@@ -6,7 +6,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from flatroll.estimators.keyed import VALID, renamed, under_next
 from flatroll.estimators.reductions import Reduction, both, kept, one_of
 from flatroll.layout import run_starts
+from flatroll.layout.boundaries import steps_into_run
 from flatroll.layout.keys import (
     ACTION,
     IS_INIT,
@@ -51,7 +51,8 @@ class LossModule(TensorDictModuleBase):
 
     Args:
         reduction: ``"mean"`` over the real rows, ``"sum"``, or ``"none"``, 0 in rows that are not real.
-        burn_in: rows at the beginning of each run that only warm a memory up and count nowhere in the loss.
+        burn_in: rows at the beginning of each run that only warm a memory up: they count nowhere in the loss, and no
+            gradient flows through them.
 
     Raises:
         ValueError: unknown ``reduction``, or ``burn_in`` below 0.
@@ -166,13 +167,3 @@ def shared(network: nn.Module, other: nn.Module) -> list[nn.Parameter]:
     """The parameters that are in both networks."""
     others = set(other.parameters())
     return [parameter for parameter in network.parameters() if parameter in others]
-
-
-def steps_into_run(starts: Tensor) -> Tensor:
-    """How many rows of its run stand before each row, int64; time is the last dim.
-
-    >>> steps_into_run(torch.tensor([True, False, False, True]))
-    tensor([0, 1, 2, 0])
-    """
-    at = torch.arange(starts.shape[-1], device=starts.device).expand(starts.shape)
-    return at - torch.where(starts, at, 0).cummax(-1).values

@@ -68,7 +68,7 @@ class PolicyGradientLoss(LossModule):
         normalize_advantage: zero mean and unit deviation of the advantage over the real rows. Default: False.
         separate_losses: the critic loss leaves parameters that the actor has, too, alone. Default: False.
         burn_in: rows at the beginning of each run (slice) that warm the memory of recurrent networks up and
-            count nowhere in the loss. Default: 0.
+            count nowhere in the loss, and through which no gradient flows. Default: 0.
         reduction: ``"mean"`` over the real rows, ``"sum"``, or ``"none"``, 0 in rows that are not real.
 
     Raises:
@@ -204,7 +204,7 @@ class PolicyGradientLoss(LossModule):
                 batch = self.value_estimator(tensordict.copy())
         rows = self.rows(batch)
         objective, critic = self.loss_names
-        with set_recurrent_mode(True):
+        with set_recurrent_mode(True, burn_in=self.burn_in):
             losses, diagnostics = self._policy_losses(rows, objective)
             if self._has_critic:
                 losses[critic], of_critic = self._critic_loss(rows)

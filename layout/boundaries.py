@@ -95,3 +95,14 @@ def run_starts(
     starts = torch.ones_like(ends)
     starts[..., 1:] = ends[..., :-1]
     return starts
+
+
+def steps_into_run(starts: Tensor) -> Tensor:
+    """How many rows of its run stand before each row, int64; time is the last dim.
+
+    >>> import torch
+    >>> steps_into_run(torch.tensor([True, False, False, True]))
+    tensor([0, 1, 2, 0])
+    """
+    at = torch.arange(starts.shape[-1], device=starts.device).expand(starts.shape)
+    return at - torch.where(starts, at, 0).cummax(-1).values

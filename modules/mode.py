@@ -16,6 +16,7 @@ class _Mode(threading.local):
 
     def __init__(self) -> None:
         self.value: bool | None = None
+        self.burn_in = 0
 
 
 _MODE = _Mode()
@@ -51,6 +52,11 @@ def recurrent_mode() -> bool | None:
     return _MODE.value
 
 
+def burn_in_rows() -> int:
+    """Rows at the beginning of each run that get no gradient in here."""
+    return _MODE.burn_in
+
+
 class set_recurrent_mode:
     """Choose how recurrent modules read their batch, as a context manager or a decorator.
 
@@ -64,9 +70,12 @@ class set_recurrent_mode:
 
     Args:
         mode: True, False, ``"recurrent"``, ``"sequential"`` or None; default True.
+        burn_in: rows at the beginning of each run that only bring the state up to date: this package's modules compute
+            them without gradient, and the rest of the run goes on from the state they leave. Leave them out of the
+            loss, too. Default: 0.
 
     Raises:
-        ValueError: any other mode.
+        ValueError: any other mode; ``burn_in`` below 0, or in another mode than the recurrent one.
         TypeError: used as a decorator of a class, or of a generator or coroutine function, whose body would run after
             the block is left.
         RuntimeError: blocks are left in another order than they were entered, as when tasks of one thread hold them
@@ -82,19 +91,24 @@ class set_recurrent_mode:
     (False, None)
     """
 
-    def __init__(self, mode: Mode = True) -> None:
+    def __init__(self, mode: Mode = True, *, burn_in: int = 0) -> None:
         self._mode = named_mode("mode", mode)
-        self._outer: list[bool | None] = []
+        if isinstance(burn_in, bool) or not isinstance(burn_in, int) or burn_in < 0:
+            raise ValueError(f"burn_in must be an integer of at least 0, got {burn_in!r}")
+        if burn_in and not self._mode:
+            raise ValueError(f"burn_in={burn_in} needs the recurrent mode, which has runs, got mode={mode!r}")
+        self._burn_in = burn_in
+        self._outer: list[tuple[bool | None, int]] = []
 
     def __enter__(self) -> None:
-        self._outer.append(_MODE.value)
-        _MODE.value = self._mode
+        self._outer.append((_MODE.value, _MODE.burn_in))
+        _MODE.value, _MODE.burn_in = self._mode, self._burn_in
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         found, outer = _MODE.value, self._outer.pop()
-        _MODE.value = outer if found is self._mode else None
+        _MODE.value, _MODE.burn_in = outer if found is self._mode else (None, 0)
         if found is not self._mode and kind is None:
             raise RuntimeError(
                 f"a block of set_recurrent_mode({self._mode!r}) ended in mode {found!r}: it was held over an await or "
@@ -114,7 +128,7 @@ class set_recurrent_mode:
 
         @functools.wraps(function)
         def in_mode(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            with set_recurrent_mode(self._mode):
+            with set_recurrent_mode(self._mode, burn_in=self._burn_in):
                 return function(*args, **kwargs)
 
         return in_mode

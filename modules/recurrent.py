@@ -87,6 +87,10 @@ class RecurrentModule(StatefulModule):
         setattr(self, mode.lower(), net)
 
     @property
+    def both_ways(self) -> bool:
+        return self.net.bidirectional
+
+    @property
     def _scans(self) -> bool:
         return self.recurrent_backend in ("auto", "scan") and not self.net.bidirectional
 

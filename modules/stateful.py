@@ -1,6 +1,7 @@
 """What modules with a recurrent state share: keys, states, checks; one step in a rollout, whole runs in training."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from flatroll.layout import run_starts
 from flatroll.layout.keys import HAS_STATE, IS_INIT, MASK, NestedKey, as_tuple, marker, next_key, require
-from flatroll.modules.mode import Mode, named_mode, recurrent_mode
+from flatroll.modules.mode import Mode, burn_in_rows, named_mode, recurrent_mode
 from flatroll.modules.packing import States
 from flatroll.modules.primer import TensorDictPrimer
+from flatroll.modules.warm_up import warmed_up
 
 
 class Keys(NamedTuple):
@@ -106,6 +108,11 @@ class StatefulModule(TensorDictModuleBase):
     ) -> tuple[Tensor, States]:
         """What :meth:`step` or :meth:`over_runs` gives; where a subclass sets what they run under."""
         return how(rows, states, *more)
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether rows see those that come later in their run."""
+        return False
 
     @property
     def recurrent_mode(self) -> bool:
@@ -204,7 +211,14 @@ class StatefulModule(TensorDictModuleBase):
         stored = tuple(
             self._stored_state(batch, key).reshape(-1, *self._state_shape) for key in self._state_in
         )
-        return self._written(batch, *self.computed(self.over_runs, rows, stored, starts.flatten()))
+        burn_in = burn_in_rows()
+        if burn_in and self.both_ways:
+            raise ValueError(
+                f"a bidirectional network reads rows that come later, so no row only warms it up: burn_in={burn_in} "
+                "needs a network of one direction"
+            )
+        out = warmed_up(partial(self.computed, self.over_runs), rows, stored, starts.flatten(), burn_in)
+        return self._written(batch, *out)
 
     def _rows(self, batch: TensorDictBase) -> Tensor:
         """The input as ``[N, input_size]``."""

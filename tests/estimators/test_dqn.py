@@ -150,8 +150,15 @@ def test_burn_in_rows_warm_the_memory_up_and_count_nowhere(batch_of: BatchOf) ->
     loss = DQNLoss(network, burn_in=2)
     step = torch.cat([torch.arange(rows) for rows, _ in RUNS])
     torch.testing.assert_close(loss(batch)["loss"], rows[step >= 2].mean())
+    seen = batch["observation"].requires_grad_()
+    for kind in ("td0", "td_lambda"):
+        (gradient,) = torch.autograd.grad(loss.make_value_estimator(kind)(batch)["loss"], seen)
+        assert gradient[step >= 2].any(-1).all() and not gradient[step < 2].any()
+    (gradient,) = torch.autograd.grad(DQNLoss(network)(batch)["loss"], seen)
+    assert gradient[step < 2].any(-1).all()
     all_of_it = DQNLoss(network, burn_in=10)(batch)["loss"]
     assert all_of_it.item() == 0.0
+    all_of_it.backward()  # nothing to learn is no error
 
 
 @pytest.mark.parametrize("kind", ["td0", "td_lambda"])

@@ -74,8 +74,8 @@ def slices(batch: TensorDict, critic: Any, length: int, rows: int, seed: int = 0
     return buffer.sample(rows)
 
 
-def step_through(actor: Any, head: Any, sample: TensorDict) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability, value and place in its slice of each row, one step at a time."""
+def step_through(actor: Any, head: Any, sample: TensorDict, burn_in: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability, value and place in its slice of each row by single steps, the first without gradient."""
     log_probs, values, steps = [], [], []
     ends = run_ends(sample)
     state, step = None, 0
@@ -85,8 +85,9 @@ def step_through(actor: Any, head: Any, sample: TensorDict) -> tuple[Tensor, Ten
             row["is_init"] = torch.zeros(1, 1, dtype=torch.bool)  # from the stored state
             if state is not None:
                 row.update(state)
-            log_probs.append(actor.get_dist(row).log_prob(sample["action"][i : i + 1]))
-            values.append(head(row)["state_value"][:, 0])
+            with torch.set_grad_enabled(step >= burn_in):
+                log_probs.append(actor.get_dist(row).log_prob(sample["action"][i : i + 1]))
+                values.append(head(row)["state_value"][:, 0])
             steps.append(step)
             state, step = (None, 0) if ends[i] else (row["next"], step + 1)
     return torch.cat(log_probs), torch.cat(values), torch.tensor(steps)
@@ -100,8 +101,9 @@ def test_losses_and_gradients_are_those_of_stepping(burn_in: int) -> None:
         for parameter in actor.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     loss = ClipPPOLoss(actor, head, burn_in=burn_in, loss_critic_type="l2", entropy_bonus=False)
+    seen = sample["observation"].requires_grad_()
     out = loss(sample)
-    log_prob, value, step = step_through(actor, head, sample)
+    log_prob, value, step = step_through(actor, head, sample, burn_in)
     ratio = (log_prob - sample["action_log_prob"]).exp()
     advantage = sample["advantage"].squeeze(-1)
     gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
@@ -111,9 +113,13 @@ def test_losses_and_gradients_are_those_of_stepping(burn_in: int) -> None:
     torch.testing.assert_close((out["loss_objective"], out["loss_critic"]), expected)
     weights = [*actor.parameters(), *head.parameters()]
     torch.testing.assert_close(
-        torch.autograd.grad(out["loss_objective"] + out["loss_critic"], weights),
-        torch.autograd.grad(sum(expected), weights),  # type: ignore[arg-type]
+        torch.autograd.grad(out["loss_objective"] + out["loss_critic"], [*weights, seen], retain_graph=True),
+        torch.autograd.grad(sum(expected), [*weights, seen]),  # type: ignore[arg-type]
     )
+    (of_seen,) = torch.autograd.grad(out["loss_objective"] + out["loss_critic"], seen)
+    assert (
+        of_seen[counts].all() and not of_seen[~counts].any()
+    )  # exactly 0 where rows only warm the memory up
 
 
 def test_the_policy_that_acted_has_ratio_one_on_every_slice() -> None:
