@@ -34,6 +34,25 @@ class PPOLoss(PolicyGradientLoss):
     Raises:
         TypeError: the actor has no ``get_dist``, or the critic is no tensordict module.
         ValueError: an unknown ``loss_critic_type`` or ``reduction``, or an action of the wrong shape.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
+        >>> from tensordict.nn import TensorDictModule
+        >>> from torch.distributions import Categorical
+        >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["logits"])
+        >>> head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
+        >>> actor = ProbabilisticTensorDictSequential(net, head)
+        >>> batch = TensorDict({
+        ...     "observation": torch.zeros(2, 2), "action": torch.tensor([0, 1]),
+        ...     "action_log_prob": torch.tensor([0.25, 0.5]).log(), "advantage": torch.tensor([[3.0], [4.0]]),
+        ... }, [2])
+        >>> PPOLoss(actor)(batch)["loss_objective"]                           # ratios 2 and 1
+        tensor(-5.)
+
+    References:
+        J. Schulman et al., Proximal policy optimization algorithms, https://arxiv.org/abs/1707.06347
     """
 
     reads: ClassVar[tuple[str, ...]] = ("action", "sample_log_prob", "advantage")
@@ -161,6 +180,24 @@ class KLPENPPOLoss(PPOLoss):
     Raises:
         TypeError: the actor has no ``build_dist_from_params``, or the critic is no tensordict module.
         ValueError: ``increment`` below 1, ``decrement`` above 1, or what :class:`PPOLoss` raises.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
+        >>> from tensordict.nn import TensorDictModule
+        >>> from torch.distributions import Categorical
+        >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["logits"])
+        >>> head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
+        >>> actor = ProbabilisticTensorDictSequential(net, head)
+        >>> batch = TensorDict({
+        ...     "observation": torch.zeros(2, 2), "logits": torch.tensor([[0.5, 0.5], [0.1, 0.9]]).log(),
+        ...     "action": torch.tensor([0, 1]), "action_log_prob": torch.tensor([0.5, 0.9]).log(),
+        ...     "advantage": torch.ones(2, 1),
+        ... }, [2])
+        >>> loss = KLPENPPOLoss(actor, dtarg=0.05)
+        >>> loss(batch)["kl"], loss.beta                     # (0 + KL(0.1, 0.9 | 0.5, 0.5)) / 2: beta grows
+        (tensor(0.1840), tensor(2.))
 
     References:
         J. Schulman et al., Proximal policy optimization algorithms, https://arxiv.org/abs/1707.06347

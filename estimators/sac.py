@@ -46,6 +46,28 @@ class SACLoss(SoftActorCritic):
         TypeError: the actor has no ``get_dist`` or no ``rsample``, or a network is recurrent.
         ValueError: see :class:`~flatroll.estimators.soft_actor_critic.SoftActorCritic`.
 
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import NormalParamExtractor, TensorDictModule
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
+        >>> from torch.distributions import Normal
+        >>> net = torch.nn.Sequential(torch.nn.Linear(3, 2), NormalParamExtractor())
+        >>> params = TensorDictModule(net, in_keys=["observation"], out_keys=["loc", "scale"])
+        >>> head = ProbabilisticTensorDictModule(["loc", "scale"], ["action"], distribution_class=Normal)
+        >>> class Value(torch.nn.Linear):
+        ...     def forward(self, observation, action):
+        ...         return super().forward(torch.cat([observation, action], -1))
+        >>> keys = {"in_keys": ["observation", "action"], "out_keys": ["state_action_value"]}
+        >>> loss = SACLoss(ProbabilisticTensorDictSequential(params, head), TensorDictModule(Value(4, 1), **keys))
+        >>> batch = TensorDict({
+        ...     "observation": torch.randn(5, 3), "action": torch.randn(5, 1),
+        ...     "next": {"observation": torch.randn(5, 3), "reward": torch.ones(5, 1),
+        ...              "terminated": torch.zeros(5, 1, dtype=torch.bool)},
+        ... }, [5])
+        >>> sorted(loss(batch).keys()), batch["td_error"].shape
+        (['alpha', 'entropy', 'loss_actor', 'loss_alpha', 'loss_qvalue'], torch.Size([5]))
+
     References:
         T. Haarnoja et al., Soft actor-critic algorithms and applications, https://arxiv.org/abs/1812.05905
     """
@@ -109,6 +131,24 @@ class DiscreteSACLoss(SoftActorCritic):
     Raises:
         TypeError: the actor has no ``get_dist``, its distribution no ``logits``, or a network is recurrent.
         ValueError: see :class:`~flatroll.estimators.soft_actor_critic.SoftActorCritic`.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
+        >>> from tensordict.nn import TensorDictModule
+        >>> from torch.distributions import Categorical
+        >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["logits"])
+        >>> head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
+        >>> actor = ProbabilisticTensorDictSequential(net, head)
+        >>> values = TensorDictModule(torch.nn.Linear(2, 2), in_keys=["observation"], out_keys=["action_value"])
+        >>> batch = TensorDict({
+        ...     "observation": torch.zeros(2, 2), "action": torch.tensor([0, 1]),
+        ...     "next": {"observation": torch.zeros(2, 2), "reward": torch.ones(2, 1),
+        ...              "terminated": torch.ones(2, 1, dtype=torch.bool)},
+        ... }, [2])
+        >>> DiscreteSACLoss(actor, values)(batch)["entropy"]                       # log 2
+        tensor(0.6931)
 
     References:
         P. Christodoulou, Soft actor-critic for discrete action settings, https://arxiv.org/abs/1910.07207

@@ -112,6 +112,21 @@ class HardUpdate(TargetNetUpdater):
         TypeError: ``loss_module`` is no loss.
         ValueError: it has no delayed network, or the interval is below 1.
 
+    Example:
+        >>> import torch
+        >>> from tensordict.nn import TensorDictModule
+        >>> from flatroll.estimators import DQNLoss
+        >>> net = TensorDictModule(torch.nn.Linear(2, 3), in_keys=["observation"], out_keys=["action_value"])
+        >>> loss = DQNLoss(net)
+        >>> _ = torch.nn.init.ones_(net.module.bias)
+        >>> updater, copy = HardUpdate(loss, value_network_update_interval=2), loss.target_value_network
+        >>> updater.step()
+        >>> torch.equal(copy.module.bias, net.module.bias)
+        False
+        >>> updater.step()
+        >>> torch.equal(copy.module.bias, net.module.bias)
+        True
+
     References:
         V. Mnih et al., Human-level control through deep reinforcement learning, 2015.
     """
