@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from flatroll.layout.counts import whole_number
+
 
 @dataclass(frozen=True)
 class Chunks:
@@ -33,8 +35,8 @@ class Chunks:
                 f"got {self.size} and {self.number}"
             )
         for name, n in (("value_chunk_size", self.size), ("num_chunks", self.number)):
-            if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-                raise ValueError(f"{name} must be an integer of at least 1, got {n!r}")
+            if n is not None:
+                whole_number(name, n)
 
     @property
     def whole(self) -> bool:

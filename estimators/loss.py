@@ -14,6 +14,7 @@ from flatroll.estimators.keyed import VALID, renamed, under_next
 from flatroll.estimators.reductions import Reduction, both, kept, one_of
 from flatroll.layout import run_starts
 from flatroll.layout.boundaries import steps_into_run
+from flatroll.layout.counts import whole_number
 from flatroll.layout.keys import (
     ACTION,
     IS_INIT,
@@ -72,10 +73,8 @@ class LossModule(TensorDictModuleBase):
     def __init__(self, *, reduction: Reduction = "mean", burn_in: int = 0) -> None:
         super().__init__()
         one_of("reduction", reduction, ("mean", "sum", "none"))
-        if burn_in < 0:
-            raise ValueError(f"burn_in must be at least 0, got {burn_in}")
         self.reduction: Reduction = reduction
-        self.burn_in = burn_in
+        self.burn_in = whole_number("burn_in", burn_in, 0)
         self.tensor_keys: dict[str, NestedKey] = dict(self.default_keys)
 
     def set_keys(self, **keys: NestedKey | None) -> None:

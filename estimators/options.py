@@ -5,6 +5,7 @@ from typing import TypedDict
 import torch
 
 from flatroll.estimators.reading import BootstrapMissing
+from flatroll.layout.counts import whole_number
 from flatroll.layout.keys import NestedKey
 
 
@@ -49,8 +50,7 @@ def checked_budget(budget: int | None, shifted: bool) -> int | None:
     """``shifted_budget``, which must be a positive number and needs ``shifted``."""
     if budget is None:
         return None
-    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
-        raise ValueError(f"shifted_budget must be an integer of at least 1, got {budget!r}")
+    whole_number("shifted_budget", budget)
     if not shifted:
         raise ValueError(
             f"shifted_budget={budget} says how long the one call of shifted=True is: give that, too"

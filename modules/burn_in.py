@@ -9,6 +9,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends, run_starts
+from flatroll.layout.counts import whole_number
 from flatroll.layout.keys import (
     DONE,
     HAS_STATE,
@@ -76,9 +77,7 @@ class BurnIn:
         for module in self.modules:
             if not isinstance(module, TensorDictModuleBase):
                 raise TypeError(f"modules must be tensordict modules, got {type(module).__name__}")
-        if isinstance(burn_in, bool) or not isinstance(burn_in, int) or burn_in < 0:
-            raise ValueError(f"burn_in must be an integer of at least 0, got {burn_in!r}")
-        self.burn_in = burn_in
+        self.burn_in = whole_number("burn_in", burn_in, 0)
         self.out_keys = list(self._primed()) if out_keys is None else [_root(key) for key in out_keys]
         if not self.out_keys:
             raise ValueError(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flatroll.kernels import segmented_scan
+from flatroll.layout.counts import whole_number
 from flatroll.layout.keys import DONE, TRAJ_IDS, NestedKey
 from flatroll.modules.mode import Mode
 from flatroll.modules.packing import States
@@ -31,8 +32,7 @@ class LinearRecurrence(StatefulModule):
             ("hidden_size", hidden_size),
             ("num_layers", num_layers),
         ):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
+            whole_number(name, size)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, got {dropout!r}")
         super().__init__(keys, (num_layers, hidden_size), recurrent, state)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Literal, ParamSpec, TypeAlias, TypeVar
 
+from flatroll.layout.counts import whole_number
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -93,11 +95,9 @@ class set_recurrent_mode:
 
     def __init__(self, mode: Mode = True, *, burn_in: int = 0) -> None:
         self._mode = named_mode("mode", mode)
-        if isinstance(burn_in, bool) or not isinstance(burn_in, int) or burn_in < 0:
-            raise ValueError(f"burn_in must be an integer of at least 0, got {burn_in!r}")
+        self._burn_in = whole_number("burn_in", burn_in, 0)
         if burn_in and not self._mode:
             raise ValueError(f"burn_in={burn_in} needs the recurrent mode, which has runs, got mode={mode!r}")
-        self._burn_in = burn_in
         self._outer: list[tuple[bool | None, int]] = []
 
     def __enter__(self) -> None:

@@ -328,7 +328,8 @@ class TestPenalty:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"burn_in": -1}, ValueError, "burn_in must be at least 0, got -1"),
+        ({"burn_in": -1}, ValueError, "burn_in must be an integer of at least 0, got -1"),
+        ({"burn_in": 1.5}, ValueError, "burn_in must be an integer of at least 0, got 1.5"),
         ({"clip_value": True}, ValueError, "clip_value=True takes the clip_epsilon of ClipPPOLoss"),
         ({"entropy_coef": 0.1}, TypeError, "unexpected keyword argument 'entropy_coef'"),
     ],
