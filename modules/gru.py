@@ -25,6 +25,7 @@ class GRUModule(RecurrentModule):
     * recurrent: the rows ``[N]`` (or ``[*B, T]``, time last) are runs of consecutive steps, cut where
       :func:`flatroll.layout.run_starts` says. Each run starts from the state stored at its first row, which
       is the state the rollout used there: what was recorded is recomputed row by row, without padding.
+      ``set_recurrent_mode(True, burn_in=k)``: the first ``k`` rows of each run get no gradient.
 
     The states after each row go under ``("next", state)``. In recurrent mode they are exact on the last row
     of each run; on the other rows exact for one layer and one direction, else zeros (the stock network does
@@ -66,7 +67,8 @@ class GRUModule(RecurrentModule):
 
     Raises:
         ValueError: contradicting sizes or keys, ``batch_first=False``, an unknown backend or state, or a backend that
-            cannot run the network; when called, ``"triton"`` with tensors that are not on CUDA.
+            cannot run the network; when called, ``"triton"`` with tensors that are not on CUDA, or ``burn_in`` of a
+            bidirectional network.
         ImportError: ``"triton"`` where that is not installed.
 
     Reference: Cho et al. 2014, https://arxiv.org/abs/1406.1078; the recurrence is that of ``torch.nn.GRU``.
