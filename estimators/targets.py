@@ -25,7 +25,7 @@ class TargetNetUpdater:
         if not loss_module.delayed_networks():
             raise ValueError(
                 f"this {type(loss_module).__name__} has no delayed network: build it with delay_value=True "
-                "(delay_qvalue=True)"
+                "(DQNLoss, ReinforceLoss) or delay_qvalue=True (SAC); other losses need no updater"
             )
 
     @torch.no_grad()
