@@ -101,7 +101,8 @@ class Following:
             self._warn(
                 f"the batch has no entry {next_key(key)!r} and {self._lost}: at the end of each run "
                 f"that is not terminated the value of the row's own {key!r} stands in for the next one's. Pass "
-                "collector.final as final=, or keep next observations, to be exact"
+                "collector.final as final=, keep next observations, or, if a module wrote it, let the value network "
+                "begin with that module, to be exact"
             )
 
     def behind(self, rows: Tensor, chosen: Tensor | None = None) -> Columns:

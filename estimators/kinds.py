@@ -82,5 +82,8 @@ def make_estimator(
     known = inspect.signature(chosen).parameters
     found: dict[str, Any] = {**_DEFAULTS, **networks}
     if networks["value_network"] is None and "value_network" not in arguments:
-        raise ValueError(f"this loss has no critic_network: give {chosen.__name__} a value_network=")
+        raise ValueError(
+            f"this loss has no critic_network: give {chosen.__name__} a value_network=, or write the advantage "
+            "into the batch yourself, e.g. with reward2go"
+        )
     return chosen(**{name: value for name, value in found.items() if name in known} | arguments)
