@@ -251,6 +251,41 @@ def test_lambda_returns_stay_in_their_run(batch_of: BatchOf, kind: str, lmbda: f
     torch.testing.assert_close(out, torch.stack(expected))
 
 
+@pytest.mark.parametrize("network", [table(), recurrent()], ids=["rows", "memory"])
+def test_returns_stop_before_a_row_whose_next_observation_is_not_known(
+    batch_of: BatchOf, network: Any
+) -> None:
+    """The row before it bootstraps from its observation, which is known; the rows behind it are a run of their own."""
+    batch = played(batch_of([(6, "cut")]))
+    if isinstance(network, TensorDictSequential):
+        batch.update(network[0].make_tensordict_primer().expand([6]))
+    loss = DQNLoss(network, reduction="none").make_value_estimator("td_lambda", gamma=0.9, lmbda=0.7)
+    before = loss(batch[:3].clone())["loss"]
+    batch["next", "observation"][3, 0] = torch.nan
+    out = loss(batch)["loss"]
+    torch.testing.assert_close(out[:3], before)
+    assert out[3] == 0 and out[4:].all()
+    if not isinstance(network, TensorDictSequential):  # a memory goes on
+        torch.testing.assert_close(out[4:], loss(batch[4:].clone())["loss"])
+
+
+def test_integer_observations_are_all_known(batch_of: BatchOf) -> None:
+    batch = played(batch_of(RUNS))
+    for td in (batch, batch["next"]):
+        td["observation"] = (10 * td["observation"]).int()
+    net = TensorDictModule(lambda x: x.double(), ["observation"], ["action_value"])
+    expected = DQNLoss(net)(batch.clone())["loss"]
+    for td in (batch, batch["next"]):
+        td["observation"] = td["observation"].double()
+    torch.testing.assert_close(DQNLoss(net)(batch)["loss"], expected)
+
+
+def test_values_without_a_dim_of_actions(batch_of: BatchOf) -> None:
+    net = TensorDictModule(lambda x: x[..., 0], ["observation"], ["action_value"])
+    with pytest.raises(ValueError, match=re.escape("of shape [16] and one dim of actions, got (16,)")):
+        DQNLoss(net)(played(batch_of(RUNS)))
+
+
 def test_rows_whose_next_observation_is_not_known_count_nowhere(batch_of: BatchOf) -> None:
     batch = played(batch_of(RUNS))
     loss = DQNLoss(table(), reduction="none")

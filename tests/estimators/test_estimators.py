@@ -413,7 +413,20 @@ def test_value_estimate_writes_nothing(batch_of: BatchOf, kind: str) -> None:
     target = alone(kind, batch)[1]
     torch.testing.assert_close(estimator.value_estimate(batch), target)
     next_value = critic(batch["next"].select("observation"))["state_value"]
-    torch.testing.assert_close(estimator.value_estimate(batch, next_value=next_value), target)
+    for known in (next_value, next_value.squeeze(-1)):
+        torch.testing.assert_close(estimator.value_estimate(batch, next_value=known), target)
+    turned = batch.unsqueeze(-1)
+    found = estimator.value_estimate(turned, next_value=next_value.unsqueeze(1), time_dim=0)
+    torch.testing.assert_close(found, target.unsqueeze(1))
+    with pytest.raises(
+        ValueError, match=re.escape("next_value must have the reward's shape (7, 1), got (6, 1)")
+    ):
+        estimator.value_estimate(batch, next_value=next_value[:-1])
+    for dim in (2, -3):
+        with pytest.raises(
+            ValueError, match=re.escape(f"time_dim must name a batch dim of (7, 1), got {dim}")
+        ):
+            estimator.value_estimate(turned, time_dim=dim)
     thin, final = compact(batch)
     torch.testing.assert_close(estimator.value_estimate(thin, final=final), target)
     assert set(batch.keys(True, True)) == before

@@ -389,8 +389,8 @@ def test_a_step_makes_no_host_sync(kind):
 
 def test_dropout_between_layers_acts_in_training_mode_only():
     module = module_of(GRUModule, num_layers=2, dropout=0.5)
-    batch = batch_of(module, [1, 0, 0, 1, 0])
-    for mode in ("recurrent", "sequential"):
+    ragged, one_run = batch_of(module, [1, 0, 0, 1, 0]), batch_of(module, [1, 0, 0])
+    for mode, batch in (("recurrent", ragged), ("recurrent", one_run), ("sequential", ragged)):
         with set_recurrent_mode(mode):
             module.train()
             assert not module(batch.clone())["features"].equal(module(batch.clone())["features"])

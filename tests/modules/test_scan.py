@@ -182,6 +182,10 @@ def test_a_network_of_operators_may_be_given(kind):
     net = {"GRU": GRU, "LSTM": LSTM}[name](IN, HIDDEN)
     module = kind(in_key="observation", out_key="features", **{name.lower(): net})
     assert module.net is net
+    stock = module.make_cudnn_based().net
+    again = kind(in_key="observation", out_key="features", python_based=True, **{name.lower(): stock}).net
+    assert type(again) is type(net)
+    assert all(x is y for x, y in zip(again.parameters(), stock.parameters(), strict=True))
     with pytest.raises(
         ValueError, match=r"recurrent_backend='pad' needs the stock network, .*make_cudnn_based"
     ):
