@@ -242,6 +242,24 @@ def test_alpha(discrete: bool) -> None:
         assert aimed.log_alpha.grad is not None and aimed.log_alpha.grad.sign().item() == sign
 
 
+def test_values_without_a_trailing_dim() -> None:
+    class Bare(nn.Module):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, *columns: Tensor) -> Tensor:
+            return self.net(*columns).squeeze(-1)
+
+    loss, batch = made(False)
+    bare = [TensorDictModule(Bare(c.module), c.in_keys, c.out_keys) for c in loss.qvalue_network]
+    outs = []
+    for each in (loss, SACLoss(loss.actor_network, bare)):
+        torch.manual_seed(1)
+        outs.append(each(batch.clone()).to_dict())
+    torch.testing.assert_close(*outs)
+
+
 def test_a_shared_trunk() -> None:
     torch.manual_seed(0)
     trunk = TensorDictModule(nn.Linear(3, 4), ["observation"], ["features"])
