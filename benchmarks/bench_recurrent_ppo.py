@@ -38,7 +38,14 @@ def ours(how: str) -> Run:
     """One round: collect, estimate, store, 4 epochs of 4 minibatches. ``how`` Gymnasium makes the envs."""
     lstm = LSTMModule(2, HIDDEN, in_key="observation", out_key="features")
     policy = TensorDictModule(nn.Sequential(layer(), nn.Linear(HIDDEN, 2)), ["features"], ["logits"])
-    choose = Sampler(["logits"], ["action"], distribution_class=Categorical, return_log_prob=True)
+    unchecked: Any = {"validate_args": False}  # as the peer has it
+    choose = Sampler(
+        ["logits"],
+        ["action"],
+        distribution_class=Categorical,
+        distribution_kwargs=unchecked,
+        return_log_prob=True,
+    )
     head = TensorDictModule(nn.Sequential(layer(), nn.Linear(HIDDEN, 1)), ["features"], ["state_value"])
     act: list[Any] = [lstm, policy, choose]
     judge: list[Any] = [lstm, head]
@@ -50,7 +57,7 @@ def ours(how: str) -> Run:
     gae = GAE(gamma=0.99, lmbda=0.95, value_network=TensorDictSequential(*judge), shifted=True)
     loss = ClipPPOLoss(actor, head, critic_coeff=0.5, loss_critic_type="l2", normalize_advantage=True)
     weights = [*actor.parameters(), *head.parameters()]
-    optimizer = torch.optim.Adam(weights, lr=3e-4, eps=1e-5)
+    optimizer = torch.optim.Adam(weights, lr=3e-4, eps=1e-5, fused=True)
     buffer = ReplayBuffer(storage=LazyTensorStorage(FRAMES), sampler=SliceSampler(slice_len=STEPS))
 
     def run() -> None:

@@ -48,6 +48,10 @@ class BufferParts:
             raise ValueError(
                 f"generator must be a CPU generator (rows are drawn on the host), got {generator.device}"
             )
+        if not isinstance(storage, Storage | None):
+            raise TypeError(
+                f"storage must be a storage such as LazyTensorStorage(max_size), got {type(storage).__name__}"
+            )
         self.storage: Storage = ListStorage() if storage is None else storage
         self.sampler: Sampler = RandomSampler() if sampler is None else sampler
         self.sampler.attach(self.storage)

@@ -1,6 +1,5 @@
 """What every value estimator does around its recursion: read the batch, evaluate it, write the result."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -21,9 +20,9 @@ from flatroll.estimators.network import checked_network
 from flatroll.estimators.options import checked_budget, one_stream
 from flatroll.estimators.reading import (
     BootstrapMissing,
+    WarnOnce,
     boundaries_of,
     discount_over,
-    frames_inside,
     reward_of,
     time_last,
 )
@@ -160,7 +159,7 @@ class ValueEstimator(TensorDictModuleBase):
             )
         self.time_dim = time_dim
         self.number("gamma", gamma, device)
-        self._warned = False
+        self._warn_once = WarnOnce()
         self.tensor_keys: dict[str, NestedKey] = dict(self.default_keys)
         self.set_keys(advantage=advantage_key, value_target=value_target_key, value=value_key)
 
@@ -367,8 +366,3 @@ class ValueEstimator(TensorDictModuleBase):
             return standardized(column, mask)
         groups = flat_column(require(batch, self.group_key), batch, self.group_key)
         return standardized_in_groups(column, groups, mask)
-
-    def _warn_once(self, text: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(text, UserWarning, stacklevel=frames_inside())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from flatroll.estimators.following import Boundaries
 from flatroll.estimators.loss import Rows, delayed
 from flatroll.estimators.off_policy import STEPS, OffPolicyLoss, following, here
+from flatroll.estimators.reading import on_host
 from flatroll.estimators.reductions import Distance, Reduction, distance, masked_mean
 from flatroll.estimators.values import NetworkInputs, Route, StateValues
 from flatroll.layout.direct import written
@@ -222,7 +223,13 @@ def of_action(value: Tensor, action: Tensor, space: ActionSpace | None) -> Tenso
         raise TypeError(
             f"an action that names one of {value.shape[-1]} must be an integer, got {action.dtype}"
         )
-    return value.gather(-1, action.long().reshape(*value.shape[:-1], 1)).squeeze(-1)
+    index = action.long().reshape(*value.shape[:-1], 1)
+    if on_host(index) and not bool(((index >= 0) & (index < value.shape[-1])).all()):
+        raise ValueError(
+            f"an action must be one of the {value.shape[-1]} that value_network judges, got actions from "
+            f"{int(index.min())} to {int(index.max())}: give the network as many outputs as there are actions"
+        )
+    return value.gather(-1, index).squeeze(-1)
 
 
 def as_tensordict_module(network: nn.Module, name: str, out_key: str) -> TensorDictModuleBase:

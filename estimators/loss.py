@@ -11,6 +11,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from flatroll.estimators.keyed import VALID, renamed, under_next
+from flatroll.estimators.reading import WarnOnce, on_host
 from flatroll.estimators.reductions import Reduction, both, kept, one_of
 from flatroll.layout import run_starts
 from flatroll.layout.boundaries import steps_into_run
@@ -75,6 +76,7 @@ class LossModule(TensorDictModuleBase):
         one_of("reduction", reduction, ("mean", "sum", "none"))
         self.reduction: Reduction = reduction
         self.burn_in = whole_number("burn_in", burn_in, 0)
+        self._warn_once = WarnOnce()
         self.tensor_keys: dict[str, NestedKey] = dict(self.default_keys)
 
     def set_keys(self, **keys: NestedKey | None) -> None:
@@ -102,7 +104,13 @@ class LossModule(TensorDictModuleBase):
             key = self.tensor_keys[name]
             mask = both(mask, None if batch.get(key, None) is None else marker(batch, key))
         if self.burn_in:
-            mask = both(mask, steps_into_run(run_starts(batch, **self.boundary_keys)) >= self.burn_in)
+            into = steps_into_run(run_starts(batch, **self.boundary_keys))
+            mask = both(mask, into >= self.burn_in)
+            if on_host(into) and not bool((into >= self.burn_in).any()):
+                self._warn_once(
+                    f"no run of the batch has more than burn_in={self.burn_in} rows, so no row counts and the loss "
+                    "is 0: draw longer slices or burn in fewer rows"
+                )
         return Rows(batch, batch.copy(), mask)
 
     @property

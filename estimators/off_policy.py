@@ -12,6 +12,7 @@ from flatroll.estimators.following import usable
 from flatroll.estimators.functional_td import td0_return_estimate, td_lambda_return_estimate
 from flatroll.estimators.kinds import ValueEstimators, name_of
 from flatroll.estimators.loss import LossModule, Rows
+from flatroll.estimators.reading import on_host
 from flatroll.estimators.reductions import Distance, Reduction, both, check_distance, reduced
 from flatroll.estimators.series import unit_interval
 from flatroll.layout import run_ends
@@ -116,6 +117,12 @@ class OffPolicyLoss(LossModule):
         if unknown is None:
             return rows, None
         unknown = unknown & ~self.terminated(rows)
+        if on_host(unknown) and 2 * int(unknown.sum()) > unknown.numel():
+            self._warn_once(
+                f"of most rows of the batch ({int(unknown.sum())} of {unknown.numel()}) the next observation is not "
+                "known, and they count nowhere: draw slices (SliceSampler), whose rows hold each other's next "
+                "observations, or keep them (compact_obs=False)"
+            )
         return Rows(rows.batch, rows.work, both(rows.mask, ~unknown)), unknown
 
     def terminated(self, rows: Rows) -> Tensor:
@@ -187,8 +194,7 @@ def rows_with_nan(column: Tensor, batch_dims: int) -> Tensor | None:
     """Rows ``[*B]`` in which a number is NaN; None if there is none, as far as one can tell on the host."""
     if not column.is_floating_point():
         return None
-    asked = column.device.type == "cpu" and not torch.compiler.is_compiling()
-    if asked and bool(column.sum().isfinite()):
+    if on_host(column) and bool(column.sum().isfinite()):
         return None
     return column.isnan().reshape(*column.shape[:batch_dims], -1).any(-1)
 

@@ -24,6 +24,9 @@ class Series:
     """
 
     def __init__(self, reward: Tensor, time_dim: int, **others: Tensor) -> None:
+        for name, x in {"reward": reward, **others}.items():
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(x).__name__}: torch.as_tensor({name})")
         if not reward.is_floating_point():
             raise TypeError(f"reward must be floating, got {reward.dtype}: cast it, e.g. with .float()")
         self.shape, self.device, self.dtype = reward.shape, reward.device, reward.dtype

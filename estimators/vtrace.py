@@ -16,7 +16,7 @@ from flatroll.estimators.network import NetworkInputs
 from flatroll.estimators.options import EstimatorOptions
 from flatroll.estimators.policies import distribution, joint, log_prob_of, require_actor
 from flatroll.estimators.stream import marked, stops
-from flatroll.layout.keys import ACTION, NestedKey, flat_column, require
+from flatroll.layout.keys import ACTION, NestedKey, require
 
 
 class VTrace(ValueEstimator):
@@ -103,9 +103,7 @@ class VTrace(ValueEstimator):
 
     def estimate(self, given: Given) -> tuple[Tensor, Tensor]:
         key = self.tensor_keys["sample_log_prob"]
-        log_mu = flat_column(
-            require(given.batch, key, self.default_keys["sample_log_prob"]), given.batch, key
-        )
+        log_mu = joint(require(given.batch, key, self.default_keys["sample_log_prob"]), given.batch)
         return vtrace_advantage_estimate(
             given.gamma,
             beside(self._log_prob(given), given.reward),

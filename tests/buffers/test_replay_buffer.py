@@ -429,3 +429,8 @@ def test_indices_and_states_that_are_none_are_told_so() -> None:
         buffer[1.5]
     with pytest.raises(ValueError, match=r"state is none of a ReplayBuffer: it lacks \['generator'"):
         buffer.load_state_dict({"a": 1})
+
+
+def test_a_size_is_no_storage() -> None:
+    with pytest.raises(TypeError, match=r"storage must be a storage such as LazyTensorStorage\(max_size\), got int"):
+        ReplayBuffer(storage=1000)  # type: ignore[arg-type]
