@@ -16,6 +16,7 @@ from tensordict.nn import ProbabilisticTensorDictModule as Sampler
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
 from torch import Tensor, nn
 from torch.distributions import Categorical, Independent, Normal
+from tqdm.auto import tqdm
 
 from flatroll.estimators import GAE, ClipPPOLoss
 from flatroll.rollouts import Collector
@@ -23,7 +24,7 @@ from flatroll.wrappers import RewardSum, as_vector_env
 
 SETTINGS = {  # for discrete actions, and for continuous ones
     True: {"rows": 512, "minibatches": 4, "epochs": 4, "lr": 2.5e-4, "entropy": 0.01},
-    False: {"rows": 2048, "minibatches": 32, "epochs": 10, "lr": 3e-4, "entropy": 0.0},
+    False: {"rows": 2048, "minibatches": 16, "epochs": 10, "lr": 3e-4, "entropy": 0.0},
 }
 READ = ("observation", "action", "action_log_prob", "advantage", "value_target", "state_value")
 
@@ -109,7 +110,9 @@ def train(name: str, frames: int, seed: int, num_envs: int = 32) -> dict[str, fl
     optimizer = torch.optim.Adam(weights, lr=args.lr, eps=1e-5, fused=True)
     returns: list[float] = []
     start = time.perf_counter()
+    bar = tqdm(total=total, unit=" frames", disable=None)
     for batch in collector:
+        bar.update(len(batch))
         returns += batch["next", "episode_reward"][batch["next", "done"]].tolist()
         rows = gae(batch).select(*READ)
         for _ in range(args.epochs):
@@ -120,6 +123,7 @@ def train(name: str, frames: int, seed: int, num_envs: int = 32) -> dict[str, fl
                 nn.utils.clip_grad_norm_(weights, 0.5, foreach=True)
                 optimizer.step()
         optimizer.param_groups[0]["lr"] = args.lr * (1 - collector.frames / (total + args.rows))
+    bar.close()
     collector.shutdown()
     return {
         "return": float(np.mean(returns[-100:] or [0.0])),

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.estimators import DQNLoss, SoftUpdate
@@ -21,7 +22,7 @@ from flatroll.rollouts import Collector
 
 NUM_ENVS, FRAMES_PER_BATCH = 16, 256
 SLICE, ROWS, BURN_IN = 32, 1024, 8
-UPDATES = 8  # after each batch
+UPDATES = 16  # after each batch
 
 
 class EpsilonGreedy(nn.Module):
@@ -71,11 +72,13 @@ def train(frames: int, seed: int, name: str = "CartPole-v1", hidden: int = 64) -
     )
     loss = DQNLoss(network, double_dqn=True, loss_function="smooth_l1", burn_in=BURN_IN)
     loss.make_value_estimator(gamma=0.99)
-    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.Adam(network.parameters(), lr=5e-4, fused=True)
     updater = SoftUpdate(loss, tau=0.005)
     returns: list[float] = []
     start = time.perf_counter()
+    bar = tqdm(total=total, unit=" frames", disable=None)
     for batch in collector:
+        bar.update(len(batch))
         returns += batch["next", "episode_reward"][batch["next", "done"]].tolist()
         buffer.extend(batch)
         greedy.advance(collector.frames)
@@ -87,7 +90,8 @@ def train(frames: int, seed: int, name: str = "CartPole-v1", hidden: int = 64) -
             nn.utils.clip_grad_norm_(network.parameters(), 10.0)
             optimizer.step()
             updater.step()
-        optimizer.param_groups[0]["lr"] = 1e-3 * (1 - 0.9 * collector.frames / total)
+        optimizer.param_groups[0]["lr"] = 5e-4 * (1 - 0.9 * collector.frames / total)
+    bar.close()
     collector.shutdown()
     return {
         "return": float(np.mean(returns[-100:] or [0.0])),

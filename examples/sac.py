@@ -15,6 +15,7 @@ from tensordict.nn import ProbabilisticTensorDictModule as Sampler
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
 from torch import Tensor, nn
 from torch.distributions import AffineTransform, Independent, Normal, TanhTransform, TransformedDistribution
+from tqdm.auto import tqdm
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.estimators import SACLoss, SoftUpdate
@@ -87,7 +88,9 @@ def train(frames: int, seed: int, name: str = "Pendulum-v1") -> dict[str, float]
     updater = SoftUpdate(loss, tau=0.005)
     returns: list[float] = []
     start = time.perf_counter()
+    bar = tqdm(total=frames, unit=" frames", disable=None)
     for batch in collector:
+        bar.update(len(batch))
         returns += batch["next", "episode_reward"][batch["next", "done"]].tolist()
         buffer.extend(batch)
         if collector.frames < START:
@@ -98,6 +101,7 @@ def train(frames: int, seed: int, name: str = "Pendulum-v1") -> dict[str, float]
             (losses["loss_actor"] + losses["loss_qvalue"] + losses["loss_alpha"]).backward()
             optimizer.step()
             updater.step()
+    bar.close()
     collector.shutdown()
     return {
         "return": float(np.mean(returns[-20:] or [0.0])),
