@@ -292,6 +292,22 @@ def test_hidden_final_observation_current(hidden: TensorDict, gae_loop: GaeLoop,
 
 
 @pytest.mark.parametrize("shifted", [False, True])
+def test_hidden_final_observations_and_nan(hidden: TensorDict, gae_loop: GaeLoop, shifted: bool) -> None:
+    """NaN behind a termination is silent, behind a cut it is told of; the hidden row is neither."""
+    hidden["collector", "next_known"][4] = True
+    filled, calls = hidden.clone(), Calls()
+    for row in (2, 4, 7):
+        filled["next", "observation"][row] = filled["observation"][row]
+    options: Any = {"gamma": 0.9, "lmbda": 0.8, "shifted": shifted, "bootstrap_missing": "current"}
+    hidden["next", "observation"][[2, 4]] = torch.nan
+    GAE(**options, value_network=calls.network)(hidden.clone())  # warnings are errors
+    hidden["next", "observation"][7] = torch.nan
+    with pytest.warns(UserWarning, match="is NaN in 1 rows that are not terminated"):
+        out = GAE(**options, value_network=calls.network)(hidden)
+    torch.testing.assert_close(out["advantage"], gae_loop(filled, calls.network, 0.9, 0.8))
+
+
+@pytest.mark.parametrize("shifted", [False, True])
 def test_hidden_final_observation_mask(hidden: TensorDict, gae_loop: GaeLoop, shifted: bool) -> None:
     """The row is gone: the one before is cut there and bootstraps from its observation, which is known."""
     calls = Calls()
