@@ -5,11 +5,12 @@ columns that it writes. The value network is the identity, so a module's time is
 best of several turns, ratios are taken between them.
 """
 
+import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -27,9 +28,10 @@ from torch.distributions import Categorical
 
 from flatroll import estimators
 from flatroll.benchmarks.live_bytes import peak_of
-from flatroll.benchmarks.timing import Timing, table, take_turns
+from flatroll.benchmarks.timing import Timing, table, take_turns, waited
 
 ROWS = 1_000_000
+GPU_ROWS = 10_000_000
 PEER_ROWS = 100_000
 RUN = 200  # rows of a run, on average
 GAMMA, LMBDA = 0.99, 0.95
@@ -77,12 +79,16 @@ class Data:
         value, next_value, reward, log_pi, log_mu = numbers
         return cls(value, next_value, reward, log_pi, log_mu, done, terminated)
 
+    def to(self, device: str) -> "Data":
+        """The same on a device."""
+        return Data(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
     def batch(self) -> TensorDict:
         """A batch whose observation is its value, two actions, always the same."""
         after = {"observation": self.next_value, "reward": self.reward}
         after |= {"done": self.done, "terminated": self.terminated}
         acted = {
-            "action": torch.zeros(len(self.reward), dtype=torch.int64),
+            "action": torch.zeros_like(self.reward[:, 0], dtype=torch.int64),
             "action_log_prob": self.log_mu[:, 0],
         }
         return TensorDict({"observation": self.value, "next": after, **acted}, [len(self.reward)])
@@ -214,6 +220,38 @@ def memory() -> str:
     return table(["rows", "whole", "two calls, in chunks", "shifted, in chunks"], rows)
 
 
+def on_gpu(peer: Any, rows: int = GPU_ROWS, device: str = "cuda") -> str:
+    """On the device: over a copy of the arrays of GAE there, and torchrl's. No call of ours waits for the host."""
+    data = Data.of(rows, rows // RUN).to(device)
+    batch, ours = data.batch(), module("GAE")
+    theirs = module("GAE", peer, vectorized=True) if peer else None
+    arrays = [data.value, data.next_value, data.reward, data.done, data.terminated]
+    runs: dict[str, Callable[[], object]] = {
+        "a copy of the arrays": lambda: [array.clone() for array in arrays],
+        **{name: unwaiting(call_of(name, data)) for name in FUNCTIONS},
+        "GAE": unwaiting(lambda: ours(batch)),
+    }
+    if theirs is not None:
+        runs["torchrl's GAE"] = lambda: theirs(batch)
+    times = take_turns({name: waited(run) for name, run in runs.items()}, turns=7)
+    least = best(times["a copy of the arrays"])
+    cells = [[name, milliseconds(t), f"{best(t) / least:.2f}"] for name, t in times.items()]
+    return table(["", "ms", "x a copy"], cells)
+
+
+def unwaiting(run: Callable[[], object]) -> Callable[[], None]:
+    """An error where the call waits for the device."""
+
+    def whole() -> None:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return whole
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """torchrl warns about packages that are not there while it is imported."""
@@ -231,12 +269,19 @@ def main() -> None:
     print(over_rows_and_runs())
     print("\nMegabytes of tensors at most, by rows\n")
     print(memory())
-    if not importlib.util.find_spec("torchrl"):
+    peer: Any = None
+    if importlib.util.find_spec("torchrl"):
+        with quiet():
+            peer = importlib.import_module("torchrl.objectives.value")
+            importlib.import_module("torchrl.objectives.value.functional")
+    if torch.cuda.is_available():
+        print(f"\nOn {torch.cuda.get_device_name()}, {GPU_ROWS:,} rows\n")
+        print(on_gpu(peer))
+    else:
+        print("\nNo CUDA device here: nothing measured on one")
+    if peer is None:
         print("\ntorchrl is not installed: no comparison.")
         return
-    with quiet():
-        import torchrl.objectives.value as peer
-        import torchrl.objectives.value.functional  # noqa: F401
     print(f"\nAgainst torchrl, {PEER_ROWS:,} rows\n")
     print(against_peer(peer))
     print("\nUneven runs\n")

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flatroll.benchmarks.resident import resident_peak
-from flatroll.benchmarks.timing import Timing, ratio, table, take_turns
+from flatroll.benchmarks.timing import Timing, ratio, table, take_turns, waited
 from flatroll.modules import (
     GRUModule,
     LinearRecurrentModule,
@@ -169,16 +169,6 @@ def by_length() -> str:
                     table_rows.append([*cells, *cells_of(result, ("packed", "scan")), f"{share:.2f}", chosen])
     header = ["", "hidden", "rows", "mean length", "rows / steps", "steps / runs", "packed, ms", "scan, ms"]
     return table([*header, "packed / scan", "auto"], table_rows)
-
-
-def waited(run: Run) -> Run:
-    """With the GPU's work done when it returns."""
-
-    def whole() -> None:
-        run()
-        torch.cuda.synchronize()
-
-    return whole
 
 
 def on_gpu(tf32: bool) -> str:

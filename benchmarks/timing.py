@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -38,6 +40,16 @@ def take_turns(
                 run()
             seconds[name].append((clock() - start) / calls)
     return {name: Timing(name, tuple(turn)) for name, turn in seconds.items()}
+
+
+def waited(run: Callable[[], object]) -> Callable[[], None]:
+    """With the GPU's work done when it returns."""
+
+    def whole() -> None:
+        run()
+        torch.cuda.synchronize()
+
+    return whole
 
 
 def ratio(a: Timing, b: Timing) -> float:
