@@ -2,8 +2,8 @@
 
 ``python -m flatroll.benchmarks.learning ppo-cartpole sac-pendulum --seeds 1 2 3`` runs some, without names all. One run
 after the other, each on one thread, ours and the peer's in turn: about an hour in all. The peer has the same frames,
-envs, networks and hyperparameters, but half the minibatch on HalfCheetah (64 rows, its default and its authors' choice
-there; we take 128). Recurrent Q-learning is in neither it nor its contrib package: its recurrent PPO stands in.
+envs, networks and hyperparameters, but on HalfCheetah minibatches of 64 rows at 3e-4, the usual ones; ours are of
+128 rows, at 5e-4. Recurrent Q-learning is in neither it nor its contrib package: its recurrent PPO stands in.
 """
 
 import argparse
