@@ -130,15 +130,22 @@ class HideVelocities(gym.ObservationWrapper[Any, Any, Any]):
 
 def memory(seed: int, frames: int) -> Any:
     env = part("stable_baselines3.common.env_util", "make_vec_env")(
-        "CartPole-v1", n_envs=16, seed=seed, wrapper_class=HideVelocities
+        "CartPole-v1", n_envs=1, seed=seed, wrapper_class=HideVelocities
     )
-    return part("sb3_contrib", "RecurrentPPO")(
-        "MlpLstmPolicy",
-        env,
-        n_steps=128,
-        batch_size=512,
-        learning_rate=lambda left: 1e-3 * left,
-        policy_kwargs={"lstm_hidden_size": 64, "enable_critic_lstm": False, "shared_lstm": True},
+    return part("stable_baselines3", "DQN")(
+        "MlpPolicy",
+        part("stable_baselines3.common.vec_env", "VecFrameStack")(env, 4),
+        learning_rate=2.3e-3,
+        batch_size=64,
+        buffer_size=100_000,
+        learning_starts=1000,
+        gamma=0.99,
+        target_update_interval=10,
+        train_freq=256,
+        gradient_steps=128,
+        exploration_fraction=0.16,
+        exploration_final_eps=0.04,
+        policy_kwargs={"net_arch": [256, 256]},
         seed=seed,
         device="cpu",
     )

@@ -71,8 +71,8 @@ def train(frames: int, seed: int, name: str = "CartPole-v1", hidden: int = 64) -
         batch_size=ROWS,
     )
     loss = DQNLoss(network, double_dqn=True, loss_function="smooth_l1", burn_in=BURN_IN)
-    loss.make_value_estimator(gamma=0.99)
-    optimizer = torch.optim.Adam(network.parameters(), lr=5e-4, fused=True)
+    loss.make_value_estimator("td_lambda", gamma=0.99, lmbda=0.7)
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
     updater = SoftUpdate(loss, tau=0.005)
     returns: list[float] = []
     start = time.perf_counter()
@@ -90,7 +90,7 @@ def train(frames: int, seed: int, name: str = "CartPole-v1", hidden: int = 64) -
             nn.utils.clip_grad_norm_(network.parameters(), 10.0)
             optimizer.step()
             updater.step()
-        optimizer.param_groups[0]["lr"] = 5e-4 * (1 - 0.9 * collector.frames / total)
+        optimizer.param_groups[0]["lr"] = 1e-3 * (1 - 0.9 * collector.frames / total)
     bar.close()
     collector.shutdown()
     return {
