@@ -432,5 +432,7 @@ def test_indices_and_states_that_are_none_are_told_so() -> None:
 
 
 def test_a_size_is_no_storage() -> None:
-    with pytest.raises(TypeError, match=r"storage must be a storage such as LazyTensorStorage\(max_size\), got int"):
+    with pytest.raises(
+        TypeError, match=r"storage must be a storage such as LazyTensorStorage\(max_size\), got int"
+    ):
         ReplayBuffer(storage=1000)  # type: ignore[arg-type]
