@@ -110,9 +110,7 @@ def train(name: str, frames: int, seed: int, num_envs: int = 32) -> dict[str, fl
     optimizer = torch.optim.Adam(weights, lr=args.lr, eps=1e-5, fused=True)
     returns: list[float] = []
     start = time.perf_counter()
-    bar = tqdm(total=total, unit=" frames", disable=None)
-    for batch in collector:
-        bar.update(len(batch))
+    for batch in tqdm(collector, total=total // args.rows, unit=" batches", disable=None):
         returns += batch["next", "episode_reward"][batch["next", "done"]].tolist()
         rows = gae(batch).select(*READ)
         for _ in range(args.epochs):
@@ -123,7 +121,6 @@ def train(name: str, frames: int, seed: int, num_envs: int = 32) -> dict[str, fl
                 nn.utils.clip_grad_norm_(weights, 0.5, foreach=True)
                 optimizer.step()
         optimizer.param_groups[0]["lr"] = args.lr * (1 - collector.frames / (total + args.rows))
-    bar.close()
     collector.shutdown()
     return {
         "return": float(np.mean(returns[-100:] or [0.0])),

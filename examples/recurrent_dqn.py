@@ -76,9 +76,7 @@ def train(frames: int, seed: int, name: str = "CartPole-v1", hidden: int = 64) -
     updater = SoftUpdate(loss, tau=0.005)
     returns: list[float] = []
     start = time.perf_counter()
-    bar = tqdm(total=total, unit=" frames", disable=None)
-    for batch in collector:
-        bar.update(len(batch))
+    for batch in tqdm(collector, total=total // FRAMES_PER_BATCH, unit=" batches", disable=None):
         returns += batch["next", "episode_reward"][batch["next", "done"]].tolist()
         buffer.extend(batch)
         greedy.advance(collector.frames)
@@ -91,7 +89,6 @@ def train(frames: int, seed: int, name: str = "CartPole-v1", hidden: int = 64) -
             optimizer.step()
             updater.step()
         optimizer.param_groups[0]["lr"] = 1e-3 * (1 - 0.9 * collector.frames / total)
-    bar.close()
     collector.shutdown()
     return {
         "return": float(np.mean(returns[-100:] or [0.0])),

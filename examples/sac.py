@@ -88,9 +88,7 @@ def train(frames: int, seed: int, name: str = "Pendulum-v1") -> dict[str, float]
     updater = SoftUpdate(loss, tau=0.005)
     returns: list[float] = []
     start = time.perf_counter()
-    bar = tqdm(total=frames, unit=" frames", disable=None)
-    for batch in collector:
-        bar.update(len(batch))
+    for batch in tqdm(collector, total=frames // NUM_ENVS, unit=" batches", disable=None):
         returns += batch["next", "episode_reward"][batch["next", "done"]].tolist()
         buffer.extend(batch)
         if collector.frames < START:
@@ -101,7 +99,6 @@ def train(frames: int, seed: int, name: str = "Pendulum-v1") -> dict[str, float]
             (losses["loss_actor"] + losses["loss_qvalue"] + losses["loss_alpha"]).backward()
             optimizer.step()
             updater.step()
-    bar.close()
     collector.shutdown()
     return {
         "return": float(np.mean(returns[-20:] or [0.0])),
