@@ -141,9 +141,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
     result = train(args.env, args.frames, args.seed, args.num_envs)
-    print(
-        f"{args.env}, seed {args.seed}: " + ", ".join(f"{key} {value:,.1f}" for key, value in result.items())
-    )
+    shown = ", ".join(f"{key} {value:,.1f}" for key, value in result.items())
+    print(f"{args.env}, seed {args.seed}: {shown}")
     return 0
 
 
