@@ -23,7 +23,7 @@ from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum, as_vector_env
 
 SETTINGS = {  # for discrete actions, and for continuous ones
-    True: {"rows": 512, "minibatches": 4, "epochs": 4, "lr": 2.5e-4, "entropy": 0.01},
+    True: {"rows": 1024, "minibatches": 4, "epochs": 4, "lr": 5e-4, "entropy": 0.01},
     False: {"rows": 2048, "minibatches": 16, "epochs": 10, "lr": 5e-4, "entropy": 0.0},
 }
 READ = ("observation", "action", "action_log_prob", "advantage", "value_target", "state_value")
