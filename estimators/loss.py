@@ -104,9 +104,9 @@ class LossModule(TensorDictModuleBase):
             key = self.tensor_keys[name]
             mask = both(mask, None if batch.get(key, None) is None else marker(batch, key))
         if self.burn_in:
-            into = steps_into_run(run_starts(batch, **self.boundary_keys))
-            mask = both(mask, into >= self.burn_in)
-            if on_host(into) and not bool((into >= self.burn_in).any()):
+            real = steps_into_run(run_starts(batch, **self.boundary_keys)) >= self.burn_in
+            mask = both(mask, real)
+            if on_host(real) and not bool(real.any()):
                 self._warn_once(
                     f"no run of the batch has more than burn_in={self.burn_in} rows, so no row counts and the loss "
                     "is 0: draw longer slices or burn in fewer rows"

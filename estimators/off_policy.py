@@ -117,9 +117,10 @@ class OffPolicyLoss(LossModule):
         if unknown is None:
             return rows, None
         unknown = unknown & ~self.terminated(rows)
-        if on_host(unknown) and 2 * int(unknown.sum()) > unknown.numel():
+        lost = int(unknown.sum()) if on_host(unknown) else 0
+        if 2 * lost > unknown.numel():
             self._warn_once(
-                f"of most rows of the batch ({int(unknown.sum())} of {unknown.numel()}) the next observation is not "
+                f"of most rows of the batch ({lost} of {unknown.numel()}) the next observation is not "
                 "known, and they count nowhere: draw slices (SliceSampler), whose rows hold each other's next "
                 "observations, or keep them (compact_obs=False)"
             )

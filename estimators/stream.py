@@ -149,3 +149,12 @@ def stops(first: Tensor, rows: int) -> Tensor:
         rows: rows of the stream.
     """
     return torch.cat([first, first.new_tensor([rows])])
+
+
+def row_stops(ends: Tensor) -> Tensor:
+    """The same for the batch's own rows: past-the-last row of each run, of which ``ends [N]`` marks the last.
+
+    >>> row_stops(torch.tensor([False, True, False, True])).tolist()
+    [2, 4]
+    """
+    return stops(marked(ends[:-1]) + 1, len(ends))

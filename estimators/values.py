@@ -20,8 +20,9 @@ from flatroll.estimators.chunks import Chunks
 from flatroll.estimators.following import Boundaries, Following, beside, flat
 from flatroll.estimators.network import NetworkInputs as NetworkInputs
 from flatroll.estimators.network import value_of
-from flatroll.estimators.stream import Appended, Columns, Interleaved, Stream, marked, stops
+from flatroll.estimators.stream import Appended, Columns, Interleaved, Stream, marked, row_stops
 from flatroll.kernels import zeroed
+from flatroll.layout.boundaries import starts_from
 from flatroll.layout.keys import NestedKey, next_key, require
 
 #: Rows and bytes of observations up to which copying them costs less than calling a network twice.
@@ -214,7 +215,7 @@ class _Work:
         rows, ends = self.at.ends.numel(), self.at.ends.reshape(-1)
         root, _ = self._columns()
         chunks = self.route.chunks
-        bounds = stops(marked(ends[:-1]) + 1, rows) if self.inputs.recurrent and not chunks.whole else None
+        bounds = row_stops(ends) if self.inputs.recurrent and not chunks.whole else None
         each = rows // max(self.batch.shape[self.dim], 1)
         found = [
             self._evaluate(
@@ -282,9 +283,7 @@ class _Work:
             return following.root, following.behind
         held = [key for key in self.inputs.states if batch.get(key, None) is not None]
         ends = self.at.ends.reshape(-1)
-        starts = torch.ones_like(ends)
-        starts[1:] = ends[:-1]
-        starts = starts.unsqueeze(-1)
+        starts = starts_from(ends).unsqueeze(-1)
 
         def behind(after: Tensor, chosen: Tensor | None) -> Columns:
             row = starts.index_select(0, after)

@@ -1,6 +1,5 @@
 """V-trace on a batch: targets for a policy that did not collect it."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Unpack
 
@@ -15,7 +14,8 @@ from flatroll.estimators.functional_vtrace import vtrace_advantage_estimate
 from flatroll.estimators.network import NetworkInputs
 from flatroll.estimators.options import EstimatorOptions
 from flatroll.estimators.policies import distribution, joint, log_prob_of, require_actor
-from flatroll.estimators.stream import marked, stops
+from flatroll.estimators.stream import row_stops
+from flatroll.layout.boundaries import starts_from
 from flatroll.layout.keys import ACTION, NestedKey, require
 
 
@@ -127,14 +127,10 @@ class VTrace(ValueEstimator):
         ends, rows = given.at.ends.reshape(-1), given.at.ends.numel()
         bounds = None
         if inputs.recurrent:
-            starts = torch.ones_like(ends)
-            starts[1:] = ends[:-1]
-            columns[self.tensor_keys["is_init"]] = starts.unsqueeze(-1)
+            columns[self.tensor_keys["is_init"]] = starts_from(ends).unsqueeze(-1)
             if not self.chunks.whole:
-                bounds = stops(marked(ends[:-1]) + 1, rows)
-        each = math.prod(batch.batch_size) // max(
-            batch.shape[self.chunks.along(batch.batch_dims, given.turned)], 1
-        )
+                bounds = row_stops(ends)
+        each = rows // max(batch.shape[self.chunks.along(batch.batch_dims, given.turned)], 1)
         found = []
         for start, stop in self.chunks.spans(rows, bounds, each=each):
             part = TensorDict({key: column[start:stop] for key, column in columns.items()}, [stop - start])

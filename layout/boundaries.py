@@ -92,6 +92,16 @@ def run_starts(
     tensor([ True, False,  True, False])
     """
     ends = run_ends(batch, is_init_key=is_init_key, done_key=done_key, traj_key=traj_key, mask_key=mask_key)
+    return starts_from(ends)
+
+
+def starts_from(ends: Tensor) -> Tensor:
+    """First rows of runs, given their last rows; time is the last dim.
+
+    >>> import torch
+    >>> starts_from(torch.tensor([False, True, False, True]))
+    tensor([ True, False,  True, False])
+    """
     starts = torch.ones_like(ends)
     starts[..., 1:] = ends[..., :-1]
     return starts

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.boundaries import run_ends
+from flatroll.layout.boundaries import run_ends, starts_from
 from flatroll.layout.keys import (
     DONE,
     IS_INIT,
@@ -71,8 +71,7 @@ class Columns:
         )
         self.marked = bool(there.keys())
         self.ends = run_ends(there) if self.marked else torch.ones_like(self.at, dtype=torch.bool)
-        starts = torch.ones_like(self.ends)
-        starts[1:] = self.ends[:-1]
+        starts = starts_from(self.ends)
         # Only a slice sampler marks every run's first row; a collector's windows begin anywhere.
         self.sliced = self.is_init is not None and bool((self.is_init | ~starts).all())
 
