@@ -37,7 +37,7 @@ _PLAIN: dict[str, Any] = {
 _PLAIN_SEQUENCE: dict[str, Any] = {"partial_tolerant": False, "inplace": None}
 _PLAIN_ACTOR: dict[str, Any] = {"partial_tolerant": False, "return_composite": False}
 _SAMPLING: dict[str, Any] = {"inplace": None, "_requires_sample": True}
-_SELECTING_NOTHING: dict[str, Any] = {"_select_before_return": False}
+_WRITING_ALL = _PLAIN_SEQUENCE | {"_select_before_return": False}
 
 
 def through(network: TensorDictModuleBase, batch: TensorDictBase) -> TensorDictBase:
@@ -53,10 +53,8 @@ def through(network: TensorDictModuleBase, batch: TensorDictBase) -> TensorDictB
             if key != "_":
                 batch.set(key, value if isinstance(value, Tensor) else TensorDict.from_any(value))
         return batch
-    if type(network) is TensorDictSequential and _unadorned(network, _PLAIN_SEQUENCE | _SELECTING_NOTHING):
-        for part in parts_of(network):
-            batch = through(part, batch)
-        return batch
+    if type(network) is TensorDictSequential and _unadorned(network, _WRITING_ALL):
+        return _in_turn(parts_of(network), batch)
     out: TensorDictBase = network(batch)
     return out
 
@@ -64,9 +62,7 @@ def through(network: TensorDictModuleBase, batch: TensorDictBase) -> TensorDictB
 def acted(policy: Any, batch: TensorDictBase) -> Any:
     """``policy(batch)`` for a batch that is the caller's own: it may keep entries that the policy does not select."""
     if type(policy) is TensorDictSequential and _unadorned(policy, _PLAIN_SEQUENCE):
-        for part in parts_of(policy):
-            batch = through(part, batch)
-        return batch
+        return _in_turn(parts_of(policy), batch)
     if type(policy) is ProbabilisticTensorDictSequential and _unadorned(policy, _SAMPLING):
         ready = before_sampling(policy, batch)
         if ready is not None:
@@ -89,9 +85,7 @@ def before_sampling(
     if not isinstance(last, ProbabilisticTensorDictModule) or any(isinstance(part, drawn) for part in parts):
         return None
     with set_interaction_type(interaction_type() or last.default_interaction_type):
-        for part in parts:
-            batch = through(part, batch)
-    return last, batch
+        return last, _in_turn(parts, batch)
 
 
 def written(network: TensorDictModuleBase, batch: TensorDictBase, key: NestedKey) -> Tensor | None:
@@ -115,6 +109,12 @@ def parts_of(sequence: Any) -> list[Any]:
     """The modules of a sequence, in order."""
     held = sequence.module
     return list(held.values() if isinstance(held, nn.ModuleDict) else held)
+
+
+def _in_turn(parts: list[Any], batch: TensorDictBase) -> TensorDictBase:
+    for part in parts:
+        batch = through(part, batch)
+    return batch
 
 
 def _unadorned(network: TensorDictModuleBase, plain: Mapping[str, Any]) -> bool:
