@@ -81,7 +81,7 @@ class _Layer(torch.autograd.Function):
 def _gates(
     rows: Tensor, before: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
 ) -> Tensor:
-    """The gates of :func:`flatroll.modules.scan.gru_scan`, of rows whose states before are known."""
+    """The gates of :func:`flatroll.modules.gru_scan.gru_scan`, of rows whose states before are known."""
     hidden = w_hh.shape[1]
     gates = rows.new_empty(len(rows), 4 * hidden)
     n, u = gates[:, :hidden], gates[:, 3 * hidden :]
