@@ -24,6 +24,7 @@ from flatroll.buffers.runs import BoundaryKeys, Runs
 from flatroll.buffers.storage import Rows, Storage
 from flatroll.buffers.structure import Structure, like, shown
 from flatroll.layout.boundaries import run_ends
+from flatroll.layout.counts import whole_number
 from flatroll.layout.keys import NestedKey, next_key
 
 
@@ -42,8 +43,7 @@ class ColumnStorage(Storage):
         compact_obs: bool = False,
     ) -> None:
         super().__init__(max_size)
-        if isinstance(ndim, bool) or not isinstance(ndim, int) or ndim < 1:
-            raise ValueError(f"ndim must be an integer of at least 1, got {ndim!r}")
+        whole_number("ndim", ndim)
         self.device = torch.device(device)
         self.ndim = ndim
         self.compact_obs = compact_obs

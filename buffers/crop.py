@@ -7,6 +7,7 @@ from tensordict import TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
 from flatroll.buffers.columns import take_rows
+from flatroll.layout.counts import whole_number
 from flatroll.layout.keys import IS_INIT, NestedKey, marker
 
 
@@ -51,8 +52,7 @@ class RandomCropTensorDict:
         init_key: NestedKey = IS_INIT,
         generator: torch.Generator | None = None,
     ) -> None:
-        if isinstance(sub_seq_len, bool) or not isinstance(sub_seq_len, int) or sub_seq_len < 1:
-            raise ValueError(f"sub_seq_len must be an integer of at least 1, got {sub_seq_len!r}")
+        whole_number("sub_seq_len", sub_seq_len)
         if generator is not None and generator.device.type != "cpu":
             raise ValueError(
                 f"generator must be a CPU generator (starts are drawn on the host), got {generator.device}"

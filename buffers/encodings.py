@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from flatroll.buffers.columns import Column
+from flatroll.layout.counts import whole_number
 from flatroll.layout.keys import NestedKey, as_tuple, next_key
 
 CODECS = ("zstd",)
@@ -24,8 +25,7 @@ def checked_encodings(
     stacks = {_plain(key): frames for key, frames in (frame_stack or {}).items()}
     codecs = {_plain(key): name for key, name in (codec or {}).items()}
     for key, frames in stacks.items():
-        if isinstance(frames, bool) or not isinstance(frames, int) or frames < 2:
-            raise ValueError(f"frame_stack of {key!r} must be an integer of at least 2, got {frames!r}")
+        whole_number(f"frame_stack of {key!r}", frames, 2)
     for key, name in codecs.items():
         if name not in CODECS:
             raise ValueError(f"codec of {key!r} must be one of {CODECS}, got {name!r}")

@@ -11,6 +11,7 @@ from torch import Tensor
 from flatroll.buffers.columns import After, Column
 from flatroll.buffers.frame_pool import FramePool, Make, in_memory, kernels, match
 from flatroll.buffers.ring import Array
+from flatroll.layout.counts import whole_number
 from flatroll.layout.keys import NestedKey
 
 
@@ -156,8 +157,7 @@ def check_stack(stack: int, shape: torch.Size, key: NestedKey | None = None) -> 
 stack to the first axis, or leave the key out of frame_stack
     """
     of = "" if key is None else f" of {key!r}"
-    if isinstance(stack, bool) or not isinstance(stack, int) or stack < 2:
-        raise ValueError(f"frame_stack{of} must be an integer of at least 2, got {stack!r}")
+    whole_number(f"frame_stack{of}", stack, 2)
     if not len(shape) or shape[0] != stack:
         raise ValueError(
             f"frame_stack={stack}{of} needs rows [{stack}, *frame], oldest frame first, got {list(shape)}: move the "

@@ -10,6 +10,7 @@ from torch import Tensor
 from flatroll.buffers.columns import Columns, take_rows
 from flatroll.buffers.compact import check_final_covers, final_columns, next_columns
 from flatroll.layout.delta import decode_delta
+from flatroll.layout.counts import whole_number
 from flatroll.layout.keys import (
     DELTA,
     MASK,
@@ -56,8 +57,7 @@ class NStep:
 
     @n_steps.setter
     def n_steps(self, n_steps: int) -> None:
-        if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < 1:
-            raise ValueError(f"n_steps must be an integer of at least 1, got {n_steps!r}")
+        whole_number("n_steps", n_steps)
         self._n_steps = n_steps
 
     def __repr__(self) -> str:

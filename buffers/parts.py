@@ -22,6 +22,7 @@ from flatroll.buffers.samplers import RandomSampler, Sampler
 from flatroll.buffers.storage import ListStorage, Storage
 from flatroll.buffers.transforms import TransformLike, looks_ahead
 from flatroll.buffers.writers import RoundRobinWriter, Writer
+from flatroll.layout.counts import whole_number
 
 Made: TypeAlias = tuple[Any, dict[str, Tensor], bool]  # a sample, its info, and whether a pass ended with it
 
@@ -137,8 +138,8 @@ class BufferParts:
 
     def _checked(self, batch_size: int | None) -> int:
         size = self.batch_size if batch_size is None else batch_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ValueError(f"batch_size must be an integer of at least 1, got {size!r}")
+        if size is not None:
+            whole_number("batch_size", size)
         return self.sampler.check(size)
 
     def _slots(self, index: Any) -> Tensor:

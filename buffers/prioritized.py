@@ -11,6 +11,7 @@ from flatroll.buffers.index import TrajectoryIndex
 from flatroll.buffers.priorities import REDUCTIONS, Priorities, integers, one_each
 from flatroll.buffers.ring import Draw, Ring
 from flatroll.buffers.samplers import RandomSampler
+from flatroll.layout.counts import whole_number
 
 _NONE = np.zeros(0, np.int64)
 
@@ -64,8 +65,7 @@ class PrioritizedSampler(RandomSampler):
         reduction: str = "max",
         max_priority_within_buffer: bool = False,
     ) -> None:
-        if isinstance(max_capacity, bool) or not isinstance(max_capacity, int) or max_capacity < 1:
-            raise ValueError(f"max_capacity must be an integer of at least 1, got {max_capacity!r}")
+        whole_number("max_capacity", max_capacity)
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
         self.max_capacity = max_capacity

@@ -8,6 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flatroll.layout.counts import whole_number
+
 Array = NDArray[Any]
 
 
@@ -72,8 +74,7 @@ class Ring:
     _dtype = np.dtype([("head", "i8"), ("written", "i8"), ("taken", "i8")])
 
     def __init__(self, capacity: int, first: int = 0) -> None:
-        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
-            raise ValueError(f"capacity must be an integer of at least 1, got {capacity!r}")
+        whole_number("capacity", capacity)
         self.capacity = capacity
         self._state: Array = np.zeros(1, self._dtype)
         self._state["head"] = self._state["written"] = first

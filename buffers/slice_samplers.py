@@ -14,6 +14,7 @@ from flatroll.buffers.runs import BoundaryKeys
 from flatroll.buffers.samplers import Pass, PassSampler, Sampler
 from flatroll.buffers.start_rows import HAS_STATE, StartRows
 from flatroll.buffers.storage import Storage
+from flatroll.layout.counts import whole_number
 from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey, as_tuple, marker, require
 
 Span: TypeAlias = bool | int | tuple[bool | int, bool | int]
@@ -97,8 +98,8 @@ class SliceSampler(Sampler):
         if num_slices is None and slice_len is None:
             raise TypeError(f"{type(self).__name__} needs num_slices or slice_len")
         for name, number in (("num_slices", num_slices), ("slice_len", slice_len)):
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                raise ValueError(f"{name} must be an integer of at least 1, got {number!r}")
+            if number is not None:
+                whole_number(name, number)
         if by not in ("trajectory", "start"):
             raise ValueError(f"by must be 'trajectory' or 'start', got {by!r}")
         if pad_output and strict_length:

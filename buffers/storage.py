@@ -15,6 +15,7 @@ from flatroll.buffers.compact import NextPool
 from flatroll.buffers.ring import Draw, Follow, Ring
 from flatroll.buffers.runs import BoundaryKeys, Runs
 from flatroll.buffers.structure import Structure, apart, stacked
+from flatroll.layout.counts import whole_number
 from flatroll.layout.keys import NestedKey
 
 
@@ -62,8 +63,7 @@ class Storage(ABC):
     pool: NextPool | None = None
 
     def __init__(self, max_size: int) -> None:
-        if isinstance(max_size, bool) or not isinstance(max_size, int) or max_size < 1:
-            raise ValueError(f"max_size must be an integer of at least 1, got {max_size!r}")
+        whole_number("max_size", max_size)
         self.max_size = max_size
 
     @property
