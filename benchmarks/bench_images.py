@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from flatroll.benchmarks.timing import Timing, ratio, table, take_turns
-from flatroll.buffers.codec import ZstdColumn
-from flatroll.buffers.columns import After, Column, TensorColumn
-from flatroll.buffers.frames import FrameColumn
+from flatroll.buffers.columns.base import After, Column, TensorColumn
+from flatroll.buffers.columns.frame_stack import FrameColumn
+from flatroll.buffers.columns.zstd import ZstdColumn
 
 ENVS, STEPS, WINDOW, STACK, SAMPLE = 16, 1280, 64, 4, 256
 ROWS = ENVS * STEPS

@@ -23,7 +23,7 @@ from flatroll.buffers import (
     ReplayBuffer,
     SliceSampler,
 )
-from flatroll.buffers.ring import Ring
+from flatroll.buffers.index.ring import Ring
 
 ROWS, BATCH, ALPHA, BETA = 1_000_000, 256, 0.6, 0.4
 OBS, ACT = 17, 6

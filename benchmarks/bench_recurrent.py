@@ -24,7 +24,7 @@ from flatroll.modules import (
     backends,
     set_recurrent_mode,
 )
-from flatroll.modules.packing import run_index
+from flatroll.modules.backends.packing import run_index
 
 ROWS, INPUT, HIDDEN = 4096, 64, 128
 RATES = (0.0, 0.003, 0.02, 0.1, 0.3)

@@ -1,24 +1,24 @@
 """Replay buffers for flat batches: storages, the trajectory index, samplers, transforms."""
 
-from flatroll.buffers.crop import RandomCropTensorDict
-from flatroll.buffers.ensemble import ReplayBufferEnsemble
-from flatroll.buffers.ensemble_parts import SamplerEnsemble, StorageEnsemble, WriterEnsemble
-from flatroll.buffers.index import TrajectoryIndex
-from flatroll.buffers.memmap import LazyMemmapStorage
-from flatroll.buffers.multi_step import MultiStep, MultiStepTransform
-from flatroll.buffers.named import (
+from flatroll.buffers.ensemble.buffer import ReplayBufferEnsemble
+from flatroll.buffers.ensemble.members import SamplerEnsemble, StorageEnsemble, WriterEnsemble
+from flatroll.buffers.index.trajectory_index import TrajectoryIndex
+from flatroll.buffers.replay_buffer import ReplayBuffer
+from flatroll.buffers.samplers.base import RandomSampler, Sampler, SamplerWithoutReplacement
+from flatroll.buffers.samplers.prioritized import PrioritizedSampler
+from flatroll.buffers.samplers.prioritized_slices import PrioritizedSliceSampler
+from flatroll.buffers.samplers.slices import SliceSampler, SliceSamplerWithoutReplacement
+from flatroll.buffers.storages.base import ListStorage, Storage
+from flatroll.buffers.storages.memmap import LazyMemmapStorage
+from flatroll.buffers.storages.tensors import LazyTensorStorage, TensorStorage
+from flatroll.buffers.tensordict_buffers import (
     PrioritizedReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from flatroll.buffers.prioritized import PrioritizedSampler
-from flatroll.buffers.prioritized_slices import PrioritizedSliceSampler
-from flatroll.buffers.replay_buffer import ReplayBuffer
-from flatroll.buffers.samplers import RandomSampler, Sampler, SamplerWithoutReplacement
-from flatroll.buffers.slice_samplers import SliceSampler, SliceSamplerWithoutReplacement
-from flatroll.buffers.storage import ListStorage, Storage
-from flatroll.buffers.storages import LazyTensorStorage, TensorStorage
-from flatroll.buffers.transforms import NextStateReconstructor
+from flatroll.buffers.transforms.base import NextStateReconstructor
+from flatroll.buffers.transforms.multi_step import MultiStep, MultiStepTransform
+from flatroll.buffers.transforms.random_crop import RandomCropTensorDict
 from flatroll.buffers.writers import (
     ImmutableDatasetWriter,
     RoundRobinWriter,

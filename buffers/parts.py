@@ -13,16 +13,16 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.index import TrajectoryIndex
-from flatroll.buffers.lanes import grid
-from flatroll.buffers.prefetch import Prefetcher
-from flatroll.buffers.ring import Ring
-from flatroll.buffers.runs import BoundaryKeys
-from flatroll.buffers.samplers import RandomSampler, Sampler
-from flatroll.buffers.storage import ListStorage, Storage
-from flatroll.buffers.transforms import TransformLike, looks_ahead
+from flatroll.buffers.index.fragments import BoundaryKeys
+from flatroll.buffers.index.ring import Ring
+from flatroll.buffers.index.trajectory_index import TrajectoryIndex
+from flatroll.buffers.prefetcher import Prefetcher
+from flatroll.buffers.samplers.base import RandomSampler, Sampler
+from flatroll.buffers.storages.base import ListStorage, Storage
+from flatroll.buffers.storages.parallel_lanes import grid
+from flatroll.buffers.transforms.base import TransformLike, looks_ahead
 from flatroll.buffers.writers import RoundRobinWriter, Writer
-from flatroll.layout.counts import whole_number
+from flatroll.layout.checks import whole_number
 
 Made: TypeAlias = tuple[Any, dict[str, Tensor], bool]  # a sample, its info, and whether a pass ended with it
 

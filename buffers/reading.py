@@ -7,13 +7,13 @@ from typing import Any, Literal, TypeAlias, overload
 import torch
 from torch import Tensor
 
-from flatroll.buffers.index import TrajectoryIndex
-from flatroll.buffers.lanes import positions
+from flatroll.buffers.index.ring import Draw, Ring, given
+from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.parts import BufferParts, Made
-from flatroll.buffers.ring import Draw, Ring, given
-from flatroll.buffers.storage import ListStorage
-from flatroll.buffers.structure import TensorDicts, entry, map_rows
-from flatroll.buffers.transforms import apply, looks_ahead
+from flatroll.buffers.storages.base import ListStorage
+from flatroll.buffers.storages.item_kinds import TensorDicts, entry, map_rows
+from flatroll.buffers.storages.parallel_lanes import positions
+from flatroll.buffers.transforms.base import apply, looks_ahead
 from flatroll.layout.keys import NestedKey, next_key
 
 Informed: TypeAlias = tuple[Any, dict[str, Tensor]]

@@ -3,9 +3,9 @@
 import copy
 from typing import Any
 
-from flatroll.buffers.index import TrajectoryIndex
+from flatroll.buffers.index.ring import Ring
+from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.reading import BufferReading
-from flatroll.buffers.ring import Ring
 from flatroll.buffers.writing import BufferWriting
 
 

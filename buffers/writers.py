@@ -6,11 +6,11 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.index import TrajectoryIndex
-from flatroll.buffers.ranked import RankedRing
-from flatroll.buffers.ring import Ring
-from flatroll.buffers.samplers import Sampler
-from flatroll.buffers.storage import Rows, Storage
+from flatroll.buffers.index.ring import Ring
+from flatroll.buffers.index.top_k_ring import RankedRing
+from flatroll.buffers.index.trajectory_index import TrajectoryIndex
+from flatroll.buffers.samplers.base import Sampler
+from flatroll.buffers.storages.base import Rows, Storage
 from flatroll.layout.keys import REWARD, NestedKey, require
 
 

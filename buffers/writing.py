@@ -7,14 +7,14 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.columns import After
-from flatroll.buffers.index import TrajectoryIndex
-from flatroll.buffers.lanes import positions, slots_of, time_first
+from flatroll.buffers.columns.base import After
+from flatroll.buffers.index.fragments import BoundaryKeys
+from flatroll.buffers.index.ring import Array, Ring, given
+from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.parts import BufferParts
-from flatroll.buffers.ring import Array, Ring, given
-from flatroll.buffers.runs import BoundaryKeys
-from flatroll.buffers.storage import ListStorage, Rows
-from flatroll.buffers.structure import TensorDicts, batched, dense, map_rows, not_flat, one_row
+from flatroll.buffers.storages.base import ListStorage, Rows
+from flatroll.buffers.storages.item_kinds import TensorDicts, batched, dense, map_rows, not_flat, one_row
+from flatroll.buffers.storages.parallel_lanes import positions, slots_of, time_first
 from flatroll.layout.keys import MASK, marker
 
 

@@ -1,8 +1,6 @@
 """Values, advantages and losses on flat marked batches."""
 
-from flatroll.estimators.a2c import A2CLoss
-from flatroll.estimators.dqn import DQNLoss
-from flatroll.estimators.functional import (
+from flatroll.estimators.functional.gae import (
     generalized_advantage_estimate,
     reward2go,
     td0_advantage_estimate,
@@ -18,14 +16,16 @@ from flatroll.estimators.functional import (
     vec_td_lambda_return_estimate,
     vtrace_advantage_estimate,
 )
-from flatroll.estimators.gae import GAE
-from flatroll.estimators.kinds import ValueEstimators
-from flatroll.estimators.ppo import ClipPPOLoss, KLPENPPOLoss, PPOLoss
-from flatroll.estimators.reinforce import ReinforceLoss
-from flatroll.estimators.sac import DiscreteSACLoss, SACLoss
-from flatroll.estimators.targets import HardUpdate, SoftUpdate
-from flatroll.estimators.td import TD0Estimator, TD1Estimator, TDLambdaEstimator
-from flatroll.estimators.vtrace import VTrace
+from flatroll.estimators.losses.a2c import A2CLoss
+from flatroll.estimators.losses.dqn import DQNLoss
+from flatroll.estimators.losses.ppo import ClipPPOLoss, KLPENPPOLoss, PPOLoss
+from flatroll.estimators.losses.reinforce import ReinforceLoss
+from flatroll.estimators.losses.sac import DiscreteSACLoss, SACLoss
+from flatroll.estimators.losses.target_networks import HardUpdate, SoftUpdate
+from flatroll.estimators.values.by_name import ValueEstimators
+from flatroll.estimators.values.gae import GAE
+from flatroll.estimators.values.td import TD0Estimator, TD1Estimator, TDLambdaEstimator
+from flatroll.estimators.values.vtrace import VTrace
 
 __all__ = [
     "GAE",

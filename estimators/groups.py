@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flatroll.estimators.reductions import kept
+from flatroll.estimators.masked import kept
 
 
 def standardized_in_groups(column: Tensor, groups: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,6 +1,6 @@
 """Compiled kernels of the trajectory index: link fragments, drop overwritten ones, draw slices through them.
 
-The tables and their terms are described in `flatroll.kernels.records`.
+The tables and their terms are described in `flatroll.kernels.rows.records`.
 
 This module imports numba: import it inside the function that needs it. All kernels are in one file because
 numba's cache does not notice a change in a callee that stands in another file.
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flatroll.kernels.raw_memory import ask
-from flatroll.kernels.scan_numba import compiled
+from flatroll.kernels.rows.raw_memory import ask
+from flatroll.kernels.scans.scan_numba import compiled
 
 Array = NDArray[Any]
 Int = Any  # a 64-bit integer of NumPy's or Python's

@@ -1,10 +1,11 @@
 """What a flat marked batch is: its keys, its one boundary rule, and the tools that show and check it."""
 
-from flatroll.layout.audit import Finding, audit
 from flatroll.layout.boundaries import run_ends, run_starts
 from flatroll.layout.delta import NextObservationDelta, check_delta, decode_delta, encode_delta
-from flatroll.layout.describe import describe
-from flatroll.layout.explain import explain
+from flatroll.layout.inspect.audit import Finding, audit
+from flatroll.layout.inspect.describe import describe
+from flatroll.layout.inspect.explain import explain
+from flatroll.layout.inspect.timeline import timeline
 from flatroll.layout.keys import (
     ACTION,
     DELTA,
@@ -30,7 +31,6 @@ from flatroll.layout.keys import (
     observation_keys,
     require,
 )
-from flatroll.layout.timeline import timeline
 from flatroll.layout.trajectories import join, split_trajectories
 
 __all__ = [

@@ -9,7 +9,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends, run_starts
-from flatroll.layout.counts import whole_number
+from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import (
     DONE,
     HAS_STATE,

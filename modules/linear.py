@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from flatroll.kernels import segmented_scan
-from flatroll.layout.counts import whole_number
+from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import DONE, TRAJ_IDS, NestedKey
+from flatroll.modules.backends.packing import States
 from flatroll.modules.mode import Mode
-from flatroll.modules.packing import States
 from flatroll.modules.stateful import Keys, StatefulModule
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from flatroll.layout.keys import DONE, TRAJ_IDS, NestedKey
+from flatroll.modules.backends.packing import States, call
 from flatroll.modules.mode import Mode
 from flatroll.modules.networks import LSTM
-from flatroll.modules.packing import States, call
 from flatroll.modules.recurrent import How, RecurrentModule, Sizes
 from flatroll.modules.stateful import Keys
 

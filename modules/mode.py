@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Literal, ParamSpec, TypeAlias, TypeVar
 
-from flatroll.layout.counts import whole_number
+from flatroll.layout.checks import whole_number
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from flatroll.modules.packing import States
-from flatroll.modules.scan import layers
+from flatroll.modules.backends.packing import States
+from flatroll.modules.backends.recurrent_scan import layers
 
 
 class _Scanned(nn.RNNBase):

@@ -6,11 +6,11 @@ from typing import NamedTuple, Self, cast
 import torch
 from torch import Tensor, nn
 
-from flatroll.modules.backends import BACKENDS, by_row, check_backend
-from flatroll.modules.dense import dense_gru, few_long_runs
+from flatroll.modules.backends.choice import BACKENDS, by_row, check_backend
+from flatroll.modules.backends.dense import dense_gru, few_long_runs
+from flatroll.modules.backends.packing import States, run_index
 from flatroll.modules.mode import Mode
 from flatroll.modules.networks import NETWORKS, with_weights_of
-from flatroll.modules.packing import States, run_index
 from flatroll.modules.stateful import Keys, StatefulModule
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from flatroll.layout import run_starts
 from flatroll.layout.keys import HAS_STATE, IS_INIT, MASK, NestedKey, as_tuple, marker, next_key, require
+from flatroll.modules.backends.packing import States
+from flatroll.modules.burn_in_gradients import warmed_up
 from flatroll.modules.mode import Mode, burn_in_rows, named_mode, recurrent_mode
-from flatroll.modules.packing import States
 from flatroll.modules.primer import TensorDictPrimer
-from flatroll.modules.warm_up import warmed_up
 
 
 class Keys(NamedTuple):

@@ -14,7 +14,7 @@ from flatroll.rollouts.arguments import check_counts, check_ids, check_splitting
 from flatroll.rollouts.delivery import Delivery
 from flatroll.rollouts.progress import Progress
 from flatroll.rollouts.runner import Runner
-from flatroll.rollouts.trajectories import TrajectoryJoiner
+from flatroll.rollouts.whole_trajectories import TrajectoryJoiner
 from flatroll.wrappers.markers import TrajId, find_wrapper
 from flatroll.wrappers.primers import recurrent_states
 

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.keys import DONE, TRUNCATED
 from flatroll.layout.trajectories import split_trajectories
-from flatroll.rollouts.columns import ColumnKeys
+from flatroll.rollouts.batch_columns import ColumnKeys
 
 
 @dataclass

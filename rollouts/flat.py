@@ -18,7 +18,7 @@ from flatroll.layout.keys import (
     as_tuple,
     next_key,
 )
-from flatroll.rollouts.columns import ColumnKeys
+from flatroll.rollouts.batch_columns import ColumnKeys
 from flatroll.rollouts.policies import Columns
 from flatroll.rollouts.window import DEAD, Window
 from flatroll.wrappers.arrays import Array, select

@@ -8,9 +8,9 @@ from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.direct import acted
+from flatroll.layout.fast_call import acted
 from flatroll.layout.keys import ACTION, NEXT, NestedKey, as_tuple, next_key
-from flatroll.rollouts.columns import plain_key
+from flatroll.rollouts.batch_columns import plain_key
 from flatroll.wrappers.primers import recurrent_states
 
 Columns = dict[NestedKey, Tensor]

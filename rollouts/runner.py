@@ -12,13 +12,13 @@ from torch import Tensor
 
 from flatroll.layout.keys import ACTION, HAS_STATE, NEXT_KNOWN, REWARD, TERMINATED, TRUNCATED, next_key
 from flatroll.rollouts.arguments import check_writer
-from flatroll.rollouts.columns import ColumnKeys, tree_leaves
+from flatroll.rollouts.batch_columns import ColumnKeys, tree_leaves
 from flatroll.rollouts.flat import FlatLayout
 from flatroll.rollouts.policies import Act, Columns, ModulePolicy, as_act, state_key
 from flatroll.rollouts.random_actions import RandomPolicy
 from flatroll.rollouts.window import DEAD, Window
-from flatroll.wrappers.adapt import as_vector_env, find_stream
 from flatroll.wrappers.arrays import Array, Tree, fill_rows, full, leaf_at, map_tree, own, select, to_torch
+from flatroll.wrappers.as_vector_env import as_vector_env, find_stream
 from flatroll.wrappers.compact import CompactObs, final_of, true_next
 from flatroll.wrappers.markers import InitTracker, MarkerWrapper, TrajId, find_wrapper
 from flatroll.wrappers.primers import RecurrentPrimer

@@ -1,7 +1,7 @@
 """Gymnasium vector wrappers that mark rows, and `as_vector_env`, which puts any env under one contract."""
 
-from flatroll.wrappers.adapt import as_vector_env, find_stream
 from flatroll.wrappers.arrays import map_tree
+from flatroll.wrappers.as_vector_env import as_vector_env, find_stream
 from flatroll.wrappers.compact import CompactObs, NextObservationDelta
 from flatroll.wrappers.markers import (
     InitTracker,

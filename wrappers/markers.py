@@ -13,8 +13,8 @@ from gymnasium.vector import VectorEnv, VectorObservationWrapper, VectorWrapper
 from torch import Tensor
 
 from flatroll.layout.keys import EPISODE_REWARD, IS_INIT, STEP_COUNT, TRAJ_IDS, NestedKey, as_tuple
-from flatroll.wrappers.adapt import as_vector_env, find_stream
 from flatroll.wrappers.arrays import Array, Tree, fill_rows, full, own, rows_of, select
+from flatroll.wrappers.as_vector_env import as_vector_env, find_stream
 from flatroll.wrappers.sources import layers
 from flatroll.wrappers.stream import VectorStream
 

@@ -9,8 +9,8 @@ from tensordict.nn import TensorDictSequential
 from torch import Tensor, nn
 
 from flatroll.layout.keys import NestedKey, as_tuple
-from flatroll.wrappers.adapt import as_vector_env
 from flatroll.wrappers.arrays import Array, Tree
+from flatroll.wrappers.as_vector_env import as_vector_env
 from flatroll.wrappers.markers import InitTracker, MarkerWrapper, StepResult, find_wrapper
 
 States = dict[NestedKey, Tensor]

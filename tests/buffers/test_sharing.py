@@ -26,7 +26,7 @@ from flatroll.buffers import (
     SliceSampler,
     TensorStorage,
 )
-from flatroll.buffers.files import FileLock
+from flatroll.buffers.storages.mapped_files import FileLock
 
 
 def shared(rows: int = 100, **options: Any) -> ReplayBuffer:

@@ -455,7 +455,7 @@ def test_a_storage_that_cannot_be_held_in_memory_has_no_state(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer = filled(world, made(LazyMemmapStorage(CAPACITY)))
-    monkeypatch.setattr("flatroll.buffers.memory.free_memory", lambda device: 100)
+    monkeypatch.setattr("flatroll.buffers.storages.free_space.free_memory", lambda device: 100)
     with pytest.raises(MemoryError, match="37 rows of 56 bytes"):
         buffer.state_dict()
 

@@ -27,7 +27,7 @@ from flatroll.buffers import (
     TensorDictRoundRobinWriter,
     TensorStorage,
 )
-from flatroll.buffers.ranked import RankedRing
+from flatroll.buffers.index.top_k_ring import RankedRing
 
 
 def scored(scores: Any, first: int = 0) -> TensorDict:

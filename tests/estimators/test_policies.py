@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributions import Categorical, Normal
 
 from flatroll.estimators import ClipPPOLoss, DQNLoss, VTrace, reward2go
-from flatroll.estimators.policies import distribution
+from flatroll.estimators.distributions import distribution
 
 
 def rows() -> TensorDict:

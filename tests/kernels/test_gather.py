@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatroll.kernels.gather import Block
+from flatroll.kernels.rows.gather import Block
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.float32, torch.float64, torch.bfloat16, torch.complex64]
 SHAPES = [(), (1,), (17,), (2, 3), (0,), (84, 84)]

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flatroll.kernels import heap as kernels
+from flatroll.kernels.trees import heap as kernels
 
 STATE = np.dtype([(name, "i8") for name in ("head", "written", "taken", "live", "used")])
 GONE = np.iinfo(np.int64).max

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.kernels.markers import fragments, mark
+from flatroll.kernels.rows.run_marks import fragments, mark
 from flatroll.layout import run_ends
 
 

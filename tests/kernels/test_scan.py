@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from flatroll.kernels import residual_scan, scan, segmented_scan
+from flatroll.kernels import residual_scan, segmented_scan
+from flatroll.kernels.scans import scan
 
 
 def loop(a: Tensor | float, b: Tensor, ends: Tensor) -> Tensor:
@@ -189,7 +190,7 @@ def test_compiles_where_no_machine_code_can_be_kept() -> None:
     """Numba refuses to keep code that has no file, as it does where no directory can be written."""
     import numba
 
-    from flatroll.kernels.scan_numba import compiled
+    from flatroll.kernels.scans.scan_numba import compiled
 
     scope: dict[str, Callable[[int], int]] = {}
     exec("def twice(x): return 2 * x", scope)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flatroll.kernels import slices
-from flatroll.kernels.records import CHAIN, ENTRY, FRAGMENT, STATE
+from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, STATE
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatroll.kernels import sum_tree
-from flatroll.kernels.sum_tree import LARGEST, SumTree
+from flatroll.kernels.trees import sum_tree
+from flatroll.kernels.trees.sum_tree import LARGEST, SumTree
 
 #: Weights that differ by hundreds of orders of magnitude, and zeros.
 WEIGHTS = st.sampled_from([0.0, 0.0, 5e-324, 1e-300, 1e-8, 0.1, 1 / 3, 1.0, 7.0, 1e16, 10.0**LARGEST])

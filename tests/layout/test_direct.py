@@ -17,7 +17,7 @@ from tensordict.nn import (
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from flatroll.layout.direct import acted, through, written
+from flatroll.layout.fast_call import acted, through, written
 
 
 class Doubling(TensorDictModule):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from flatroll.modules import packing
+from flatroll.modules.backends import packing
 
 lengths_of_runs = st.lists(st.integers(1, 12), min_size=1, max_size=12)
 

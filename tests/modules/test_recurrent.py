@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatroll.layout import run_starts
-from flatroll.modules import GRUModule, LSTMModule, dense, packing, set_recurrent_mode
+from flatroll.modules import GRUModule, LSTMModule, set_recurrent_mode
+from flatroll.modules.backends import dense, packing
 
 IN, HIDDEN = 3, 5
 KINDS = [GRUModule, LSTMModule]

@@ -8,8 +8,10 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from flatroll.modules import GRU, LSTM, GRUModule, LSTMModule, backends, scan, set_recurrent_mode
-from flatroll.modules.packing import run_index
+from flatroll.modules import GRU, LSTM, GRUModule, LSTMModule, set_recurrent_mode
+from flatroll.modules.backends import choice as backends
+from flatroll.modules.backends import recurrent_scan as scan
+from flatroll.modules.backends.packing import run_index
 
 IN, HIDDEN = 3, 4
 KINDS = [GRUModule, LSTMModule]

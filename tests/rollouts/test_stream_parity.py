@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from flatroll.layout.audit import audit
+from flatroll.layout.inspect.audit import audit
 from flatroll.rollouts import Collector, rollout
 from flatroll.wrappers import CompactObs, NextObservationDelta, RewardSum, StepCounter, as_vector_env
 from flatroll.wrappers.testing import (

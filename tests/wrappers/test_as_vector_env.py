@@ -14,7 +14,6 @@ from gymnasium.vector.utils import batch_space
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
 from flatroll.wrappers import InitTracker, as_vector_env
-from flatroll.wrappers.played import copied
 from flatroll.wrappers.testing import (
     Script,
     ScriptedEnv,
@@ -25,6 +24,7 @@ from flatroll.wrappers.testing import (
     expected_rows,
     make_scripted,
 )
+from flatroll.wrappers.testing.recording import copied
 
 MODES = ("NextStep", "SameStep", "Disabled")
 LENGTHS = [[3, 1, 4], [2, 5]]

@@ -20,7 +20,6 @@ from flatroll.wrappers import (
     TrajId,
     as_vector_env,
 )
-from flatroll.wrappers.played import copied
 from flatroll.wrappers.testing import (
     Script,
     ScriptedEnv,
@@ -30,6 +29,7 @@ from flatroll.wrappers.testing import (
     expected_rows,
     make_scripted,
 )
+from flatroll.wrappers.testing.recording import copied
 
 MODES = ("NextStep", "SameStep", "Disabled")
 SCRIPT = Script(2, lengths=[[3, 1, 4], [2, 5]], ends=[["terminated", "truncated", "both"], ["truncated"]])

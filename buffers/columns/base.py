@@ -1,0 +1,153 @@
+"""One entry of every stored row, as a tensor or in a smaller form."""
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatroll.buffers.index.ring import Array
+from flatroll.layout.delta import signed
+from flatroll.layout.keys import NestedKey
+
+Columns = dict[NestedKey, Tensor]
+
+
+class After(NamedTuple):
+    """Which new rows continue stored ones: row ``rows[j]`` of the written values comes right after ``slots[j]``.
+
+    A hint; what is stored does not depend on it. Both int64 ``[K]``; ``slots`` are slots of the storage, for side
+    columns (`Column.pool`) too.
+    """
+
+    rows: Tensor
+    slots: Tensor
+
+
+class Column(ABC):
+    """One entry of every row of a storage.
+
+    Attributes:
+        dtype: of the values as they come and go.
+        shape: of one row's value.
+        decodes: whether a row read twice in one `take` costs less than in two.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    decodes: bool = False
+
+    @abstractmethod
+    def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
+        """Store ``values`` ``[N, *shape]`` in ``slot`` and the N - 1 slots after it, all within the column."""
+
+    @abstractmethod
+    def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> None:
+        """Store ``values`` ``[N, *shape]`` in ``slots`` (int64 ``[N]``, no slot twice)."""
+
+    @abstractmethod
+    def take(self, slots: Tensor) -> Tensor:
+        """Copies of the rows in ``slots`` (int64 ``[N]``, on any device): ``[N, *shape]``, on the column's device."""
+
+    @abstractmethod
+    def pool(self) -> "Column":
+        """A side column of no rows and the same kind, for observations that no row holds."""
+
+    @abstractmethod
+    def grow(self, rows: int) -> None:
+        """Make the column at least ``rows`` long; what it holds stays."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that the column occupies."""
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one row's value as it comes and goes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that one stored row takes, as far as it can be told."""
+        return self.value_bytes
+
+    def state_dict(self, rows: int) -> dict[str, Any]:
+        """What :meth:`load_state_dict` needs of the first ``rows`` slots."""
+        return {"values": self.take(torch.arange(rows))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Hold what the column that gave ``state`` held; grows as needed."""
+        values: Tensor = state["values"]
+        self.grow(len(values))
+        if len(values):
+            self.write(0, values)
+
+    @property
+    def flat(self) -> Array | None:
+        """The column's memory as bytes, row after row, for prefetching; None if there is no such memory."""
+        return None
+
+
+def take_rows(column: Tensor, slots: Tensor) -> Tensor:
+    """``column.index_select(0, slots)``; a column ``[N, 1]`` is read flat, which torch does in half the time."""
+    plain = signed(column)  # torch does not index flat uint16, uint32 and uint64
+    if plain.ndim == 2 and plain.shape[1] == 1:
+        rows = plain.view(-1).index_select(0, slots).unsqueeze_(-1)
+    else:
+        rows = plain.index_select(0, slots)
+    return rows if plain is column else rows.view(column.dtype)
+
+
+class TensorColumn(Column):
+    """A column as it is: one tensor ``[rows, *shape]``, which stays where the caller made it.
+
+    >>> column = TensorColumn(torch.zeros(4, 2))
+    >>> column.write(1, torch.ones(2, 2))
+    >>> column.take(torch.tensor([0, 2]))
+    tensor([[0., 0.],
+            [1., 1.]])
+    """
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+        self.dtype, self.shape = data.dtype, data.shape[1:]
+
+    def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
+        """See `Column`."""
+        self.data[slot : slot + len(values)] = values
+
+    def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> None:
+        """See `Column`."""
+        device = self.data.device
+        signed(self.data).index_copy_(0, slots.to(device), signed(values.to(device)))
+
+    def take(self, slots: Tensor) -> Tensor:
+        """See `Column`."""
+        return take_rows(self.data, slots.to(self.data.device))
+
+    def pool(self) -> "TensorColumn":
+        """See `Column`; in memory even if the column is in a file."""
+        return TensorColumn(torch.empty((0, *self.shape), dtype=self.dtype, device=self.data.device))
+
+    def grow(self, rows: int) -> None:
+        """See `Column`."""
+        if rows <= len(self.data):
+            return
+        larger = self.data.new_empty((rows, *self.shape))
+        larger[: len(self.data)] = self.data
+        self.data = larger
+
+    @property
+    def nbytes(self) -> int:
+        """See `Column`."""
+        return self.data.numel() * self.data.element_size()
+
+    @property
+    def flat(self) -> Array | None:
+        """See `Column`."""
+        if self.data.device.type != "cpu" or not self.data.numel() or not self.data.is_contiguous():
+            return None
+        memory: Array = self.data.view(-1).view(torch.uint8).numpy()
+        return memory

@@ -1,0 +1,378 @@
+"""Several replay buffers sampled as one."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NoReturn, Self, overload
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from flatroll.buffers.ensemble.members import SamplerEnsemble, Shares, StorageEnsemble, WriterEnsemble
+from flatroll.buffers.ensemble.together import together
+from flatroll.buffers.reading import Informed
+from flatroll.buffers.replay_buffer import ReplayBuffer
+from flatroll.buffers.tensordict_buffers import TensorDictReplayBuffer
+from flatroll.buffers.transforms.base import TransformLike, apply
+from flatroll.buffers.writers import check_tensordicts, has_priorities
+from flatroll.layout.keys import NestedKey, require
+
+#: The entry of samples that says which member of the ensemble a row is from.
+BUFFER_IDS: NestedKey = ("collector", "buffer_ids")
+
+
+class ReplayBufferEnsemble:
+    """Several replay buffers, sampled as one: several datasets, or demonstrations beside fresh data.
+
+    A sample of B rows is made of n = ``num_buffer_sampled`` members' samples of B / n rows each, after the members'
+    own transforms: stacked, ``[n, B / n]``, or with ``stack=False`` laid end to end, ``[B]``. Tensordicts have the
+    entry ``("collector", "buffer_ids")`` (int64, of their batch shape), the member that each row is from. Then come
+    the ensemble's transforms. Members are written to one by one: ``rb[0].extend(batch)``.
+
+    Args:
+        rbs: the members, or instead of them:
+        storages: their storages and transforms.
+        samplers: their samplers, with ``p``, ``sample_from_all`` and ``num_buffer_sampled``; default a
+            `RandomSampler` each.
+        writers: their writers, default a `RoundRobinWriter` each.
+        transform: applied to samples, see :meth:`append_transform`.
+        batch_size: rows per sample; ``sample(batch_size)`` overrides it.
+        collate_fn: makes a sample of the list of the members' samples, instead of stacking them.
+        p: how likely each member is, see `SamplerEnsemble`.
+        sample_from_all: take each member once.
+        num_buffer_sampled: how many members a sample is made of, default as many as there are.
+        stack: whether samples are stacked, default True. With False the members' samples may have different numbers
+            of rows, as slices of short trajectories do.
+        generator: CPU random generator of all draws, those of members that have none of their own included.
+
+    Raises:
+        TypeError: a member that is no `ReplayBuffer`, or both members and their parts.
+        ValueError: ``p`` does not fit, or ``batch_size`` is not divisible by the number of members sampled.
+
+    >>> from tensordict import TensorDict
+    >>> from flatroll.buffers import LazyTensorStorage
+    >>> rb = ReplayBufferEnsemble(
+    ...     ReplayBuffer(storage=LazyTensorStorage(10), transform=lambda td: td.rename_key_("old", "x")),
+    ...     ReplayBuffer(storage=LazyTensorStorage(10)), sample_from_all=True, batch_size=6)
+    >>> rows = rb[0].extend(TensorDict({"old": torch.zeros(10)}, [10]))
+    >>> rows = rb[1].extend(TensorDict({"x": torch.ones(5)}, [5]))
+    >>> sample = rb.sample()
+    >>> sample.batch_size, sample["x"].tolist(), sample["collector", "buffer_ids"].tolist()
+    (torch.Size([2, 3]), [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]], [[0, 0, 0], [1, 1, 1]])
+    """
+
+    def __init__(
+        self,
+        *rbs: ReplayBuffer,
+        storages: StorageEnsemble | None = None,
+        samplers: SamplerEnsemble | None = None,
+        writers: WriterEnsemble | None = None,
+        transform: TransformLike | None = None,
+        batch_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        p: Shares = None,
+        sample_from_all: bool = False,
+        num_buffer_sampled: int | None = None,
+        stack: bool = True,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if not rbs:
+            rbs = _members(storages, samplers, writers)
+        elif storages is not None or samplers is not None or writers is not None:
+            raise TypeError("give the members, or storages, samplers and writers, not both")
+        for rb in rbs:
+            if not isinstance(rb, ReplayBuffer):
+                raise TypeError(f"members must be ReplayBuffers, got {type(rb).__name__}")
+        if samplers is None:
+            samplers = SamplerEnsemble(
+                *(rb.sampler for rb in rbs),
+                p=p,
+                sample_from_all=sample_from_all,
+                num_buffer_sampled=num_buffer_sampled,
+            )
+        elif p is not None or sample_from_all or num_buffer_sampled is not None:
+            raise TypeError("p, sample_from_all and num_buffer_sampled are given to SamplerEnsemble here")
+        if generator is not None and generator.device.type != "cpu":
+            raise ValueError(f"generator must be a CPU generator, got {generator.device}")
+        self._members = rbs
+        self.storage = storages or StorageEnsemble(*(rb.storage for rb in rbs))
+        self.sampler = samplers
+        self.writer = writers or WriterEnsemble(*(rb.writer for rb in rbs))
+        self.batch_size = batch_size
+        self.collate_fn = collate_fn
+        self.stack = stack
+        self.generator = generator
+        self._transforms: list[TransformLike] = []
+        if transform is not None:
+            self.append_transform(transform)
+        if batch_size is not None:
+            self._rows(batch_size)
+        for rb in rbs:
+            rb.generator = rb.generator or generator
+
+    def __len__(self) -> int:
+        return sum(map(len, self._members))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self._members))})"
+
+    @overload
+    def __getitem__(self, index: int) -> ReplayBuffer: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[ReplayBuffer]: ...
+
+    def __getitem__(self, index: int | slice) -> ReplayBuffer | list[ReplayBuffer]:
+        """Member ``index``, or several members."""
+        if not isinstance(index, (int, slice)):
+            raise TypeError(
+                f"an ensemble is indexed by member, rb[0], and a member by row, rb[0][:], got {index!r}"
+            )
+        return list(self._members[index]) if isinstance(index, slice) else self._members[index]
+
+    def append_transform(self, transform: TransformLike) -> Self:
+        """Add a transform after those there are: an object with ``forward(td)``, or a function.
+
+        Raises:
+            TypeError: neither of the two.
+        """
+        if not callable(transform) and not hasattr(transform, "forward"):
+            raise TypeError(
+                f"transform must have forward(td) or be a function of td, got {type(transform).__name__}"
+            )
+        self._transforms.append(transform)
+        return self
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    @overload
+    def sample(self, batch_size: int | None = None, return_info: Literal[False] = False) -> Any: ...
+
+    @overload
+    def sample(self, batch_size: int | None = None, *, return_info: Literal[True]) -> Informed: ...
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+        """Draw a sample of ``batch_size`` rows in all, ``[n, batch_size / n]`` or ``[batch_size]`` (see the class).
+
+        Args:
+            batch_size: rows, default that of the ensemble.
+            return_info: return ``(sample, info)``: ``info["buffer_ids"]`` and ``info["index"]`` hold each row's
+                member and its position there, further entries are those that all drawn members gave. Stacked like
+                the sample; end to end with ``stack=False`` or a ``collate_fn``.
+
+        Raises:
+            RuntimeError: a drawn member is empty, or holds no trajectory long enough.
+            ValueError: no batch size, or one that does not fit; samples that cannot be put together.
+        """
+        sample, info, _ = self._made(batch_size)
+        return (sample, info) if return_info else sample
+
+    def __iter__(self) -> Iterator[Any]:
+        """Samples without end, or, if all members are sampled without replacement, until each ended a pass."""
+        ended: set[int] = set()
+        while True:
+            sample, _, now = self._made(None)
+            yield sample
+            ended |= now
+            drawable = self.sampler.weights([len(rb) for rb in self._members]).nonzero().flatten().tolist()
+            if ended.issuperset(drawable):
+                return
+
+    def _made(self, batch_size: int | None) -> tuple[Any, dict[str, Tensor], set[int]]:
+        """A sample, its info, and the members of which a pass ended with it."""
+        rows = self._rows(batch_size)
+        members = self.sampler.draw([len(rb) for rb in self._members], self.generator)
+        parts, infos, ended = [], [], set()
+        for member in members:
+            if not len(self._members[member]):
+                raise RuntimeError(
+                    f"cannot sample from member {member}, which is empty: extend it with rb[{member}].extend(batch), "
+                    "or give it p=0"
+                )
+            part, info, end = self._members[member]._made(rows)
+            if end:
+                ended.add(member)
+            parts.append(part)
+            infos.append(info)
+        stack = self.stack and self.collate_fn is None
+        rows_of = [len(info["index"]) for info in infos]
+        entries = [key for key in infos[0] if all(key in info for info in infos)]
+        if self.collate_fn is None:
+            sample = together(parts, members, stack)
+        else:
+            sample = self.collate_fn(
+                [_named(part, member) for part, member in zip(parts, members, strict=True)]
+            )
+        info = {key: together([each[key] for each in infos], members, stack) for key in entries}
+        ids = torch.tensor(members).repeat_interleave(torch.tensor(rows_of))
+        ends = torch.zeros(len(ids), dtype=torch.bool)
+        ends[torch.tensor(rows_of).cumsum(0) - 1] = True
+        if stack:
+            ids, ends = ids.view(len(members), -1), ends.view(len(members), -1)
+        if self.collate_fn is None and isinstance(sample, TensorDictBase):
+            _set_ids(sample, ids)
+        info["buffer_ids"] = ids
+        for transform in self._transforms:
+            sample = apply(transform, sample, lambda: ends)
+        return sample, info, ended
+
+    def _rows(self, batch_size: int | None) -> int:
+        """Rows from each member drawn."""
+        size, count = self.batch_size if batch_size is None else batch_size, self.sampler.num_buffer_sampled
+        if size is None:
+            raise ValueError("batch_size must be given to ReplayBufferEnsemble(...) or to sample(...)")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1 or size % count:
+            raise ValueError(
+                f"batch_size must be a positive multiple of the {count} members a sample is made of "
+                f"(num_buffer_sampled), got {size!r}"
+            )
+        return size // count
+
+    # -- writing -----------------------------------------------------------------------------------------------
+
+    def extend(self, data: Any, final: TensorDictBase | None = None) -> NoReturn:
+        """RuntimeError: an ensemble does not know which member is meant."""
+        raise RuntimeError(
+            f"an ensemble does not know for which of its {len(self._members)} members data are: extend one of them, "
+            "rb[0].extend(batch)"
+        )
+
+    def add(self, data: Any) -> NoReturn:
+        """RuntimeError, as :meth:`extend`."""
+        self.extend(data)
+
+    def empty(self) -> None:
+        """Empty all members."""
+        for rb in self._members:
+            rb.empty()
+
+    def update_priority(
+        self,
+        index: Tensor,
+        priority: Tensor | float,
+        *,
+        buffer_ids: Tensor,
+        generation: Tensor | None = None,
+    ) -> None:
+        """Set the priorities of rows, member by member; members without priorities are passed over.
+
+        Args:
+            index: ``info["index"]``.
+            priority: one value, or one per row.
+            buffer_ids: ``info["buffer_ids"]``.
+            generation: ``info["index_generation"]``; rows overwritten since are then left out.
+
+        Raises:
+            TypeError: no member has priorities.
+            ValueError: a negative priority or NaN, or sizes that differ.
+            IndexError: a position outside a member.
+        """
+        self._check_priorities()
+        priority = torch.as_tensor(priority)
+        for member, rb in enumerate(self._members):
+            mask = buffer_ids == member
+            if has_priorities(rb.sampler) and bool(mask.any()):
+                rb.update_priority(
+                    index[mask.to(index.device)],
+                    priority[mask.to(priority.device)] if priority.ndim else priority,
+                    None if generation is None else generation[mask.to(generation.device)],
+                )
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """As `TensorDictReplayBuffer.update_tensordict_priority`, member by member; members without priorities are
+        passed over.
+
+        Raises:
+            TypeError: no member has priorities, or one that has is no `TensorDictReplayBuffer`.
+            KeyError: ``("collector", "buffer_ids")``, ``"index"`` or a member's ``priority_key`` is missing.
+            ValueError: a negative or infinite priority, or NaN.
+        """
+        self._check_priorities()
+        check_tensordicts(data, "update_tensordict_priority", "update_priority takes index and priority")
+        ids = require(data, BUFFER_IDS)
+        places = ids.reshape(len(ids), -1)
+        if not bool((places == places[:, :1]).all()):
+            data, places = data.reshape(-1), ids.reshape(-1, 1)
+        for member, rb in enumerate(self._members):
+            mask = places[:, 0] == member
+            if not has_priorities(rb.sampler) or not bool(mask.any()):
+                continue
+            if not isinstance(rb, TensorDictReplayBuffer):
+                raise TypeError(
+                    f"member {member} is a {type(rb).__name__}, whose samples have no index: use "
+                    "TensorDictReplayBuffer, or update_priority with what the info says"
+                )
+            rb.update_tensordict_priority(data[mask])
+
+    def _check_priorities(self) -> None:
+        if not any(has_priorities(rb.sampler) for rb in self._members):
+            raise TypeError("no member has priorities: use PrioritizedSampler")
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, int]:
+        """The sums of the members' numbers, see `ReplayBuffer.stats`, and ``buffers``, how many members there are."""
+        each = [rb.stats() for rb in self._members]
+        keys = dict.fromkeys(key for numbers in each for key in numbers if key != "bytes_per_row")
+        return {"buffers": len(each)} | {key: sum(numbers.get(key, 0) for numbers in each) for key in keys}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The members' states and the generator's, for :meth:`load_state_dict`; owns its memory."""
+        return {
+            "members": [rb.state_dict() for rb in self._members],
+            "generator": None if self.generator is None else self.generator.get_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Hold what the ensemble that gave ``state`` held, and draw as it would have drawn.
+
+        Raises:
+            ValueError: another number of members, or members that do not fit, see `ReplayBuffer`; a generator on
+                one side only.
+        """
+        if (state["generator"] is None) != (self.generator is None):
+            raise ValueError(
+                "the state was saved with a generator and this ensemble has none, or the other way round"
+            )
+        if len(state["members"]) != len(self._members):
+            raise ValueError(
+                f"the state has {len(state['members'])} members, this ensemble has {len(self._members)}"
+            )
+        for rb, saved in zip(self._members, state["members"], strict=True):
+            rb.load_state_dict(saved)
+        if self.generator is not None:
+            self.generator.set_state(state["generator"])
+
+
+def _members(
+    storages: StorageEnsemble | None, samplers: SamplerEnsemble | None, writers: WriterEnsemble | None
+) -> tuple[ReplayBuffer, ...]:
+    if storages is None:
+        raise TypeError("ReplayBufferEnsemble needs its members, or storages")
+    for name, parts in (("samplers", samplers), ("writers", writers)):
+        if parts is not None and len(parts) != len(storages):
+            raise ValueError(f"{name} has {len(parts)} members, storages has {len(storages)}")
+    return tuple(
+        ReplayBuffer(
+            storage=storage,
+            sampler=None if samplers is None else samplers[i],
+            writer=None if writers is None else writers[i],
+            transform=storages.transforms[i],
+        )
+        for i, storage in enumerate(storages)
+    )
+
+
+def _named(part: Any, member: int) -> Any:
+    """``part`` with the member's number, if it is a tensordict."""
+    if not isinstance(part, TensorDictBase):
+        return part
+    named: TensorDictBase = part.clone(recurse=False)
+    _set_ids(named, torch.tensor(member))
+    return named
+
+
+def _set_ids(sample: TensorDictBase, ids: Tensor) -> None:
+    """Write ``ids``, of the first of the batch dimensions, on the device of the other entries."""
+    device = next((value.device for value in sample.values(True, True) if isinstance(value, Tensor)), None)
+    ids = ids.reshape(*ids.shape, *[1] * (sample.batch_dims - ids.ndim)).expand(sample.batch_size)
+    sample.set(BUFFER_IDS, ids.to(device, copy=True))

@@ -1,0 +1,1 @@
+"""Row numbers: the ring, the fragments of trajectories in it, and the trajectory index over them."""

@@ -1,0 +1,120 @@
+"""A ring that keeps the best rows instead of the latest."""
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatroll.buffers.index.ring import Array, Draw, Ring
+
+_GONE = np.iinfo(np.int64).max  # the number of a slot that holds no row
+
+
+class RankedRing(Ring):
+    """Slots of the ``capacity`` rows of highest rank.
+
+    Writing is ``choose`` (the worst rows make room and can no longer be drawn), then copying, then ``publish``. A
+    write that fails between the two leaves the rows that made no room. A row's number is its place among all rows
+    ever offered, so two rows with consecutive numbers came one after the other. Of two rows of equal rank the
+    earlier one is kept.
+
+    Args:
+        capacity: number of slots, at least 1.
+        first: number of the first row offered.
+
+    >>> import torch
+    >>> ring = RankedRing(2)
+    >>> rows, slots = ring.choose(torch.tensor([5.0, 7.0, 6.0]))
+    >>> ring.publish(len(rows))
+    >>> rows.tolist(), slots.tolist(), len(ring)
+    ([1, 2], [0, 1], 2)
+    >>> ring.choose(torch.tensor([6.0, 8.0]))  # 8 takes the place of 6
+    (tensor([1]), tensor([1]))
+    """
+
+    _dtype = np.dtype([(name, "i8") for name in ("head", "written", "taken", "live", "used")])
+
+    def __init__(self, capacity: int, first: int = 0) -> None:
+        super().__init__(capacity, first)
+        self._heap: Array = np.arange(capacity)
+        self._rank: Array = np.zeros(capacity)
+        self._number: Array = np.full(capacity, _GONE)
+        self._chosen: tuple[int, Array, Array] = (0, self._rank[:0], self._number[:0])
+
+    @property
+    def _kernels(self) -> ModuleType:
+        from flatroll.kernels.trees import heap  # numba: 0.3 s, only where rows are ranked
+
+        return heap
+
+    def choose(self, ranks: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows to keep of those with ``ranks`` (float64 ``[N]``, no NaN), in order, and the slots for them; int64."""
+        offered = ranks.numpy(force=True)
+        best = np.argsort(-offered, kind="stable")
+        room = self._kernels.make_room(
+            self._state, self._heap, self._rank, self._number, offered[best], _GONE
+        )
+        rows = np.sort(best[:room])
+        self._chosen = len(offered), offered[rows], self.written + rows
+        slots = self._heap[len(self) : len(self) + room].copy()
+        return torch.from_numpy(rows), torch.from_numpy(slots)
+
+    def publish(self, rows: int) -> None:
+        """Let the ``rows`` rows that were chosen be read."""
+        offered, ranks, numbers = self._chosen
+        self._kernels.push(self._state, self._heap, self._rank, self._number, offered, ranks, numbers)
+        self._chosen = (0, ranks[:0], numbers[:0])
+
+    def claim(self, rows: int) -> int:
+        """Not for this ring: which rows go depends on the ranks of those that come."""
+        raise TypeError("a RankedRing is written by choose and publish")
+
+    @property
+    def used(self) -> int:
+        """See `Ring`."""
+        return int(self._state["used"][0])
+
+    def numbers(self, slots: Tensor, head: int) -> Tensor:
+        """Numbers of the rows in ``slots``; larger than any row's where there is none; int64 ``[N]``."""
+        return torch.from_numpy(self._number)[slots]
+
+    def stored(self) -> Tensor:
+        """See `Ring`."""
+        slots = self._heap[: len(self)]
+        return torch.from_numpy(slots[np.argsort(self._number[slots])])
+
+    def uniform(self, count: int, generator: torch.Generator | None) -> Draw:
+        """See `Ring`."""
+        self.check_not_empty()
+        at = torch.randint(len(self), (count,), generator=generator)
+        return Draw(torch.from_numpy(self._heap)[at], stamp=self.stamp())
+
+    def stamp(self) -> tuple[int, int]:
+        """Rows offered so far: what is in place of a drawn row later has this number or a larger one."""
+        return self.written, 0
+
+    def intact(self, draw: Draw) -> bool:
+        """See `Ring`."""
+        return bool((self.numbers(draw.slots, 0) < draw.stamp[0]).all())
+
+    _TABLES = ("_state", "_heap", "_rank", "_number")
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Ring`."""
+        return {"capacity": self.capacity, "ranked": [getattr(self, name).copy() for name in self._TABLES]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Ring`."""
+        if "ranked" not in state:
+            raise ValueError(
+                "the state is of a buffer that keeps the latest rows, this one keeps the best: load it into a "
+                "buffer with RoundRobinWriter"
+            )
+        if state["capacity"] != self.capacity:
+            raise ValueError(
+                f"the state is of a ring of {state['capacity']} rows, this one has {self.capacity}"
+            )
+        for name, table in zip(self._TABLES, state["ranked"], strict=True):
+            getattr(self, name)[:] = table

@@ -1,0 +1,545 @@
+"""The trajectory index: which stored rows follow each other, kept at write time (DESIGN M2)."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatroll.buffers.index.fragments import Runs
+from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
+from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, STATE
+
+By = Literal["trajectory", "start"]
+Way: TypeAlias = tuple[int, bool, bool, int]  # length, by start, strict, span
+
+_NONE = np.zeros(0, np.int64)
+_NO_PATCH = np.zeros((2, 0), np.int64)
+
+
+class TrajectoryIndex(Ring):
+    """A ring of rows that knows its trajectories.
+
+    A table of fragments (stretches of consecutive rows of one trajectory, linked in time order) is kept as rows
+    are written, and trimmed as the ring overwrites them. A write costs time in its own fragments, a draw time in
+    its own rows and the logarithm of the number of trajectories; neither feels the capacity.
+
+    A batch's first row of a trajectory continues the rows stored before if the last row of its id (without ids:
+    the newest row) is not done, the row is not ``is_init``, and ``step_count``, where stored, goes on. So slices
+    run across the windows a collector cut and across the writes of interleaved workers.
+
+    Not locked: writers and readers on several threads take turns by a lock of the caller's.
+
+    Args:
+        capacity: number of rows.
+        first: number of the first row.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from flatroll.buffers.index.fragments import BoundaryKeys, Runs
+    >>> done = torch.tensor([False, False, True, False, False])
+    >>> index = TrajectoryIndex(capacity=8)
+    >>> index.write(Runs.of(TensorDict({"next": {"done": done}}, [5]), BoundaryKeys()))
+    >>> index.trajectories, index.longest, index.starts(length=2)
+    (2, 3, 3)
+    >>> index.next_row(torch.arange(5))
+    tensor([ 1,  2, -1,  4, -1])
+    """
+
+    _dtype = STATE
+
+    def __init__(self, capacity: int, first: int = 0) -> None:
+        super().__init__(capacity, first)
+        self._fragments: Array = np.zeros(64, FRAGMENT)
+        self._chains: Array = np.zeros(64, CHAIN)
+        self._table: Array = np.zeros(64, ENTRY)
+        self._touched: Array = np.zeros(64, np.int64)
+        self._spare: Array = np.zeros(0, np.int64)
+        self._claimed: tuple[int, int] = (-1, 0)  # after claim: oldest row before it, chains in _touched
+        self._changing = False
+        self._weights: OrderedDict[Way, tuple[Array, Array]] = OrderedDict()
+
+    @property
+    def _kernels(self) -> ModuleType:
+        return _compiled()
+
+    # -- writing -----------------------------------------------------------------------------------------------
+
+    def write(self, runs: Runs) -> None:
+        """Claim, link and publish the rows of ``runs`` (at most ``capacity``) at once."""
+        self.claim(runs.rows)
+        self.enter(runs, self.link(runs))
+
+    def claim(self, rows: int) -> int:
+        """Drop the rows that the next ``rows`` rows (at most ``capacity``) overwrite; number of the first."""
+        before = self.head
+        self._changing = True
+        if len(self._touched) <= rows:
+            self._touched = np.zeros(_power_of_two(rows + 1), np.int64)
+        count = self._kernels.claim(
+            self._state, self.capacity, rows, self._fragments, self._chains, self._spare, self._touched
+        )
+        self._claimed = before, count
+        self._weigh(self._touched, count)
+        return self.written
+
+    def link(self, runs: Runs) -> Array:
+        """What each fragment of ``runs`` continues: a chain, ``-2 - i`` for its own fragment i, or -1; int64."""
+        before = np.empty(len(runs.firsts), np.int64)
+        self._kernels.link(
+            self._state,
+            self._chains,
+            self._table,
+            runs.joined,
+            runs.ids,
+            runs.init,
+            runs.done,
+            runs.step_first,
+            runs.step_last,
+            before,
+        )
+        return before
+
+    def enter(
+        self, runs: Runs, before: Array, pool: Array | None = None, released: Array | None = None
+    ) -> None:
+        """Publish the claimed rows of ``runs``.
+
+        Args:
+            runs: the rows' fragments.
+            before: what :meth:`link` said about them.
+            pool: pool entry with the next observation of each fragment's last row, -1 for none.
+            released: chains whose last row gives back its pool entry, because the next row holds the same.
+        """
+        count = len(runs.firsts)
+        self._reserve(count, int(np.count_nonzero(before == -1)))
+        self._changing = True
+        self._claimed = -1, 0
+        self._kernels.publish(
+            self._state,
+            self._fragments,
+            self._chains,
+            self._table,
+            runs.rows,
+            runs.firsts,
+            runs.ids,
+            runs.done,
+            runs.step_last,
+            before,
+            _NONE if pool is None else pool,
+            self._spare,
+            _NONE if released is None else released,
+            self._touched,
+        )
+        self._weigh(self._touched, count)
+
+    # -- the pool of next observations that no row holds ---------------------------------------------------------
+
+    def take(self, count: int) -> Array:
+        """``count`` free pool entries; the pool grows if there are too few."""
+        spare = int(self._state["spare"][0])
+        if count > spare:
+            size = len(self._spare)
+            larger = np.empty(max(2 * size, size + count, 64), np.int64)
+            larger[:spare] = self._spare[:spare]
+            fresh = np.arange(size, len(larger))
+            larger[spare : spare + len(fresh)] = fresh
+            self._spare, spare = larger, spare + len(fresh)
+        self._state["spare"] = spare - count
+        self._state["taken"] += count
+        return self._spare[spare - count : spare].copy()
+
+    @property
+    def pool_size(self) -> int:
+        """Pool entries there are, free ones included."""
+        return len(self._spare)
+
+    def tail_entries(self, chains: Array) -> Array:
+        """Pool entries of the last rows of ``chains``, -1 for none."""
+        numbers = self._chains["last"][chains] & (len(self._fragments) - 1)
+        entries: Array = self._fragments["pool"][numbers].astype(np.int64)
+        return entries
+
+    def last_slots(self, chains: Array) -> Tensor:
+        """Slots of the last rows of ``chains``, int64."""
+        numbers = self._chains["last"][chains]
+        mask, end, written = len(self._fragments) - 1, int(self._state["end"][0]), self.written
+        stops = np.where(numbers + 1 < end, self._fragments["first"][(numbers + 1) & mask], written)
+        return torch.from_numpy((stops - 1) % self.capacity)
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    @property
+    def trajectories(self) -> int:
+        """Trajectories of which a row is stored."""
+        return int(self._state["live"][0])
+
+    @property
+    def open_trajectories(self) -> int:
+        """Of them, those whose last row is not done."""
+        return int(self._state["open"][0])
+
+    @property
+    def longest(self) -> int:
+        """Stored rows of the longest trajectory; looks at every trajectory."""
+        used = self._chains[: int(self._state["slots"][0])]
+        return int((used["total"] - used["dropped"]).max(initial=0))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the index's own tables."""
+        tables = [self._fragments, self._chains, self._table, self._touched, self._spare]
+        return sum(t.nbytes for t in (*tables, *(a for pair in self._weights.values() for a in pair)))
+
+    def starts(self, length: int, *, strict: bool = True) -> int:
+        """Rows at which a slice of ``length`` rows can start.
+
+        A trajectory of n stored rows has ``n - length + 1`` of them; a shorter one has none, or, unless
+        ``strict``, its first row.
+        """
+        return int(self._tree(length, "start", strict)[-1])
+
+    def draw(
+        self,
+        count: int,
+        length: int,
+        *,
+        by: By = "trajectory",
+        strict: bool = False,
+        span: tuple[int, int] = (0, 0),
+        generator: torch.Generator | None = None,
+        follow: bool = False,
+    ) -> Draw:
+        """Draw ``count`` slices of up to ``length`` consecutive rows of one trajectory each, with replacement.
+
+        Args:
+            count: number of slices.
+            length: rows per slice; shorter trajectories give what they have, or, if ``strict``, are left out.
+            by: ``"trajectory"`` draws a trajectory uniformly, then a start within it uniformly; ``"start"`` draws
+                uniformly over all starts of all trajectories.
+            span: rows, fewer than ``length``, by which a slice may reach beyond the first and the last row of its
+                trajectory; they are left out of it. Every such start counts as one.
+            strict: only trajectories of at least ``length`` rows.
+            generator: CPU random generator; None is torch's global one.
+            follow: say where the next observation of each row stands, too.
+
+        Raises:
+            RuntimeError: nothing is stored, or no trajectory is long enough.
+        """
+        early, late = span
+        if span != (0, 0) and not (0 <= early < length and 0 <= late < length):
+            raise ValueError(
+                f"span must be two numbers of rows from 0 to length - 1 = {length - 1}, got {span}"
+            )
+        tree = self._tree(length, by, strict, early + late)
+        if not tree[-1]:
+            self.check_not_empty()
+            raise self.too_short(length)
+        uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
+        how = tree, uniform, length, by == "start", early, late
+        return self._slices(self._kernels.draw, count, count * length, follow, *how)
+
+    def marked_starts(
+        self,
+        count: int,
+        length: int,
+        marks: Array,
+        *,
+        by: By = "trajectory",
+        strict: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Draw ``count`` slots where slices of up to ``length`` rows begin, with replacement; int64 ``[count]``.
+
+        A trajectory is drawn as by :meth:`draw`, then one of its rows, uniformly; the slice begins at the row at or
+        before it that ``marks`` (bool ``[capacity]``, by slot) marks, or, where the ring has dropped that, at the first
+        marked one. Rows beyond the last start that a slice to the end of the trajectory needs are not drawn: the last
+        slice of a trajectory may be short, unless ``strict``.
+
+        Raises:
+            RuntimeError: nothing is stored, no trajectory is long enough, or no row at which one could start is
+                marked.
+        """
+        tree = self._tree(length, by, strict)
+        if not tree[-1]:
+            self.check_not_empty()
+            raise self.too_short(length)
+        uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
+        starts = np.empty(count, np.int64)
+        tables = self._state, self.capacity, self._fragments, self._chains
+        if self._kernels.marked(*tables, tree, uniform, length, strict, marks, starts) < count:
+            raise RuntimeError(
+                f"no stored row at which a slice of {length} rows could start is marked as a start: use shorter "
+                "slices, strict_length=False, or mark more rows"
+            )
+        return torch.from_numpy(starts)
+
+    def slices_from(self, starts: Tensor, length: int | Tensor, *, follow: bool = False) -> Draw:
+        """Slices of up to ``length`` rows from the slots ``starts`` (int64 ``[S]``, stored rows) on, as :meth:`draw`
+        gives them; fewer rows where the trajectory ends. ``length`` may be one number per slice."""
+        count = len(starts)
+        lengths = np.full(count, length) if isinstance(length, int) else length.numpy()
+        return self._slices(
+            self._kernels.slices_from, count, int(lengths.sum()), follow, starts.numpy(), lengths
+        )
+
+    def places(
+        self,
+        length: int,
+        *,
+        by: By = "trajectory",
+        strict: bool = False,
+        shuffle: bool = True,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Slices to draw once each: the slots where they begin, and how many rows they have; int64 ``[2, n]``.
+
+        By trajectory: one of each, its start drawn uniformly. By start: each trajectory is cut into slices of
+        ``length`` rows one after another, from a random row on (without ``shuffle`` from its first one).
+
+        Args:
+            length: rows per slice; trajectories that are shorter are one slice, or, if ``strict``, none.
+            by: ``"trajectory"`` or ``"start"``.
+            strict: by start, leave out the shorter slices at both ends of each trajectory; as many as fit are cut.
+            shuffle: by start, draw where the cutting begins.
+            generator: CPU random generator; None is torch's global one.
+
+        Raises:
+            RuntimeError: no trajectory is long enough.
+        """
+        used = self._chains[: int(self._state["slots"][0])]
+        rows = used["total"] - used["dropped"]
+        if by == "trajectory":
+            choices = np.maximum(rows - length, 0) + 1
+        elif strict:
+            choices = rows % length + 1
+        else:
+            choices = np.where(rows > length, length, 1)
+        begin = np.zeros(len(used), np.int64)
+        if by == "trajectory" or shuffle:
+            uniform = torch.rand(len(used), dtype=torch.float64, generator=generator).numpy()
+            np.minimum((uniform * choices).astype(np.int64), choices - 1, out=begin)
+        begin[rows < (length if strict else 1)] = -1
+        most = len(used) if by == "trajectory" else int((rows // length).sum()) + 2 * len(used)
+        places = np.empty((2, most), np.int64)
+        count = self._kernels.places(
+            self._state,
+            self.capacity,
+            self._fragments,
+            self._chains,
+            begin,
+            length,
+            by == "start",
+            strict,
+            places,
+        )
+        if not count:
+            raise self.too_short(length)
+        return torch.from_numpy(places[:, :count])
+
+    def _slices(
+        self, kernel: Callable[..., tuple[int, int]], count: int, most: int, follow: bool, *how: Any
+    ) -> Draw:
+        """What ``kernel`` draws when asked ``how``: ``count`` slices of up to ``most`` rows together."""
+        slots = np.empty(most, np.int64)
+        firsts, lasts = np.empty(count, np.int64), np.empty(count, np.int64)
+        following = np.empty(most, np.int64) if follow else _NONE
+        patch = np.empty((2, most), np.int64) if follow else _NO_PATCH
+        rows, patched = kernel(
+            self._state,
+            self.capacity,
+            self._fragments,
+            self._chains,
+            *how,
+            slots,
+            firsts,
+            lasts,
+            following,
+            patch,
+        )
+        return Draw(
+            torch.from_numpy(slots[:rows]),
+            torch.from_numpy(firsts),
+            torch.from_numpy(lasts),
+            Follow(torch.from_numpy(following[:rows]), torch.from_numpy(patch[:, :patched]))
+            if follow
+            else None,
+            stamp=self.stamp(),
+        )
+
+    def begun(self, first: int, length: int, *, strict: bool) -> Array:
+        """Slots of the rows at which a slice of ``length`` rows can start since the rows from number ``first`` on
+        are there (see :meth:`starts`); int64. ``first`` being the oldest row, these are all starts."""
+        if not len(self):  # no fragment to look at: before the first write, or while one overwrites all rows
+            return _NONE
+        slots = np.empty(self.written - max(first, self.head), np.int64)
+        count = self._kernels.begun(
+            self._state, self.capacity, self._fragments, self._chains, first, length, strict, slots
+        )
+        begun: Array = slots[:count]
+        return begun
+
+    def beheaded(self, length: int, head: int) -> Array:
+        """Slots of the first rows of the trajectories that have fewer than ``length`` rows, but some, since the ring
+        dropped rows from number ``head`` on; int64. Perhaps of others with fewer: it looks at every trajectory unless
+        :meth:`claim` has just dropped them."""
+        claimed, count = self._claimed
+        touched = self._touched[:count] if head == claimed else np.arange(int(self._state["slots"][0]))
+        slots = np.empty(len(touched), np.int64)
+        count = self._kernels.beheaded(
+            self._state, self.capacity, self._fragments, self._chains, touched, length, slots
+        )
+        beheaded: Array = slots[:count]
+        return beheaded
+
+    def too_short(self, length: int) -> RuntimeError:
+        """The error that says that no trajectory has ``length`` rows."""
+        return RuntimeError(
+            f"no stored trajectory has {length} rows in a row, the longest has {self.longest}: "
+            "use shorter slices, strict_length=False, or collect longer trajectories"
+        )
+
+    def follow(self, slots: Tensor) -> Follow:
+        """Where the next observations of the rows in ``slots`` (int64 ``[N]``, stored ones) stand."""
+        asked = np.ascontiguousarray(slots.numpy(force=True))
+        following = np.empty(len(asked), np.int64)
+        patch = np.empty((2, len(asked)), np.int64)
+        patched = self._kernels.follow_rows(
+            self._state, self.capacity, self._fragments, asked, following, patch
+        )
+        return Follow(torch.from_numpy(following), torch.from_numpy(patch[:, :patched]))
+
+    def next_row(self, slots: Tensor) -> Tensor:
+        """Slot of the row that follows each of ``slots`` in its trajectory, -1 where none is stored; int64."""
+        return self.follow(slots).slots
+
+    def ahead(self, slots: Tensor, n: int) -> Tensor:
+        """Slots of the rows in ``slots`` (int64 ``[N]``, stored ones) and of the rows after each; int64 ``[N, n]``.
+
+        Column 0 is ``slots``, column j the row j steps later in the same trajectory, -1 where none is stored.
+        """
+        asked = np.ascontiguousarray(slots.numpy(force=True))
+        ahead = np.empty((len(asked), n), np.int64)
+        self._kernels.ahead_rows(self._state, self.capacity, self._fragments, asked, ahead)
+        return torch.from_numpy(ahead)
+
+    def rows_of(self, traj: int) -> Tensor:
+        """Slots of the stored rows of trajectory ``traj`` in time order, int64; one after another if the id was
+        used for several trajectories. Without ids, trajectories are numbered as they begin.
+
+        Raises:
+            KeyError: no row of it is stored.
+        """
+        used = self._chains[: int(self._state["slots"][0])]
+        length = used["total"] - used["dropped"]
+        found = np.flatnonzero((used["id"] == traj) & (length > 0))
+        if not len(found):
+            raise KeyError(f"no row of trajectory {traj} is stored")
+        found = found[np.argsort(used["last"][found])]
+        left = length[found]
+        slots = np.empty(left.sum(), np.int64)
+        self._kernels.walk(
+            self._state,
+            self.capacity,
+            self._fragments,
+            used["last"][found],
+            used["dropped"][found],
+            left,
+            np.cumsum(left) - left,
+            slots,
+            _NONE,
+            _NO_PATCH,
+        )
+        return torch.from_numpy(slots)
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    _TABLES = ("_state", "_fragments", "_chains", "_table", "_spare")
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Ring`."""
+        return {"capacity": self.capacity} | {name[1:]: getattr(self, name).copy() for name in self._TABLES}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Ring`; open trajectories are cut, so that no row written from now on continues them."""
+        super().load_state_dict(state)
+        for name in self._TABLES[1:]:
+            setattr(self, name, state[name[1:]].copy())
+        self._chains["open"] = 0
+        self._state["open"] = self._state["newest"] = 0
+        self._weights.clear()
+        self._claimed = -1, 0
+        self._changing = False
+
+    # -- weights: one Fenwick tree over the trajectories per way of drawing ----------------------------------------
+
+    def _tree(self, length: int, by: By, strict: bool, span: int = 0) -> Array:
+        if by not in ("trajectory", "start"):
+            raise ValueError(f"by must be 'trajectory' or 'start', got {by!r}")
+        if length < 1:
+            raise ValueError(f"length must be at least 1, got {length}")
+        if by == "trajectory":
+            span = 0
+            if not strict:
+                length, strict = 1, True  # any trajectory will do
+        key = (length, by == "start", strict, span)
+        if self._changing:  # a change was interrupted (Ctrl-C) before the weights followed
+            self._weights.clear()
+            self._changing = False
+        if key not in self._weights:
+            self._weights[key] = self._new_weights(key)
+            if len(self._weights) > 4:
+                self._weights.popitem(last=False)
+        self._weights.move_to_end(key)
+        return self._weights[key][1]
+
+    def _new_weights(self, key: Way) -> tuple[Array, Array]:
+        weight, tree = np.zeros(len(self._chains), np.int64), np.zeros(len(self._chains) + 1, np.int64)
+        used = int(self._state["slots"][0])
+        self._kernels.weigh(self._chains, np.arange(used), used, weight, tree, *key)
+        return weight, tree
+
+    def _weigh(self, touched: Array, count: int) -> None:
+        """Bring all weights up to date, which ends a change."""
+        for key, (weight, tree) in self._weights.items():
+            self._kernels.weigh(self._chains, touched, count, weight, tree, *key)
+        self._changing = False
+
+    # -- growing -------------------------------------------------------------------------------------------------
+
+    def _reserve(self, fragments: int, chains: int) -> None:
+        """Make room for so many more fragments and trajectories."""
+        state = self._state[0]
+        live = int(state["end"] - state["first"])
+        if live + fragments > len(self._fragments):
+            numbers = np.arange(state["first"], state["end"])
+            larger = np.zeros(_power_of_two(live + fragments), self._fragments.dtype)
+            larger[numbers & (len(larger) - 1)] = self._fragments[numbers & (len(self._fragments) - 1)]
+            self._fragments = larger
+        if int(state["slots"]) + chains > len(self._chains):
+            larger = np.zeros(_power_of_two(int(state["slots"]) + chains), self._chains.dtype)
+            larger[: len(self._chains)] = self._chains
+            self._chains = larger
+            for key in self._weights:
+                self._weights[key] = self._new_weights(key)
+        if 2 * (int(state["ids"]) + chains) > len(self._table):
+            larger = np.zeros(_power_of_two(4 * (int(state["open"]) + chains)), self._table.dtype)
+            self._state["ids"] = self._kernels.rehash(self._table, self._chains, larger)
+            self._table = larger
+        if len(self._touched) < fragments:
+            self._touched = np.zeros(_power_of_two(fragments), np.int64)
+
+
+@cache
+def _compiled() -> ModuleType:
+    from flatroll.kernels import slices  # numba: 0.3 s, only where an index is kept
+
+    return slices
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << max(6, (least - 1).bit_length())

@@ -1,0 +1,1 @@
+"""Samplers: which rows or slices of the buffer a sample holds."""

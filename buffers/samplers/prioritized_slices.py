@@ -1,0 +1,150 @@
+"""Slices drawn in proportion to the priority of their first row."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flatroll.buffers.index.ring import Draw, Ring
+from flatroll.buffers.index.trajectory_index import TrajectoryIndex
+from flatroll.buffers.samplers.prioritized import PrioritizedSampler
+from flatroll.buffers.samplers.slices import SliceSampler, Span, indexed, spans
+from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
+
+
+class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
+    """Slices of consecutive rows, drawn in proportion to the priority of their first row.
+
+    The slices are those of `SliceSampler`, marked as there; the priorities and the info are those of
+    `PrioritizedSampler`. A priority is that of the slices that start at its row: rows that cannot start a slice are
+    never drawn as a start and do not count in the minimum, whatever their priority. Where a slice of
+    ``slice_len`` rows can start is known at each write; a draw costs time in its own rows and the logarithm of the
+    capacity.
+
+    Every row of a slice has the weight of its first row in ``info["priority_weight"]``.
+
+    Args:
+        max_capacity: see `PrioritizedSampler`, as all up to ``reduction``.
+        alpha: exponent of the priorities.
+        beta: exponent of the weights.
+        eps: added to priorities.
+        dtype: of the priorities kept.
+        reduction: makes one priority of several per row.
+        num_slices: see `SliceSampler`, as all up to ``cache_values``. The length is then ``batch_size // num_slices``;
+            a draw of another length than the last one takes time in the capacity.
+        slice_len: rows per slice.
+        end_key: marks the last row of an episode.
+        traj_key: constant within a trajectory.
+        truncated_key: marked at the end of slices.
+        init_key: marked at the start of slices.
+        strict_length: a slice starts only where ``slice_len`` rows (less ``span``) are there. Default False: the first
+            stored row of a shorter trajectory starts a slice, too, a short one.
+        cache_values: accepted and without effect.
+        compile: accepted and without effect: what can be compiled is.
+        span: the end of a trajectory may cut slices short: to one row with True, by up to ``span`` rows with an
+            integer. Of a pair (before, after), the first must be False: a slice starts at the row that was drawn.
+        max_priority_within_buffer: see `PrioritizedSampler`.
+
+    Raises:
+        TypeError, ValueError: as `SliceSampler` and `PrioritizedSampler`.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+    >>> sampler = PrioritizedSliceSampler(9, alpha=1.0, beta=1.0, eps=0.0, slice_len=2)
+    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(9), sampler=sampler, batch_size=4)
+    >>> step = torch.arange(9)
+    >>> rows = buffer.extend(TensorDict({"step": step % 3, "episode": step // 3}, [9]))
+    >>> buffer.update_priority(rows, torch.tensor([0.0, 3, 3, 0, 0, 0, 0, 0, 1]))
+    >>> sample, info = buffer.sample(return_info=True)
+    >>> sample["episode"].tolist(), sample["step"].tolist(), info["priority_weight"].tolist()
+    ([0, 0, 0, 0], [1, 2, 1, 2], [1.0, 1.0, 1.0, 1.0])
+    """
+
+    _every_row = False
+    _not_at = "it draws them by the priority of their first row"
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        end_key: NestedKey | None = None,
+        traj_key: NestedKey | None = None,
+        truncated_key: NestedKey | None = TRUNCATED,
+        init_key: NestedKey | None = IS_INIT,
+        strict_length: bool = False,
+        cache_values: bool = False,
+        compile: bool | dict[str, Any] = False,
+        span: Span = False,
+        max_priority_within_buffer: bool = False,
+    ) -> None:
+        SliceSampler.__init__(
+            self,
+            num_slices=num_slices,
+            slice_len=slice_len,
+            end_key=end_key,
+            traj_key=traj_key,
+            truncated_key=truncated_key,
+            strict_length=strict_length,
+            init_key=init_key,
+            span=_after(span),
+        )
+        PrioritizedSampler.__init__(
+            self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer
+        )
+        self._least: int | None = None  # rows that must be there from a start on
+
+    def _lost(self, ring: Ring) -> None:
+        if self._least is not None and not self.strict_length and isinstance(ring, TrajectoryIndex):
+            self._priorities.allow(ring.beheaded(self._least, self._head))
+
+    def _gained(self, ring: Ring, first: int) -> None:
+        if self._least is not None and isinstance(ring, TrajectoryIndex):
+            self._priorities.allow(ring.begun(first, self._least, strict=self.strict_length))
+
+    def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
+        """``batch_size`` rows in slices, fewer if slices are short.
+
+        Raises:
+            RuntimeError: nothing is stored, no trajectory is long enough, or all priorities are 0 and so is ``eps``.
+        """
+        index, length = indexed(ring, self), self._length(batch_size)
+        least = length - spans(self.span, length)[1]
+        if least != self._least:
+            self._least, self._changing = least, True
+        self._follow(ring)
+        starts, weights, _ = self._choose(ring, batch_size // length, generator)
+        draw = index.slices_from(starts, length, follow=follow)
+        assert draw.firsts is not None and draw.lasts is not None
+        each, generation = torch.empty(len(draw.slots), dtype=torch.float32), torch.empty_like(draw.slots)
+        self._priorities.kernels.spread(
+            ring.head,
+            ring.capacity,
+            weights.numpy(),
+            draw.firsts.numpy(),
+            draw.lasts.numpy(),
+            draw.slots.numpy(),
+            each.numpy(),
+            generation.numpy(),
+        )
+        return replace(draw, info={"priority_weight": each, "index_generation": generation})
+
+    def _nothing(self, ring: Ring) -> RuntimeError:
+        if isinstance(ring, TrajectoryIndex) and not self._priorities.drawable.any():
+            return ring.too_short(self._least or 1)
+        return super()._nothing(ring)
+
+
+def _after(span: Span) -> Span:
+    """``span`` at the end of trajectories alone."""
+    before, after = span if isinstance(span, tuple) and len(span) == 2 else (False, span)
+    if before:
+        raise ValueError(f"span[0] must be False: a slice starts at the row that was drawn, got {span!r}")
+    return False, after

@@ -1,0 +1,281 @@
+"""Rows in memory-mapped files, for buffers larger than the memory and buffers that several processes fill."""
+
+import os
+import tempfile
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatroll.buffers.columns.base import Column, Columns, TensorColumn
+from flatroll.buffers.index.ring import Array, Follow, Ring
+from flatroll.buffers.storages.columns import ColumnStorage
+from flatroll.buffers.storages.encodings import checked_encodings, encoded_bytes
+from flatroll.buffers.storages.free_space import check_disk, check_memory, free_memory, refusal
+from flatroll.buffers.storages.item_kinds import row_bytes
+from flatroll.buffers.storages.mapped_files import (
+    FULL,
+    FileLock,
+    FrameFiles,
+    MappedColumn,
+    file_names,
+    mapped_bytes,
+    pool_file,
+    remove_files,
+    reserve,
+)
+from flatroll.buffers.storages.next_pool import NextPool
+from flatroll.layout.keys import NestedKey
+
+_LOCK = "ring.lock"
+_COUNTERS = 4096  # bytes of the ring's counters: a page
+
+
+class LazyMemmapStorage(ColumnStorage):
+    """Rows in memory-mapped files, one per entry, made at the first extend.
+
+    The system keeps in memory what is used and writes the rest to disk, so the buffer may be larger than the memory.
+    The space is reserved before anything is written. Files stay valid for whoever has them mapped, even after they
+    were removed.
+
+    A buffer with this storage can be handed to other processes, by ``fork`` or ``spawn``, after its first extend:
+    all of them read, and extend, the same rows. That needs a sampler and a writer without a memory of their own,
+    and rows that no trajectory index follows: not `SliceSampler`, not ``compact_obs``. With those the buffer works
+    in the process that made it, and says so elsewhere.
+
+    Args:
+        max_size: number of rows; with ``ndim`` of 2 or more, of all lanes together.
+        scratch_dir: folder of the files, made if it is not there; they stay. Default: a new folder among the
+            temporary ones, which the process that made it removes when the storage is dropped or the process ends.
+        device: only ``"cpu"``.
+        ndim: number of batch dimensions, as in `LazyTensorStorage`.
+        existsok: put files in the place of those in ``scratch_dir``; by default they are an error.
+        compact_obs: as in `LazyTensorStorage`; ends of trajectories have a file of their own.
+        frame_stack: as in `LazyTensorStorage`; frames are in files, which of them a row has (4 bytes per frame of the
+            stack) is in memory, so only one process can use the buffer.
+        codec: not for files: use `LazyTensorStorage`.
+        auto_cleanup: remove the files as said of temporary ones; default only those.
+
+    Raises:
+        ValueError: another device, a ``codec``, ``max_size`` or ``ndim`` below 1.
+        FileExistsError: ``scratch_dir`` holds the files of a storage (here or at the first extend).
+        OSError: at the first extend, if the disk has no space for the rows. Nothing is left behind.
+
+    >>> from tensordict import TensorDict
+    >>> from flatroll.buffers import ReplayBuffer
+    >>> buffer = ReplayBuffer(storage=LazyMemmapStorage(10))
+    >>> rows = buffer.extend(TensorDict({"a": torch.arange(4.0), "next": {"reward": torch.ones(4)}}, [4]))
+    >>> buffer[:]["a"], sorted(path.name for path in buffer.storage.folder.glob("*.memmap"))
+    (tensor([0., 1., 2., 3.]), ['a.memmap', 'next.reward.memmap'])
+    """
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        scratch_dir: str | os.PathLike[str] | None = None,
+        device: torch.device | str = "cpu",
+        ndim: int = 1,
+        existsok: bool = False,
+        compact_obs: bool = False,
+        frame_stack: Mapping[NestedKey, int] | None = None,
+        codec: Mapping[NestedKey, str] | None = None,
+        auto_cleanup: bool | None = None,
+    ) -> None:
+        super().__init__(max_size, device=device, ndim=ndim, compact_obs=compact_obs)
+        if self.device.type != "cpu":
+            raise ValueError(
+                f"device must be 'cpu' for files, got {str(device)!r}: move samples by "
+                f"transform=lambda td: td.to({str(device)!r}), or use LazyTensorStorage(device={str(device)!r})"
+            )
+        if codec:
+            raise ValueError(
+                f"codec={dict(codec)!r} is not for files: use LazyTensorStorage(codec=...), whose rows take less "
+                "memory, or leave it out"
+            )
+        self.frame_stack, _ = checked_encodings(frame_stack, None)
+        self.shares = bool(self.frame_stack)
+        self.scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
+        self.existsok = existsok
+        self.auto_cleanup = scratch_dir is None if auto_cleanup is None else auto_cleanup
+        self.folder: Path | None = None  # of the files, once they are there
+        self._counters: Array | None = None
+        self._alone: str | None = None  # what of the buffer other processes cannot see
+        self._taken = False  # whether a buffer has this storage
+        self._large = False  # whether the rows are likely to be on disk only
+        if self.scratch_dir is not None and not existsok and _counter_file(self.scratch_dir).exists():
+            raise _already_there(_counter_file(self.scratch_dir))
+
+    def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
+        size = sum(encoded_bytes(like, self.frame_stack, {}).values())
+        ways = ["another scratch_dir", *([] if self.compact_obs else ["compact_obs=True"])]
+        if not self.frame_stack:
+            ways.append("frame_stack for images")
+        names = file_names(like)
+        if self.scratch_dir is None:
+            check_disk(self.capacity, size, Path(tempfile.gettempdir()), ways)
+            folder, made = Path(tempfile.mkdtemp(prefix="flatroll-")), True
+        else:
+            folder, made = self.scratch_dir, not self.scratch_dir.exists()
+            old = [file for file in _files(folder, names.values()) if file.exists()]
+            if old and not self.existsok:
+                raise _already_there(old[0])
+            check_disk(self.capacity, size, folder, ways, sum(file.stat().st_blocks * 512 for file in old))
+            folder.mkdir(parents=True, exist_ok=True)
+        files = _files(folder, names.values())
+        try:
+            for file in files:
+                file.unlink(missing_ok=True)  # who has it mapped keeps it
+            for key, kind in like.items():  # all of it, before anything is written
+                if key not in self.frame_stack:
+                    reserve(folder / names[key], self.capacity * row_bytes(*kind))
+            reserve(_counter_file(folder), _COUNTERS)
+            (folder / _LOCK).touch(mode=0o600)
+            columns = {
+                key: self._column(key, folder / names[key], files, *kind) for key, kind in like.items()
+            }
+            self._counters = _counters(folder)
+        except BaseException as error:
+            remove_files(files, folder if made else None, os.getpid())
+            if isinstance(error, OSError) and error.errno in FULL:
+                there = f"the disk of {folder} is full ({error.strerror})"
+                raise OSError(error.errno, refusal(self.capacity, size, there, ways)) from None
+            raise
+        self.folder, self._large = folder, self.capacity * size > free_memory(self.device)
+        if self.auto_cleanup:
+            weakref.finalize(self, remove_files, files, folder if made else None, os.getpid())
+        return columns
+
+    def _column(
+        self, key: NestedKey, path: Path, files: list[Path], dtype: torch.dtype, shape: torch.Size
+    ) -> Column:
+        stack = self.frame_stack.get(key)
+        if stack is None:
+            return MappedColumn(path, self.capacity, dtype, shape)
+        from flatroll.buffers.columns.frame_stack import FrameColumn
+
+        return FrameColumn(self.capacity, stack, shape, dtype, make=FrameFiles(path, files))
+
+    def get(
+        self,
+        slots: Tensor,
+        follow: Follow | None = None,
+        *,
+        slices: bool = False,
+        keys: frozenset[NestedKey] | None = None,
+    ) -> Columns:
+        """See `Storage`."""
+        if self._large:
+            wanted = (
+                slots.numpy() if follow is None else np.concatenate([slots.numpy(), follow.slots.numpy()])
+            )
+            wanted = np.unique(wanted[wanted >= 0])
+            for key, column in self.columns.items():
+                if isinstance(column, MappedColumn) and (keys is None or key in keys):
+                    column.ask(wanted)
+        return super().get(slots, follow, slices=slices, keys=keys)
+
+    # -- sharing -----------------------------------------------------------------------------------------------
+
+    def write_lock(self) -> AbstractContextManager[Any]:
+        """See `Storage`: held by one thread of one process."""
+        return FileLock(lambda: None if self.folder is None else self.folder / _LOCK)
+
+    def attach(self, ring: Ring, alone: str | None, first: bool = False) -> None:
+        """See `Storage`."""
+        if first and self._taken:
+            raise ValueError(
+                "the storage belongs to another buffer already: make one LazyMemmapStorage per buffer"
+            )
+        self._taken, self._alone = True, alone or ("a frame_stack" if self.frame_stack else None)
+        if self._alone is None and self._counters is not None:
+            ring.move(self._counters)
+
+    def reattach(self, ring: Ring) -> None:
+        """See `Storage`."""
+        if self._taken and self._alone is None and self._counters is not None:
+            ring.adopt(self._counters)
+
+    def enter_process(self) -> None:
+        """See `Storage`."""
+        self._check_handing_over()
+
+    def _check_handing_over(self) -> None:
+        if not self.columns:
+            raise RuntimeError(
+                "the storage has no files yet, so other processes would make their own: extend the buffer once "
+                "before handing it over, or make it in the process that uses it"
+            )
+        if self._alone is not None:
+            raise RuntimeError(
+                f"the buffer has {self._alone}, which other processes cannot see: hand over state_dict(), use "
+                "the buffer in the process that made it, or share one with RandomSampler, RoundRobinWriter and "
+                "compact_obs=False"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_handing_over()
+        return super().__getstate__() | {"_counters": None, "auto_cleanup": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        assert self.folder is not None
+        self._counters = _counters(self.folder)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LazyMemmapStorage":
+        """A storage of its own, in temporary files; TypeError with a frame stack."""
+        if self.frame_stack:
+            raise TypeError("frame stacks in files cannot be copied: load state_dict() into another buffer")
+        other = LazyMemmapStorage(self.max_size, ndim=self.ndim, compact_obs=self.compact_obs)
+        other.lanes, other.structure = self.lanes, self.structure
+        other._taken, other._alone = self._taken, self._alone
+        if self.columns:
+            with self.write_lock():
+                other.columns = other._allocate(self._like())
+                _copy(self.columns, other.columns)
+                if self._counters is not None and other._counters is not None:
+                    other._counters[:] = self._counters
+                if self.pool is not None:
+                    other.pool = NextPool(list(self.pool.pairs))
+                    other.pool.allocate(other.columns)
+                    _copy(self.pool.entries, other.pool.entries)
+        return other
+
+    def state_dict(self, rows: int, pool_rows: int = 0) -> dict[str, Any]:
+        """See `Storage`; MemoryError if the rows do not fit in memory."""
+        check_memory(rows, self.bytes_per_row, self.device, ())
+        return super().state_dict(rows, pool_rows)
+
+
+def _counter_file(folder: Path) -> Path:
+    return folder / "ring.counters"
+
+
+def _counters(folder: Path) -> Array:
+    return np.frombuffer(mapped_bytes(_counter_file(folder), _COUNTERS), np.uint8)
+
+
+def _files(folder: Path, names: Iterable[str]) -> list[Path]:
+    """All files of a storage, except those that are made later."""
+    columns = [folder / name for name in names]
+    return [*columns, *map(pool_file, columns), _counter_file(folder), folder / _LOCK]
+
+
+def _already_there(file: Path) -> FileExistsError:
+    return FileExistsError(
+        f"{file} is there already: give another scratch_dir, or existsok=True to put new files in their place"
+    )
+
+
+def _copy(source: Mapping[NestedKey, Column], target: Mapping[NestedKey, Column]) -> None:
+    for key, column in source.items():
+        copy = target[key]
+        assert isinstance(column, TensorColumn) and isinstance(copy, TensorColumn)
+        copy.grow(len(column.data))
+        copy.data.copy_(column.data)

@@ -1,0 +1,258 @@
+"""Next observations without a second copy: which ones no later row holds, and where they are kept (DESIGN M3)."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from flatroll.buffers.columns.base import After, Column, Columns
+from flatroll.buffers.index.fragments import Runs
+from flatroll.buffers.index.ring import Array, Follow
+from flatroll.buffers.index.trajectory_index import TrajectoryIndex
+from flatroll.layout.delta import signed
+from flatroll.layout.keys import NEXT, NEXT_KNOWN, NestedKey, as_tuple, next_key
+
+#: Entries under "next" that are facts about the step, not the state after it.
+_OF_THE_STEP = {"reward", "done", "terminated", "truncated"}
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def differ(left: Tensor, right: Tensor) -> Tensor:
+    """Rows in which two tensors of one shape and dtype differ in any bit (so a NaN equals itself); bool ``[N]``.
+
+    >>> differ(torch.tensor([0.0, torch.nan, 1.0]), torch.tensor([-0.0, torch.nan, 1.0]))
+    tensor([ True, False, False])
+    """
+    if left.is_complex():
+        left, right = torch.view_as_real(left), torch.view_as_real(right)
+    word = _WORDS[left.element_size()]
+    different = left.view(word).ne(right.view(word))
+    return different if different.ndim == 1 else different.flatten(1).any(1)
+
+
+def state_pairs(columns: Columns) -> list[NestedKey]:
+    """Root keys whose entry stands under ``"next"`` as well, with one shape and dtype.
+
+    >>> x = torch.zeros(3)
+    >>> state_pairs({"pos": x, ("next", "pos"): x, ("next", "reward"): x, "reward": x})
+    ['pos']
+    """
+    pairs = []
+    for key, column in columns.items():
+        names = as_tuple(key)
+        if names[0] == NEXT or names[-1] in _OF_THE_STEP:
+            continue
+        later = columns.get(next_key(key))
+        if later is not None and later.shape == column.shape and later.dtype == column.dtype:
+            pairs.append(key)
+    return pairs
+
+
+def mostly_shared(columns: Columns, key: NestedKey, ends: Tensor) -> bool:
+    """Whether at least half of the rows inside runs say that ``("next", key)`` is ``key`` of the row after.
+
+    So it is for observations; what a network wrote for both, say, would take a pool entry for each row.
+    ``ends`` (bool ``[N]``) marks the last rows of runs. True if no row is inside a run.
+    """
+    inside = ~ends[:-1]
+    wrong = differ(columns[next_key(key)][:-1], columns[key][1:]) & inside
+    return 2 * int(wrong.sum()) <= int(inside.sum())
+
+
+def final_columns(final: TensorDictBase, columns: Columns, rows: int) -> tuple[Tensor, Columns]:
+    """Row numbers and observations (by root key) of a compact collector's ``final``, checked.
+
+    Raises:
+        TypeError: ``final`` is no tensordict.
+        ValueError: no ``"row"``, rows out of order or range, or entries that do not fit the batch.
+    """
+    if not isinstance(final, TensorDictBase):
+        raise TypeError(f"final must be a tensordict, collector.final, got {type(final).__name__}")
+    row = final.get("row", None)
+    if row is None or row.dtype is not torch.int64 or row.ndim != 1:
+        found = "nothing" if row is None else f"{row.dtype} {tuple(row.shape)}"
+        raise ValueError(f'final needs an int64 entry "row" of shape [K], got {found}: pass collector.final')
+    if len(row) and (int(row[0]) < 0 or int(row[-1]) >= rows or bool((row[1:] <= row[:-1]).any())):
+        raise ValueError(
+            f'final["row"] must ascend within the {rows} rows of the batch, got {row.tolist()[:8]}: '
+            "pass the final that came with this batch, or none with a batch that was changed"
+        )
+    kept: Columns = {}
+    for key, value in final.items(True, True):
+        if key == "row":
+            continue
+        names = as_tuple(key)
+        root: NestedKey = names[1] if len(names) == 2 else names[1:]
+        column = columns.get(root)
+        if names[0] != NEXT or column is None:
+            raise ValueError(f"final[{key!r}] must be ('next', <entry of the batch>)")
+        if value.shape[1:] != column.shape[1:] or value.dtype != column.dtype:
+            raise ValueError(
+                f"final[{key!r}] is {value.dtype} {tuple(value.shape[1:])} per row, "
+                f"batch[{root!r}] is {column.dtype} {tuple(column.shape[1:])}"
+            )
+        kept[root] = value
+    return row, kept
+
+
+def check_final_covers(row: Tensor, ends: Tensor, columns: Columns) -> None:
+    """ValueError if a row that ends a run is not in ``final`` though its next observation is known."""
+    needed = ends.clone()
+    needed[row] = False
+    known = columns.get(NEXT_KNOWN)
+    if known is not None:
+        needed &= known.reshape(-1)
+    if bool(needed.any()):
+        raise ValueError(
+            f"row {int(needed.nonzero()[0])} ends a run, and its next observation is neither in the batch nor in "
+            "final: pass the collector.final that came with this batch"
+        )
+
+
+def next_columns(columns: Columns, row: Tensor, kept: Columns, at: Tensor | None = None) -> Columns:
+    """Next observations of the rows ``at`` (default: all): ``final``'s at its rows, else the row after.
+
+    The last row, if ``final`` lacks it, and rows whose next observation the env hid, get NaN (their own
+    observation where the dtype has no NaN).
+    """
+    result: Columns = {}
+    known = columns.get(NEXT_KNOWN)
+    for root, value in kept.items():
+        column = columns[root]
+        here = torch.arange(len(column), device=column.device) if at is None else at
+        following = column.index_select(0, (here + 1).clamp_(max=len(column) - 1))
+        hidden = here == len(column) - 1
+        if known is not None:
+            hidden = hidden | ~known.reshape(-1).index_select(0, here)
+        lost = (
+            torch.full_like(following, torch.nan)
+            if column.is_floating_point()
+            else column.index_select(0, here)
+        )
+        following = torch.where(hidden.view(-1, *[1] * (column.ndim - 1)), lost, following)
+        signed(following).index_copy_(0, row if at is None else torch.searchsorted(here, row), signed(value))
+        result[root] = following
+    return result
+
+
+class NextPool:
+    """The next observations that no stored row holds, one entry each, and how they get there and back.
+
+    A row's next observation is the observation of the row that continues it, if that agrees bit by bit;
+    otherwise it is kept here. So nothing is assumed about the batches: what they say comes back.
+
+    Args:
+        pairs: root keys kept once.
+    """
+
+    def __init__(self, pairs: list[NestedKey]) -> None:
+        self.pairs = pairs
+        self.entries: dict[NestedKey, Column] = {}
+
+    def allocate(self, columns: Mapping[NestedKey, Column]) -> None:
+        """Take the kinds of the storage's ``columns``; the pool starts empty."""
+        self.entries = {key: columns[key].pool() for key in self.pairs}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool, free entries included."""
+        return sum(column.nbytes for column in self.entries.values())
+
+    def cuts(self, columns: Columns, row: Tensor | None) -> Tensor:
+        """Rows whose next observation is not the observation of the row after; bool ``[N]``."""
+        first = columns[self.pairs[0]]
+        cut = torch.zeros(len(first), dtype=torch.bool, device=first.device)
+        if row is not None:
+            cut[row] = True
+        for key in self.pairs:
+            later = columns.get(next_key(key))
+            if later is not None:
+                cut[:-1].logical_or_(differ(later[:-1], columns[key][1:]))
+        return cut
+
+    def tails(self, columns: Columns, row: Tensor | None, kept: Columns, lasts: Array) -> Columns:
+        """Next observations of the rows ``lasts``, by root key."""
+        at = torch.from_numpy(lasts).to(columns[self.pairs[0]].device)
+        tails: Columns = {} if row is None else next_columns(columns, row, kept, at)
+        for key in self.pairs:
+            if key not in tails:
+                tails[key] = columns[next_key(key)].index_select(0, at)
+        return tails
+
+    def place(
+        self,
+        index: TrajectoryIndex,
+        runs: Runs,
+        before: Array,
+        heads: Mapping[NestedKey, Tensor],
+        tails: Columns,
+        first: int,
+    ) -> tuple[Array, Array]:
+        """Keep what no row will hold; (pool entry per fragment or -1, chains whose last entry is now spare).
+
+        Args:
+            index: where the fragments will be entered.
+            runs: the fragments.
+            before: what each continues (`TrajectoryIndex.link`).
+            heads: columns of the batch, by root key.
+            tails: next observation of each fragment's last row, by root key.
+            first: number of the batch's first row, whose columns are stored already.
+        """
+        keep = np.ones(len(runs.firsts), np.bool_)
+        inner = np.flatnonzero(before < -1)
+        if len(inner):
+            earlier = -2 - before[inner]
+            there = torch.from_numpy(earlier)
+            agree = self._agree(lambda key: _pick(tails[key], there), heads, runs.firsts[inner])
+            keep[earlier[agree]] = False
+        outer = np.flatnonzero(before >= 0)
+        chains = before[outer]
+        if len(outer):
+            entries = torch.from_numpy(index.tail_entries(chains))
+            agree = self._agree(lambda key: self._taken(key, entries), heads, runs.firsts[outer])
+            chains = chains[agree]
+        kept = np.flatnonzero(keep)
+        pool = np.full(len(keep), -1)
+        pool[kept] = index.take(len(kept))
+        self._write(index.pool_size, pool[kept], kept, tails, (first + runs.lasts[kept]) % index.capacity)
+        return pool, chains
+
+    def read(self, key: NestedKey, column: Column, follow: Follow, later: Tensor | None = None) -> Tensor:
+        """Next observations ``("next", key)`` of drawn rows, given the storage's ``column`` of ``key``.
+
+        ``later`` are the rows ``follow.slots`` of the column, if they were read already (-1 gives any row).
+        """
+        if later is None:
+            later = column.take(follow.slots.clamp(min=0))
+        if follow.patch.shape[1]:
+            at, entries = follow.patch
+            signed(later).index_copy_(0, at.to(later.device), signed(self._taken(key, entries)))
+        return later
+
+    def _taken(self, key: NestedKey, entries: Tensor) -> Tensor:
+        return self.entries[key].take(entries)
+
+    def _agree(
+        self, tails: Callable[[NestedKey], Tensor], heads: Mapping[NestedKey, Tensor], firsts: Array
+    ) -> Array:
+        """Where the next observations ``tails(key)`` are those of the rows ``heads[key][firsts]``; bool."""
+        device = heads[self.pairs[0]].device
+        here = torch.from_numpy(firsts).to(device)
+        wrong = torch.zeros(len(firsts), dtype=torch.bool, device=device)
+        for key in self.pairs:
+            wrong.logical_or_(differ(tails(key).to(device), heads[key].index_select(0, here)))
+        agree: Array = wrong.logical_not_().numpy(force=True)
+        return agree
+
+    def _write(self, size: int, entries: Array, at: Array, tails: Columns, slots: Array) -> None:
+        where, source = torch.from_numpy(entries), torch.from_numpy(at)
+        after = After(torch.arange(len(at)), torch.from_numpy(slots))
+        for key, column in self.entries.items():
+            column.grow(size)
+            column.put(where, _pick(tails[key], source), after)
+
+
+def _pick(values: Tensor, rows: Tensor) -> Tensor:
+    return values.index_select(0, rows.to(values.device))

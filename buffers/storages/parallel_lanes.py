@@ -1,0 +1,72 @@
+"""Storages of several dimensions: slots are steps of parallel lanes, laid flat with time first."""
+
+import math
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from flatroll.buffers.storages.item_kinds import as_tensor, map_rows
+
+
+def time_first(data: Any, ndim: int, dim: int) -> tuple[Any, torch.Size]:
+    """``data`` with its first ``ndim`` dimensions in one, dimension ``dim`` (time) before the others, and their sizes.
+
+    >>> time_first(torch.tensor([[1, 2, 3], [4, 5, 6]]), ndim=2, dim=1)
+    (tensor([1, 4, 2, 5, 3, 6]), torch.Size([2]))
+    """
+    sizes: set[torch.Size] = set()
+
+    def flat(leaf: Any) -> Any:
+        leaf = leaf if isinstance(leaf, TensorDictBase) else as_tensor(leaf)
+        if (leaf.batch_dims if isinstance(leaf, TensorDictBase) else leaf.ndim) < ndim:
+            raise ValueError(
+                f"the storage has ndim={ndim}: extend it with batches of {ndim} batch dimensions, "
+                f"got {list(leaf.shape)}"
+            )
+        sizes.add(leaf.shape[:ndim])
+        leaf = leaf.permute(dim, *(d for d in range(leaf.ndim) if d != dim))
+        return leaf.reshape(math.prod(leaf.shape[:ndim]), *leaf.shape[ndim:])
+
+    data = map_rows(data, flat)
+    if len(sizes) != 1:
+        raise ValueError(f"all leaves must have the same first {ndim} sizes, got {sorted(map(list, sizes))}")
+    size = sizes.pop()
+    return data, torch.Size([*size[:dim], *size[dim + 1 :]])
+
+
+def grid(rows: int, lanes: torch.Size) -> Tensor:
+    """The slots of ``rows`` rows, int64 ``[rows]``, or ``[steps, *lanes]``."""
+    slots = torch.arange(rows)
+    return slots.view(-1, *lanes) if lanes else slots
+
+
+def positions(slots: Tensor, lanes: torch.Size) -> Tensor:
+    """``slots`` (int64 ``[N]``) as positions ``[N, ndim]`` in a storage of several dimensions, else as they are.
+
+    >>> positions(torch.tensor([0, 5]), torch.Size([2]))
+    tensor([[0, 0],
+            [2, 1]])
+    """
+    if not lanes:
+        return slots
+    places = []
+    for size in reversed(lanes):
+        places.append(slots.remainder(size))
+        slots = slots.div(size, rounding_mode="floor")
+    return torch.stack([slots, *reversed(places)], -1)
+
+
+def slots_of(places: Tensor, lanes: torch.Size) -> Tensor:
+    """Slots of positions, the inverse of `positions`; -1 where a position is negative.
+
+    >>> slots_of(torch.tensor([[0, 0], [2, 1]]), torch.Size([2]))
+    tensor([0, 5])
+    """
+    if not lanes or places.ndim == 0 or places.shape[-1] != len(lanes) + 1:
+        return places
+    slots = places[..., 0]
+    for i, size in enumerate(lanes):
+        slots = slots * size + places[..., i + 1]
+    return torch.where((places < 0).any(-1), -1, slots)

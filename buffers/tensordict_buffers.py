@@ -1,0 +1,290 @@
+"""The replay buffer under its other names: for tensordicts, and with priorities."""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypedDict, Unpack
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from flatroll.buffers.index.ring import Ring
+from flatroll.buffers.replay_buffer import ReplayBuffer
+from flatroll.buffers.samplers.base import Sampler
+from flatroll.buffers.samplers.prioritized import PrioritizedSampler
+from flatroll.buffers.storages.base import ListStorage, Rows, Storage
+from flatroll.buffers.storages.item_kinds import TensorDicts
+from flatroll.buffers.transforms.base import TransformLike
+from flatroll.buffers.writers import TensorDictRoundRobinWriter, Writer, check_tensordicts, has_priorities
+from flatroll.layout.keys import NestedKey
+
+_INDEX, _GENERATION = "index", "index_generation"
+
+#: Entries that samples carry; in a batch to store they come from an earlier sample, and are left out.
+_GIVEN = (_INDEX, "priority_weight", _GENERATION)
+
+
+class Options(TypedDict, total=False):
+    """What all kinds of replay buffer take, see `ReplayBuffer`."""
+
+    writer: Writer | None
+    collate_fn: Callable[[Any], Any] | None
+    prefetch: int | None
+    transform: TransformLike | None
+    batch_size: int | None
+    dim_extend: int | None
+    generator: torch.Generator | None
+
+
+class TensorDictReplayBuffer(ReplayBuffer):
+    """A `ReplayBuffer` of tensordicts whose samples say where their rows stand.
+
+    A sample has the entry ``"index"`` (int64 ``[N]``, or ``[N, ndim]``), the positions of its rows, and, with a
+    prioritized sampler, ``"priority_weight"`` and ``"index_generation"``. They are written before transforms see the
+    sample. These three names are the buffer's own: batches to store may have them, as samples do, but they are not
+    stored.
+
+    With a prioritized sampler, a batch to store that has the entry ``priority_key`` sets the priorities of its rows,
+    and `update_tensordict_priority` takes a sample as it is. Several values per row are reduced to one by the
+    sampler's ``reduction``.
+
+    Args:
+        priority_key: entry of the priorities, default ``"td_error"``.
+        storage: as in `ReplayBuffer`.
+        sampler: as in `ReplayBuffer`.
+        options: the other arguments of `ReplayBuffer`; the default writer is `TensorDictRoundRobinWriter`.
+
+    Raises:
+        TypeError: at ``extend`` and ``add``, data that are no tensordicts.
+        ValueError: at ``extend`` and ``add``, a priority that is negative, NaN or infinite. Nothing is stored then.
+
+    >>> from tensordict import TensorDict
+    >>> from flatroll.buffers import LazyTensorStorage
+    >>> buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), batch_size=3)
+    >>> rows = buffer.extend(TensorDict({"x": torch.arange(5.0)}, [5]))
+    >>> sample = buffer.sample()
+    >>> torch.equal(sample["x"], sample["index"].float())
+    True
+    """
+
+    def __init__(
+        self,
+        *,
+        priority_key: NestedKey = "td_error",
+        storage: Storage | None = None,
+        sampler: Sampler | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        self.priority_key = priority_key
+        options["writer"] = options.get("writer") or TensorDictRoundRobinWriter()
+        super().__init__(storage=storage, sampler=sampler, **options)
+
+    # -- writing -----------------------------------------------------------------------------------------------
+
+    def _write(self, data: Any, final: TensorDictBase | None) -> Tensor:
+        check_tensordicts(data, type(self).__name__, "ReplayBuffer takes anything")
+        return super()._write(_without_given(data), final)
+
+    def _store(self, ring: Ring, rows: Rows, filled: bool) -> Tensor:
+        priorities = self._priorities(rows)
+        slots = super()._store(ring, rows, filled)
+        with self._lock:
+            for at, priority in priorities:
+                self.sampler.update_priority(ring, slots[at], priority, None)
+        return slots
+
+    def _priorities(self, rows: Rows) -> list[tuple[slice, Tensor]]:
+        """The priorities that new rows come with: which rows, and their values ``[n, ...]``."""
+        if not has_priorities(self.sampler):
+            return []
+        if not rows.items:
+            column = rows.columns.get(self.priority_key)
+            found = [] if column is None else [(slice(None), column)]
+        else:
+            each = [(i, item.get(self.priority_key, None)) for i, item in enumerate(rows.items)]
+            found = [(slice(i, i + 1), value[None]) for i, value in each if value is not None]
+        for at, priority in found:
+            if not bool(((priority >= 0) & (priority < math.inf)).all()):
+                raise ValueError(
+                    f"batch[{self.priority_key!r}] must be finite and not negative, got "
+                    f"{float(priority.min())} ... {float(priority.max())} in rows {at}: it is the priority_key, give "
+                    "abs(td_error), or another priority_key"
+                )
+        return found
+
+    def __setitem__(self, index: Any, data: Any) -> None:
+        """As in `ReplayBuffer`; the entries that only samples have are left out."""
+        super().__setitem__(index, _without_given(data))
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def _inform(self, values: Any, info: dict[str, Tensor]) -> Any:
+        if isinstance(values, list):  # items of a ListStorage, which stay as they are
+            return [
+                item.clone(recurse=False).update(
+                    {key: _spread(entry[i : i + 1], item.batch_size)[0] for key, entry in info.items()}
+                )
+                for i, item in enumerate(values)
+            ]
+        assert isinstance(self.storage.structure, TensorDicts)
+        device = next(iter(values.values())).device
+        for key, entry in info.items():
+            values[key] = _spread(entry, self.storage.structure.inner).to(device)
+        return values
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Set the priorities of the rows of a sample to its entry ``priority_key``.
+
+        Rows that were overwritten since the sample was drawn are left out, if the sample still has its
+        ``"index_generation"``.
+
+        Args:
+            data: the sample, in its own batch shape, reshaped, or a part of it. Of a buffer of whole trajectories,
+                the time dimension must still be there.
+
+        Raises:
+            KeyError: ``priority_key`` or ``"index"`` is missing.
+            TypeError: the sampler has no priorities, or ``data`` is no tensordict.
+            ValueError: a negative or infinite priority, or NaN.
+        """
+        check_tensordicts(data, "update_tensordict_priority", "update_priority takes index and priority")
+        index, priority = self._entry(data, _INDEX), self._entry(data, self.priority_key)
+        generation = data.get(_GENERATION, None)
+        inner = self._item_dims(index)
+        dims = data.batch_dims - inner
+        if dims < 0:
+            raise ValueError(
+                f"data has batch size {list(data.batch_size)}, items have {inner} batch dimensions of their own: give "
+                "the sample in its shape"
+            )
+        self.update_priority(
+            _one_each(index, dims, inner),
+            priority.reshape(math.prod(priority.shape[:dims]), *priority.shape[dims:]),
+            None if generation is None else _one_each(generation, dims, inner),
+        )
+
+    def _entry(self, data: TensorDictBase, key: NestedKey) -> Tensor:
+        value: Tensor | None = data.get(key, None)
+        if value is None:
+            raise KeyError(
+                f"data has no entry {key!r}: update_tensordict_priority takes a sample of this buffer, with its "
+                f"{_INDEX!r} and with the new priorities in {self.priority_key!r} (priority_key)"
+            )
+        return value
+
+    def _item_dims(self, index: Tensor) -> int:
+        """Batch dimensions of one stored item: 0 for rows, 1 for trajectories."""
+        structure = self.storage.structure
+        if isinstance(structure, TensorDicts):
+            return len(structure.inner)
+        if not isinstance(self.storage, ListStorage) or not index.numel():
+            return 0
+        item: TensorDictBase = self.storage.get(index.reshape(-1)[:1])[0]
+        return len(item.batch_size)
+
+
+class PrioritizedReplayBuffer(ReplayBuffer):
+    """A `ReplayBuffer` with a `PrioritizedSampler`, for data of any kind.
+
+    ``sample(return_info=True)`` gives ``info["index"]``, ``info["priority_weight"]`` and
+    ``info["index_generation"]``, which ``update_priority`` takes.
+
+    Args:
+        alpha: how much priorities count, 0 for uniform draws.
+        beta: how much of the bias the weights take back.
+        eps: added to priorities, default 1e-8.
+        dtype: of the priorities kept, default ``torch.float``.
+        storage: default ``ListStorage(1000)``.
+        options: the other arguments of `ReplayBuffer` but ``sampler``.
+
+    >>> buffer = PrioritizedReplayBuffer(alpha=0.7, beta=0.9, storage=ListStorage(10), batch_size=4)
+    >>> rows = buffer.extend(list(range(10)))
+    >>> buffer.update_priority(rows, torch.tensor([0.0] * 9 + [1.0]))
+    >>> buffer.sample()
+    [9, 9, 9, 9]
+    """
+
+    def __init__(
+        self,
+        *,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        storage: Storage | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        storage = ListStorage() if storage is None else storage
+        sampler = PrioritizedSampler(storage.max_size, alpha, beta, eps, dtype)
+        super().__init__(storage=storage, sampler=sampler, **options)
+
+
+class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
+    """A `TensorDictReplayBuffer` with a `PrioritizedSampler`.
+
+    Args:
+        alpha: how much priorities count, 0 for uniform draws.
+        beta: how much of the bias the weights take back.
+        priority_key: entry of the priorities, default ``"td_error"``.
+        eps: added to priorities, default 1e-8.
+        storage: default ``ListStorage(1000)``.
+        reduction: makes one priority of several per row: ``"max"`` (default), ``"min"``, ``"median"`` or ``"mean"``.
+        options: the other arguments of `ReplayBuffer` but ``sampler``.
+
+    >>> from tensordict import TensorDict
+    >>> from flatroll.buffers import LazyTensorStorage
+    >>> buffer = TensorDictPrioritizedReplayBuffer(
+    ...     alpha=0.7, beta=0.5, storage=LazyTensorStorage(10), batch_size=4)
+    >>> rows = buffer.extend(TensorDict({"x": torch.arange(5.0)}, [5]))
+    >>> sample = buffer.sample()
+    >>> sample["td_error"] = sample["x"]
+    >>> buffer.update_tensordict_priority(sample)
+    >>> sorted(sample.keys())
+    ['index', 'index_generation', 'priority_weight', 'td_error', 'x']
+    """
+
+    def __init__(
+        self,
+        *,
+        alpha: float,
+        beta: float,
+        priority_key: NestedKey = "td_error",
+        eps: float = 1e-8,
+        storage: Storage | None = None,
+        reduction: str = "max",
+        **options: Unpack[Options],
+    ) -> None:
+        storage = ListStorage() if storage is None else storage
+        sampler = PrioritizedSampler(storage.max_size, alpha, beta, eps, reduction=reduction)
+        super().__init__(priority_key=priority_key, storage=storage, sampler=sampler, **options)
+
+
+def _without_given(data: Any) -> Any:
+    """``data`` without the entries that only samples have."""
+    if isinstance(data, list):
+        return [_without_given(item) for item in data]
+    if isinstance(data, TensorDictBase) and any(data.get(key, None) is not None for key in _GIVEN):
+        return data.exclude(*_GIVEN)
+    return data
+
+
+def _spread(entry: Tensor, inner: torch.Size) -> Tensor:
+    """``entry`` ``[N, ...]``, the same at all places of an item of batch size ``inner``: ``[N, *inner, ...]``."""
+    if not inner:
+        return entry
+    spread = entry.reshape(len(entry), *[1] * len(inner), *entry.shape[1:])
+    return spread.expand(len(entry), *inner, *entry.shape[1:]).contiguous()
+
+
+def _one_each(entry: Tensor, dims: int, inner: int) -> Tensor:
+    """The inverse of `_spread`, of ``entry`` with ``dims`` batch dimensions before ``inner`` ones: ``[N, ...]``."""
+    each = entry.reshape(math.prod(entry.shape[:dims]), *entry.shape[dims:])
+    if not inner:
+        return each
+    first = each.flatten(1, inner)[:, 0]
+    if not bool((each == _spread(first, each.shape[1 : 1 + inner])).all()):
+        raise ValueError(
+            f"data has several rows of the buffer along its last {inner} batch dimensions, where an item has one: "
+            "give the sample in its shape [N, T]"
+        )
+    return first

@@ -1,0 +1,134 @@
+"""Random sub-sequences of stored trajectories."""
+
+from typing import cast
+
+import torch
+from tensordict import TensorDictBase, is_leaf_nontensor
+from torch import Tensor
+
+from flatroll.buffers.columns.base import take_rows
+from flatroll.layout.checks import whole_number
+from flatroll.layout.keys import IS_INIT, NestedKey, marker
+
+
+class RandomCropTensorDict:
+    """Cuts ``sub_seq_len`` consecutive steps out of each trajectory of a batch ``[*B, T]``.
+
+    Each element of the batch gets a start of its own, uniform over all that leave room, the last one among them. For
+    storages whose rows are whole trajectories, ``extend(batch)`` with ``[B, T]``; flat rows are sliced by
+    `SliceSampler` instead.
+
+    Where ``is_init`` is stored, the first step of each crop has it True, so that recurrent modules and estimators
+    begin there. The last step keeps the env's words: a crop that ends in mid-episode is not done, and values are
+    bootstrapped from its next observation.
+
+    Args:
+        sub_seq_len: steps per crop, at least 1.
+        sample_dim: the batch dimension that is time, default -1, the last one.
+        mask_key: bool entry ``[*B, T]``, True at the real steps, which come first; only they are cropped. Default
+            None: all steps are real.
+        init_key: the marker set at first steps, default ``"is_init"``.
+        generator: CPU random generator; None is torch's global one.
+
+    Raises:
+        ValueError: ``sub_seq_len`` below 1, or a generator of another device.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> batch = TensorDict({"step": torch.arange(10).expand(3, 10)}, [3, 10])
+    >>> crop = RandomCropTensorDict(4)(batch)
+    >>> crop.batch_size, (crop["step"] - crop["step"][:, :1]).tolist()[0]
+    (torch.Size([3, 4]), [0, 1, 2, 3])
+    """
+
+    wants_ends = True
+
+    def __init__(
+        self,
+        sub_seq_len: int,
+        sample_dim: int = -1,
+        mask_key: NestedKey | None = None,
+        *,
+        init_key: NestedKey = IS_INIT,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        whole_number("sub_seq_len", sub_seq_len)
+        if generator is not None and generator.device.type != "cpu":
+            raise ValueError(
+                f"generator must be a CPU generator (starts are drawn on the host), got {generator.device}"
+            )
+        self.sub_seq_len = sub_seq_len
+        self.sample_dim = sample_dim
+        self.mask_key = mask_key
+        self.init_key = init_key
+        self.generator = generator
+
+    def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
+        """The crops, in memory of their own: ``td`` with ``sub_seq_len`` steps along ``sample_dim``.
+
+        Args:
+            td: ``[*B, T]``; alone also ``[T]``, one trajectory.
+            ends: a buffer gives it; not used.
+
+        Raises:
+            KeyError: the mask is missing.
+            TypeError: mask or ``is_init`` is not bool, or an entry with a value per step is no tensor.
+            ValueError: a trajectory is too short, the real steps do not come first, ``td`` has no such dimension, or
+                is a flat sample.
+        """
+        shape, length = list(td.batch_size), self.sub_seq_len
+        if ends is not None and len(shape) < 2:
+            raise ValueError(
+                f"RandomCropTensorDict needs samples [*B, T] of whole trajectories, got {shape}: extend the buffer "
+                "with batches [B, T], or draw from flat rows with SliceSampler(slice_len=...)"
+            )
+        if not -len(shape) <= self.sample_dim < len(shape):
+            raise ValueError(f"sample_dim={self.sample_dim} is no dimension of a batch {shape}")
+        dim = self.sample_dim % len(shape)
+        room = self._room(td, dim)
+        starts = torch.rand(room.shape, dtype=torch.float64, generator=self.generator).to(room.device)
+        first = torch.minimum((starts * room).long(), room - 1)  # [*B]
+        steps = shape.pop(dim)
+        rows = torch.arange(first.numel(), device=first.device).view(-1, 1) * steps + first.view(-1, 1)
+        rows = (rows + torch.arange(length, device=first.device)).flatten()
+
+        def cropped(column: Tensor) -> Tensor:
+            flat = column.movedim(dim, len(shape)).flatten(0, len(shape))
+            return (
+                take_rows(flat, rows.to(flat.device))
+                .view(*shape, length, *flat.shape[1:])
+                .movedim(len(shape), dim)
+            )
+
+        crop = cast(TensorDictBase, td.apply(cropped, batch_size=[*shape[:dim], length, *shape[dim:]]))
+        for key in td.keys(True, True, is_leaf=is_leaf_nontensor):
+            if crop.get(key, None) is None:
+                raise TypeError(
+                    f"batch[{key!r}] is no tensor and cannot be cropped: leave it out with .exclude"
+                )
+        if crop.get(self.init_key, None) is not None:
+            marker(crop, self.init_key).select(dim, 0).fill_(True)
+        return crop
+
+    __call__ = forward
+
+    def _room(self, td: TensorDictBase, dim: int) -> Tensor:
+        """How many starts each trajectory has, int64 ``[*B]``."""
+        steps = td.batch_size[dim]
+        if steps < self.sub_seq_len:
+            raise ValueError(
+                f"sub_seq_len={self.sub_seq_len} is longer than the {steps} steps of a batch {list(td.batch_size)}"
+            )
+        if self.mask_key is None:
+            others = [size for i, size in enumerate(td.batch_size) if i != dim]
+            return torch.full(others, steps - self.sub_seq_len + 1, device=td.device)
+        mask = marker(td, self.mask_key).movedim(dim, -1)
+        lengths = mask.sum(-1)
+        if bool((mask[..., 1:] & ~mask[..., :-1]).any()):
+            raise ValueError(f"batch[{self.mask_key!r}] must be True first and then False along time")
+        if bool((lengths < self.sub_seq_len).any()):
+            raise ValueError(
+                f"sub_seq_len={self.sub_seq_len} is longer than the shortest trajectory, which has "
+                f"{int(lengths.min())} real steps: leave it out before it is stored, or crop less"
+            )
+        return lengths - (self.sub_seq_len - 1)

@@ -1,0 +1,1 @@
+"""Returns and advantages as functions of tensors ``[*B, T]``."""

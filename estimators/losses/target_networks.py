@@ -1,0 +1,153 @@
+"""Delayed networks that follow the ones that learn."""
+
+from typing import Any
+
+import torch
+
+from flatroll.estimators.losses.base import LossModule, held
+
+
+class TargetNetUpdater:
+    """Base of the updaters: finds each network of a loss that has a delayed copy.
+
+    Args:
+        loss_module: a loss with delayed networks, e.g. ``DQNLoss(..., delay_value=True)``.
+
+    Raises:
+        TypeError: ``loss_module`` is no loss.
+        ValueError: it has no delayed network.
+    """
+
+    def __init__(self, loss_module: LossModule) -> None:
+        if not isinstance(loss_module, LossModule):
+            raise TypeError(f"loss_module must be a loss of flatroll, got {type(loss_module).__name__}")
+        self.loss_module = loss_module
+        if not loss_module.delayed_networks():
+            raise ValueError(
+                f"this {type(loss_module).__name__} has no delayed network: build it with delay_value=True "
+                "(DQNLoss, ReinforceLoss) or delay_qvalue=True (SAC); other losses need no updater"
+            )
+
+    @torch.no_grad()
+    def init_(self) -> None:
+        """Make the copies equal to the networks. They are when the loss is built."""
+        self._move(1.0)
+
+    def step(self) -> None:
+        """Call it once after each step of the optimizer."""
+        raise NotImplementedError(f"{type(self).__name__} must define step")
+
+    @torch.no_grad()
+    def _move(self, share: float) -> None:
+        """Move the parameters of the copies by ``share`` of the way; buffers are copied."""
+        for source, target in self.loss_module.delayed_networks().values():
+            (learned, read), (followers, copies) = held(source), held(target)
+            if followers:
+                torch._foreach_lerp_(followers, learned, share)  # pyright: ignore[reportPrivateImportUsage]
+            for buffer, copy in zip(read, copies, strict=True):
+                copy.copy_(buffer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What :meth:`load_state_dict` needs; the delayed networks are part of the loss's own state."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where the updater that gave ``state_dict`` stood."""
+
+
+class SoftUpdate(TargetNetUpdater):
+    """Polyak averaging: ``target = eps * target + (1 - eps) * network`` at each :meth:`step`.
+
+    Buffers (running statistics) are copied.
+
+    Args:
+        loss_module: a loss with delayed networks.
+        eps: share of the old target, in [0, 1].
+        tau: share of the network, ``1 - eps``. One of the two must be given.
+
+    Raises:
+        TypeError: ``loss_module`` is no loss.
+        ValueError: it has no delayed network; both or none of ``eps`` and ``tau``; one outside [0, 1].
+
+    Example:
+        >>> import torch
+        >>> from tensordict.nn import TensorDictModule
+        >>> from flatroll.estimators import DQNLoss
+        >>> net = TensorDictModule(torch.nn.Linear(2, 3), in_keys=["observation"], out_keys=["action_value"])
+        >>> loss = DQNLoss(net)
+        >>> _ = torch.nn.init.ones_(net.module.bias)
+        >>> _ = torch.nn.init.zeros_(loss.target_value_network.module.bias)
+        >>> SoftUpdate(loss, tau=0.25).step()
+        >>> loss.target_value_network.module.bias.data
+        tensor([0.2500, 0.2500, 0.2500])
+
+    References:
+        T. P. Lillicrap et al., Continuous control with deep reinforcement learning,
+        https://arxiv.org/abs/1509.02971
+    """
+
+    def __init__(
+        self, loss_module: LossModule, *, eps: float | None = None, tau: float | None = None
+    ) -> None:
+        super().__init__(loss_module)
+        if (eps is None) == (tau is None):
+            raise ValueError(f"give one of eps (share of the old) and tau (1 - eps), got {eps} and {tau}")
+        name, number = ("eps", eps) if tau is None else ("tau", tau)
+        if number is None or not 0.0 <= number <= 1.0:
+            raise ValueError(f"{name} must lie in [0, 1], got {number}")
+        self.eps = number if tau is None else 1.0 - number
+
+    def step(self) -> None:
+        self._move(1.0 - self.eps)
+
+
+class HardUpdate(TargetNetUpdater):
+    """Copy the networks at every ``value_network_update_interval``-th :meth:`step`.
+
+    Args:
+        loss_module: a loss with delayed networks.
+        value_network_update_interval: steps from one copy to the next. Default: 1000.
+
+    Raises:
+        TypeError: ``loss_module`` is no loss.
+        ValueError: it has no delayed network, or the interval is below 1.
+
+    Example:
+        >>> import torch
+        >>> from tensordict.nn import TensorDictModule
+        >>> from flatroll.estimators import DQNLoss
+        >>> net = TensorDictModule(torch.nn.Linear(2, 3), in_keys=["observation"], out_keys=["action_value"])
+        >>> loss = DQNLoss(net)
+        >>> _ = torch.nn.init.ones_(net.module.bias)
+        >>> updater, copy = HardUpdate(loss, value_network_update_interval=2), loss.target_value_network
+        >>> updater.step()
+        >>> torch.equal(copy.module.bias, net.module.bias)
+        False
+        >>> updater.step()
+        >>> torch.equal(copy.module.bias, net.module.bias)
+        True
+
+    References:
+        V. Mnih et al., Human-level control through deep reinforcement learning, 2015.
+    """
+
+    def __init__(self, loss_module: LossModule, *, value_network_update_interval: int = 1000) -> None:
+        super().__init__(loss_module)
+        if value_network_update_interval < 1:
+            raise ValueError(
+                f"value_network_update_interval must be at least 1, got {value_network_update_interval}"
+            )
+        self.value_network_update_interval = value_network_update_interval
+        self.counter = 0
+
+    def step(self) -> None:
+        self.counter += 1
+        if self.counter == self.value_network_update_interval:
+            self.counter = 0
+            self._move(1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counter": self.counter}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.counter = int(state_dict["counter"])

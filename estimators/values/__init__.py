@@ -1,0 +1,1 @@
+"""Value estimators: modules that write advantages and value targets into a batch."""

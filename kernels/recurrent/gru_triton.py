@@ -1,0 +1,181 @@
+"""A Triton form of the GRU over the runs of a flat batch, forward and backward; what it says holds for the LSTM too.
+
+One launch goes through all steps. A program takes ``RUNS`` runs at a time, makes their steps one after another, goes
+on to the next runs, and begins each run from its own first state. Nothing is moved: a run is its first row and its
+length. What is a product of all rows at once (with the input, and for the gradients of the weights) is left to
+torch; a step here is the product of the state with ``w_hh``, in blocks of ``UNITS`` columns, and the gates.
+
+A state goes from one block of columns to the others through global memory. All threads of a program wait for
+one another between writing it and reading it, and also between reading an entry and overwriting it, since two
+threads may hold the same one.
+
+Gates stand in ``[N, 4 H]`` as in :mod:`flatroll.modules.backends.recurrent_scan`, ``n r z u`` and ``o i f g``; the
+rows of ``weight`` are in the order of those that read the state, ``r z u`` and ``o i f g``. Row numbers are int64.
+``REAL`` is what is computed in: float32, or float64 for float64; 16 bit types are rounded when they are stored.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tanh(x: tl.tensor) -> tl.tensor:
+    """From exp alone, which every device and the interpreter have; without overflow."""
+    small = tl.exp(-2 * tl.abs(x))
+    size = (1 - small) / (1 + small)
+    return tl.where(x < 0, -size, size)
+
+
+@triton.jit
+def sigmoid(x: tl.tensor) -> tl.tensor:
+    """The same; where exp overflows to inf the result is 0."""
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def gru_forward(
+    count: tl.tensor,
+    firsts: tl.tensor,
+    lengths: tl.tensor,
+    initial: tl.tensor,
+    initial_stride: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    gates: tl.tensor,
+    out: tl.tensor,
+    hidden: tl.tensor,
+    REAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    RUNS: tl.constexpr,
+    UNITS: tl.constexpr,
+    INNER: tl.constexpr,
+) -> None:
+    """States after each row, and the gates in place of their input parts (``u``: none).
+
+    Args:
+        count: int64, the number of runs.
+        firsts, lengths: int64 and int32 of each run, longest run first.
+        initial: states that are read at first rows, rows of ``hidden`` that are ``initial_stride`` apart.
+        weight, bias: ``[3 H, H]``; ``[H]``, that of ``u``.
+        gates, out: ``[N, 4 H]`` and ``[N, H]``.
+    """
+    runs = tl.load(count)
+    for block in range(tl.program_id(0), tl.cdiv(runs, RUNS), tl.num_programs(0)):
+        run = block * RUNS + tl.arange(0, RUNS)
+        first = tl.load(firsts + run, mask=run < runs, other=0)
+        length = tl.load(lengths + run, mask=run < runs, other=0)
+        for step in range(tl.max(length, 0)):
+            row = first + step
+            alive = (length > step)[:, None]
+            before = initial + row * initial_stride if step == 0 else out + (row - 1) * hidden
+            for start in range(0, hidden, UNITS):
+                unit = start + tl.arange(0, UNITS)
+                here = alive & (unit < hidden)[None, :]
+                at = gates + (row * 4 * hidden)[:, None] + unit[None, :]
+                n = tl.load(at, mask=here, other=0).to(REAL)
+                r = tl.load(at + hidden, mask=here, other=0).to(REAL)
+                z = tl.load(at + 2 * hidden, mask=here, other=0).to(REAL)
+                u = tl.load(bias + unit, mask=unit < hidden, other=0).to(REAL)[None, :] + tl.zeros_like(n)
+                for inner in range(0, hidden, INNER):
+                    k = inner + tl.arange(0, INNER)
+                    x = tl.load(before[:, None] + k[None, :], mask=alive & (k < hidden)[None, :], other=0)
+                    w = weight + (unit * hidden)[None, :] + k[:, None]
+                    there = (unit < hidden)[None, :] & (k < hidden)[:, None]
+                    w_r = tl.load(w, mask=there, other=0)
+                    w_z = tl.load(w + hidden * hidden, mask=there, other=0)
+                    w_u = tl.load(w + 2 * hidden * hidden, mask=there, other=0)
+                    r = tl.dot(x, w_r, r, input_precision=PRECISION, out_dtype=REAL)
+                    z = tl.dot(x, w_z, z, input_precision=PRECISION, out_dtype=REAL)
+                    u = tl.dot(x, w_u, u, input_precision=PRECISION, out_dtype=REAL)
+                r, z = sigmoid(r), sigmoid(z)
+                n = tanh(n + r * u)
+                state = tl.load(before[:, None] + unit[None, :], mask=here, other=0).to(REAL)
+                tl.debug_barrier()
+                tl.store(at, n, mask=here)
+                tl.store(at + hidden, r, mask=here)
+                tl.store(at + 2 * hidden, z, mask=here)
+                tl.store(at + 3 * hidden, u, mask=here)
+                tl.store(out + (row * hidden)[:, None] + unit[None, :], n + z * (state - n), mask=here)
+            tl.debug_barrier()
+
+
+@triton.jit
+def gru_backward(
+    count: tl.tensor,
+    firsts: tl.tensor,
+    lengths: tl.tensor,
+    grad: tl.tensor,
+    before: tl.tensor,
+    weight: tl.tensor,
+    gates: tl.tensor,
+    slopes: tl.tensor,
+    d_first: tl.tensor,
+    carry: tl.tensor,
+    hidden: tl.tensor,
+    REAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    RUNS: tl.constexpr,
+    UNITS: tl.constexpr,
+    INNER: tl.constexpr,
+) -> None:
+    """Gradients of the gates' sums, and of the first states.
+
+    Args:
+        grad, before: ``[N, H]``, of the state after each row; the state before it.
+        slopes: ``[N, 4 H]``, the result.
+        d_first: ``[N, H]``, written at first rows.
+        carry: ``[programs * RUNS, H]``, room for the gradient of the state after the row.
+    """
+    runs = tl.load(count)
+    carried = carry + (tl.program_id(0) * RUNS + tl.arange(0, RUNS)).to(tl.int64) * hidden
+    for block in range(tl.program_id(0), tl.cdiv(runs, RUNS), tl.num_programs(0)):
+        run = block * RUNS + tl.arange(0, RUNS)
+        first = tl.load(firsts + run, mask=run < runs, other=0)
+        length = tl.load(lengths + run, mask=run < runs, other=0)
+        steps = tl.max(length, 0)
+        for back in range(steps):
+            step = steps - 1 - back
+            row = first + step
+            alive = (length > step)[:, None]
+            for start in range(0, hidden, UNITS):  # pyright: ignore[reportArgumentType]  # compiled, an int
+                unit = start + tl.arange(0, UNITS)
+                here = alive & (unit < hidden)[None, :]
+                at = gates + (row * 4 * hidden)[:, None] + unit[None, :]
+                n = tl.load(at, mask=here, other=0).to(REAL)
+                r = tl.load(at + hidden, mask=here, other=0).to(REAL)
+                z = tl.load(at + 2 * hidden, mask=here, other=0).to(REAL)
+                u = tl.load(at + 3 * hidden, mask=here, other=0).to(REAL)
+                flat = (row * hidden)[:, None] + unit[None, :]
+                state = tl.load(before + flat, mask=here, other=0).to(REAL)
+                at_carry = carried[:, None] + unit[None, :]
+                # at its last row a run carries nothing yet
+                now = tl.load(at_carry, mask=here & (length > step + 1)[:, None], other=0)
+                now += tl.load(grad + flat, mask=here, other=0).to(REAL)
+                d_n = now * (1 - z) * (1 - n * n)
+                d_u = d_n * r
+                tl.debug_barrier()
+                at = slopes + (row * 4 * hidden)[:, None] + unit[None, :]
+                tl.store(at, d_n, mask=here)
+                tl.store(at + hidden, d_u * u * (1 - r), mask=here)
+                tl.store(at + 2 * hidden, now * (state - n) * z * (1 - z), mask=here)
+                tl.store(at + 3 * hidden, d_u, mask=here)
+                tl.store(at_carry, now * z, mask=here)
+            tl.debug_barrier()
+            to_state = slopes + row * 4 * hidden + hidden
+            for start in range(0, hidden, UNITS):
+                unit = start + tl.arange(0, UNITS)
+                here = alive & (unit < hidden)[None, :]
+                at_carry = carried[:, None] + unit[None, :]
+                now = tl.load(at_carry, mask=here, other=0)
+                for inner in range(0, 3 * hidden, INNER):
+                    k = inner + tl.arange(0, INNER)
+                    inside = k < 3 * hidden
+                    x = tl.load(to_state[:, None] + k[None, :], mask=alive & inside[None, :], other=0)
+                    there = inside[:, None] & (unit < hidden)[None, :]
+                    w = tl.load(weight + (k * hidden)[:, None] + unit[None, :], mask=there, other=0)
+                    now = tl.dot(x, w, now, input_precision=PRECISION, out_dtype=REAL)
+                tl.debug_barrier()
+                tl.store(at_carry, now, mask=here)
+                at = d_first + (row * hidden)[:, None] + unit[None, :]
+                tl.store(at, now, mask=here & (row == first)[:, None])
+            tl.debug_barrier()

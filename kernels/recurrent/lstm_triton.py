@@ -1,0 +1,161 @@
+"""A Triton form of the LSTM over the runs of a flat batch.
+
+:mod:`flatroll.kernels.recurrent.gru_triton` says how it works.
+"""
+
+import triton
+import triton.language as tl
+
+from flatroll.kernels.recurrent.gru_triton import sigmoid, tanh
+
+
+@triton.jit
+def lstm_forward(
+    count: tl.tensor,
+    firsts: tl.tensor,
+    lengths: tl.tensor,
+    initial: tl.tensor,
+    initial_stride: tl.tensor,
+    initial_cell: tl.tensor,
+    cell_stride: tl.tensor,
+    weight: tl.tensor,
+    gates: tl.tensor,
+    out: tl.tensor,
+    cells: tl.tensor,
+    hidden: tl.tensor,
+    REAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    RUNS: tl.constexpr,
+    UNITS: tl.constexpr,
+    INNER: tl.constexpr,
+) -> None:
+    """Outputs and cells after each row, and the gates in place of their input parts; else as ``gru_forward``."""
+    runs = tl.load(count)
+    for block in range(tl.program_id(0), tl.cdiv(runs, RUNS), tl.num_programs(0)):
+        run = block * RUNS + tl.arange(0, RUNS)
+        first = tl.load(firsts + run, mask=run < runs, other=0)
+        length = tl.load(lengths + run, mask=run < runs, other=0)
+        for step in range(tl.max(length, 0)):
+            row = first + step
+            alive = (length > step)[:, None]
+            before = initial + row * initial_stride if step == 0 else out + (row - 1) * hidden
+            before_cell = initial_cell + row * cell_stride if step == 0 else cells + (row - 1) * hidden
+            for start in range(0, hidden, UNITS):
+                unit = start + tl.arange(0, UNITS)
+                here = alive & (unit < hidden)[None, :]
+                at = gates + (row * 4 * hidden)[:, None] + unit[None, :]
+                o = tl.load(at, mask=here, other=0).to(REAL)
+                i = tl.load(at + hidden, mask=here, other=0).to(REAL)
+                f = tl.load(at + 2 * hidden, mask=here, other=0).to(REAL)
+                g = tl.load(at + 3 * hidden, mask=here, other=0).to(REAL)
+                for inner in range(0, hidden, INNER):
+                    k = inner + tl.arange(0, INNER)
+                    x = tl.load(before[:, None] + k[None, :], mask=alive & (k < hidden)[None, :], other=0)
+                    w = weight + (unit * hidden)[None, :] + k[:, None]
+                    there = (unit < hidden)[None, :] & (k < hidden)[:, None]
+                    w_o = tl.load(w, mask=there, other=0)
+                    w_i = tl.load(w + hidden * hidden, mask=there, other=0)
+                    w_f = tl.load(w + 2 * hidden * hidden, mask=there, other=0)
+                    w_g = tl.load(w + 3 * hidden * hidden, mask=there, other=0)
+                    o = tl.dot(x, w_o, o, input_precision=PRECISION, out_dtype=REAL)
+                    i = tl.dot(x, w_i, i, input_precision=PRECISION, out_dtype=REAL)
+                    f = tl.dot(x, w_f, f, input_precision=PRECISION, out_dtype=REAL)
+                    g = tl.dot(x, w_g, g, input_precision=PRECISION, out_dtype=REAL)
+                o, i, f, g = sigmoid(o), sigmoid(i), sigmoid(f), tanh(g)
+                cell = tl.load(before_cell[:, None] + unit[None, :], mask=here, other=0).to(REAL)
+                cell = f * cell + i * g
+                tl.debug_barrier()
+                tl.store(at, o, mask=here)
+                tl.store(at + hidden, i, mask=here)
+                tl.store(at + 2 * hidden, f, mask=here)
+                tl.store(at + 3 * hidden, g, mask=here)
+                flat = (row * hidden)[:, None] + unit[None, :]
+                tl.store(cells + flat, cell, mask=here)
+                tl.store(out + flat, o * tanh(cell), mask=here)
+            tl.debug_barrier()
+
+
+@triton.jit
+def lstm_backward(
+    count: tl.tensor,
+    firsts: tl.tensor,
+    lengths: tl.tensor,
+    grad: tl.tensor,
+    grad_cell: tl.tensor,
+    initial_cell: tl.tensor,
+    cell_stride: tl.tensor,
+    weight: tl.tensor,
+    cells: tl.tensor,
+    gates: tl.tensor,
+    slopes: tl.tensor,
+    d_first: tl.tensor,
+    d_cell: tl.tensor,
+    carry: tl.tensor,
+    carry_cell: tl.tensor,
+    hidden: tl.tensor,
+    GRAD: tl.constexpr,
+    GRAD_CELL: tl.constexpr,
+    REAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    RUNS: tl.constexpr,
+    UNITS: tl.constexpr,
+    INNER: tl.constexpr,
+) -> None:
+    """As ``gru_backward``; ``grad`` is read if ``GRAD``, ``grad_cell`` if ``GRAD_CELL``."""
+    runs = tl.load(count)
+    slot = (tl.program_id(0) * RUNS + tl.arange(0, RUNS)).to(tl.int64) * hidden
+    for block in range(tl.program_id(0), tl.cdiv(runs, RUNS), tl.num_programs(0)):
+        run = block * RUNS + tl.arange(0, RUNS)
+        first = tl.load(firsts + run, mask=run < runs, other=0)
+        length = tl.load(lengths + run, mask=run < runs, other=0)
+        steps = tl.max(length, 0)
+        for back in range(steps):
+            step = steps - 1 - back
+            row = first + step
+            alive = (length > step)[:, None]
+            later = (length > step + 1)[:, None]  # at its last row a run carries nothing yet
+            before_cell = initial_cell + row * cell_stride if step == 0 else cells + (row - 1) * hidden
+            for start in range(0, hidden, UNITS):
+                unit = start + tl.arange(0, UNITS)
+                here = alive & (unit < hidden)[None, :]
+                at = gates + (row * 4 * hidden)[:, None] + unit[None, :]
+                o = tl.load(at, mask=here, other=0).to(REAL)
+                i = tl.load(at + hidden, mask=here, other=0).to(REAL)
+                f = tl.load(at + 2 * hidden, mask=here, other=0).to(REAL)
+                g = tl.load(at + 3 * hidden, mask=here, other=0).to(REAL)
+                flat = (row * hidden)[:, None] + unit[None, :]
+                through = tanh(tl.load(cells + flat, mask=here, other=0).to(REAL))
+                cell = tl.load(before_cell[:, None] + unit[None, :], mask=here, other=0).to(REAL)
+                at_carry = slot[:, None] + unit[None, :]
+                now = tl.load(carry + at_carry, mask=here & later, other=0)
+                now_cell = tl.load(carry_cell + at_carry, mask=here & later, other=0)
+                if GRAD:
+                    now += tl.load(grad + flat, mask=here, other=0).to(REAL)
+                if GRAD_CELL:
+                    now_cell += tl.load(grad_cell + flat, mask=here, other=0).to(REAL)
+                now_cell += now * o * (1 - through * through)
+                tl.debug_barrier()
+                at = slopes + (row * 4 * hidden)[:, None] + unit[None, :]
+                tl.store(at, now * through * o * (1 - o), mask=here)
+                tl.store(at + hidden, now_cell * g * i * (1 - i), mask=here)
+                tl.store(at + 2 * hidden, now_cell * cell * f * (1 - f), mask=here)
+                tl.store(at + 3 * hidden, now_cell * i * (1 - g * g), mask=here)
+                tl.store(carry_cell + at_carry, now_cell * f, mask=here)
+                tl.store(d_cell + flat, now_cell * f, mask=here & (row == first)[:, None])
+            tl.debug_barrier()
+            to_state = slopes + row * 4 * hidden
+            for start in range(0, hidden, UNITS):
+                unit = start + tl.arange(0, UNITS)
+                here = alive & (unit < hidden)[None, :]
+                now = tl.zeros((RUNS, UNITS), REAL)
+                for inner in range(0, 4 * hidden, INNER):
+                    k = inner + tl.arange(0, INNER)
+                    inside = k < 4 * hidden
+                    x = tl.load(to_state[:, None] + k[None, :], mask=alive & inside[None, :], other=0)
+                    there = inside[:, None] & (unit < hidden)[None, :]
+                    w = tl.load(weight + (k * hidden)[:, None] + unit[None, :], mask=there, other=0)
+                    now = tl.dot(x, w, now, input_precision=PRECISION, out_dtype=REAL)
+                tl.store(carry + slot[:, None] + unit[None, :], now, mask=here)
+                at = d_first + (row * hidden)[:, None] + unit[None, :]
+                tl.store(at, now, mask=here & (row == first)[:, None])
+            tl.debug_barrier()

@@ -1,0 +1,85 @@
+"""Compiled kernels that read the markers of a batch and mark the slices of a sample, by addresses.
+
+An address is that of a contiguous column in host memory, 0 for a column that is not there.
+
+This module imports numba: import it inside the function that needs it.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatroll.kernels.rows.raw_memory import flags, numbers
+from flatroll.kernels.scans.scan_numba import compiled
+
+Array = NDArray[Any]
+Int = Any  # a 64-bit integer of NumPy's or Python's
+
+
+@compiled()
+def fragments(
+    rows: Int,
+    done: Int,
+    init: Int,
+    ids: Int,
+    step: Int,
+    mask: Int,
+    cuts: Int,
+    whole: Array,
+    marks: Array,
+) -> Int:
+    """Cut a batch of ``rows`` rows where runs end, by the rule of `layout.run_ends`, and where ``cuts`` says; pieces.
+
+    Args:
+        rows: at least 1.
+        done, init, mask, cuts: addresses of bool columns.
+        ids, step: addresses of int64 columns.
+        whole: int64 ``[5, rows]``, becomes per piece its first and last row, id, first and last step count.
+        marks: bool ``[3, rows]``, becomes per piece whether it goes on within the run of the piece before it, whether
+            its first row is ``init``, and whether its last one is ``done``.
+    """
+    is_done, is_init = flags(done, rows), flags(init, rows)
+    real, cut = flags(mask, rows), flags(cuts, rows)
+    number, steps = numbers(ids, rows), numbers(step, rows)
+    count = 0
+    first, joined = 0, False
+    for i in range(rows):
+        end = i == rows - 1
+        if not end:
+            end = (done != 0 and is_done[i]) or (init != 0 and is_init[i + 1])
+            end = end or (ids != 0 and number[i] != number[i + 1]) or (mask != 0 and real[i] != real[i + 1])
+        if not end and not (cuts and cut[i]):
+            continue
+        whole[0, count], whole[1, count] = first, i
+        if ids:
+            whole[2, count] = number[first]
+        if step:
+            whole[3, count], whole[4, count] = steps[first], steps[i]
+        marks[0, count] = joined
+        marks[1, count] = init != 0 and is_init[first]
+        marks[2, count] = done != 0 and is_done[i]
+        count += 1
+        first, joined = i + 1, not end
+    return count
+
+
+@compiled()
+def mark(init: Int, done: Int, terminated: Int, truncated: Int, firsts: Int, lasts: Int, count: Int) -> None:
+    """Mark ``count`` slices: ``init`` at their ``firsts``, ``done`` at their ``lasts``, ``truncated`` there if not
+    ``terminated``. Addresses of bool columns, of int64 positions in them; ``done`` of 0 leaves the ends alone."""
+    begin, end = numbers(firsts, count), numbers(lasts, count)
+    far = np.int64(1) << np.int64(62)  # positions are valid: no size is looked at
+    starts, stops, final, cut = (
+        flags(init, far),
+        flags(done, far),
+        flags(terminated, far),
+        flags(truncated, far),
+    )
+    for j in range(count):
+        if init:
+            starts[begin[j]] = True
+        if done:
+            stops[end[j]] = True
+            if not final[end[j]]:
+                cut[end[j]] = True

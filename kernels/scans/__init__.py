@@ -1,0 +1,1 @@
+"""Segmented scans: returns and residuals run backwards over the rows of each run."""

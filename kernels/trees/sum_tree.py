@@ -1,0 +1,304 @@
+"""A sum tree: weights of the slots of a ring, drawn in proportion, with compiled kernels.
+
+Nodes of ``FAN`` children. A node holds the sum of its children and the least positive weight below it, both
+computed anew from the children whenever one of them changes, so nothing drifts and a tree is a pure function of
+its weights. The sums and the least weights of ``FAN`` sisters stand side by side, in two cache lines.
+
+This module imports numba: import it inside the function that needs it. All kernels are in one file because
+numba's cache does not notice a change in a callee that stands in another file.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatroll.kernels.scans.scan_numba import compiled
+
+Array = NDArray[Any]
+Int = Any  # a 64-bit integer of NumPy's or Python's
+Float = Any
+
+#: Children per node. Measured at 1 and 10 million leaves (4, 8, 16, 32): 8 updates fastest and draws as fast as 4.
+FAN = 8
+_LINE = 64  # bytes of a cache line
+_TINY = float(np.finfo(np.float64).tiny)
+#: Weights stay below ``10 ** LARGEST``: 10^18 of them still have a finite sum.
+LARGEST = 290
+
+
+@compiled()
+def weight(priority: Float, eps: Float, alpha: Float) -> Float:
+    """``(priority + eps) ** alpha``, not rounded to 0 unless ``priority + eps`` is 0."""
+    base = np.float64(priority) + eps
+    value = base**alpha
+    return _TINY if base > 0.0 and value < _TINY else value
+
+
+@compiled()
+def _refresh(nodes: Array, levels: Array, k: Int, i: Int) -> None:
+    """Compute node ``i`` of level ``k`` from its children."""
+    total, least = 0.0, np.inf
+    if k == 1:
+        at = levels[0, 0] + i * FAN
+        for j in range(FAN):
+            leaf = nodes[at + j]
+            total += leaf
+            if 0.0 < leaf < least:
+                least = leaf
+    else:
+        at = levels[k - 1, 0] + i * 2 * FAN
+        for j in range(FAN):
+            total += nodes[at + j]
+            least = min(least, nodes[at + FAN + j])
+    at = levels[k, 0] + i // FAN * 2 * FAN + i % FAN
+    nodes[at] = total
+    nodes[at + FAN] = least
+
+
+@compiled()
+def _refresh_from(nodes: Array, levels: Array, k: Int) -> None:
+    """Compute the levels ``k`` and above, all of their nodes."""
+    for level in range(k, len(levels)):
+        for i in range(levels[level, 1]):
+            _refresh(nodes, levels, level, i)
+
+
+@compiled()
+def set_leaves(nodes: Array, levels: Array, slots: Array, weights: Array) -> None:
+    """Set the leaves ``slots``; where a slot comes twice, the last weight stays."""
+    for i in range(len(slots)):
+        nodes[levels[0, 0] + slots[i]] = weights[i]
+    children, count = slots.copy(), len(slots)
+    for k in range(1, len(levels)):
+        if levels[k, 1] <= count:  # fewer nodes than changes
+            _refresh_from(nodes, levels, k)
+            return
+        last, kept = np.int64(-1), 0
+        for i in range(count):
+            parent = children[i] // FAN
+            if parent != last:
+                _refresh(nodes, levels, k, parent)
+                children[kept] = last = parent
+                kept += 1
+        count = kept
+
+
+@compiled()
+def fill_leaves(nodes: Array, levels: Array, first: Int, count: Int, value: Float) -> None:
+    """Set ``count`` leaves, at least 1, from ``first`` on to one weight."""
+    low, high = first, first + count - 1
+    nodes[levels[0, 0] + low : levels[0, 0] + high + 1] = value
+    for k in range(1, len(levels)):
+        low, high = low // FAN, high // FAN
+        for i in range(low, high + 1):
+            _refresh(nodes, levels, k, i)
+
+
+@compiled()
+def find(nodes: Array, levels: Array, uniform: Array, slots: Array) -> None:
+    """The leaf in which each of ``uniform`` (float64 in [0, 1), of the total) falls, never one of weight 0.
+
+    All searches go down level by level together, so that they wait for memory together, and count the children
+    to pass over instead of branching at each. A share that rounding leaves beyond the last child goes to the last
+    child with a weight.
+    """
+    depth = len(levels) - 1
+    total = nodes[levels[depth, 0]]
+    rest = np.empty(len(uniform))
+    for i in range(len(uniform)):
+        rest[i] = uniform[i] * total
+        slots[i] = 0
+    for k in range(depth - 1, -1, -1):
+        stride = FAN if k == 0 else 2 * FAN
+        for i in range(len(uniform)):
+            at = levels[k, 0] + slots[i] * stride
+            passed, before, child = 0.0, 0.0, 0
+            for j in range(FAN):
+                passed += nodes[at + j]
+                if passed <= rest[i]:
+                    before = passed
+                    child += 1
+            if child == FAN:
+                child -= 1
+                while child > 0 and nodes[at + child] <= 0.0:
+                    child -= 1
+            else:
+                rest[i] -= before
+            slots[i] = slots[i] * FAN + child
+
+
+@compiled()
+def draw(
+    nodes: Array,
+    levels: Array,
+    head: Int,
+    capacity: Int,
+    uniform: Array,
+    slots: Array,
+    ratios: Array,
+    generation: Array,
+) -> None:
+    """Draw a slot for each of ``uniform``; ``ratios`` become leaf over least leaf, and ``generation`` how often the
+    ring of oldest row ``head`` had gone round when the slot's row was written."""
+    find(nodes, levels, uniform, slots)
+    least = nodes[levels[len(levels) - 1, 0] + FAN]
+    base, turn = head % capacity, head // capacity
+    for i in range(len(slots)):
+        ratios[i] = nodes[slots[i]] / least
+        generation[i] = turn + (slots[i] < base)
+
+
+@compiled()
+def spread(
+    head: Int,
+    capacity: Int,
+    ratios: Array,
+    firsts: Array,
+    lasts: Array,
+    slots: Array,
+    each: Array,
+    generation: Array,
+) -> None:
+    """``each`` row of slice j (``firsts[j] ... lasts[j]`` of ``slots``) gets ``ratios[j]``, and its ``generation``."""
+    base, turn = head % capacity, head // capacity
+    for j in range(len(ratios)):
+        for i in range(firsts[j], lasts[j] + 1):
+            each[i] = ratios[j]
+            generation[i] = turn + (slots[i] < base)
+
+
+@compiled()
+def weigh(
+    nodes: Array, levels: Array, slots: Array, priority: Array, drawable: Array, eps: Float, alpha: Float
+) -> None:
+    """Set the leaves ``slots`` to the weights of their ``priority`` (of all slots), 0 where not ``drawable``."""
+    weights = np.zeros(len(slots))
+    for i in range(len(slots)):
+        if drawable[slots[i]]:
+            weights[i] = weight(priority[slots[i]], eps, alpha)
+    set_leaves(nodes, levels, slots, weights)
+
+
+@compiled()
+def weigh_all(
+    nodes: Array, levels: Array, priority: Array, drawable: Array, eps: Float, alpha: Float
+) -> None:
+    """Set all leaves as :func:`weigh` does."""
+    for slot in range(len(priority)):
+        nodes[slot] = weight(priority[slot], eps, alpha) if drawable[slot] else 0.0
+    _refresh_from(nodes, levels, 1)
+
+
+@compiled()
+def standing(
+    head: Int,
+    written: Int,
+    capacity: Int,
+    most: Float,
+    slots: Array,
+    priority: Array,
+    generation: Array,
+) -> tuple[Int, Int, Int]:
+    """Move the entries whose rows still stand to the front of ``slots`` and ``priority``.
+
+    Left out are the slot -1, rows that may not be read, and, where ``generation`` has entries, rows of another
+    generation. Returns (how many stay, position of the first slot where no row ever stood, of the first priority
+    that is negative, NaN or above ``most``), -1 for none.
+    """
+    kept = 0
+    base, turn = head % capacity, head // capacity
+    for i in range(len(slots)):
+        slot, value = slots[i], priority[i]
+        if slot == -1:
+            continue
+        if slot < -1 or slot >= min(capacity, written):
+            return kept, i, -1
+        if not 0 <= value <= most:
+            return kept, -1, i
+        now = turn + (slot < base)
+        if now * capacity + slot < written and (len(generation) == 0 or now == generation[i]):
+            slots[kept], priority[kept] = slot, value
+            kept += 1
+    return kept, -1, -1
+
+
+class SumTree:
+    """Weights of ``capacity`` slots, all 0 at first, to draw slots by.
+
+    Setting and drawing take time in the logarithm of the capacity per slot; a stretch of slots is set to one
+    weight in time for its length. The weights are float64; they must be finite, at least 0, and their sum finite:
+    the caller sees to that.
+
+    Args:
+        capacity: number of slots.
+
+    >>> import numpy as np
+    >>> tree = SumTree(100)
+    >>> tree.fill(96, 4, 0.5)
+    >>> tree.set(np.array([7, 7]), np.array([9.0, 2.0]))
+    >>> tree.total, tree.least, tree.sample(np.array([0.0, 0.49, 0.5, 0.99])).tolist()
+    (4.0, 0.5, [7, 7, 96, 99])
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        count = _whole_nodes(capacity)
+        levels, size = [(0, count)], count
+        while count > 1:
+            count = _whole_nodes(count) // FAN
+            levels.append((size, count))
+            size += 2 * _whole_nodes(count)
+        memory = np.zeros(size + _LINE // 8)
+        skip = -memory.ctypes.data % _LINE // 8
+        self.nodes: Array = memory[skip : skip + size]
+        self.levels: Array = np.array(levels)
+        self.nodes[levels[1][0] :].reshape(-1, 2, FAN)[:, 1] = np.inf
+
+    def __getstate__(self) -> tuple[int, Array]:
+        return self.capacity, self.leaves.copy()
+
+    def __setstate__(self, state: tuple[int, Array]) -> None:
+        SumTree.__init__(self, state[0])
+        self.leaves[:] = state[1]
+        _refresh_from(self.nodes, self.levels, 1)
+
+    @property
+    def leaves(self) -> Array:
+        """The weights, float64 ``[capacity]``, to be read only."""
+        return self.nodes[: self.capacity]
+
+    @property
+    def total(self) -> float:
+        """Sum of the weights."""
+        return float(self.nodes[self.levels[-1, 0]])
+
+    @property
+    def least(self) -> float:
+        """Least of the weights above 0; infinity if there is none."""
+        return float(self.nodes[self.levels[-1, 0] + FAN])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tree."""
+        return self.nodes.nbytes + self.levels.nbytes
+
+    def set(self, slots: Array, weights: Array) -> None:
+        """Set the weights of ``slots`` (int64 ``[N]``); where a slot comes twice, the last one stays."""
+        set_leaves(self.nodes, self.levels, slots, weights)
+
+    def fill(self, first: int, count: int, value: float) -> None:
+        """Set ``count`` slots from ``first`` on to one weight."""
+        if count:
+            fill_leaves(self.nodes, self.levels, first, count, value)
+
+    def sample(self, uniform: Array) -> Array:
+        """The slots at the shares ``uniform`` (float64 ``[N]`` in [0, 1)) of the total, which must not be 0."""
+        slots = np.empty(len(uniform), np.int64)
+        find(self.nodes, self.levels, uniform, slots)
+        return slots
+
+
+def _whole_nodes(count: int) -> int:
+    """``count``, rounded up to whole nodes."""
+    return -(-count // FAN) * FAN

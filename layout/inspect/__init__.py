@@ -1,0 +1,1 @@
+"""Tools that show and check a batch: audit, explain, describe, timeline."""

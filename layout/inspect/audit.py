@@ -1,0 +1,112 @@
+"""Check a flat batch against the layout contract, row by row."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tensordict import TensorDictBase
+
+from flatroll.layout.inspect import rules
+from flatroll.layout.inspect.row_columns import WHOLE_BATCH, Breach, Columns, Severity
+from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, observation_keys
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong with a batch.
+
+    Args:
+        row: the row, or -1 for the batch as a whole.
+        rule: name of the rule, e.g. ``"step_count"``.
+        text: what is wrong, in words.
+        severity: ``"error"``, the batch breaks the contract; or ``"suspicious"``, it may be right, but most
+            batches that look so are not.
+
+    >>> print(Finding(3, "step_count", "step_count is negative"))
+    row 3 [step_count] step_count is negative
+    """
+
+    row: int
+    rule: str
+    text: str
+    severity: Severity = "error"
+
+    def __str__(self) -> str:
+        where = "batch" if self.row == WHOLE_BATCH else f"row {self.row}"
+        doubt = " (suspicious)" if self.severity == "suspicious" else ""
+        return f"{where} [{self.rule}]{doubt} {self.text}"
+
+
+def audit(
+    batch: TensorDictBase, *, keys: Sequence[NestedKey] | None = None, limit: int = 10
+) -> list[Finding]:
+    """Check every invariant of the layout contract that the columns present allow to check.
+
+    ==========================  ========================================================================
+    rule                        what must hold
+    ==========================  ========================================================================
+    ``batch_size``              the batch is ``[N]``
+    ``shape``, ``dtype``        markers are as the contract has them, next observations like their roots
+    ``markers``                 one of ``is_init``, ``("next", "done")``, trajectory ids is there
+    ``done``                    terminated and truncated rows are done
+    ``done_without_reason``     done rows are terminated or truncated
+    ``step_count``              up by one along a run, never negative
+    ``next_step_count``         one more than ``step_count``
+    ``is_init``                 True at step 0; elsewhere only if every run starts so (slices)
+    ``after_done``              a trajectory does not go on after a done row without ``is_init``
+    ``silent_reset``            a trajectory does not start again without done
+    ``traj_id``                 never negative; one (id, step) is one transition, however often sampled;
+                                nothing after the step that terminated; no change in mid-trajectory
+    ``next_observation``        in a run, equal to the observation of the row after (NaN equals NaN)
+    ``nan``, ``delta``          no NaN in observations and rewards; deltas are finite
+    ``padding``                 padding follows a row and starts nothing; other rules see real rows only
+    ``reset_as_next``           *suspicious*: the final observation is the next episode's first
+    ``obs_jump``                *suspicious*: a leap to a first observation inside a run
+    ``same_length``             *suspicious*: all of five or more episodes terminate after one same length
+    ==========================  ========================================================================
+
+    Audit what the collector gives and what the buffer samples, before random augmentation: a randomly shifted
+    image is rightly no copy of the one before.
+
+    Args:
+        batch: any tensordict.
+        keys: root keys of the observations. Default: those that `observation_keys` finds.
+        limit: how many rows to name per rule; the last finding says how many more there are.
+
+    Returns:
+        the findings, rule after rule in the order above of what they look at; empty if nothing is wrong.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> steps = torch.tensor([[0], [1], [3]])
+    >>> ids = torch.zeros(3, dtype=torch.int64)
+    >>> for finding in audit(TensorDict({"step_count": steps, "collector": {"traj_ids": ids}}, [3])):
+    ...     print(finding)
+    row 2 [step_count] step_count is not one more than in the row before
+    """
+    if batch.batch_dims != 1:
+        text = (
+            f"the batch must have batch size [N], got {list(batch.batch_size)}: join() lays rows end to end"
+        )
+        return [Finding(WHOLE_BATCH, "batch_size", text)]
+    if batch.shape[0] == 0:
+        return []
+    observations = observation_keys(batch) if keys is None else list(keys)
+    columns = Columns(batch, observations)
+    findings = _findings(rules.shapes_and_dtypes(batch, observations), limit)
+    if not columns.marked:
+        text = f"none of {IS_INIT!r}, {DONE!r}, {TRAJ_IDS!r} is there and usable: runs cannot be told apart"
+        findings.append(Finding(WHOLE_BATCH, "markers", text))
+    findings += _findings(rules.padding(batch), limit)
+    for rule in rules.RULES:
+        findings += _findings(rule(columns), limit)
+    return findings
+
+
+def _findings(breaches: Iterable[Breach], limit: int) -> list[Finding]:
+    findings = []
+    for breach in breaches:
+        shown, more = breach.rows[:limit], len(breach.rows) - limit
+        for row in shown:
+            last = f" (and {more} more rows)" if more > 0 and row == shown[-1] else ""
+            findings.append(Finding(row, breach.rule, breach.text + last, breach.severity))
+    return findings

@@ -1,0 +1,276 @@
+"""The rules of `audit`: each looks at a whole batch at once and gives the rows that break it."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from flatroll.layout.inspect.row_columns import CONTRACT, Breach, Columns, Severity, same, usable, whole
+from flatroll.layout.keys import (
+    ACTION,
+    DELTA,
+    IS_INIT,
+    MASK,
+    REWARD,
+    STEP_COUNT,
+    NestedKey,
+    as_tuple,
+    next_key,
+)
+
+
+def shapes_and_dtypes(batch: TensorDictBase, keys: Sequence[NestedKey]) -> Iterator[Breach]:
+    """``shape``, ``dtype``: markers as the contract has them, next observations like their roots."""
+    n = batch.shape[0]
+    wanted = {key: ((n, *tail), dtype) for key, (tail, dtype) in CONTRACT.items()}
+    for key in keys:
+        if (root := batch.get(key, None)) is not None:
+            wanted[next_key(key)] = (tuple(root.shape), root.dtype)
+    for key, (shape, dtype) in wanted.items():
+        column = batch.get(key, None)
+        if column is None:
+            continue
+        if tuple(column.shape) != shape:
+            yield whole("shape", f"{key!r} has shape {tuple(column.shape)}, expected {shape}")
+        if column.dtype != dtype:
+            yield whole("dtype", f"{key!r} is {column.dtype}, expected {dtype}")
+
+
+def padding(batch: TensorDictBase) -> Iterator[Breach]:
+    """``padding``: a padded row follows a row, and starts nothing."""
+    mask, is_init = usable(batch, MASK), usable(batch, IS_INIT)
+    if mask is None:
+        return
+    if len(mask) and not bool(mask[0]):
+        yield Breach("padding", [0], "padding stands before the first real row")
+    if is_init is not None:
+        rows = (is_init & ~mask).nonzero().squeeze(-1).tolist()
+        yield Breach("padding", rows, "a padded row is marked is_init")
+
+
+def done_flags(c: Columns) -> Iterator[Breach]:
+    """``done``, ``done_without_reason``: done is terminated or truncated."""
+    if c.done is None:
+        return
+    for name, flag in (("terminated", c.terminated), ("truncated", c.truncated)):
+        if flag is not None:
+            rows = c.rows(flag & ~c.done)
+            yield Breach("done", rows, f"{name} is True but done is False")
+    if c.terminated is not None and c.truncated is not None:
+        rows = c.rows(c.done & ~c.terminated & ~c.truncated)
+        yield Breach("done_without_reason", rows, "done is True but neither terminated nor truncated is")
+
+
+def step_counts(c: Columns) -> Iterator[Breach]:
+    """``step_count``, ``next_step_count``: up by one along a run, never negative, the next one more."""
+    if c.step is None:
+        return
+    jumps = ~c.ends[:-1] & (c.step[1:] != c.step[:-1] + 1)
+    yield Breach("step_count", c.rows(jumps, 1), "step_count is not one more than in the row before")
+    yield Breach("step_count", c.rows(c.step < 0), "step_count is negative")
+    following = usable(c.batch, next_key(STEP_COUNT))
+    if following is not None:
+        rows = c.rows(following != c.step + 1)
+        yield Breach("next_step_count", rows, "('next', 'step_count') is not step_count + 1")
+
+
+def first_rows(c: Columns) -> Iterator[Breach]:
+    """``is_init``: every row at step 0 has it, and outside of slices no other row.
+
+    A run of a sampled slice may begin in mid-episode. A batch is taken for slices if each of its runs
+    starts with ``is_init``, which a collector's windows do not do.
+    """
+    if c.is_init is None or c.step is None:
+        return
+    yield Breach("is_init", c.rows((c.step == 0) & ~c.is_init), "step_count is 0 but is_init is False")
+    if not c.sliced:
+        rows = c.rows((c.step > 0) & c.is_init)
+        yield Breach("is_init", rows, "is_init is True in mid-episode, and the batch is no batch of slices")
+
+
+def after_done(c: Columns) -> Iterator[Breach]:
+    """``after_done``: what follows a done row begins something new.
+
+    Where the next row has another id or another step, it may be the middle of another env's window, which
+    needs no ``is_init``. Without ids and steps that cannot be told, hence only ``suspicious``.
+    """
+    if c.is_init is None or c.done is None:
+        return
+    candidate = c.done[:-1] & ~c.is_init[1:]
+    severity: Severity = "error"
+    if c.ids is not None:
+        candidate &= c.ids[1:] == c.ids[:-1]
+    elif c.step is not None:
+        candidate &= c.step[1:] == c.step[:-1] + 1
+    else:
+        severity = "suspicious"
+    yield Breach("after_done", c.rows(candidate, 1), "the row before is done, but is_init is False", severity)
+
+
+def silent_resets(c: Columns) -> Iterator[Breach]:
+    """``silent_reset``: a trajectory starts again although the row before is not done.
+
+    Slices sampled without truncation marks look alike, so in a batch of slices it is only ``suspicious``,
+    and a start at some later step, which a reset cannot give, is no finding.
+    """
+    if c.is_init is None or c.done is None or c.ids is None:
+        return
+    again = c.is_init[1:] & ~c.done[:-1] & (c.ids[1:] == c.ids[:-1])
+    if c.step is not None:
+        again &= (c.step[1:] == 0) | ((c.step[1:] == c.step[:-1] + 1) & c.sliced)
+    text = "is_init in the trajectory of the row before, which is not done: a reset that nothing announced"
+    if c.sliced:
+        text += " (or two slices sampled with truncated_key=None)"
+    yield Breach("silent_reset", c.rows(again, 1), text, "suspicious" if c.sliced else "error")
+
+
+def trajectory_ids(c: Columns) -> Iterator[Breach]:
+    """``traj_id``: an id names one trajectory, and a trajectory has one id.
+
+    Slices repeat rows, so the same (id, step) may come back, but only as the same transition, and a
+    terminated trajectory has no later step.
+    """
+    if c.ids is None:
+        return
+    yield Breach("traj_id", c.rows(c.ids < 0), "the trajectory id is negative: no env wrote this row")
+    if c.step is None:
+        return
+    order = c.step.argsort(stable=True)
+    order = order[c.ids[order].argsort(stable=True)]
+    before, after = order[:-1], order[1:]
+    twin = (c.ids[before] == c.ids[after]) & (c.step[before] == c.step[after])
+    differs = torch.zeros_like(twin)
+    for key in {ACTION, *c.keys}:
+        if isinstance(column := c.batch.get(key, None), Tensor):
+            differs |= ~same(column[before], column[after])
+    other = torch.zeros_like(c.ends)
+    other[after[twin & differs]] = True
+    text = (
+        "an earlier row has this id and step_count and is another transition: the id names two trajectories"
+    )
+    yield Breach("traj_id", c.rows(other), text)
+    if c.terminated is not None:
+        late = (c.ids[before] == c.ids[after]) & (c.step[before] < c.step[after]) & c.terminated[before]
+        other = torch.zeros_like(c.ends)
+        other[after[late]] = True
+        yield Breach("traj_id", c.rows(other), "this trajectory terminated at an earlier step")
+    yield Breach("traj_id", c.rows(_changed_midway(c), 1), "the id changes, but the trajectory goes on")
+
+
+def _changed_midway(c: Columns) -> Tensor:
+    """Rows whose successor continues them in step and observation under another id."""
+    pairs = c.pairs()
+    changed = torch.zeros_like(c.ends[:-1])
+    if c.ids is None or c.step is None or not pairs:
+        return changed
+    goes_on = (c.ids[1:] != c.ids[:-1]) & (c.step[1:] == c.step[:-1] + 1)
+    for flag in (
+        c.done[:-1] if c.done is not None else None,
+        c.is_init[1:] if c.is_init is not None else None,
+    ):
+        if flag is not None:
+            goes_on &= ~flag
+    for _, now, later in pairs:
+        goes_on &= same(later[:-1], now[1:])
+        changed |= ~same(now[1:], now[:-1])  # a constant observation shows nothing
+    return goes_on & changed
+
+
+def next_observations(c: Columns) -> Iterator[Breach]:
+    """``next_observation``: inside a run, a row's next observation is the observation of the row after."""
+    for key, now, later in c.pairs():
+        rows = c.rows(~c.ends[:-1] & ~same(later[:-1], now[1:]))
+        text = f"{next_key(key)!r} is not {key!r} of the row after, though the run goes on"
+        yield Breach("next_observation", rows, text)
+
+
+def not_numbers(c: Columns) -> Iterator[Breach]:
+    """``nan``, ``delta``: no NaN in observations and rewards, no overflow in deltas."""
+    for key in (*c.keys, REWARD):
+        column = c.batch.get(key, None)
+        if column is not None and column.is_floating_point():
+            rows = c.rows(column.isnan().reshape(len(c.at), -1).any(1))
+            yield Breach("nan", rows, f"{key!r} holds NaN")
+    deltas = c.batch.get(DELTA, None)
+    if deltas is None:
+        return
+    for key in deltas.keys(True, True):
+        delta, name = deltas.get(key), (*DELTA, *as_tuple(key))
+        if delta.is_floating_point():
+            rows = c.rows(~delta.isfinite().reshape(len(c.at), -1).all(1))
+            text = f"{name!r} is not finite: the difference does not fit {delta.dtype}"
+            yield Breach("delta", rows, text)
+
+
+def reset_as_next(c: Columns) -> Iterator[Breach]:
+    """``reset_as_next`` (suspicious): the next observation of an ended row is the next episode's first."""
+    pairs = c.pairs()
+    if c.done is None or not pairs or (c.step is None and c.ids is None):
+        return
+    fresh = c.done[:-1].clone()
+    if c.is_init is not None:
+        fresh &= c.is_init[1:]
+    # A slice may be followed by the slice that continues it, whose first observation is rightly the next one.
+    fresh &= c.step[1:] == 0 if c.step is not None else c.ids[1:] != c.ids[:-1]  # type: ignore[index]
+    moves = torch.zeros_like(fresh)
+    for _, now, later in pairs:
+        fresh &= same(later[:-1], now[1:])
+        moves |= ~same(now[1:], now[:-1])
+    text = "the next observation of this ended row is the first one of the next episode: a reset observation?"
+    yield Breach("reset_as_next", c.rows(fresh & moves), text, "suspicious")
+
+
+def jumps_to_reset(c: Columns) -> Iterator[Breach]:
+    """``obs_jump`` (suspicious): inside a run, a floating observation leaps to exactly a first observation.
+
+    Decidable only where resets repeat bit for bit. The leap must be over twice the median move, so that
+    walking or standing at the start is no finding.
+    """
+    if c.is_init is None or bool(c.is_init.all()):
+        return
+    for key in c.keys:
+        column = c.batch.get(key, None)
+        if column is None or not column.is_floating_point() or len(c.at) < 2:
+            continue
+        flat = column.reshape(len(c.at), -1)
+        move = (flat[1:] - flat[:-1]).abs().sum(1)
+        inner = ~c.ends[:-1]
+        if not bool(inner.any()):
+            return
+        _, kind = flat.unique(dim=0, return_inverse=True)
+        start_like = torch.isin(kind[1:], kind[c.is_init])
+        leaps = inner & start_like & (move > 2 * move[inner].median())
+        text = (
+            f"{key!r} jumps to the first observation of an episode, but nothing says that the env was reset"
+        )
+        yield Breach("obs_jump", c.rows(leaps, 1), text, "suspicious")
+
+
+def one_length(c: Columns) -> Iterator[Breach]:
+    """``same_length`` (suspicious): five or more episodes of one length > 1, all terminated."""
+    if c.step is None or c.terminated is None or (c.truncated is not None and bool(c.truncated.any())):
+        return
+    lengths = c.step[c.terminated] + 1
+    episodes = len(lengths) if c.ids is None else len(torch.unique(c.ids[c.terminated]))
+    if episodes >= 5 and bool((lengths == lengths[0]).all()) and int(lengths[0]) > 1:
+        text = (
+            f"all {episodes} ended episodes terminate after {int(lengths[0])} steps: is a time limit "
+            "reported as termination? Then values at their ends are not bootstrapped and should be"
+        )
+        yield whole("same_length", text, "suspicious")
+
+
+RULES: tuple[Callable[[Columns], Iterator[Breach]], ...] = (
+    done_flags,
+    step_counts,
+    first_rows,
+    after_done,
+    silent_resets,
+    trajectory_ids,
+    next_observations,
+    not_numbers,
+    reset_as_next,
+    jumps_to_reset,
+    one_length,
+)

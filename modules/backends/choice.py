@@ -1,0 +1,74 @@
+"""How the runs of a flat batch are computed, by name."""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from flatroll.modules.backends.packing import DENSE_STEPS, Backend, RunIndex, States, packed, padded
+from flatroll.modules.backends.recurrent_scan import scanned, whole
+from flatroll.modules.backends.triton_scan import check_installed, on_device
+
+#: Network, rows ``[N, input_size]``, states ``[N, num_layers, H]`` that are read at first rows, bool ``[N]`` that marks
+#: them; to outputs ``[N, H]`` and states after each row. No shape depends on where runs begin.
+ByRow: TypeAlias = Callable[[nn.RNNBase, Tensor, States, Tensor], tuple[Tensor, States]]
+
+#: From so many rows per step on, the stock network's matrix products are the faster ones.
+WIDE = 128
+
+
+def choice(net: nn.RNNBase, rows: Tensor, index: RunIndex) -> str:
+    """What ``"auto"`` takes, ``"packed"`` or ``"scan"``, by the measurements in docs/benchmarks.md.
+
+    Off the CPU and in two directions packed; ``"triton"`` is never taken, as nobody has measured it on a GPU yet. On
+    the CPU scan, except packed where a step has many rows, and for an LSTM where long runs make most steps part of a
+    dense stretch, which has a fused kernel.
+    """
+    if not isinstance(net, (nn.GRU, nn.LSTM)):
+        return "scan"
+    steps, runs = len(index.batch_sizes), len(index.first)
+    wide = len(rows) >= WIDE * steps
+    fused = net.mode == "LSTM" and steps >= DENSE_STEPS * runs
+    return "packed" if net.bidirectional or rows.device.type != "cpu" or wide or fused else "scan"
+
+
+def fastest(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tuple[Tensor, States]:
+    """The backend ``"auto"``."""
+    return BACKENDS[choice(net, rows, index)](net, rows, states, index)
+
+
+#: Those that take the runs in rank order.
+BACKENDS: dict[str, Backend] = {"auto": fastest, "packed": packed, "scan": scanned, "pad": padded}
+#: Those that take the rows as they stand.
+BY_ROW: dict[str, ByRow] = {"triton": on_device}
+
+
+def by_row(name: str, net: nn.RNNBase) -> ByRow | None:
+    """How this backend computes rows as they stand, or None where it takes the runs in rank order."""
+    if torch.compiler.is_compiling() and name in ("auto", "scan") and not net.bidirectional:
+        return whole
+    return BY_ROW.get(name)
+
+
+def check_backend(name: str, net: nn.RNNBase) -> None:
+    """Refuse an unknown backend, or one that cannot run this network.
+
+    Raises:
+        ValueError: as said.
+        ImportError: it is ``"triton"``, and that is not installed.
+    """
+    names = (*BACKENDS, *BY_ROW)
+    if name not in names:
+        raise ValueError(f"recurrent_backend must be one of {', '.join(map(repr, names))}, got {name!r}")
+    if name in ("scan", "triton") and net.bidirectional:
+        raise ValueError(
+            f"recurrent_backend={name!r} runs forward in time, got a bidirectional network: use 'packed'"
+        )
+    if name in ("packed", "pad") and not isinstance(net, (nn.GRU, nn.LSTM)):
+        raise ValueError(
+            f"recurrent_backend={name!r} needs the stock network, got a python-based one: use 'auto', 'scan' "
+            f"or 'triton', or module.make_cudnn_based()"
+        )
+    if name == "triton":
+        check_installed()

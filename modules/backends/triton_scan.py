@@ -1,0 +1,301 @@
+"""Runs where they stand in the flat batch, one Triton kernel a layer: the backend ``"triton"``.
+
+Rows are not moved and nothing is padded. Runs are listed with the longest first, so that those a program
+takes together are about as long and the longest begin at once; the list is made on the device, and the host waits for
+nothing. What a kernel leaves to torch is what the operators of :mod:`flatroll.modules.backends.recurrent_scan` do at
+once too: the product with the input, and the gradients of rows and weights.
+"""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatroll.modules.backends.gru_scan import gru_gradient_shapes, gru_gradients, gru_shapes
+from flatroll.modules.backends.lstm_scan import lstm_gradient_shapes, lstm_gradients, lstm_shapes
+from flatroll.modules.backends.packing import States
+from flatroll.modules.backends.recurrent_scan import layers
+from flatroll.modules.backends.scan_steps import differentiable
+
+#: Runs that a program takes at once: the fewest rows that a matrix product of Triton has.
+RUNS = 16
+#: Programs for each multiprocessor of the device, so that some can wait for memory.
+PROGRAMS = 4
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def check_installed() -> None:
+    """Refuse the backend where Triton is not.
+
+    Raises:
+        ImportError: as said, with the extra to install.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise ImportError('recurrent_backend="triton" needs triton: pip install "flatroll[triton]"')
+
+
+def on_device(net: nn.RNNBase, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
+    """:func:`in_runs`, which is for CUDA tensors.
+
+    Raises:
+        ValueError: other tensors.
+    """
+    if rows.device.type != "cuda":
+        raise ValueError(
+            f"recurrent_backend='triton' needs CUDA tensors, got rows on {rows.device}: move module and batch to a "
+            "GPU, or build the module with recurrent_backend='auto'"
+        )
+    return in_runs(net, rows, stored, starts)
+
+
+def in_runs(net: nn.RNNBase, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
+    """All layers of a network over the runs of a flat batch.
+
+    Products are made in float32, or in TF32 where torch's own may be
+    (``torch.set_float32_matmul_precision("high")``). Differentiable once.
+
+    Args:
+        net: ``nn.GRU`` or ``nn.LSTM``, or one of :mod:`flatroll.modules.networks`.
+        rows: ``[N, input_size]`` of float32, float64, float16 or bfloat16.
+        stored: states ``[N, num_layers, H]``; those of first rows are used.
+        starts: bool ``[N]``, True on the first row of every run, row 0 among them.
+
+    Returns:
+        outputs ``[N, H]`` and states after each row ``[N, num_layers, H]``.
+
+    Raises:
+        ValueError: there is no row.
+        TypeError: another dtype.
+    """
+    if not len(rows):
+        raise ValueError("batch must have at least one row, got batch size [0]")
+    if rows.dtype not in DTYPES:
+        raise TypeError(f"rows must be one of {', '.join(map(str, DTYPES))}, got {rows.dtype}")
+    by_layer = tuple(state.transpose(0, 1) for state in stored)
+    out, after = layers(net, rows, by_layer, starts, *run_list(starts), operators=OPERATORS)
+    return out, tuple(torch.stack(state, 1) for state in after)
+
+
+def run_list(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The runs of a flat batch, longest first, in shapes that do not depend on where they begin.
+
+    Returns:
+        their number, int64 ``[]``; first row of each, int64 ``[N]``; length, int32 ``[N]``, 0 behind the last run.
+
+    >>> count, firsts, lengths = run_list(torch.tensor([True, False, True, False, False]))
+    >>> count.item(), firsts[:2].tolist(), lengths.tolist()
+    (2, [2, 0], [3, 2, 0, 0, 0])
+    """
+    rows = torch.arange(len(starts), device=starts.device)
+    end = rows.new_full((1,), len(starts))
+    later = torch.cat([torch.where(starts, rows, end)[1:], end])
+    next_start = later.flip(0).cummin(0).values.flip(0)
+    lengths = torch.where(starts, next_start - rows, 0).int()
+    lengths, firsts = lengths.sort(descending=True, stable=True)
+    return starts.sum(), firsts, lengths
+
+
+def _states_before(first: Tensor, states: Tensor, starts: Tensor) -> Tensor:
+    """The state that each row starts from, ``[N, H]``."""
+    before = torch.empty_like(states)
+    before[0] = first[0]
+    torch.where(starts[1:, None], first[1:], states[:-1], out=before[1:])
+    return before
+
+
+def precision() -> str:
+    """How float32 is multiplied, by torch's own switches."""
+    matmul: Any = torch.backends.cuda.matmul
+    try:
+        tf32 = matmul.fp32_precision == "tf32"
+    except AttributeError:  # torch before 2.9
+        tf32 = matmul.allow_tf32
+    return "tf32" if tf32 else "ieee"
+
+
+def kernel_options(hidden: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Constants of the kernels for this size.
+
+    A tile of ``w_hh`` has at most 64 x 32 entries (of float64 32 x 32). Two of each gate are on their way while a third
+    is used, 72 KB for an LSTM, in the shared memory of every device since compute capability 8.0.
+    """
+    import triton.language as tl
+
+    double = dtype is torch.float64
+    tile = max(16, 1 << (hidden - 1).bit_length())
+    return {
+        "REAL": tl.float64 if double else tl.float32,
+        "PRECISION": precision(),
+        "RUNS": RUNS,
+        "UNITS": min(tile, 32),
+        "INNER": min(tile, 32 if double else 64),
+        "num_warps": 4,
+        "num_stages": 3,
+        "enable_fp_fusion": True,
+    }
+
+
+def _launch(name: str, like: Tensor, hidden: int, programs: int, *arguments: Any, **used: bool) -> None:
+    from flatroll.kernels.recurrent import gru_triton, lstm_triton
+
+    kernel = getattr(lstm_triton if name.startswith("lstm") else gru_triton, name)
+    with torch.cuda.device_of(like):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+        kernel[(programs,)](*arguments, hidden, **used, **kernel_options(hidden, like.dtype))
+
+
+def _programs(rows: Tensor) -> int:
+    """Enough to fill the device, no more than there can be blocks of runs. In Triton's interpreter, two."""
+    if not rows.is_cuda:
+        return 2
+    found = torch.cuda.get_device_properties(rows.device).multi_processor_count
+    return min(-(-len(rows) // RUNS), PROGRAMS * found)
+
+
+def _room(programs: int, hidden: int, like: Tensor) -> Tensor:
+    """For the gradient of the state after a row, of each run that a program has in hand."""
+    dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
+    return torch.empty(programs * RUNS, hidden, dtype=dtype, device=like.device)
+
+
+def _by_row(states: Tensor) -> Tensor:
+    """States whose rows are dense, though they may stand apart, or be one and the same."""
+    if states.stride(0) == 0:
+        return states[:1].contiguous().expand_as(states)
+    return states if states.stride(1) == 1 else states.contiguous()
+
+
+@torch.library.custom_op("flatroll::gru_triton", mutates_args=())
+def gru_triton(
+    rows: Tensor,
+    first: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None,
+    b_hh: Tensor | None,
+    starts: Tensor,
+    count: Tensor,
+    firsts: Tensor,
+    lengths: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """One layer of a GRU over the runs of a flat batch.
+
+    Args:
+        rows: ``[N, input_size]``.
+        first: ``[N, H]``, read at first rows.
+        w_ih, w_hh, b_ih, b_hh: weights of ``nn.GRU``; biases both or neither.
+        starts: bool ``[N]``.
+        count, firsts, lengths: of :func:`run_list`.
+
+    Returns:
+        states after each row ``[N, H]``; gates ``[N, 4 H]``, for the gradient.
+    """
+    hidden, first = w_hh.shape[1], _by_row(first)
+    out, gates = rows.new_empty(len(rows), hidden), rows.new_empty(len(rows), 4 * hidden)
+    from_rows, bias = gates[:, : 3 * hidden], w_hh.new_zeros(hidden)
+    torch.mm(rows, w_ih.roll(hidden, 0).t(), out=from_rows)
+    if b_ih is not None and b_hh is not None:
+        bias = b_hh[2 * hidden :].clone()
+        from_rows += b_ih.roll(hidden) + torch.cat([torch.zeros_like(bias), b_hh[: 2 * hidden]])
+    runs = (count, firsts, lengths)
+    weight = w_hh.contiguous()
+    given = (*runs, first, first.stride(0), weight, bias, gates, out)
+    _launch("gru_forward", rows, hidden, _programs(rows), *given)
+    return out, gates
+
+
+@torch.library.custom_op("flatroll::gru_triton_backward", mutates_args=())
+def gru_triton_backward(
+    grad: Tensor,
+    rows: Tensor,
+    first: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    out: Tensor,
+    gates: Tensor,
+    starts: Tensor,
+    count: Tensor,
+    firsts: Tensor,
+    lengths: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of rows, first, w_ih, w_hh, b_ih and b_hh."""
+    hidden, programs = w_hh.shape[1], _programs(rows)
+    before, slopes = _states_before(first, out, starts), torch.empty_like(gates)
+    d_first, carry = torch.zeros_like(out), _room(programs, hidden, out)
+    given = (grad.contiguous(), before, w_hh.contiguous(), gates, slopes, d_first, carry)
+    _launch("gru_backward", rows, hidden, programs, count, firsts, lengths, *given)
+    d_rows, d_ih, d_hh, b_ih, b_hh = gru_gradients(slopes, rows, before, w_ih)
+    return d_rows, d_first, d_ih, d_hh, b_ih, b_hh
+
+
+@torch.library.custom_op("flatroll::lstm_triton", mutates_args=())
+def lstm_triton(
+    rows: Tensor,
+    first: Tensor,
+    first_cell: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None,
+    b_hh: Tensor | None,
+    starts: Tensor,
+    count: Tensor,
+    firsts: Tensor,
+    lengths: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One layer of an LSTM over the runs of a flat batch; arguments as for :func:`gru_triton`.
+
+    Returns:
+        outputs and cells after each row, each ``[N, H]``; gates ``[N, 4 H]``, for the gradient.
+    """
+    hidden, first, first_cell = w_hh.shape[1], _by_row(first), _by_row(first_cell)
+    out, cells = rows.new_empty(len(rows), hidden), rows.new_empty(len(rows), hidden)
+    weight = w_ih.roll(hidden, 0).t()
+    if b_ih is not None and b_hh is not None:
+        gates = torch.addmm((b_ih + b_hh).roll(hidden), rows, weight)
+    else:
+        gates = rows @ weight
+    states = (first, first.stride(0), first_cell, first_cell.stride(0))
+    given = (count, firsts, lengths, *states, w_hh.roll(hidden, 0), gates, out, cells)
+    _launch("lstm_forward", rows, hidden, _programs(rows), *given)
+    return out, cells, gates
+
+
+@torch.library.custom_op("flatroll::lstm_triton_backward", mutates_args=())
+def lstm_triton_backward(
+    grad: Tensor | None,
+    grad_cell: Tensor | None,
+    rows: Tensor,
+    first: Tensor,
+    first_cell: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    out: Tensor,
+    cells: Tensor,
+    gates: Tensor,
+    starts: Tensor,
+    count: Tensor,
+    firsts: Tensor,
+    lengths: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of rows, first, first_cell, w_ih, w_hh and of either bias."""
+    hidden, programs, first_cell = w_hh.shape[1], _programs(rows), _by_row(first_cell)
+    slopes, d_first, d_cell = torch.empty_like(gates), torch.zeros_like(out), torch.zeros_like(out)
+    grads = (out if grad is None else grad.contiguous(), out if grad_cell is None else grad_cell.contiguous())
+    given = (*grads, first_cell, first_cell.stride(0), w_hh.roll(hidden, 0), cells, gates)
+    results = (slopes, d_first, d_cell, _room(programs, hidden, out), _room(programs, hidden, out))
+    used = {"GRAD": grad is not None, "GRAD_CELL": grad_cell is not None}
+    _launch("lstm_backward", rows, hidden, programs, count, firsts, lengths, *given, *results, **used)
+    d_rows, d_ih, d_hh, bias = lstm_gradients(slopes, rows, _states_before(first, out, starts), w_ih)
+    return d_rows, d_first, d_cell, d_ih, d_hh, bias
+
+
+gru_triton.register_fake(gru_shapes)
+gru_triton_backward.register_fake(gru_gradient_shapes)
+lstm_triton.register_fake(lstm_shapes)
+lstm_triton_backward.register_fake(lstm_gradient_shapes)
+differentiable(gru_triton, gru_triton_backward, 1)
+differentiable(lstm_triton, lstm_triton_backward, 2)
+
+#: One layer, by the mode of the network.
+OPERATORS: Mapping[str, Callable[..., Any]] = {"GRU": gru_triton, "LSTM": lstm_triton}

@@ -1,0 +1,53 @@
+"""Which columns are copied together, and that they come and go unchanged."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from flatroll.buffers.columns import host_block as block
+from flatroll.buffers.columns.base import After, TensorColumn
+from flatroll.buffers.columns.host_block import PlainColumns
+
+
+class Doubled(TensorColumn):
+    """A column in another form."""
+
+    def write(self, slot: int, values: torch.Tensor, after: After | None = None) -> None:
+        super().write(slot, 2 * values, after)
+
+    def take(self, slots: torch.Tensor) -> torch.Tensor:
+        return super().take(slots) / 2
+
+
+def columns(rows: int) -> dict[Any, TensorColumn]:
+    return {
+        "x": TensorColumn(torch.zeros(rows)),
+        ("next", "x"): TensorColumn(torch.zeros(rows, 3)),
+        "doubled": Doubled(torch.zeros(rows)),
+        "apart": TensorColumn(torch.zeros(3, rows).T),
+    }
+
+
+def test_rows_go_round_the_end_and_come_back() -> None:
+    there = columns(5)
+    plain = PlainColumns(there)
+    values: Any = {key: torch.rand(3, *column.shape) for key, column in there.items()}
+    assert plain.write(4, values, 3, 5) == ("x", ("next", "x"))
+    taken = plain.take(torch.tensor([4, 0, 1]))
+    assert list(taken) == ["x", ("next", "x")]
+    assert all(torch.equal(taken[key], values[key]) for key in taken)
+    assert torch.equal(there["x"].data[2:4], torch.zeros(2))
+    assert not there["doubled"].data.any() and not there["apart"].data.any()
+    assert list(plain.take(torch.tensor([0]), ["doubled", ("next", "x"), "none"])) == [("next", "x")]
+    assert plain.take(torch.tensor([0]), ["doubled"]) == {}
+    later = plain.take_next(torch.tensor([4, 0]), torch.tensor([0, 1]), taken, ["x", "doubled"])
+    assert list(later) == ["x"] and torch.equal(later["x"], values["x"][1:])
+
+
+def test_what_is_too_much_for_one_thread_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block, "_MOST", 32)
+    plain = PlainColumns({"x": TensorColumn(torch.zeros(20))})
+    assert plain.write(0, {"x": torch.ones(9)}, 9, 20) == () and plain.write(0, {"x": torch.ones(8)}, 8, 20)
+    assert plain.take(torch.arange(9)) == {} and list(plain.take(torch.arange(8))) == ["x"]
+    assert plain.take_next(torch.arange(9), torch.arange(9), {}, ["x"]) == {}

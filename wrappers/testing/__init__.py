@@ -1,0 +1,21 @@
+"""Scripted environments whose observations say where they stand, and a contract check for any vector environment."""
+
+from flatroll.wrappers.testing.check_env import ContractError, check_vector_env, vector_env_problems
+from flatroll.wrappers.testing.scripted import Script, ScriptedEnv, decode, encode
+from flatroll.wrappers.testing.scripted_torch import ScriptedRslEnv, ScriptedTorchEnv
+from flatroll.wrappers.testing.scripted_vector import ScriptedVectorEnv, expected_rows, make_scripted
+
+__all__ = [
+    "ContractError",
+    "Script",
+    "ScriptedEnv",
+    "ScriptedRslEnv",
+    "ScriptedTorchEnv",
+    "ScriptedVectorEnv",
+    "check_vector_env",
+    "decode",
+    "encode",
+    "expected_rows",
+    "make_scripted",
+    "vector_env_problems",
+]

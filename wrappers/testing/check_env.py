@@ -1,0 +1,239 @@
+"""A contract kit for vector environments, and the scripted environments that its own tests run on.
+
+>>> from flatroll.wrappers.testing import Script, ScriptedVectorEnv
+>>> check_vector_env(ScriptedVectorEnv(Script(2, lengths=[[3, 4], [5]])))
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from flatroll.wrappers.arrays import Tree, map_tree
+from flatroll.wrappers.as_vector_env import as_vector_env, find_stream
+from flatroll.wrappers.testing.recording import Record, copied, play, same, suspicions
+from flatroll.wrappers.testing.scripted_vector import row
+
+_SUSPICION = "suspicion: "
+
+
+class ContractError(AssertionError):
+    """An environment breaks the contract of `flatroll.wrappers.as_vector_env`; the text lists how."""
+
+
+def check_vector_env(
+    env: Any, *, steps: int = 200, seed: int = 0, actions: Callable[[int], Any] | None = None
+) -> None:
+    """Play an environment and raise if what it does breaks the contract; for the tests of env authors.
+
+    What cannot be proved wrong but looks wrong (an observation that jumps back to a first one without an
+    ended episode, episodes that all terminate at one length) is given as a warning.
+
+    Args:
+        env: the env; this and the others as for :func:`vector_env_problems`.
+        steps: vector steps to play, default 200.
+        seed: seed of the env and of the random actions, default 0.
+        actions: the batched action of each vector step, from its number; None draws random ones.
+
+    Raises:
+        ContractError: the contract is broken; every problem is listed.
+
+    >>> from flatroll.wrappers.testing import Script, ScriptedTorchEnv
+    >>> check_vector_env(ScriptedTorchEnv(Script(3)))
+    """
+    found = vector_env_problems(env, steps=steps, seed=seed, actions=actions)
+    if any(not text.startswith(_SUSPICION) for text in found):
+        raise ContractError("the env breaks the contract:\n" + "\n".join(f"- {text}" for text in found))
+    for text in found:
+        warnings.warn(text, UserWarning, stacklevel=2)
+
+
+def vector_env_problems(
+    env: Any, *, steps: int = 200, seed: int = 0, actions: Callable[[int], Any] | None = None
+) -> list[str]:
+    """Play an environment and say in plain words what is wrong with it.
+
+    The env goes through `flatroll.wrappers.as_vector_env` and is stepped twice from the same seed. Checked
+    are the spaces, the shapes, dtypes and ownership of all that it returns, the rows that follow an ended
+    episode, final observations, reproducibility, masked resets and the refusal of a wrong number of
+    actions. The env is not closed.
+
+    Args:
+        env: anything `flatroll.wrappers.as_vector_env` accepts, on a device whose values can be read.
+        steps: vector steps to play, default 200; take enough for several episodes to end.
+        seed: seed of the env and of the random actions, default 0.
+        actions: the batched action of each vector step, from its number; None draws random ones.
+
+    Returns:
+        One text per problem, empty if there is none. Texts that begin with ``"suspicion: "`` are no proof.
+
+    >>> from flatroll.wrappers.testing import Script, ScriptedVectorEnv
+    >>> vector_env_problems(ScriptedVectorEnv(Script(2), autoreset_mode=None))[0][:57]
+    'as_vector_env refuses the env: autoreset_mode is needed: '
+    """
+    try:
+        vector: VectorEnv[Any, Any, Any] = as_vector_env(env)
+    except (TypeError, ValueError) as error:
+        return [f"as_vector_env refuses the env: {error}"]
+    found = list(_of_spaces(vector))
+    if found:
+        return found
+    try:
+        record, again = (play(vector, steps, seed, actions) for _ in range(2))
+    except Exception as error:  # an env under test may raise anything, and its author wants to read it here
+        return [f"reset or step raised {type(error).__name__}: {error}"]
+    found += _of_returns(vector, record)
+    found += _of_ownership(record)
+    if not found:  # the checks below rely on the shapes
+        found += _of_rows_after_the_end(record)
+        found += _of_final_observations(record)
+        found += _of_reproduction(record, again)
+        found += _of_masked_reset(vector)
+        found += (f"{_SUSPICION}{text}" for text in suspicions(record))
+    found += _of_action_count(vector)
+    return found
+
+
+def _of_spaces(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
+    for name in ("observation", "action"):
+        batched = getattr(env, f"{name}_space")
+        if batched != batch_space(getattr(env, f"single_{name}_space"), env.num_envs):
+            yield f"{name}_space is not single_{name}_space batched {env.num_envs} times, it is {batched}"
+    mode = env.metadata.get("autoreset_mode")
+    if mode not in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP):
+        yield f"metadata['autoreset_mode'] must be NEXT_STEP or SAME_STEP after as_vector_env, it is {mode!r}"
+
+
+def _of_returns(env: VectorEnv[Any, Any, Any], record: Record) -> Iterator[str]:
+    """Shapes, dtypes and bounds; each fault once, with the first step that shows it."""
+    seen: set[str] = set()
+    for k, obs in enumerate(record.obs):
+        faults = list(_of_tree(env.observation_space, obs, "obs"))
+        if k:
+            faults += _of_step(env, record, k - 1)
+        where = f"after step {k - 1}" if k else "from reset"
+        yield from (f"{text} (first seen {where})" for text in faults if text not in seen)
+        seen.update(faults)
+
+
+def _of_step(env: VectorEnv[Any, Any, Any], record: Record, k: int) -> Iterator[str]:
+    shape = (env.num_envs,)
+    for name, dtype in (("reward", np.float32), ("terminated", np.bool_), ("truncated", np.bool_)):
+        array = getattr(record, name)[k]
+        if array.shape != shape or array.dtype != dtype:
+            yield f"{name} must be {np.dtype(dtype)} {shape}, it is {array.dtype} {array.shape}"
+    if record.final[k] is not None:
+        ended = record.terminated[k] | record.truncated[k]
+        yield from _of_tree(env.observation_space, record.final[k], "info['final_obs']", ended)
+
+
+def _of_tree(
+    space: spaces.Space[Any], tree: Tree, name: str, rows: npt.NDArray[np.bool_] | None = None
+) -> Iterator[str]:
+    """What is wrong with a batched observation; ``rows`` are those whose values count."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        items = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+        parts: dict[Any, spaces.Space[Any]] = dict(items)
+        have = (
+            list(tree) if isinstance(tree, dict) else list(range(len(tree) if isinstance(tree, tuple) else 0))
+        )
+        if set(have) != set(parts):
+            kind = type(tree).__name__
+            yield f"{name} must have the entries {list(parts)} as its space says, it is {kind} {have}"
+            return
+        for key, part in parts.items():
+            yield from _of_tree(part, tree[key], f"{name}[{key!r}]", rows)
+    elif tree.shape != space.shape or tree.dtype != space.dtype:
+        yield f"{name} must be {space.dtype} {space.shape} as its space says, it is {tree.dtype} {tree.shape}"
+    else:
+        low, high = _bounds(space)
+        inside = ((tree >= low) & (tree <= high)).reshape(len(tree), -1).all(1)
+        if not (inside if rows is None else inside | ~rows).all():
+            yield f"{name} has values outside its space {space}"
+
+
+def _bounds(space: spaces.Space[Any]) -> tuple[Any, Any]:
+    """Lowest and highest values of a batched leaf (one MultiBinary is batched to a Box)."""
+    if isinstance(space, spaces.MultiDiscrete):
+        return space.start, space.start + space.nvec - 1
+    assert isinstance(space, spaces.Box)
+    return space.low, space.high
+
+
+def _of_ownership(record: Record) -> Iterator[str]:
+    changed: dict[str, int] = {}
+    for name, returned, copy in record.kept:
+        if not same(map_tree(copied, returned), copy):
+            changed[name] = changed.get(name, 0) + 1
+    for name, times in changed.items():
+        yield f"{name} changed after it was returned ({times} times): the env writes into the same memory"
+
+
+def _of_rows_after_the_end(record: Record) -> Iterator[str]:
+    if record.mode != AutoresetMode.NEXT_STEP:
+        return
+    ended = record.ended()
+    for name, column in (("pays a reward", record.reward), ("ends an episode", list(ended))):
+        bad = ended[:-1] & (np.stack(column)[1:] != 0)
+        if bad.any():
+            k, i = np.argwhere(bad)[0]
+            yield (
+                f"step {k + 1} {name} in row {i}, whose episode had ended in step {k}: under NEXT_STEP that "
+                f"step only resets the row ({int(bad.sum())} times)"
+            )
+
+
+def _of_final_observations(record: Record) -> Iterator[str]:
+    ended = record.ended()
+    shown = np.array([final is not None for final in record.final])
+    if not shown[ended.any(1)].any():
+        return
+    if not shown.all():
+        yield f"info['final_obs'] is in {shown.sum()} of {len(shown)} steps: it must be in all or in none"
+        return
+    rows = np.argwhere(ended)
+    if len(rows) > 2 and all(same(row(record.final[k], i), row(record.obs[k + 1], i)) for k, i in rows):
+        yield (
+            f"info['final_obs'] equals the returned observation in all {len(rows)} ended rows: it is the "
+            "first one of the next episode, and the last one of the ended episode is lost"
+        )
+
+
+def _of_reproduction(record: Record, again: Record) -> Iterator[str]:
+    if not record.seeded:
+        return
+    for name in ("obs", "reward", "terminated", "truncated"):
+        pairs = zip(getattr(record, name), getattr(again, name), strict=True)
+        different = [k for k, (one, other) in enumerate(pairs) if not same(one, other)]
+        if different:
+            yield f"two runs from one seed with the same actions differ in {name} (first at {different[0]})"
+            return
+
+
+def _of_masked_reset(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
+    stream = find_stream(env)
+    if env.num_envs < 2 or stream is None or not stream.capabilities.partial_reset:
+        return
+    mask = np.arange(env.num_envs) == 0
+    options = {"reset_mask": mask}
+    env.reset()
+    before = map_tree(copied, env.step(env.action_space.sample())[0])
+    after = map_tree(copied, env.reset(options=options)[0])
+    if list(options) != ["reset_mask"] or list(np.flatnonzero(mask)) != [0]:
+        yield "reset changed the options it was given"
+    if not same(map_tree(lambda leaf: leaf[1:], before), map_tree(lambda leaf: leaf[1:], after)):
+        yield "reset(options={'reset_mask': ...}) changed the observations of rows outside the mask"
+
+
+def _of_action_count(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
+    env.reset()
+    try:
+        env.step(batch_space(env.single_action_space, env.num_envs + 1).sample())
+    except Exception:  # any exception will do: the alternative is a silent step, or an abort in C++
+        return
+    yield f"step accepted {env.num_envs + 1} actions for {env.num_envs} envs without an exception"
