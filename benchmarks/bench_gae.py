@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 
 from flatroll import estimators
-from flatroll.benchmarks.live_bytes import peak_of
-from flatroll.benchmarks.timing import Timing, table, take_turns, waited
+from flatroll.benchmarks.measure.live_bytes import peak_of
+from flatroll.benchmarks.measure.timing import Timing, table, take_turns, waited
 
 ROWS = 1_000_000
 GPU_ROWS = 10_000_000

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Independent, Normal
 
 from flatroll import estimators
-from flatroll.benchmarks.timing import table, take_turns
+from flatroll.benchmarks.measure.timing import table, take_turns
 
 ROWS = 256
 Step = Callable[[], object]

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.benchmarks.bench_slices import rows_of
-from flatroll.benchmarks.timing import table
+from flatroll.benchmarks.measure.timing import table
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 
 ENVS, STEPS, EPISODE = 64, 16, 1000

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.benchmarks.bench_slices import LENGTH, SLICES, micros, rows_of, stream
-from flatroll.benchmarks.timing import Timing, ratio, table, take_turns
+from flatroll.benchmarks.measure.timing import Timing, ratio, table, take_turns
 from flatroll.buffers import (
     LazyTensorStorage,
     PrioritizedSampler,

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from flatroll.benchmarks import learning_peers
-from flatroll.benchmarks.timing import table
+from flatroll.benchmarks.measure.timing import table
 from flatroll.examples import ppo, recurrent_dqn, sac
 
 Outcome = dict[str, float]

@@ -1,0 +1,1 @@
+"""Clocks, memory counters and tables that the benchmarks share."""

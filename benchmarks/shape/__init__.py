@@ -1,0 +1,1 @@
+"""The shape of the code in numbers: hops, import chains, sizes, comments."""
