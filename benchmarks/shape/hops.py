@@ -68,12 +68,13 @@ def marked_env() -> gym.vector.VectorEnv[Any, Any, Any]:
 
 def make_calls() -> dict[str, Callable[[], object]]:
     """The calls that are counted, by name; each can be made again and again."""
-    actor = ProbabilisticTensorDictSequential(
+    parts: list[Any] = [
         TensorDictModule(nn.Linear(4, 2), ["observation"], ["logits"]),
         ProbabilisticTensorDictModule(
             ["logits"], ["action"], distribution_class=torch.distributions.Categorical, return_log_prob=True
         ),
-    )
+    ]
+    actor = ProbabilisticTensorDictSequential(*parts)
     critic = TensorDictModule(nn.Linear(4, 1), ["observation"], ["state_value"])
     gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
     loss = ClipPPOLoss(actor, critic)

@@ -1,0 +1,115 @@
+"""The import graph: which file of the rooms imports which, and what follows from it: arrows, chains, circles.
+
+An import counts wherever it stands, in a function or under ``TYPE_CHECKING``, too. A name that a room's ``__init__``
+only passes on counts as imported from the file that defines it.
+"""
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+PACKAGE = "flatroll"
+ROOMS = ("layout", "kernels", "wrappers", "rollouts", "buffers", "modules", "estimators")
+ROOT = Path(__file__).resolve().parents[2]
+
+Graph = Mapping[str, set[str]]  # file -> the files that it imports, as dotted names without the package's
+
+
+def files_of(room: str, root: Path = ROOT) -> Iterator[Path]:
+    """The Python files of a room, sub-rooms included."""
+    yield from sorted((root / room).rglob("*.py"))
+
+
+def dotted(file: Path, root: Path = ROOT) -> str:
+    """``buffers/index/ring.py`` as ``"buffers.index.ring"``; an ``__init__.py`` as its folder."""
+    parts = file.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_names(node: ast.AST) -> list[str]:
+    """The full names that an import statement makes available, ``from a import b`` as ``a.b``."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module is not None:
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def import_graph(root: Path = ROOT) -> dict[str, set[str]]:
+    """Which file imports which, over all rooms; ``__init__`` files are looked through."""
+    trees = {
+        dotted(file, root): ast.parse(file.read_text()) for room in ROOMS for file in files_of(room, root)
+    }
+    passed_on = {  # what each file offers under its own name though another defines it
+        f"{file}.{alias.asname or alias.name}": f"{node.module}.{alias.name}".removeprefix(f"{PACKAGE}.")
+        for file, tree in trees.items()
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(f"{PACKAGE}.")
+        for alias in node.names
+    }
+
+    def definer(name: str) -> str | None:
+        """The file that defines a dotted name, None if it is not of the rooms."""
+        while name in passed_on and name not in trees:
+            name = passed_on[name]
+        while name and name not in trees:
+            name = name.rpartition(".")[0]
+        return name or None
+
+    folders = {file.rpartition(".")[0] for file in trees}
+    graph: dict[str, set[str]] = {}
+    for file, tree in trees.items():
+        if file in folders:  # an __init__ only passes names on
+            continue
+        names = [name for node in ast.walk(tree) for name in imported_names(node)]
+        targets = {definer(n.removeprefix(f"{PACKAGE}.")) for n in names if n.startswith(f"{PACKAGE}.")}
+        graph[file] = {target for target in targets if target is not None} - {file} - folders
+    return graph
+
+
+def longest_chain(graph: Graph) -> list[str]:
+    """The longest chain of files each of which imports the next; arrows that close a circle are left out."""
+    closing = {(circle[-2], circle[-1]) for circle in circles(graph)}
+
+    @cache
+    def chain(file: str) -> tuple[str, ...]:
+        return (file, *longest(target for target in graph[file] if (file, target) not in closing))
+
+    def longest(files: Iterable[str]) -> tuple[str, ...]:
+        best: tuple[str, ...] = ()
+        for file in sorted(files):
+            best = max(best, chain(file), key=len)
+        return best
+
+    return list(longest(graph))
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """Circles in the graph, one for each arrow that closes one on a walk depth first."""
+    found: list[list[str]] = []
+    done: set[str] = set()
+
+    def walk(file: str, path: list[str]) -> None:
+        if file in path:
+            found.append([*path[path.index(file) :], file])
+        elif file not in done:
+            for target in sorted(graph.get(file, ())):
+                walk(target, [*path, file])
+            done.add(file)
+
+    for file in sorted(graph):
+        walk(file, [])
+    return found
+
+
+def grouped(graph: Graph, depth: int) -> dict[str, set[str]]:
+    """The graph between folders: ``depth`` 1 for rooms, 2 for sub-rooms (a file beside them stands for itself)."""
+
+    def folder(file: str) -> str:
+        return ".".join(file.split(".")[:depth])
+
+    arrows: dict[str, set[str]] = {}
+    for file, targets in graph.items():
+        arrows.setdefault(folder(file), set()).update(map(folder, targets))
+    return {name: targets - {name} for name, targets in arrows.items()}

@@ -1,0 +1,90 @@
+"""Sizes: lines, functions and comments of each room, its longest file and function, its widest folder.
+
+``python -m flatroll.benchmarks.shape.sizes [CHECKOUT]`` prints the table for this checkout or for another.
+"""
+
+import ast
+import io
+import sys
+import tokenize
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from flatroll.benchmarks.measure.timing import table
+from flatroll.benchmarks.shape.imports import ROOMS, ROOT, files_of, import_graph, longest_chain
+
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+LAYOUT_TOKENS = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What one file holds, in lines; ``longest_function`` without its docstring."""
+
+    lines: int
+    code: int
+    comments: int
+    functions: int
+    longest_function: int
+
+
+def docstring_lines(node: ast.AST) -> set[int]:
+    """The line numbers of a node's own docstring."""
+    if not isinstance(node, DOCUMENTED) or ast.get_docstring(node) is None:
+        return set()
+    text = node.body[0]
+    return set(range(text.lineno, (text.end_lineno or text.lineno) + 1))
+
+
+def sizes_of(file: Path) -> Sizes:
+    """Count one file."""
+    source = file.read_text()
+    nodes = list(ast.walk(ast.parse(source)))
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    code: set[int] = set()
+    comments: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            comments.add(token.start[0])
+        elif token.type not in LAYOUT_TOKENS:
+            code.update(range(token.start[0], token.end[0] + 1))
+    code -= {line for node in nodes for line in docstring_lines(node)}
+    lengths = [(f.end_lineno or f.lineno) - f.lineno + 1 - len(docstring_lines(f)) for f in functions]
+    return Sizes(source.count("\n"), len(code), len(comments), len(functions), max(lengths, default=0))
+
+
+def folder_sizes(root: Path = ROOT) -> Counter[str]:
+    """How many Python files stand in each folder of the rooms."""
+    return Counter(str(file.parent.relative_to(root)) for room in ROOMS for file in files_of(room, root))
+
+
+def main(root: Path = ROOT) -> None:
+    """Print the table of the rooms and the longest import chain."""
+    rows = []
+    everything: list[Sizes] = []
+    folders = folder_sizes(root)
+    for room in (*ROOMS, "all"):
+        files = everything if room == "all" else [sizes_of(file) for file in files_of(room, root)]
+        everything = files if room == "all" else everything + files
+        lines, code = sum(f.lines for f in files), sum(f.code for f in files)
+        rows.append(
+            [
+                room,
+                str(len(files)),
+                str(max(n for name, n in folders.items() if room in ("all", name.split("/")[0]))),
+                str(lines),
+                f"{1000 * sum(f.functions for f in files) / lines:.0f}",
+                f"{100 * sum(f.comments for f in files) / code:.1f}",
+                str(max(f.lines for f in files)),
+                str(max(f.longest_function for f in files)),
+            ]
+        )
+    per = ["functions per 1,000 lines", "comments per 100 lines of code", "longest file", "longest function"]
+    print(table(["room", "files", "in the widest folder", "lines", *per], rows))
+    chain = longest_chain(import_graph(root))
+    print(f"\nLongest import chain, {len(chain)} files: {' > '.join(chain)}")
+
+
+if __name__ == "__main__":
+    main(*(Path(word).resolve() for word in sys.argv[1:]))
