@@ -88,6 +88,13 @@ def test_the_exports_of_a_room_resolve(room: str) -> None:
     assert not [name for name in module.__all__ if not hasattr(module, name)]
 
 
+def test_every_public_name_that_there_ever_was_can_still_be_imported() -> None:
+    """A name leaves ``public_names.txt`` only with a release that says so."""
+    names = Path(__file__).with_name("public_names.txt").read_text().split()
+    places = [(name, *name.rsplit(".", 1)) for name in names]
+    assert not [name for name, place, last in places if not hasattr(importlib.import_module(place), last)]
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_the_exports_of_a_room_are_documented(room: str) -> None:
     module = importlib.import_module(f"flatroll.{room}")

@@ -1,10 +1,21 @@
 """The rooms stand in one order and import only what lies below them."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from flatroll.benchmarks.shape.imports import (
+    circles,
+    files_of,
+    grouped,
+    import_graph,
+    imported_names,
+    longest_chain,
+)
+from flatroll.benchmarks.shape.sizes import sizes_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,18 +31,12 @@ ARROWS: dict[str, set[str]] = {
 }
 
 
+WIDEST_FOLDER, LONGEST_FILE, LONGEST_FUNCTION, LONGEST_CHAIN = 15, 500, 70, 8
+
+
 def modules_of(room: str) -> Iterator[tuple[Path, ast.Module]]:
-    for path in sorted((ROOT / room).rglob("*.py")):
+    for path in files_of(room):
         yield path, ast.parse(path.read_text(), filename=str(path))
-
-
-def imported_names(node: ast.AST) -> list[str]:
-    """The full names that an import statement makes available, ``from a import b`` as ``a.b``."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom) and node.module is not None:
-        return [f"{node.module}.{alias.name}" for alias in node.names]
-    return []
 
 
 def place(path: Path, node: ast.AST) -> str:
@@ -98,6 +103,65 @@ def test_a_room_reads_no_environment_variable(room: str) -> None:
         if reads_environment(node)
     ]
     assert not found
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4], ids=["rooms", "sub-rooms", "files"])
+def test_arrows_go_one_way(depth: int) -> None:
+    """Between rooms, between the sub-rooms of a room and the files beside them, and between files."""
+    assert circles(grouped(import_graph(), depth)) == []
+
+
+def test_import_chains_are_short() -> None:
+    chain = longest_chain(import_graph())
+    assert len(chain) <= LONGEST_CHAIN, " > ".join(chain)
+
+
+@pytest.mark.parametrize("folder", [*ARROWS, "benchmarks", "examples", "tests"])
+def test_folders_are_small(folder: str) -> None:
+    counts = Counter(str(path.parent.relative_to(ROOT)) for path in (ROOT / folder).rglob("*.py"))
+    assert {name: count for name, count in counts.items() if count > WIDEST_FOLDER} == {}
+
+
+@pytest.mark.parametrize("room", ARROWS)
+def test_files_and_functions_are_short(room: str) -> None:
+    sizes = {str(path.relative_to(ROOT)): sizes_of(path) for path in files_of(room)}
+    assert {name: size.lines for name, size in sizes.items() if size.lines > LONGEST_FILE} == {}
+    longest = {name: size.longest_function for name, size in sizes.items()}
+    assert {name: lines for name, lines in longest.items() if lines > LONGEST_FUNCTION} == {}
+
+
+@pytest.mark.parametrize(
+    ("graph", "chain", "circle"),
+    [
+        ({"a": {"b"}, "b": {"c"}, "c": set()}, ["a", "b", "c"], []),
+        ({"a": {"b", "c"}, "b": {"c"}, "c": set()}, ["a", "b", "c"], []),
+        ({"a": {"b"}, "b": {"a"}}, ["a", "b"], [["a", "b", "a"]]),
+        ({"a": {"a"}}, ["a"], [["a", "a"]]),
+    ],
+)
+def test_chains_and_circles_are_found(
+    graph: dict[str, set[str]], chain: list[str], circle: list[list[str]]
+) -> None:
+    assert longest_chain(graph) == chain
+    assert circles(graph) == circle
+
+
+def test_the_import_graph_looks_through_what_rooms_pass_on(tmp_path: Path) -> None:
+    sources = {
+        "layout/__init__.py": "from flatroll.layout.keys import KEY",
+        "layout/keys.py": "KEY = 'key'",
+        "layout/parts/__init__.py": "",
+        "layout/parts/one.py": "from flatroll.layout import KEY",
+        "kernels/scan.py": "def late():\n    from flatroll.layout.parts import one",
+    }
+    for name, source in sources.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(source)
+    assert import_graph(tmp_path) == {
+        "layout.keys": set(),
+        "layout.parts.one": {"layout.keys"},
+        "kernels.scan": {"layout.parts.one"},
+    }
 
 
 def test_the_arrows_form_no_cycle() -> None:

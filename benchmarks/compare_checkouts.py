@@ -1,0 +1,249 @@
+"""Two checkouts of the library against each other: ``python -m flatroll.benchmarks.compare_checkouts OTHER [CASE]``.
+
+One process per checkout holds every case ready; they take turns, and the ratio is taken turn by turn. Times are
+the processor time of one thread, so what other programs take of the core does not count. Cases use public names
+only: this file is run as it is with either checkout on the path.
+"""
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import gymnasium as gym
+import torch
+from tensordict import TensorDict
+from tensordict.nn import (
+    NormalParamExtractor,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictSequential,
+)
+from torch import nn
+from torch.distributions import Categorical, Normal
+
+from flatroll.buffers import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SliceSampler,
+)
+from flatroll.estimators import GAE, ClipPPOLoss, DQNLoss, SACLoss, TDLambdaEstimator, VTrace
+from flatroll.modules import GRUModule, LSTMModule, set_recurrent_mode
+from flatroll.rollouts import Collector
+from flatroll.wrappers import InitTracker, StepCounter, TrajId
+
+SECONDS = 0.15  # that a turn of a case takes
+TURNS = 25
+SOURCE = Path(__file__).resolve()
+CAPACITY = 100_000
+ENTRY_POINT: Any = "vector_entry_point"
+
+Case: TypeAlias = tuple[str, Callable[[], object]]
+
+
+def rows(count: int) -> TensorDict:
+    """Rows of runs of 50 on average, as a collector lays them."""
+    done = torch.rand(count, 1) < 0.02
+    start = torch.cat([torch.ones(1, 1, dtype=torch.bool), done[:-1]])
+    observation = torch.randn(count, 4)
+    # Inside a run the next row's observation is the next observation: a compact storage relies on it.
+    next_observation = torch.where(done, torch.randn(count, 4), observation.roll(-1, 0))
+    flags = {"terminated": done, "truncated": torch.zeros_like(done), "done": done}
+    entries: dict[str, Any] = {
+        "observation": observation,
+        "action": torch.randint(2, (count,)),
+        "is_init": start,
+        "next": {"observation": next_observation, "reward": torch.randn(count, 1), **flags},
+        "collector": {"traj_ids": start.flatten().cumsum(0)},
+    }
+    return TensorDict(entries, [count])
+
+
+def network(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, outputs))
+
+
+def policy(last: nn.Module, keys: list[str], distribution: type) -> ProbabilisticTensorDictSequential:
+    """A stochastic policy whose network writes the distribution's arguments."""
+    sample = ProbabilisticTensorDictModule(
+        keys, ["action"], distribution_class=distribution, return_log_prob=True
+    )
+    parts: list[Any] = [TensorDictModule(last, ["observation"], keys), sample]
+    return ProbabilisticTensorDictSequential(*parts)
+
+
+def estimator_cases() -> Iterator[Case]:
+    critic = TensorDictModule(nn.Linear(4, 1), ["observation"], ["state_value"])
+    actor = policy(network(4, 2), ["logits"], Categorical)
+    settings: dict[str, Any] = {"gamma": 0.99, "value_network": critic}
+    estimators = {
+        "GAE": GAE(lmbda=0.95, **settings),
+        "GAE shifted": GAE(lmbda=0.95, shifted=True, **settings),
+        "TD(lambda)": TDLambdaEstimator(lmbda=0.95, **settings),
+        "V-trace": VTrace(actor_network=actor, **settings),
+    }
+    for count in (256, 10_000, 200_000):
+        with torch.no_grad():
+            batch = actor(rows(count))
+        for name, estimator in estimators.items():
+            yield f"{name} {count:,}", lambda estimator=estimator, batch=batch: estimator(batch.copy())
+
+
+def loss_cases() -> Iterator[Case]:
+    """Forward and backward on 256 rows."""
+    critic = TensorDictModule(nn.Linear(4, 1), ["observation"], ["state_value"])
+    actor = policy(network(4, 2), ["logits"], Categorical)
+    values = TensorDictSequential(
+        TensorDictModule(network(4, 2), ["observation"], ["action_value"]),
+        TensorDictModule(lambda q: q.argmax(-1), ["action_value"], ["action"]),
+    )
+    normal = policy(nn.Sequential(network(4, 4), NormalParamExtractor()), ["loc", "scale"], Normal)
+    with torch.no_grad():
+        acted = GAE(gamma=0.99, lmbda=0.95, value_network=critic)(actor(rows(256)))
+    moved = rows(256).set("action", torch.randn(256, 2))
+
+    def both_ways(loss: nn.Module, batch: TensorDict) -> None:
+        losses = loss(batch.copy())
+        sum(value for key, value in losses.items() if key.startswith("loss")).backward()
+
+    yield "PPO", partial(both_ways, ClipPPOLoss(actor, critic), acted)
+    yield "DQN", partial(both_ways, DQNLoss(values), rows(256))
+    qvalue = TensorDictModule(QValue(), ["observation", "action"], ["state_action_value"])
+    yield "SAC", partial(both_ways, SACLoss(normal, qvalue, target_entropy=-2.0), moved)
+
+
+class QValue(nn.Module):
+    """The value of an observation and an action."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network(6, 1)
+
+    def forward(self, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        """Values ``[N, 1]``."""
+        value: torch.Tensor = self.network(torch.cat([observation, action], -1))
+        return value
+
+
+def filled(sampler: Any, batch_size: int, compact_obs: bool = False) -> ReplayBuffer:
+    """A full buffer."""
+    storage = LazyTensorStorage(CAPACITY, compact_obs=compact_obs)
+    buffer = ReplayBuffer(storage=storage, sampler=sampler, batch_size=batch_size)
+    for _ in range(25):
+        buffer.extend(rows(4096))
+    return buffer
+
+
+def buffer_cases() -> Iterator[Case]:
+    for name, compact in (("", False), (", compact", True)):
+        for count in (64, 4096):
+            buffer = filled(SliceSampler(slice_len=32), 2048, compact)
+            yield f"extend {count:,}{name}", partial(buffer.extend, rows(count))
+        yield f"sample slices 2,048{name}", filled(SliceSampler(slice_len=32), 2048, compact).sample
+        yield f"sample rows 256{name}", filled(RandomSampler(), 256, compact).sample
+    yield "sample priorities 256", filled(PrioritizedSampler(CAPACITY, alpha=0.6, beta=0.4), 256).sample
+
+
+def recurrent_cases() -> Iterator[Case]:
+    """Forward and backward over the runs of 2,048 rows."""
+    batch = rows(2048)
+
+    def both_ways(module: Any) -> None:
+        with set_recurrent_mode(True):
+            module(batch.copy())["features"].sum().backward()
+
+    yield "GRU 2,048", partial(both_ways, GRUModule(4, 64, in_key="observation", out_key="features"))
+    yield "LSTM 2,048", partial(both_ways, LSTMModule(4, 64, in_key="observation", out_key="features"))
+
+
+def collector_cases() -> Iterator[Case]:
+    """A batch of 16 vector steps with all three markers."""
+    for envs in (1, 64, 1024):
+        env = InitTracker(
+            StepCounter(TrajId(gym.make_vec("CartPole-v1", envs, vectorization_mode=ENTRY_POINT)))
+        )
+        chooser = TensorDictModule(lambda x: (x[..., 2] > 0).long(), ["observation"], ["action"])
+        batches = iter(Collector(env, chooser, frames_per_batch=16 * envs, total_frames=1 << 40))
+        yield f"collect 16 x {envs:,}", partial(next, batches)
+
+
+def make_cases() -> dict[str, Callable[[], object]]:
+    """The calls that are timed, by name."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    kinds = (estimator_cases, loss_cases, buffer_cases, recurrent_cases, collector_cases)
+    return {name: call for cases in kinds for name, call in cases()}
+
+
+def serve() -> None:
+    """The worker: print the names of the cases, then for each line with a name and a count print its seconds."""
+    cases = make_cases()
+    print("\t".join(cases), flush=True)
+    for line in sys.stdin:
+        name, count = line.rstrip("\n").split("\t")
+        start = time.thread_time()
+        for _ in range(int(count)):
+            cases[name]()
+        print(time.thread_time() - start, flush=True)
+
+
+class Worker:
+    """A process that runs the cases with one checkout on its path."""
+
+    def __init__(self, checkout: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(SOURCE), "--serve"],
+            env={"PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.names = self._line().split("\t")
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the worker ended with exit code {self.process.wait()}")
+        return line.rstrip("\n")
+
+    def seconds(self, name: str, count: int) -> float:
+        """The processor time of so many calls."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{name}\t{count}\n")
+        self.process.stdin.flush()
+        return float(self._line())
+
+
+def main(other: Path, wanted: list[str]) -> None:
+    """Print a row per case: both times, and this checkout's over the other's."""
+    ours, theirs = Worker(SOURCE.parents[1]), Worker(other)
+    print("| case | before, us | after, us | after / before |\n|---|---|---|---|")
+    for name in ours.names:
+        if wanted and not any(word in name for word in wanted):
+            continue
+        for worker in (ours, theirs):
+            worker.seconds(name, 3)
+        count = max(1, round(SECONDS / (ours.seconds(name, 3) / 3)))
+        pairs = []
+        for turn in range(TURNS):
+            order = (ours, theirs) if turn % 2 else (theirs, ours)
+            timed = {worker: worker.seconds(name, count) / count for worker in order}
+            pairs.append((timed[theirs], timed[ours]))
+        before, after = (1e6 * statistics.median(times) for times in zip(*pairs, strict=True))
+        share = statistics.median(b / a for a, b in pairs)
+        print(f"| {name} | {before:,.1f} | {after:,.1f} | {share:.3f} |", flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--serve"]:
+        serve()
+    else:
+        main(Path(sys.argv[1]).resolve(), sys.argv[2:])

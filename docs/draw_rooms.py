@@ -1,0 +1,96 @@
+"""Draws the rooms of the library and who imports whom, from the imports: ``python docs/draw_rooms.py``."""
+
+import textwrap
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from flatroll.benchmarks.shape.imports import Graph, grouped, import_graph
+
+PICTURE = Path(__file__).parent / "img" / "rooms.png"
+WIDTH, GAP, ROW_GAP, LINE = 4.6, 0.5, 1.1, 0.21  # a card, between cards, between their rows, a line of text
+COLOURS = {
+    "layout": "#E8E8E8",
+    "kernels": "#E8E8E8",
+    "wrappers": "#CFE4F3",
+    "rollouts": "#A9D0EA",
+    "buffers": "#FCE3B6",
+    "modules": "#CDEBDD",
+    "estimators": "#9FDCC0",
+}
+
+
+def levels(graph: Graph) -> dict[str, int]:
+    """How many arrows the longest way down from each node has; 0 for what imports nothing."""
+    found: dict[str, int] = {}
+
+    def level(name: str) -> int:
+        if name not in found:
+            found[name] = 1 + max((level(target) for target in graph.get(name, ())), default=-1)
+        return found[name]
+
+    for name in graph:
+        level(name)
+    return found
+
+
+def card_lines(room: str, graph: Graph) -> list[tuple[str, bool]]:
+    """The text of a room's card, sub-rooms before what they import; True for the name of a sub-room."""
+    files = sorted(file for file in graph if file.startswith(f"{room}."))
+    by_folder: dict[str, list[str]] = {}
+    for file in files:
+        *_, folder, name = file.split(".")
+        by_folder.setdefault(folder if file.count(".") > 1 else "", []).append(name)
+    level = levels(grouped({file: graph[file] for file in files}, 2))
+    order = sorted((name for name in by_folder if name), key=lambda name: (-level[f"{room}.{name}"], name))
+    lines: list[tuple[str, bool]] = []
+    for folder in ["", *order] if "" in by_folder else order:
+        if folder:
+            lines.append((f"{folder}/", True))
+        lines += [(line, False) for line in textwrap.wrap(", ".join(by_folder[folder]), 52)]
+    return lines
+
+
+def draw(axes: Axes, graph: Graph) -> None:
+    """Cards in rows, each room above the rooms that it imports, and an arrow for each import between rooms."""
+    rooms = grouped(graph, 1)
+    level = levels(rooms)
+    rows = [[room for room in COLOURS if level[room] == row] for row in range(max(level.values()) + 1)]
+    columns = max(map(len, rows))
+    floor = 0.0
+    corners: dict[str, tuple[float, float, float]] = {}  # left edge, lower edge, height
+    for row in rows:
+        heights = {room: LINE * (len(card_lines(room, graph)) + 2.4) for room in row}
+        indent = (columns - len(row)) * (WIDTH + GAP) / 2
+        for i, (room, height) in enumerate(heights.items()):
+            corners[room] = (indent + i * (WIDTH + GAP), floor, height)
+        floor += max(heights.values()) + ROW_GAP
+
+    for room, (left, low, height) in corners.items():
+        axes.add_patch(Rectangle((left, low), WIDTH, height, facecolor=COLOURS[room], edgecolor="0.4"))
+        top = low + height - 1.3 * LINE
+        axes.text(left + 0.12, top, f"flatroll.{room}", weight="bold", size=11)
+        for i, (line, bold) in enumerate(card_lines(room, graph), 1):
+            weight = "bold" if bold else "normal"
+            axes.text(left + (0.12 if bold else 0.3), top - i * LINE, line, size=7.5, weight=weight)
+        for j, below in enumerate(sorted(rooms[room])):
+            start = (left + WIDTH * (j + 1) / (len(rooms[room]) + 1), low)
+            middle = corners[below][0] + WIDTH / 2
+            end = (middle + 0.25 * (start[0] - middle), corners[below][1] + corners[below][2])
+            axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": "0.35", "shrinkB": 1})
+    axes.set(xlim=(-0.1, columns * (WIDTH + GAP) - GAP + 0.1), ylim=(-0.1, floor - ROW_GAP + 0.1))
+    axes.set_aspect("equal")
+    axes.axis("off")
+
+
+def main() -> None:
+    """Save the picture under docs/img."""
+    figure = Figure(figsize=(15, 12), layout="constrained")
+    draw(figure.add_subplot(), import_graph())
+    figure.savefig(PICTURE, dpi=100, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    main()
