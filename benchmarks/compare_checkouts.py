@@ -159,8 +159,14 @@ def recurrent_cases() -> Iterator[Case]:
         with set_recurrent_mode(True):
             module(batch.copy())["features"].sum().backward()
 
-    yield "GRU 2,048", partial(both_ways, GRUModule(4, 64, in_key="observation", out_key="features"))
-    yield "LSTM 2,048", partial(both_ways, LSTMModule(4, 64, in_key="observation", out_key="features"))
+    yield (
+        "GRU 2,048",
+        partial(both_ways, GRUModule(4, 64, in_key="observation", out_key="features", state="zero")),
+    )
+    yield (
+        "LSTM 2,048",
+        partial(both_ways, LSTMModule(4, 64, in_key="observation", out_key="features", state="zero")),
+    )
 
 
 def collector_cases() -> Iterator[Case]:
