@@ -22,7 +22,7 @@ from flatroll.layout.keys import (
     NestedKey,
     flat_column,
     marker,
-    require,
+    missing_marker,
 )
 
 N = TypeVar("N", bound=nn.Module)
@@ -93,6 +93,7 @@ class LossModule(TensorDictModuleBase):
         self.reduction: Reduction = reduction
         self.burn_in = whole_number("burn_in", burn_in, 0)
         self._warn_once = WarnOnce()
+        self.in_keys, self.out_keys = [], []  # a subclass may name what it reads and writes
         self.tensor_keys: dict[str, NestedKey] = dict(self.default_keys)
 
     def set_keys(self, **keys: NestedKey | None) -> None:
@@ -149,8 +150,12 @@ class LossModule(TensorDictModuleBase):
         Raises:
             KeyError: it is missing; the text names what writes it.
         """
-        default = self.default_keys[name]
-        return require(inputs.batch, self.key(name), under_next(default) if name in _UNDER_NEXT else default)
+        value: Tensor | None = inputs.batch.get(self.key(name), None)
+        if value is None:
+            default = self.default_keys[name]
+            default = under_next(default) if name in _UNDER_NEXT else default
+            raise missing_marker(self.key(name), inputs.batch.keys(True, True), default)
+        return value
 
     def column(self, inputs: LossInputs, name: str) -> Tensor:
         """The same entry, of shape ``[*B]`` or ``[*B, 1]``, as ``[*B]`` with 0 in rows that do not count."""
