@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 import torch
@@ -11,21 +12,16 @@ from torch.nn import functional as F
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 Distance: TypeAlias = Literal["l1", "l2", "smooth_l1"]
 
-_DISTANCES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
+DISTANCES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
 #: Smallest deviation that a column is divided by: one that is almost constant is not blown up to noise.
 _LEAST_DEVIATION = 1e-4
 
 
-def one_of(name: str, choice: str, choices: tuple[str, ...]) -> None:
+def one_of(name: str, choice: str, choices: Iterable[str]) -> None:
     """Raise ValueError unless ``choice`` is one of ``choices``."""
     if choice not in choices:
         *most, last = map(repr, choices)
         raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {choice!r}")
-
-
-def check_distance(name: str, kind: str) -> None:
-    """Raise ValueError unless :func:`distance` knows ``kind``."""
-    one_of(name, kind, tuple(_DISTANCES))
 
 
 def distance(value: Tensor, target: Tensor, kind: Distance) -> Tensor:
@@ -34,7 +30,7 @@ def distance(value: Tensor, target: Tensor, kind: Distance) -> Tensor:
     >>> distance(torch.tensor([0.5, 3.0]), torch.zeros(2), "smooth_l1")
     tensor([0.1250, 2.5000])
     """
-    return _DISTANCES[kind](value, target, reduction="none")
+    return DISTANCES[kind](value, target, reduction="none")
 
 
 def mask_and(mask: Tensor | None, other: Tensor | None) -> Tensor | None:

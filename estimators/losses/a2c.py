@@ -17,15 +17,12 @@ class A2CLoss(PolicyGradientLoss):
     Writes ``loss_objective``, ``loss_critic``, ``loss_entropy``, and detached ``entropy``,
     ``explained_variance``.
 
-    Raises:
-        TypeError: the actor has no ``get_dist``, or the critic is no tensordict module.
-        ValueError: an unknown ``loss_critic_type`` or ``reduction``, or an action of the wrong shape.
+    Raises what :class:`~flatroll.estimators.PolicyGradientLoss` raises.
 
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
-        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
-        >>> from tensordict.nn import TensorDictModule
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
         >>> from torch.distributions import Categorical
         >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["logits"])
         >>> head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flatroll.estimators.functional.td import td0_return_estimate, td_lambda_return_estimate
 from flatroll.estimators.functional.time_columns import unit_interval
 from flatroll.estimators.losses.base import LossInputs, LossModule
-from flatroll.estimators.masked import Distance, Reduction, check_distance, mask_and, on_host, reduced
+from flatroll.estimators.masked import DISTANCES, Distance, Reduction, mask_and, on_host, one_of, reduced
 from flatroll.estimators.values.base import ValueEstimator
 from flatroll.estimators.values.by_name import ValueEstimators, name_of
 from flatroll.estimators.values.next_observations import usable
@@ -90,7 +90,7 @@ class OffPolicyLoss(LossModule):
     ) -> None:
         super().__init__(reduction=reduction, burn_in=burn_in)
         self.tensor_keys[self.value_name] = self.value_name
-        check_distance("loss_function", loss_function)
+        one_of("loss_function", loss_function, DISTANCES)
         if use_prioritized_weights not in (True, False, "auto"):
             raise ValueError(
                 f"use_prioritized_weights must be True, False or 'auto', got {use_prioritized_weights!r}"

@@ -27,18 +27,14 @@ class DQNLoss(OffPolicyLoss):
     Args:
         value_network: tensordict module that writes ``"action_value"`` ``[*B, A]``; or a plain module from
             ``"observation"`` to it.
-        loss_function: ``"l2"`` (default), ``"l1"`` or ``"smooth_l1"``.
+        loss_function, use_prioritized_weights, burn_in, reduction: see :class:`~flatroll.estimators.OffPolicyLoss`.
+            Default: ``"l2"``, ``"auto"``, 0, ``"mean"``.
         delay_value: whether targets come from a copy, ``target_value_network``, that only moves when
             :class:`~flatroll.estimators.SoftUpdate` or :class:`~flatroll.estimators.HardUpdate` moves it.
             Default: True.
         double_dqn: the network chooses the next action, the copy says its value. Default: False.
         action_space: ``"categorical"`` (integers ``[*B]``) or ``"one-hot"`` (``[*B, A]``). Default: what the
             shape of the action says.
-        use_prioritized_weights: whether ``"priority_weight"`` of the batch weights the rows; ``"auto"``
-            (default): if it is there.
-        burn_in: rows at the beginning of each slice that count nowhere in the loss, and through which no gradient
-            flows. Default: 0.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``. Default: ``"mean"``.
 
     ``make_value_estimator(gamma=0.99)`` sets the discount. N-step rows are used as they are.
 
@@ -50,8 +46,6 @@ class DQNLoss(OffPolicyLoss):
         ValueError: ``double_dqn`` without ``delay_value``, an unknown choice, or shapes that do not match.
 
     Example:
-        >>> import torch
-        >>> from tensordict import TensorDict
         >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["action_value"])
         >>> batch = TensorDict({
         ...     "observation": torch.tensor([[1.0, 0.0], [0.0, 5.0]]), "action": torch.tensor([0, 1]),

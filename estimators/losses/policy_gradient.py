@@ -22,12 +22,13 @@ from flatroll.estimators.distributions import (
 )
 from flatroll.estimators.losses.base import LossInputs, LossModule, frozen, shared_parameters
 from flatroll.estimators.masked import (
+    DISTANCES,
     Distance,
     Reduction,
-    check_distance,
     distance,
     masked_mean,
     masked_variance,
+    one_of,
     reduced,
     standardized,
 )
@@ -55,17 +56,15 @@ class PolicyGradientLoss(LossModule):
             the plain critic loss counts. Default: None, no clipping.
         normalize_advantage: zero mean and unit deviation of the advantage over the rows that count. Default: False.
         separate_losses: the critic loss leaves parameters that the actor has, too, alone. Default: False.
-        burn_in: rows at the beginning of each run (slice) that only warm up the memory of recurrent networks; see
-            :class:`LossModule`. Default: 0.
-        reduction: ``"mean"`` over the rows that count, ``"sum"``, or ``"none"``. Default: ``"mean"``.
+        burn_in, reduction: see :class:`~flatroll.estimators.LossModule`. Default: 0, ``"mean"``.
 
     Raises:
         TypeError: the actor has no ``get_dist``, or the critic is no tensordict module.
-        ValueError: unknown ``loss_critic_type`` or ``reduction``, ``burn_in`` below 0.
+        ValueError: unknown ``loss_critic_type`` or ``reduction``, ``burn_in`` below 0; in ``forward``, an action of the
+            wrong shape.
 
     Example:
-        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
-        >>> from tensordict.nn import TensorDictModule
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
         >>> from torch.distributions import Categorical
         >>> class SquaredAdvantageLoss(PolicyGradientLoss):
         ...     def objective(self, inputs, dist, log_prob, advantage):
@@ -118,7 +117,7 @@ class PolicyGradientLoss(LossModule):
                 "critic_network must be a tensordict module, e.g. TensorDictModule(net, "
                 f"in_keys=['observation'], out_keys=['state_value']), got {type(critic_network).__name__}"
             )
-        check_distance("loss_critic_type", loss_critic_type)
+        one_of("loss_critic_type", loss_critic_type, DISTANCES)
         if not isinstance(entropy_coeff, (int, float)):
             raise TypeError(f"entropy_coeff must be a number, one for all actions, got {entropy_coeff!r}")
         if clip_value is True:
@@ -172,15 +171,12 @@ class PolicyGradientLoss(LossModule):
         Raises:
             ValueError: unknown name, hyperparameters out of range, or no critic.
         """
-        networks = {"value_network": self._value_network, "actor_network": self.actor_network}
+        target = getattr(self, "target_critic_network", None)  # ReinforceLoss may have one
+        critic = self.critic_network if target is None else target
+        networks = {"value_network": critic, "actor_network": self.actor_network}
         self.__dict__["value_estimator"] = make_estimator(value_type, networks, hyperparams)
         self._rename_in_estimator()
         return self
-
-    @property
-    def _value_network(self) -> TensorDictModuleBase | None:
-        """The network whose values advantages are computed from."""
-        return self.critic_network
 
     def _rename_in_estimator(self) -> None:
         estimator = self.value_estimator

@@ -29,15 +29,11 @@ class PPOLoss(PolicyGradientLoss):
     Writes ``loss_objective``, ``loss_critic``, ``loss_entropy``, and detached ``kl_approx``, ``ESS`` (effective
     sample size over the rows, in [0, 1]), ``max_ratio``, ``mean_ratio``, ``entropy``, ``explained_variance``.
 
-    Raises:
-        TypeError: the actor has no ``get_dist``, or the critic is no tensordict module.
-        ValueError: an unknown ``loss_critic_type`` or ``reduction``, or an action of the wrong shape.
+    Raises what :class:`~flatroll.estimators.PolicyGradientLoss` raises.
 
     Example:
-        >>> import torch
         >>> from tensordict import TensorDict
-        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
-        >>> from tensordict.nn import TensorDictModule
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
         >>> from torch.distributions import Categorical
         >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["logits"])
         >>> head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
@@ -89,14 +85,11 @@ class ClipPPOLoss(PPOLoss):
     Writes what :class:`PPOLoss` writes, and ``clip_fraction``.
 
     Raises:
-        TypeError: the actor has no ``get_dist``, or the critic is no tensordict module.
-        ValueError: a ``clip_epsilon`` that is not positive or reaches 1 below, ``clip_value=True`` with a
-            pair, an unknown ``loss_critic_type`` or ``reduction``, or an action of the wrong shape.
+        ValueError: a ``clip_epsilon`` that is not positive or reaches 1 below, or ``clip_value=True`` with a pair.
 
     Example:
         >>> from tensordict import TensorDict
-        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
-        >>> from tensordict.nn import TensorDictModule
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
         >>> from torch.distributions import Categorical
         >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["logits"])
         >>> head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
@@ -172,14 +165,12 @@ class KLPENPPOLoss(PPOLoss):
     Writes what :class:`PPOLoss` writes, and ``kl``, the mean divergence.
 
     Raises:
-        TypeError: the actor has no ``build_dist_from_params``, or the critic is no tensordict module.
-        ValueError: ``increment`` below 1, ``decrement`` above 1, or what :class:`PPOLoss` raises.
+        TypeError: the actor has no ``build_dist_from_params``.
+        ValueError: ``increment`` below 1, ``decrement`` above 1.
 
     Example:
-        >>> import torch
         >>> from tensordict import TensorDict
-        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
-        >>> from tensordict.nn import TensorDictModule
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
         >>> from torch.distributions import Categorical
         >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["logits"])
         >>> head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
@@ -236,7 +227,14 @@ class KLPENPPOLoss(PPOLoss):
         self, inputs: LossInputs, dist: Distribution, log_prob: Tensor, advantage: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         loss, diagnostics = super().objective(inputs, dist, log_prob, advantage)
-        sampled, current = components(self._sampled(inputs)), components(dist)
+        actor: Any = self.actor_network
+        for key in actor.dist_params_keys:
+            if inputs.batch.get(key, None) is None:
+                error = missing_marker(key, inputs.batch.keys(True, True))
+                raise KeyError(
+                    f"{error.args[0]}. It says how the actions were sampled: the policy must write it when it acts"
+                )
+        sampled, current = components(actor.build_dist_from_params(inputs.batch)), components(dist)
         pairs = [divergence_of(part, current[key], self.samples_mc_kl) for key, part in sampled.items()]
         divergence = reduce(torch.add, [joint(pair, inputs.batch) for pair in pairs])
         divergence = zero_masked(divergence, inputs.mask)
@@ -248,18 +246,6 @@ class KLPENPPOLoss(PPOLoss):
             # a new tensor, not an in-place change: the graph of this loss keeps the old beta
             self.beta = torch.where(mean > 1.5 * self.dtarg, larger, steady)
         return loss, diagnostics | {"kl": mean}
-
-    def _sampled(self, inputs: LossInputs) -> Distribution:
-        """The distributions that the actions were sampled from."""
-        actor: Any = self.actor_network
-        for key in actor.dist_params_keys:
-            if inputs.batch.get(key, None) is None:
-                error = missing_marker(key, inputs.batch.keys(True, True))
-                raise KeyError(
-                    f"{error.args[0]}. It says how the actions were sampled: the policy must write it when it acts"
-                )
-        dist: Distribution = actor.build_dist_from_params(inputs.batch)
-        return dist
 
 
 def diagnose(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor]:

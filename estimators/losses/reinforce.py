@@ -26,15 +26,12 @@ class ReinforceLoss(PolicyGradientLoss):
     Writes ``loss_actor``, ``loss_value``, and the detached ``explained_variance``.
 
     Raises:
-        TypeError: the actor has no ``get_dist``, or the critic is no tensordict module.
-        ValueError: ``delay_value`` without a critic, an unknown ``loss_critic_type`` or ``reduction``, or an
-            action of the wrong shape.
+        ValueError: ``delay_value`` without a critic.
 
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
-        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
-        >>> from tensordict.nn import TensorDictModule
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
         >>> from torch.distributions import Categorical
         >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["logits"])
         >>> head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
@@ -64,10 +61,6 @@ class ReinforceLoss(PolicyGradientLoss):
         if delay_value and critic_network is None:
             raise ValueError("delay_value=True needs a critic_network")
         self.target_critic_network = target_copy(critic_network) if delay_value and critic_network else None
-
-    @property
-    def _value_network(self) -> TensorDictModuleBase | None:
-        return self.critic_network if self.target_critic_network is None else self.target_critic_network
 
     @override
     def objective(

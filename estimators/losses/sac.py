@@ -179,7 +179,8 @@ class SACLoss(SoftActorCritic):
             ``"state_action_value"`` ``[*B, 1]``; or a list of them. The smallest of their values counts.
         num_qvalue_nets: number of critics. One module is copied, with new initial weights (``reset_parameters``); a
             list is taken as it is. Critics may read what the actor writes (a shared trunk). Default: 2.
-        loss_function: ``"smooth_l1"`` (default), ``"l2"`` or ``"l1"``.
+        loss_function, use_prioritized_weights, reduction: see :class:`~flatroll.estimators.OffPolicyLoss`. Default:
+            ``"smooth_l1"``, ``"auto"``, ``"mean"``.
         alpha_init: first factor of the entropy. Default: 1.
         min_alpha, max_alpha: bounds of it. Default: none.
         fixed_alpha: leave the factor as it is. Default: False.
@@ -187,9 +188,6 @@ class SACLoss(SoftActorCritic):
         delay_actor, delay_qvalue: whether targets come from target copies, ``target_actor_network`` and
             ``target_qvalue_network``. Default: False, True.
         separate_losses: the loss of the values leaves parameters that the actor has, too, alone. Default: False.
-        use_prioritized_weights: whether ``"priority_weight"`` of the batch weights the rows; ``"auto"``
-            (default): if it is there.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``. Default: ``"mean"``.
 
     ``make_value_estimator(gamma=0.99)`` sets the discount. N-step rows are used as they are.
 
@@ -201,8 +199,6 @@ class SACLoss(SoftActorCritic):
         ValueError: numbers out of range, or a network that cannot be initialised anew.
 
     Example:
-        >>> import torch
-        >>> from tensordict import TensorDict
         >>> from tensordict.nn import NormalParamExtractor, TensorDictModule
         >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
         >>> from torch.distributions import Normal
@@ -271,10 +267,7 @@ class DiscreteSACLoss(SoftActorCritic):
         ValueError: what :class:`SACLoss` raises.
 
     Example:
-        >>> import torch
-        >>> from tensordict import TensorDict
-        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
-        >>> from tensordict.nn import TensorDictModule
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
         >>> from torch.distributions import Categorical
         >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["logits"])
         >>> head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)

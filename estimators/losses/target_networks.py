@@ -67,8 +67,7 @@ class SoftUpdate(TargetNetUpdater):
         tau: share of the network, ``1 - eps``. One of the two must be given.
 
     Raises:
-        TypeError: ``loss_module`` is no loss.
-        ValueError: it has no target copy; both or none of ``eps`` and ``tau``; one outside [0, 1].
+        ValueError: no target copy; both or none of ``eps`` and ``tau``; one outside [0, 1].
 
     Example:
         >>> from tensordict.nn import TensorDictModule
@@ -110,8 +109,7 @@ class HardUpdate(TargetNetUpdater):
         value_network_update_interval: steps from one copy to the next. Default: 1000.
 
     Raises:
-        TypeError: ``loss_module`` is no loss.
-        ValueError: it has no target copy, or the interval is below 1.
+        ValueError: no target copy, or an interval below 1.
 
     Example:
         >>> from tensordict.nn import TensorDictModule
