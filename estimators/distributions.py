@@ -42,6 +42,7 @@ def log_prob_of(dist: Distribution, action: Tensor) -> Tensor:
         ValueError: the action does not have the distribution's shape, which would broadcast.
     """
     shape = dist.batch_shape
+    # log_prob() would broadcast [N, 1] against [N] to [N, N] without a word
     log_prob: Tensor | None = dist.log_prob(action) if action.shape[: len(shape)] == shape else None
     if log_prob is None or log_prob.shape != shape:
         raise ValueError(
@@ -53,7 +54,9 @@ def log_prob_of(dist: Distribution, action: Tensor) -> Tensor:
 
 def joint(log_prob: Tensor, batch: TensorDictBase) -> Tensor:
     """Log-probabilities (or entropies) ``[*B, *A]`` of independent action dims summed to ``[*B]``."""
-    extra = log_prob.ndim - batch.batch_dims
+    extra = (
+        log_prob.ndim - batch.batch_dims
+    )  # dims behind the batch's: independent, so their logarithms add up
     return log_prob.flatten(-extra).sum(-1) if extra > 0 else log_prob
 
 

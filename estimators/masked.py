@@ -44,7 +44,8 @@ def expand_mask(mask: Tensor | None, column: Tensor) -> Tensor | None:
     """A mask ``[*B]`` in the shape ``[*B, *F]`` of ``column``; None means all True."""
     if mask is None:
         return None
-    return mask.reshape(*mask.shape, *[1] * (column.ndim - mask.ndim)).expand(column.shape)
+    ones = [1] * (column.ndim - mask.ndim)  # [*B] -> [*B, 1, ..., 1] -> [*B, *F]
+    return mask.reshape(*mask.shape, *ones).expand(column.shape)
 
 
 def zero_masked(column: Tensor, mask: Tensor | None) -> Tensor:
@@ -62,11 +63,11 @@ def masked_mean(column: Tensor, mask: Tensor | None, weights: Tensor | None = No
     tensor(2.)
     """
     if weights is not None:
-        total = zero_masked(weights, mask).sum()
+        total = zero_masked(weights, mask).sum()  # where no row has a weight, 0 / 1 instead of 0 / 0
         return zero_masked(column * weights, mask).sum() / torch.where(total > 0, total, 1.0)
     if mask is None:
         return column.mean()
-    return zero_masked(column, mask).sum() / mask.sum().clamp(min=1)
+    return zero_masked(column, mask).sum() / mask.sum().clamp(min=1)  # no row counts: 0 / 1
 
 
 def masked_variance(column: Tensor, mask: Tensor | None, correction: int) -> Tensor:
@@ -74,7 +75,7 @@ def masked_variance(column: Tensor, mask: Tensor | None, correction: int) -> Ten
     if mask is None and column.numel() > correction:
         return column.var(correction=correction)
     count = column.numel() if mask is None else mask.sum()
-    centred = column - masked_mean(column, mask)
+    centred = column - masked_mean(column, mask)  # two passes: no digits are lost in E[x^2] - E[x]^2
     return zero_masked(centred.square(), mask).sum() / torch.as_tensor(count - correction).clamp(min=1)
 
 
@@ -113,11 +114,12 @@ def standardized_in_groups(column: Tensor, groups: Tensor, mask: Tensor | None) 
 
     def total(x: Tensor) -> Tensor:
         """The sum of each group, at each of its rows."""
+        # add each element to its group's place, then read the place back at each element
         return x.new_zeros(flat.shape[0]).index_add_(0, ids, zero_masked(x, real))[ids]
 
-    count = total(real.to(flat.dtype))
+    count = total(real.to(flat.dtype))  # real elements of the group
     centred = flat - total(flat) / count.clamp(min=1)
-    deviation = (total(centred.square()) / (count - 1).clamp(min=1)).sqrt()
+    deviation = (total(centred.square()) / (count - 1).clamp(min=1)).sqrt()  # unbiased
     return (centred / deviation.clamp(min=_LEAST_DEVIATION)).reshape(column.shape)
 
 

@@ -55,7 +55,8 @@ def through(network: TensorDictModuleBase, batch: TensorDictBase) -> TensorDictB
                 batch.set(key, value if isinstance(value, Tensor) else TensorDict.from_any(value))
         return batch
     if type(network) is TensorDictSequential and _is_plain(network, _SELECTING_NOTHING):
-        for part in network.module._modules.values():  # a ModuleList or a ModuleDict
+        parts: Any = network.module._modules  # of a ModuleList or a ModuleDict
+        for part in parts.values():
             batch = through(part, batch)
         return batch
     out: TensorDictBase = network(batch)
@@ -66,7 +67,7 @@ def acted(policy: Any, batch: TensorDictBase) -> Any:
     """Return ``policy(batch)`` for a batch that is the caller's own: entries that the policy drops may stay in it."""
     if type(policy) is TensorDictSequential and _is_plain(policy, _PLAIN_SEQUENCE):
         for part in policy.module._modules.values():
-            batch = through(part, batch)
+            batch = through(cast(TensorDictModuleBase, part), batch)
         return batch
     if type(policy) is ProbabilisticTensorDictSequential and _is_plain(policy, _SAMPLING_ACTOR):
         ready = before_sampling(policy, batch)
@@ -87,10 +88,11 @@ def before_sampling(
     """
     if type(actor) is not ProbabilisticTensorDictSequential or not _is_plain(actor, _PLAIN_ACTOR):
         return None
-    *parts, last = actor.module._modules.values()
+    *parts, last = cast(Any, actor).module._modules.values()
     sampling = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)
     if not isinstance(last, ProbabilisticTensorDictModule) or any(isinstance(x, sampling) for x in parts):
         return None
+    # parts may ask how the actor samples: as the block around the call says, or else as the last part does
     with set_interaction_type(interaction_type() or last.default_interaction_type):
         for part in parts:
             batch = through(part, batch)
@@ -102,7 +104,7 @@ def written(network: TensorDictModuleBase, batch: TensorDictBase, key: NestedKey
     out_keys = cast(list[Any], network.out_keys)
     if as_tuple(key) not in map(as_tuple, out_keys):
         return None  # what the batch holds there is another's
-    if len(out_keys) == 1:
+    if len(out_keys) == 1:  # a plain function writes nothing into the batch, so no copy is needed
         outputs = _outputs(network, batch)
         if outputs is not None and isinstance(outputs[0][1], Tensor):
             return outputs[0][1]
@@ -112,9 +114,11 @@ def written(network: TensorDictModuleBase, batch: TensorDictBase, key: NestedKey
 
 def _is_plain(network: TensorDictModuleBase, plain: Mapping[str, Any]) -> bool:
     """Whether calling the network calls its ``forward`` and nothing else, and its attributes are plain."""
+    # tensordict's wrapping is what skips existing entries, and what hooks and torch.compile expect
     if torch.compiler.is_compiling() or skip_existing() or any(_GLOBAL_HOOKS):
         return False
     own = network.__dict__
+    # network.compile() sets _compiled_call_impl
     if own.get("_compiled_call_impl") is not None or any(own[name] for name in _HOOKS):
         return False
     return all(own.get(name, value) == value for name, value in plain.items())

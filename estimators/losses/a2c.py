@@ -17,8 +17,6 @@ class A2CLoss(PolicyGradientLoss):
     Writes ``loss_objective``, ``loss_critic``, ``loss_entropy``, and detached ``entropy``,
     ``explained_variance``.
 
-    Raises what :class:`~flatroll.estimators.PolicyGradientLoss` raises.
-
     Example:
         >>> import torch
         >>> from tensordict import TensorDict

@@ -137,7 +137,7 @@ class OffPolicyLoss(LossModule):
         if traced:
             self.lmbda = unit_interval("lmbda", numbers["lmbda"])
         else:
-            self.lmbda = float(kind == ValueEstimators.TD1)
+            self.lmbda = float(kind == ValueEstimators.TD1)  # TD(1): the whole return; TD(0): one step
         return self
 
     def transitions(self, batch: TensorDictBase, observed: Iterable[NestedKey]) -> LossInputs:
@@ -162,7 +162,7 @@ class OffPolicyLoss(LossModule):
             return inputs
         unknown = unknown & ~self.terminated(inputs)
         lost = int(unknown.sum()) if on_host(unknown) else 0
-        if 2 * lost > unknown.numel():
+        if 2 * lost > unknown.numel():  # more than half of the rows
             self._warn_once(
                 f"of most rows of the batch ({lost} of {unknown.numel()}) the next observation is not "
                 "known, and they count nowhere: draw slices (SliceSampler), whose rows hold each other's next "
@@ -256,7 +256,7 @@ class OffPolicyLoss(LossModule):
         steps = batch.get(STEPS, None)
         if self.lmbda == 0.0:
             discount: float | Tensor = self.gamma
-            if steps is not None:  # the next observation lies several rows ahead
+            if steps is not None:  # n-step rows: their next observation lies several steps ahead
                 written_discount = batch.get(DISCOUNT, None)
                 if written_discount is not None:
                     discount = flat_column(written_discount, batch, DISCOUNT)
@@ -336,7 +336,7 @@ def critic_ensemble(
                 "qvalue_network must be a tensordict module or a list of them, e.g. TensorDictModule(net, "
                 f"in_keys=['observation', 'action'], out_keys=[...]), got {type(network).__name__}"
             )
-    for _ in range(number - 1 if is_one else 0):
+    for _ in range(number - 1 if is_one else 0):  # copies with equal weights would stay equal: start anew
         copy = deepcopy(critics[0])
         for layer in copy.modules():
             reset = getattr(layer, "reset_parameters", None)
@@ -368,7 +368,7 @@ def value_of_action(value: Tensor, action: Tensor, space: ActionSpace | None) ->
             raise ValueError(
                 f"a one-hot action must have shape {tuple(value.shape)}, got {tuple(action.shape)}"
             )
-        return (value * action).sum(-1)
+        return (value * action).sum(-1)  # all but one of the A products are 0
     if action.shape not in (value.shape[:-1], (*value.shape[:-1], 1)):
         raise ValueError(
             f"the action must be an integer of shape {tuple(value.shape[:-1])}, or one-hot "
@@ -384,7 +384,7 @@ def value_of_action(value: Tensor, action: Tensor, space: ActionSpace | None) ->
             f"an action must be one of the {value.shape[-1]} that value_network judges, got actions from "
             f"{int(index.min())} to {int(index.max())}: give the network as many outputs as there are actions"
         )
-    return value.gather(-1, index).squeeze(-1)
+    return value.gather(-1, index).squeeze(-1)  # [*B, A] at [*B, 1] -> [*B, 1] -> [*B]
 
 
 def rows_with_nan(column: Tensor, batch_dims: int) -> Tensor | None:
@@ -394,4 +394,4 @@ def rows_with_nan(column: Tensor, batch_dims: int) -> Tensor | None:
     # one pass where all is well: the sum of a column with NaN is NaN
     if on_host(column) and bool(column.sum().isfinite()):
         return None
-    return column.isnan().reshape(*column.shape[:batch_dims], -1).any(-1)
+    return column.isnan().reshape(*column.shape[:batch_dims], -1).any(-1)  # [*B, *F] -> [*B, F] -> [*B]

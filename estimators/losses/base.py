@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -93,7 +93,8 @@ class LossModule(TensorDictModuleBase):
         self.reduction: Reduction = reduction
         self.burn_in = whole_number("burn_in", burn_in, 0)
         self._warn_once = WarnOnce()
-        self.in_keys, self.out_keys = [], []  # a subclass may name what it reads and writes
+        self.in_keys: list[Any] = []  # a subclass may name what it reads and writes
+        self.out_keys: list[Any] = []
         self.tensor_keys: dict[str, NestedKey] = dict(self.default_keys)
 
     def set_keys(self, **keys: NestedKey | None) -> None:
@@ -125,6 +126,7 @@ class LossModule(TensorDictModuleBase):
             if batch.get(key, None) is not None:
                 mask = mask_and(mask, marker(batch, key))
         if self.burn_in:
+            # from the row number burn_in of each run on (the first one has number 0)
             warm = steps_into_run(run_starts(batch, **self.boundary_keys)) >= self.burn_in
             mask = mask_and(mask, warm)
             if on_host(warm) and not bool(warm.any()):
@@ -184,6 +186,7 @@ def parameters_and_buffers(network: nn.Module) -> tuple[list[Tensor], list[Tenso
     """Parameters and buffers of a network, each once, in order."""
     modules = list(network.modules())  # Module.parameters() walks, too, but makes names on the way
     kinds = [m._parameters for m in modules], [m._buffers for m in modules]
+    # by id: a tensor that two modules share is listed once, where it comes first
     parameters, buffers = (
         list({id(x): x for own in kind for x in own.values() if x is not None}.values()) for kind in kinds
     )
@@ -203,6 +206,7 @@ def frozen(parameters: Iterable[Tensor]) -> Iterator[None]:
     >>> layer.weight.grad is None, action.grad is None
     (True, False)
     """
+    # what was frozen before stays so afterwards
     learning = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in learning:
         parameter.requires_grad_(False)

@@ -138,7 +138,9 @@ class DQNLoss(OffPolicyLoss):
         if self._network_inputs.recurrent or not complete:
             return self._values_of_runs(inputs)
         (value,) = self.critic_values([online], self.root_entries(inputs, observed), "value_network")
-        with torch.no_grad():
+        with (
+            torch.no_grad()
+        ):  # double DQN: the network chooses the next action, its copy says what that is worth
             after = self.next_entries(inputs, observed)
             choice = self.critic_values([online], after, "value_network")[0] if self.double_dqn else None
             (next_value,) = self.critic_values([target], after, "value_network")
@@ -154,7 +156,7 @@ class DQNLoss(OffPolicyLoss):
             )
         at = Boundaries(self.ends(inputs), self.terminated(inputs), inputs.unknown)
         online = self._stream(self.value_network)(inputs.batch, at)
-        choice = next_value = online.next_value.detach()
+        choice = next_value = online.next_value.detach()  # [*B, A]
         if self.target_value_network is not None:
             with torch.no_grad():
                 next_value = self._stream(self.target_value_network)(inputs.batch, at).next_value
@@ -177,4 +179,4 @@ def next_state_value(value: Tensor, choice: Tensor | None) -> Tensor:
     """
     if choice is None:
         return value.amax(-1)
-    return value.gather(-1, choice.argmax(-1, keepdim=True)).squeeze(-1)
+    return value.gather(-1, choice.argmax(-1, keepdim=True)).squeeze(-1)  # [*B, A] at [*B, 1] -> [*B]

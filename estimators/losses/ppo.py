@@ -29,8 +29,6 @@ class PPOLoss(PolicyGradientLoss):
     Writes ``loss_objective``, ``loss_critic``, ``loss_entropy``, and detached ``kl_approx``, ``ESS`` (effective
     sample size over the rows, in [0, 1]), ``max_ratio``, ``mean_ratio``, ``entropy``, ``explained_variance``.
 
-    Raises what :class:`~flatroll.estimators.PolicyGradientLoss` raises.
-
     Example:
         >>> from tensordict import TensorDict
         >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
@@ -137,7 +135,7 @@ class ClipPPOLoss(PPOLoss):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio = self.log_ratio(inputs, log_prob)
         low, high = self.clip_epsilon if isinstance(self.clip_epsilon, tuple) else 2 * (self.clip_epsilon,)
-        least, most = math.log1p(-low), math.log1p(high)
+        least, most = math.log1p(-low), math.log1p(high)  # log(1 - low), log(1 + high)
         # min(ratio * A, clip(ratio) * A) bounds the ratio on one side only: above if A >= 0, below if A < 0.
         # The logarithm is bounded, before exp: where the limit holds, a ratio that overflows leaves no NaN in the
         # gradient (inf * 0).
@@ -240,7 +238,7 @@ class KLPENPPOLoss(PPOLoss):
         divergence = zero_masked(divergence, inputs.mask)
         mean = masked_mean(divergence.detach(), inputs.mask)
         loss = loss + self.beta * divergence
-        if self.training:
+        if self.training:  # beta for the next call: see the class
             larger, smaller = self.beta * self.increment, self.beta * self.decrement
             steady = torch.where(mean < self.dtarg / 1.5, smaller, self.beta)
             # a new tensor, not an in-place change: the graph of this loss keeps the old beta

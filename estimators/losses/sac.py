@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -90,8 +90,8 @@ class SoftActorCritic(OffPolicyLoss):
                     f"{type(self).__name__} reads rows one by one, and a recurrent module remembers others: "
                     "let it write its features when it acts, and give networks that read those"
                 )
-        writes: list[NestedKey] = [*cast(list[Any], self.actor_network.out_keys), self.key("action")]
-        made = {as_tuple(key) for key in writes}
+        actor: Any = self.actor_network
+        made = {as_tuple(key) for key in (*actor.out_keys, self.key("action"))}
         read: list[Any] = list(dict.fromkeys(key for network in networks for key in network.in_keys))
         # what stands in the batch at the root and under "next"; the rest the actor writes
         self._observed: list[Any] = [key for key in read if as_tuple(key) not in made]
@@ -116,7 +116,7 @@ class SoftActorCritic(OffPolicyLoss):
         inputs = self.transitions(tensordict, self._observed)
         critics, targets = self.qvalue_network, self.target_qvalue_network
         with torch.no_grad():
-            self.log_alpha.clamp_(*self._bounds)
+            self.log_alpha.clamp_(*self._bounds)  # the optimizer may have left min_alpha, max_alpha
             after = self.next_entries(inputs, self._observed)
             dist = distribution(self.target_actor_network or self.actor_network, after)
             target = self.target(
@@ -169,9 +169,8 @@ class SoftActorCritic(OffPolicyLoss):
 class SACLoss(SoftActorCritic):
     """Soft actor-critic: ``Q_i(s, a)`` to ``r + gamma * (min_j Q'_j(s', a') - alpha * log p(a' | s'))``.
 
-    ``a'`` is drawn from the actor. The actor minimises ``alpha * log p(b | s) - min_i Q_i(s, b)`` over its own
-    reparametrised actions ``b``; ``alpha`` is drawn to where the entropy is ``target_entropy``. Rows may come in
-    any order.
+    The actor samples ``a'``, and minimises ``alpha * log p(b | s) - min_i Q_i(s, b)`` over its own reparametrised
+    actions ``b``. ``alpha`` moves until the entropy is ``target_entropy``. Rows may come in any order.
 
     Args:
         actor_network: tensordict module with ``get_dist(batch)``, of a distribution with ``rsample``.
@@ -224,7 +223,7 @@ class SACLoss(SoftActorCritic):
 
     @override
     def _next_value(self, dist: Distribution, after: TensorDict, critics: nn.ModuleList) -> Tensor:
-        action, log_prob = sample_with_log_prob(dist, after)
+        action, log_prob = sample_with_log_prob(dist, after)  # one sample for the expectation over actions
         value = self.minimum_value(critics, after.set(self.key("action"), action))
         return value - self.alpha * log_prob
 
@@ -241,13 +240,14 @@ class SACLoss(SoftActorCritic):
 
     @override
     def _entropy_aim(self, inputs: LossInputs, value: Tensor) -> float:
+        # minus the number of action dims: the dims behind the batch's, multiplied
         return -float(math.prod(self.entry(inputs, "action").shape[inputs.batch.batch_dims :]))
 
 
 class DiscreteSACLoss(SoftActorCritic):
     """Soft actor-critic over a finite set of actions, whose expectations are sums.
 
-    With ``p`` the actor's probabilities, values are drawn to
+    With ``p`` the actor's probabilities, the regression target of values is
     ``r + gamma * sum_b p(b | s') * (min_j Q'_j(s', b) - alpha * log p(b | s'))``, and the actor minimises
     ``sum_b p(b | s) * (alpha * log p(b | s) - min_i Q_i(s, b))``.
 
@@ -263,8 +263,7 @@ class DiscreteSACLoss(SoftActorCritic):
     Writes what :class:`SACLoss` writes.
 
     Raises:
-        TypeError: the actor has no ``get_dist``, its distribution no ``logits``, or a network is recurrent.
-        ValueError: what :class:`SACLoss` raises.
+        TypeError: the actor's distribution has no ``logits``; and what :class:`SACLoss` raises.
 
     Example:
         >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
@@ -304,7 +303,7 @@ class DiscreteSACLoss(SoftActorCritic):
     def _next_value(self, dist: Distribution, after: TensorDict, critics: nn.ModuleList) -> Tensor:
         log_prob = log_probabilities(dist)
         value = self.minimum_value(critics, after)
-        return (log_prob.exp() * (value - self.alpha * log_prob)).sum(-1)
+        return (log_prob.exp() * (value - self.alpha * log_prob)).sum(-1)  # the expectation, exactly
 
     @override
     def _of_action(self, value: Tensor, action: Tensor) -> Tensor:
@@ -316,20 +315,20 @@ class DiscreteSACLoss(SoftActorCritic):
     ) -> tuple[Tensor, Tensor]:
         log_prob = log_probabilities(dist)
         probability = log_prob.exp()
-        value = reduce(torch.minimum, values).detach()
+        value = reduce(torch.minimum, values).detach()  # the actor moves probabilities, not values
         loss = (probability * (self.alpha * log_prob - value)).sum(-1)
         return loss, (probability * log_prob).sum(-1)
 
     @override
     def _entropy_aim(self, inputs: LossInputs, value: Tensor) -> float:
-        return self.target_entropy_weight * math.log(value.shape[-1])
+        return self.target_entropy_weight * math.log(value.shape[-1])  # log A: all actions alike
 
 
 def sample_with_log_prob(dist: Distribution, batch: TensorDictBase) -> tuple[Tensor, Tensor]:
     """An action that gradients flow through, and its log-probability ``[*B]``.
 
-    Both come from one call, so that a tanh-Normal finds the Gaussian sample behind its action in its cache: inverting
-    tanh near -1 and 1 would lose all digits.
+    The distribution is asked about the very tensor that it sampled: a tanh-Normal with a cache finds the Gaussian
+    sample behind it there, where inverting tanh near -1 and 1 would lose all digits.
     """
     if not dist.has_rsample:
         raise TypeError(
@@ -347,4 +346,4 @@ def log_probabilities(dist: Distribution) -> Tensor:
         raise TypeError(
             f"DiscreteSACLoss needs a distribution with logits, e.g. Categorical, got {type(dist).__name__}"
         )
-    return logits.log_softmax(-1)
+    return logits.log_softmax(-1)  # logits may lack normalisation; never log(softmax), whose log(0) is -inf

@@ -43,7 +43,7 @@ class TargetNetUpdater:
         """Move the parameters of the copies by ``share`` of the way; buffers are copied."""
         for source, target in self.loss_module.delayed_networks().values():
             (learned, read), (followers, copies) = map(parameters_and_buffers, (source, target))
-            if followers:
+            if followers:  # target += share * (network - target), all parameters in one call
                 torch._foreach_lerp_(followers, learned, share)  # pyright: ignore[reportPrivateImportUsage]
             for buffer, copy in zip(read, copies, strict=True):
                 copy.copy_(buffer)
@@ -70,14 +70,13 @@ class SoftUpdate(TargetNetUpdater):
         ValueError: no target copy; both or none of ``eps`` and ``tau``; one outside [0, 1].
 
     Example:
-        >>> from tensordict.nn import TensorDictModule
         >>> from flatroll.estimators import DQNLoss
-        >>> net = TensorDictModule(torch.nn.Linear(2, 3), in_keys=["observation"], out_keys=["action_value"])
-        >>> loss = DQNLoss(net)
-        >>> _ = torch.nn.init.ones_(net.module.bias)
-        >>> _ = torch.nn.init.zeros_(loss.target_value_network.module.bias)
+        >>> network = torch.nn.Linear(2, 3)
+        >>> loss = DQNLoss(network)
+        >>> copy = loss.target_value_network.module
+        >>> _ = torch.nn.init.ones_(network.bias), torch.nn.init.zeros_(copy.bias)
         >>> SoftUpdate(loss, tau=0.25).step()
-        >>> loss.target_value_network.module.bias.data
+        >>> copy.bias.data
         tensor([0.2500, 0.2500, 0.2500])
 
     References:
@@ -112,17 +111,15 @@ class HardUpdate(TargetNetUpdater):
         ValueError: no target copy, or an interval below 1.
 
     Example:
-        >>> from tensordict.nn import TensorDictModule
         >>> from flatroll.estimators import DQNLoss
-        >>> net = TensorDictModule(torch.nn.Linear(2, 3), in_keys=["observation"], out_keys=["action_value"])
-        >>> loss = DQNLoss(net)
-        >>> _ = torch.nn.init.ones_(net.module.bias)
-        >>> updater, copy = HardUpdate(loss, value_network_update_interval=2), loss.target_value_network
-        >>> updater.step()
-        >>> torch.equal(copy.module.bias, net.module.bias)
+        >>> network = torch.nn.Linear(2, 3)
+        >>> loss = DQNLoss(network)
+        >>> updater, copy = HardUpdate(loss, value_network_update_interval=2), loss.target_value_network.module
+        >>> _ = torch.nn.init.ones_(network.bias), torch.nn.init.zeros_(copy.bias)
+        >>> for _ in range(2):
+        ...     updater.step()
+        ...     print(torch.equal(copy.bias, network.bias))
         False
-        >>> updater.step()
-        >>> torch.equal(copy.module.bias, net.module.bias)
         True
 
     References:
