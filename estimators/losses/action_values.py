@@ -172,7 +172,7 @@ class OffPolicyLoss(LossModule):
 
     def terminated(self, inputs: LossInputs) -> Tensor:
         """The rows after which there is no value; bool ``[*B]``."""
-        self.entry(inputs, "terminated")
+        self.entry(inputs, "terminated")  # raises with the name of who writes it
         return marker(inputs.batch, self.key("terminated"))
 
     def ends(self, inputs: LossInputs) -> Tensor:

@@ -154,7 +154,7 @@ class LossModule(TensorDictModuleBase):
         """
         value: Tensor | None = inputs.batch.get(self.key(name), None)
         if value is None:
-            default = self.default_keys[name]
+            default = self.default_keys.get(name, name)
             default = under_next(default) if name in _UNDER_NEXT else default
             raise missing_marker(self.key(name), inputs.batch.keys(True, True), default)
         return value

@@ -274,8 +274,7 @@ class PolicyGradientLoss(LossModule):
         loss = distance(value, target, self.loss_critic_type)
         diagnostics = {"explained_variance": explained_variance(value.detach(), target.detach(), inputs.mask)}
         if self.clip_value:
-            # the value may leave the sampled one by clip_value; the larger loss keeps a gradient towards the target
-            # wherever clipping would make the value look better than it is
+            # the larger of the two losses counts: moving further than clip_value from the sampled value earns nothing
             sampled = self.column(inputs, "value")
             moved = value - sampled
             clipped = moved.clamp(-self.clip_value, self.clip_value)
