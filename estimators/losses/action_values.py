@@ -44,14 +44,13 @@ class OffPolicyLoss(LossModule):
         ValueError: unknown ``loss_function``, ``use_prioritized_weights`` or ``reduction``.
 
     Example:
-        A loss of one critic for a fixed policy that moves by 0.5 wherever it is:
+        A loss of two critics for a fixed policy that moves by 0.5 wherever it is:
 
         >>> from tensordict.nn import TensorDictModule
         >>> class FixedPolicyLoss(OffPolicyLoss):
         ...     def __init__(self, qvalue_network):
         ...         super().__init__()
         ...         self.qvalue_network = critic_ensemble(qvalue_network, 2)
-        ...         self.make_value_estimator("td0", gamma=0.5)
         ...     def forward(self, batch):
         ...         inputs = self.transitions(batch, ["observation"])
         ...         with torch.no_grad():
@@ -67,7 +66,8 @@ class OffPolicyLoss(LossModule):
         ...     "next": {"observation": torch.tensor([[3.5], [9.0]]), "reward": torch.ones(2, 1),
         ...              "terminated": torch.tensor([[False], [True]])},
         ... }, [2])
-        >>> FixedPolicyLoss(critic)(batch)["loss_qvalue"], batch["td_error"]      # targets 1 + 0.5 * (3.5 + 0.5) and 1
+        >>> loss = FixedPolicyLoss(critic).make_value_estimator("td0", gamma=0.5)
+        >>> loss(batch)["loss_qvalue"], batch["td_error"]                   # targets 1 + 0.5 * (3.5 + 0.5) and 1
         (tensor(5.), tensor([2., 1.]))
     """
 

@@ -266,9 +266,8 @@ class PolicyGradientLoss(LossModule):
         column = work.get(key, None) if is_written else None
         if column is None:
             raise KeyError(
-                f"critic_network wrote no entry {key!r}: its out_keys are "
-                f"{list(critic.out_keys)}; name the one that holds the value with "
-                "set_keys(value=...)"
+                f"critic_network wrote no entry {key!r}: its out_keys are {list(critic.out_keys)}; name the one that "
+                "holds the value with set_keys(value=...)"
             )
         value = flat_column(column, inputs.batch, key)
         loss = distance(value, target, self.loss_critic_type)
