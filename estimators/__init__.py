@@ -17,7 +17,10 @@ from flatroll.estimators.functional.gae import (
     vtrace_advantage_estimate,
 )
 from flatroll.estimators.losses.a2c import A2CLoss
+from flatroll.estimators.losses.action_values import OffPolicyLoss, critic_ensemble
+from flatroll.estimators.losses.base import LossInputs, LossModule, frozen, target_copy
 from flatroll.estimators.losses.dqn import DQNLoss
+from flatroll.estimators.losses.policy_gradient import PolicyGradientLoss
 from flatroll.estimators.losses.ppo import ClipPPOLoss, KLPENPPOLoss, PPOLoss
 from flatroll.estimators.losses.reinforce import ReinforceLoss
 from flatroll.estimators.losses.sac import DiscreteSACLoss, SACLoss
@@ -35,7 +38,11 @@ __all__ = [
     "DiscreteSACLoss",
     "HardUpdate",
     "KLPENPPOLoss",
+    "LossInputs",
+    "LossModule",
+    "OffPolicyLoss",
     "PPOLoss",
+    "PolicyGradientLoss",
     "ReinforceLoss",
     "SACLoss",
     "SoftUpdate",
@@ -44,8 +51,11 @@ __all__ = [
     "TDLambdaEstimator",
     "VTrace",
     "ValueEstimators",
+    "critic_ensemble",
+    "frozen",
     "generalized_advantage_estimate",
     "reward2go",
+    "target_copy",
     "td0_advantage_estimate",
     "td0_return_estimate",
     "td1_advantage_estimate",

@@ -1,21 +1,19 @@
-"""What an actor network says about actions."""
+"""What an actor network says about actions: distributions, log-probabilities, entropies, divergences."""
 
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
-from tensordict.nn import (
-    CompositeDistribution,
-    TensorDictModuleBase,
-)
+from tensordict.nn import CompositeDistribution, TensorDictModuleBase
 from torch import Tensor
-from torch.distributions import Distribution
+from torch.distributions import Distribution, kl_divergence
 
 from flatroll.layout.fast_call import before_sampling
 from flatroll.layout.keys import NestedKey
 
 
 def require_actor(actor_network: TensorDictModuleBase) -> None:
-    """TypeError unless the actor has ``get_dist``."""
+    """Raise TypeError unless the actor has ``get_dist``."""
     if not hasattr(actor_network, "get_dist"):
         raise TypeError(
             "actor_network must be a tensordict module with get_dist, e.g. "
@@ -32,6 +30,11 @@ def distribution(actor_network: TensorDictModuleBase, batch: TensorDictBase) -> 
     return dist
 
 
+def components(dist: Distribution) -> dict[NestedKey | None, Distribution]:
+    """The independent parts of a distribution, each by the entry that holds its action; of one part, by None."""
+    return dict(dist.dists) if isinstance(dist, CompositeDistribution) else {None: dist}
+
+
 def log_prob_of(dist: Distribution, action: Tensor) -> Tensor:
     """Log-probability of each row's action, as the distribution gives it.
 
@@ -39,6 +42,7 @@ def log_prob_of(dist: Distribution, action: Tensor) -> Tensor:
         ValueError: the action does not have the distribution's shape, which would broadcast.
     """
     shape = dist.batch_shape
+    # log_prob() would broadcast [N, 1] against [N] to [N, N] without a word
     log_prob: Tensor | None = dist.log_prob(action) if action.shape[: len(shape)] == shape else None
     if log_prob is None or log_prob.shape != shape:
         raise ValueError(
@@ -48,12 +52,29 @@ def log_prob_of(dist: Distribution, action: Tensor) -> Tensor:
     return log_prob
 
 
-def components(dist: Distribution) -> dict[NestedKey, Distribution]:
-    """The distributions of an action of several parts, by the entries that hold these; empty for any other."""
-    return dict(dist.dists) if isinstance(dist, CompositeDistribution) else {}
-
-
 def joint(log_prob: Tensor, batch: TensorDictBase) -> Tensor:
-    """Log-probabilities (or entropies) of independent action dims summed to the batch's shape ``[*B]``."""
-    extra = log_prob.ndim - batch.batch_dims
+    """Log-probabilities (or entropies) ``[*B, *A]`` of independent action dims summed to ``[*B]``."""
+    extra = (
+        log_prob.ndim - batch.batch_dims
+    )  # dims behind the batch's: independent, so their logarithms add up
     return log_prob.flatten(-extra).sum(-1) if extra > 0 else log_prob
+
+
+def entropy_of(dist: Distribution, samples: int) -> Tensor:
+    """The entropy in closed form, or estimated from ``samples`` samples where there is none."""
+    try:
+        return dist.entropy()
+    except NotImplementedError:  # e.g. a tanh-Normal: H = -E[log p(x)] over its own samples x
+        x = dist.rsample((samples,)) if dist.has_rsample else dist.sample((samples,))
+        return -dist.log_prob(x).mean(0)
+
+
+def divergence_of(sampled: Distribution, current: Distribution, samples: int) -> Tensor:
+    """``KL(sampled | current)`` in closed form, or estimated from ``samples`` samples where there is none."""
+    try:
+        return kl_divergence(sampled, current)
+    except NotImplementedError:  # KL = E[log p(x) - log q(x)] over x of p; gradients flow into q alone
+        with torch.no_grad():
+            x = sampled.sample((samples,))
+            log_prob = sampled.log_prob(x)
+        return (log_prob - current.log_prob(x)).mean(0)

@@ -1,5 +1,8 @@
-"""Sums and moments over the real rows of a batch."""
+"""Sums, moments and distances over the real rows of a batch, and warnings that are given once."""
 
+import sys
+import warnings
+from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 import torch
@@ -9,19 +12,16 @@ from torch.nn import functional as F
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 Distance: TypeAlias = Literal["l1", "l2", "smooth_l1"]
 
-_DISTANCES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
+DISTANCES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
+#: Smallest deviation that a column is divided by: one that is almost constant is not blown up to noise.
+_LEAST_DEVIATION = 1e-4
 
 
-def one_of(name: str, choice: str, choices: tuple[str, ...]) -> None:
-    """ValueError unless ``choice`` is one of ``choices``."""
+def one_of(name: str, choice: str, choices: Iterable[str]) -> None:
+    """Raise ValueError unless ``choice`` is one of ``choices``."""
     if choice not in choices:
         *most, last = map(repr, choices)
         raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {choice!r}")
-
-
-def check_distance(name: str, kind: str) -> None:
-    """ValueError unless :func:`distance` knows ``kind``."""
-    one_of(name, kind, tuple(_DISTANCES))
 
 
 def distance(value: Tensor, target: Tensor, kind: Distance) -> Tensor:
@@ -30,25 +30,27 @@ def distance(value: Tensor, target: Tensor, kind: Distance) -> Tensor:
     >>> distance(torch.tensor([0.5, 3.0]), torch.zeros(2), "smooth_l1")
     tensor([0.1250, 2.5000])
     """
-    return _DISTANCES[kind](value, target, reduction="none")
+    return DISTANCES[kind](value, target, reduction="none")
 
 
-def both(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Rows that count in both masks; None is the mask in which all do."""
+def mask_and(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Logical and of two masks; None means all True."""
     if mask is None or other is None:
         return other if mask is None else mask
     return mask & other
 
 
-def spread_over(mask: Tensor | None, column: Tensor) -> Tensor | None:
-    """``mask`` of the batch's shape, broadcast over the features of ``column``."""
+def expand_mask(mask: Tensor | None, column: Tensor) -> Tensor | None:
+    """A mask ``[*B]`` in the shape ``[*B, *F]`` of ``column``; None means all True."""
     if mask is None:
         return None
-    return mask.reshape(*mask.shape, *[1] * (column.ndim - mask.ndim)).expand(column.shape)
+    ones = [1] * (column.ndim - mask.ndim)  # [*B] -> [*B, 1, ..., 1] -> [*B, *F]
+    return mask.reshape(*mask.shape, *ones).expand(column.shape)
 
 
-def kept(column: Tensor, mask: Tensor | None) -> Tensor:
-    """``column`` with 0 where ``mask`` (the same shape) is False, whatever stands there, NaN included."""
+def zero_masked(column: Tensor, mask: Tensor | None) -> Tensor:
+    """``column`` with 0 where ``mask`` (the same shape) is False; None means all True."""
+    # where(), not a product: 0 * NaN is NaN, in the gradient, too
     return column if mask is None else torch.where(mask, column, 0.0)
 
 
@@ -61,20 +63,20 @@ def masked_mean(column: Tensor, mask: Tensor | None, weights: Tensor | None = No
     tensor(2.)
     """
     if weights is not None:
-        total = kept(weights, mask).sum()
-        return kept(column * weights, mask).sum() / torch.where(total > 0, total, 1.0)
+        total = zero_masked(weights, mask).sum()  # where no row has a weight, 0 / 1 instead of 0 / 0
+        return zero_masked(column * weights, mask).sum() / torch.where(total > 0, total, 1.0)
     if mask is None:
         return column.mean()
-    return kept(column, mask).sum() / mask.sum().clamp(min=1)
+    return zero_masked(column, mask).sum() / mask.sum().clamp(min=1)  # no row counts: 0 / 1
 
 
 def masked_variance(column: Tensor, mask: Tensor | None, correction: int) -> Tensor:
-    """Variance over the real rows; 0 where ``correction`` leaves no degree of freedom."""
+    """Variance over the real rows, divided by their number minus ``correction``; 0 where nothing is left."""
     if mask is None and column.numel() > correction:
         return column.var(correction=correction)
     count = column.numel() if mask is None else mask.sum()
-    centred = column - masked_mean(column, mask)
-    return kept(centred.square(), mask).sum() / torch.as_tensor(count - correction).clamp(min=1)
+    centred = column - masked_mean(column, mask)  # two passes: no digits are lost in E[x^2] - E[x]^2
+    return zero_masked(centred.square(), mask).sum() / torch.as_tensor(count - correction).clamp(min=1)
 
 
 def standardized(column: Tensor, mask: Tensor | None) -> Tensor:
@@ -84,20 +86,74 @@ def standardized(column: Tensor, mask: Tensor | None) -> Tensor:
     tensor([-0.7071,  0.7071])
     """
     if mask is None and column.numel() > 1:
-        deviation, mean = torch.std_mean(column)
+        deviation, mean = torch.std_mean(column)  # one pass for both
     else:
         deviation, mean = masked_variance(column, mask, correction=1).sqrt(), masked_mean(column, mask)
-    return (column - mean) / deviation.clamp(min=1e-4)
+    return (column - mean) / deviation.clamp(min=_LEAST_DEVIATION)
+
+
+def standardized_in_groups(column: Tensor, groups: Tensor, mask: Tensor | None) -> Tensor:
+    """:func:`standardized` within groups of rows, e.g. the tasks of a multi-task batch.
+
+    Args:
+        column: ``[*B, *F]``.
+        groups: integer ``[*B]`` or ``[*B, 1]``, one id per row.
+        mask: bool of the column's shape, the real rows; None means all True.
+
+    Returns:
+        tensor of the column's shape. A group of one row gets 0.
+
+    >>> standardized_in_groups(torch.tensor([1.0, 3.0, 50.0, 50.0]), torch.tensor([0, 0, 7, 7]), None)
+    tensor([-0.7071,  0.7071,  0.0000,  0.0000])
+    """
+    # number the groups 0, 1, ..., and give each element of the column its row's number
+    ids = torch.unique(groups, return_inverse=True)[1]
+    ids = ids.reshape(*ids.shape, *[1] * (column.ndim - ids.ndim)).expand(column.shape).reshape(-1)
+    flat = column.reshape(-1)
+    real = torch.ones_like(flat, dtype=torch.bool) if mask is None else mask.reshape(-1)
+
+    def total(x: Tensor) -> Tensor:
+        """The sum of each group, at each of its rows."""
+        # add each element to its group's place, then read the place back at each element
+        return x.new_zeros(flat.shape[0]).index_add_(0, ids, zero_masked(x, real))[ids]
+
+    count = total(real.to(flat.dtype))  # real elements of the group
+    centred = flat - total(flat) / count.clamp(min=1)
+    deviation = (total(centred.square()) / (count - 1).clamp(min=1)).sqrt()  # unbiased
+    return (centred / deviation.clamp(min=_LEAST_DEVIATION)).reshape(column.shape)
 
 
 def reduced(
     column: Tensor, mask: Tensor | None, reduction: Reduction, weights: Tensor | None = None
 ) -> Tensor:
-    """The loss of each row, brought to one number over the real rows, or kept with 0 in the others.
+    """The loss of each row brought to one number over the real rows, or left ``[*B]`` with 0 in the others.
 
     ``weights`` (the same shape) multiply the rows; the mean is then divided by their sum.
     """
     if reduction == "mean":
         return masked_mean(column, mask, weights)
-    rows = kept(column if weights is None else column * weights, mask)
+    rows = zero_masked(column if weights is None else column * weights, mask)
     return rows.sum() if reduction == "sum" else rows
+
+
+def on_host(column: Tensor) -> bool:
+    """Whether a number of the column may be asked for: it waits for no device and breaks no graph."""
+    return column.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+class WarnOnce:
+    """Warns whoever called the module, through whatever calls lie between, the first time only."""
+
+    def __init__(self) -> None:
+        self.warned = False
+
+    def __call__(self, text: str) -> None:
+        if self.warned:
+            return
+        self.warned = True
+        # count the frames up to the first one outside of this package and of torch: the user's own line
+        inside = ("flatroll.estimators", "torch.", "tensordict.")
+        level, frame = 1, sys._getframe(0)
+        while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith(inside):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(text, UserWarning, stacklevel=level)

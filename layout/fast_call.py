@@ -19,15 +19,16 @@ from tensordict.nn import (
     skip_existing,
 )
 from tensordict.nn.probabilistic import interaction_type
-from torch import Tensor, nn
-from torch.nn.modules import module as of_torch
+from torch import Tensor
+from torch.nn.modules import module as torch_module
 
 from flatroll.layout.keys import NestedKey, as_tuple
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_ALL = tuple(getattr(of_torch, f"_global{name}", {}) for name in _HOOKS)
-#: What a TensorDictModule holds if it does nothing but call its module.
-_PLAIN: dict[str, Any] = {
+#: Hooks on every module of the process.
+_GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{name}", {}) for name in _HOOKS)
+# The attributes of each kind of module that does nothing but call its function, or its parts in turn.
+_PLAIN_MODULE: dict[str, Any] = {
     "_kwargs": None,
     "method": None,
     "method_kwargs": {},
@@ -36,92 +37,88 @@ _PLAIN: dict[str, Any] = {
 }
 _PLAIN_SEQUENCE: dict[str, Any] = {"partial_tolerant": False, "inplace": None}
 _PLAIN_ACTOR: dict[str, Any] = {"partial_tolerant": False, "return_composite": False}
-_SAMPLING: dict[str, Any] = {"inplace": None, "_requires_sample": True}
-_WRITING_ALL = _PLAIN_SEQUENCE | {"_select_before_return": False}
+_SAMPLING_ACTOR: dict[str, Any] = {"inplace": None, "_requires_sample": True}
+_SELECTING_NOTHING = _PLAIN_SEQUENCE | {"_select_before_return": False}
 
 
 def through(network: TensorDictModuleBase, batch: TensorDictBase) -> TensorDictBase:
-    """``network(batch)``: the batch, into which the network has written.
+    """Return ``network(batch)``: the batch, into which the network has written.
 
     >>> net = TensorDictModule(torch.nn.Identity(), in_keys=["a"], out_keys=["b"])
     >>> through(net, TensorDict({"a": torch.ones(2)}, [2]))["b"]
     tensor([1., 1.])
     """
-    found = _outputs(network, batch)
-    if found is not None:
-        for key, value in found:
-            if key != "_":
+    outputs = _outputs(network, batch)
+    if outputs is not None:
+        for key, value in outputs:
+            if key != "_":  # the name of an output that nobody wants
                 batch.set(key, value if isinstance(value, Tensor) else TensorDict.from_any(value))
         return batch
-    if type(network) is TensorDictSequential and _unadorned(network, _WRITING_ALL):
-        return _in_turn(parts_of(network), batch)
+    if type(network) is TensorDictSequential and _is_plain(network, _SELECTING_NOTHING):
+        parts: Any = network.module._modules  # of a ModuleList or a ModuleDict
+        for part in parts.values():
+            batch = through(part, batch)
+        return batch
     out: TensorDictBase = network(batch)
     return out
 
 
 def acted(policy: Any, batch: TensorDictBase) -> Any:
-    """``policy(batch)`` for a batch that is the caller's own: it may keep entries that the policy does not select."""
-    if type(policy) is TensorDictSequential and _unadorned(policy, _PLAIN_SEQUENCE):
-        return _in_turn(parts_of(policy), batch)
-    if type(policy) is ProbabilisticTensorDictSequential and _unadorned(policy, _SAMPLING):
+    """Return ``policy(batch)`` for a batch that is the caller's own: entries that the policy drops may stay in it."""
+    if type(policy) is TensorDictSequential and _is_plain(policy, _PLAIN_SEQUENCE):
+        for part in policy.module._modules.values():
+            batch = through(cast(TensorDictModuleBase, part), batch)
+        return batch
+    if type(policy) is ProbabilisticTensorDictSequential and _is_plain(policy, _SAMPLING_ACTOR):
         ready = before_sampling(policy, batch)
         if ready is not None:
-            last, batch = ready
-            return last(batch)
+            sampler, batch = ready
+            return sampler(batch)
     return through(policy, batch)
 
 
 def before_sampling(
     actor: TensorDictModuleBase, batch: TensorDictBase
 ) -> tuple[ProbabilisticTensorDictModule, TensorDictBase] | None:
-    """All parts of an actor but the last, which samples: that part, and the batch they have written into.
+    """Run all parts of an actor but the last one, which samples.
 
-    None, and nothing is done: the actor is not such a sequence, or it samples in other parts, too.
+    Returns:
+        that last part, and the batch, into which the others have written; None, and nothing has run, if the actor is
+        no such sequence or samples in other parts, too.
     """
-    if type(actor) is not ProbabilisticTensorDictSequential or not _unadorned(actor, _PLAIN_ACTOR):
+    if type(actor) is not ProbabilisticTensorDictSequential or not _is_plain(actor, _PLAIN_ACTOR):
         return None
-    *parts, last = parts_of(actor)
-    drawn = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)
-    if not isinstance(last, ProbabilisticTensorDictModule) or any(isinstance(part, drawn) for part in parts):
+    *parts, last = cast(Any, actor).module._modules.values()
+    sampling = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)
+    if not isinstance(last, ProbabilisticTensorDictModule) or any(isinstance(x, sampling) for x in parts):
         return None
+    # parts may ask how the actor samples: as the block around the call says, or else as the last part does
     with set_interaction_type(interaction_type() or last.default_interaction_type):
-        return last, _in_turn(parts, batch)
+        for part in parts:
+            batch = through(part, batch)
+    return last, batch
 
 
 def written(network: TensorDictModuleBase, batch: TensorDictBase, key: NestedKey) -> Tensor | None:
-    """What the network writes under ``key``; the batch is left as it is. None: it does not write it."""
-    if not writes(network, key):
+    """Return what the network writes under ``key``, or None if it does not write it; the batch stays as it is."""
+    out_keys = cast(list[Any], network.out_keys)
+    if as_tuple(key) not in map(as_tuple, out_keys):
         return None  # what the batch holds there is another's
-    if len(network.out_keys) == 1:
-        found = _outputs(network, batch)
-        if found is not None and isinstance(found[0][1], Tensor):
-            return found[0][1]
+    if len(out_keys) == 1:  # a plain function writes nothing into the batch, so no copy is needed
+        outputs = _outputs(network, batch)
+        if outputs is not None and isinstance(outputs[0][1], Tensor):
+            return outputs[0][1]
     value: Tensor | None = through(network, batch.copy()).get(key, None)
     return value
 
 
-def writes(network: TensorDictModuleBase, key: NestedKey) -> bool:
-    """Whether ``key`` is one of the network's out_keys."""
-    return as_tuple(key) in {as_tuple(name) for name in cast(list[Any], network.out_keys)}
-
-
-def parts_of(sequence: Any) -> list[Any]:
-    """The modules of a sequence, in order."""
-    held = sequence.module
-    return list(held.values() if isinstance(held, nn.ModuleDict) else held)
-
-
-def _in_turn(parts: list[Any], batch: TensorDictBase) -> TensorDictBase:
-    for part in parts:
-        batch = through(part, batch)
-    return batch
-
-
-def _unadorned(network: TensorDictModuleBase, plain: Mapping[str, Any]) -> bool:
+def _is_plain(network: TensorDictModuleBase, plain: Mapping[str, Any]) -> bool:
     """Whether calling the network calls its ``forward`` and nothing else, and its attributes are plain."""
-    if torch.compiler.is_compiling() or skip_existing() or any(_OF_ALL):
+    # tensordict's wrapping is what skips existing entries, and what hooks and torch.compile expect
+    if torch.compiler.is_compiling() or skip_existing() or any(_GLOBAL_HOOKS):
         return False
     own = network.__dict__
+    # network.compile() sets _compiled_call_impl
     if own.get("_compiled_call_impl") is not None or any(own[name] for name in _HOOKS):
         return False
     return all(own.get(name, value) == value for name, value in plain.items())
@@ -129,7 +126,7 @@ def _unadorned(network: TensorDictModuleBase, plain: Mapping[str, Any]) -> bool:
 
 def _outputs(network: TensorDictModuleBase, batch: TensorDictBase) -> list[tuple[NestedKey, Any]] | None:
     """What the network's function returns, each with its key; None if the network is more than a function."""
-    if type(network) is not TensorDictModule or not _unadorned(network, _PLAIN):
+    if type(network) is not TensorDictModule or not _is_plain(network, _PLAIN_MODULE):
         return None
     inputs = [batch.get(key, None) for key in cast(list[Any], network.in_keys)]
     if not all(isinstance(column, Tensor) for column in inputs):

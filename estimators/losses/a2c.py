@@ -1,37 +1,26 @@
 """Advantage actor-critic."""
 
-from typing import Unpack
-
-from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torch.distributions import Distribution
+from typing_extensions import override
 
-from flatroll.estimators.losses.base import Rows
-from flatroll.estimators.losses.policy_gradient import PolicyGradientLoss, PolicyOptions
+from flatroll.estimators.losses.base import LossInputs
+from flatroll.estimators.losses.policy_gradient import PolicyGradientLoss
 
 
 class A2CLoss(PolicyGradientLoss):
     """Advantage actor-critic: ``-log_prob * advantage`` per row.
 
     Args:
-        actor_network, critic_network, options: see
-            :class:`~flatroll.estimators.losses.policy_gradient.PolicyGradientLoss`: ``entropy_bonus=True``,
-            ``entropy_coeff=0.01``, ``samples_mc_entropy=1``, ``critic_coeff=1.0``,
-            ``loss_critic_type="smooth_l1"``, ``clip_value=None``, ``normalize_advantage=False``,
-            ``separate_losses=False``, ``burn_in=0``, ``reduction="mean"``.
+        actor_network, critic_network, entropy_bonus, ...: see :class:`~flatroll.estimators.PolicyGradientLoss`.
 
     Writes ``loss_objective``, ``loss_critic``, ``loss_entropy``, and detached ``entropy``,
     ``explained_variance``.
 
-    Raises:
-        TypeError: the actor has no ``get_dist``, or the critic is no tensordict module.
-        ValueError: an unknown ``loss_critic_type`` or ``reduction``, or an action of the wrong shape.
-
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
-        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
-        >>> from tensordict.nn import TensorDictModule
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
         >>> from torch.distributions import Categorical
         >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["logits"])
         >>> head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
@@ -47,15 +36,8 @@ class A2CLoss(PolicyGradientLoss):
         https://arxiv.org/abs/1602.01783
     """
 
-    def __init__(
-        self,
-        actor_network: TensorDictModuleBase,
-        critic_network: TensorDictModuleBase | None = None,
-        **options: Unpack[PolicyOptions],
-    ) -> None:
-        super().__init__(actor_network, critic_network, **options)
-
+    @override
     def objective(
-        self, rows: Rows, dist: Distribution, log_prob: Tensor, advantage: Tensor
+        self, inputs: LossInputs, dist: Distribution, log_prob: Tensor, advantage: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         return -log_prob * advantage, {}

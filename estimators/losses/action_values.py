@@ -1,38 +1,74 @@
-"""What the losses of action values share: transitions, their targets, priorities."""
+"""Base of the losses of action values: next observations, ensembles of critics, targets, errors and priorities."""
 
-from collections.abc import Iterable, Mapping
-from typing import ClassVar, Literal, Self
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from functools import reduce
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, nn
 
 from flatroll.estimators.functional.td import td0_return_estimate, td_lambda_return_estimate
 from flatroll.estimators.functional.time_columns import unit_interval
-from flatroll.estimators.losses.base import LossModule, Rows
-from flatroll.estimators.masked import Distance, Reduction, both, check_distance, reduced
+from flatroll.estimators.losses.base import LossInputs, LossModule
+from flatroll.estimators.masked import DISTANCES, Distance, Reduction, mask_and, on_host, one_of, reduced
 from flatroll.estimators.values.base import ValueEstimator
-from flatroll.estimators.values.batch_inputs import on_host
 from flatroll.estimators.values.by_name import ValueEstimators, name_of
 from flatroll.estimators.values.next_observations import usable
-from flatroll.layout import run_ends
+from flatroll.layout.boundaries import run_ends
+from flatroll.layout.fast_call import written
 from flatroll.layout.keys import NEXT_KNOWN, NestedKey, flat_column, marker, next_key, require
+
+ActionSpace = Literal["categorical", "one-hot"]
 
 #: Written by an n-step transform: rows that a reward spans, and the discount over them.
 STEPS, DISCOUNT = "steps_to_next_obs", "gamma"
 
 
 class OffPolicyLoss(LossModule):
-    """Base of the losses of action values.
+    """Base of the losses that learn action values from transitions in any order: DQN, SAC, or your own.
+
+    A subclass keeps its critics and their target copies (:func:`target_copy`) as attributes and defines ``forward``:
+    it calls :meth:`transitions`, evaluates target networks on :meth:`next_entries`, makes regression targets with
+    :meth:`target`, and returns losses reduced by :meth:`reduce_and_write_priority` and :meth:`reduce`.
 
     Args:
-        loss_function: ``"l1"``, ``"l2"`` or ``"smooth_l1"``.
+        loss_function: ``"l1"``, ``"l2"`` or ``"smooth_l1"``; kept as an attribute. Default: ``"l2"``.
         use_prioritized_weights: whether ``"priority_weight"`` (``[N]``) weights the rows: True, False, or
-            ``"auto"``, if it is there. A mean is divided by the sum of the weights.
-        burn_in, reduction: see :class:`~flatroll.estimators.losses.base.LossModule`.
+            ``"auto"``, if it is there. A mean is divided by the sum of the weights. Default: ``"auto"``.
+        burn_in, reduction: see :class:`LossModule`.
 
     Raises:
         ValueError: unknown ``loss_function``, ``use_prioritized_weights`` or ``reduction``.
+
+    Example:
+        A loss of two critics for a fixed policy that moves by 0.5 wherever it is:
+
+        >>> from tensordict.nn import TensorDictModule
+        >>> class FixedPolicyLoss(OffPolicyLoss):
+        ...     def __init__(self, qvalue_network):
+        ...         super().__init__()
+        ...         self.qvalue_network = critic_ensemble(qvalue_network, 2)
+        ...     def forward(self, batch):
+        ...         inputs = self.transitions(batch, ["observation"])
+        ...         with torch.no_grad():
+        ...             after = self.next_entries(inputs, ["observation"])
+        ...             after["action"] = torch.full((*after.shape, 1), 0.5)
+        ...             target = self.target(inputs, self.minimum_value(self.qvalue_network, after))
+        ...         error = torch.stack(self.critic_values(self.qvalue_network, inputs.work)) - target   # [2, *B]
+        ...         loss = self.reduce_and_write_priority(inputs, error.square().sum(0), error.abs().amax(0))
+        ...         return TensorDict({"loss_qvalue": loss})
+        >>> critic = TensorDictModule(lambda s, a: s + a, ["observation", "action"], ["state_action_value"])
+        >>> batch = TensorDict({
+        ...     "observation": torch.tensor([[1.0], [2.0]]), "action": torch.zeros(2, 1),
+        ...     "next": {"observation": torch.tensor([[3.5], [9.0]]), "reward": torch.ones(2, 1),
+        ...              "terminated": torch.tensor([[False], [True]])},
+        ... }, [2])
+        >>> loss = FixedPolicyLoss(critic).make_value_estimator("td0", gamma=0.5)
+        >>> loss(batch)["loss_qvalue"], batch["td_error"]                   # targets 1 + 0.5 * (3.5 + 0.5) and 1
+        (tensor(5.), tensor([2., 1.]))
     """
 
     default_keys: ClassVar[Mapping[str, NestedKey]] = {
@@ -40,17 +76,21 @@ class OffPolicyLoss(LossModule):
         "priority": "td_error",
         "priority_weight": "priority_weight",
     }
+    #: The entry that a critic writes, by its name in :meth:`set_keys`, too: ``"state_action_value"`` ``[*B, 1]``, the
+    #: value of the action that it read, or ``"action_value"`` ``[*B, A]``, one value for each action.
+    value_name: ClassVar[str] = "state_action_value"
 
     def __init__(
         self,
         *,
-        loss_function: Distance,
+        loss_function: Distance = "l2",
         use_prioritized_weights: bool | Literal["auto"] = "auto",
         burn_in: int = 0,
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__(reduction=reduction, burn_in=burn_in)
-        check_distance("loss_function", loss_function)
+        self.tensor_keys[self.value_name] = self.value_name
+        one_of("loss_function", loss_function, DISTANCES)
         if use_prioritized_weights not in (True, False, "auto"):
             raise ValueError(
                 f"use_prioritized_weights must be True, False or 'auto', got {use_prioritized_weights!r}"
@@ -62,7 +102,7 @@ class OffPolicyLoss(LossModule):
     def make_value_estimator(
         self, value_type: str | type[ValueEstimator] = ValueEstimators.TD0, **hyperparams: float
     ) -> Self:
-        """Choose what the values are drawn to.
+        """Choose the regression target of the values.
 
         ``"td0"`` (default): ``reward + gamma * next_value``, on rows in any order. ``"td1"`` and
         ``"td_lambda"``, whose targets are those of ``"gae"``, too: returns along each run, for batches of slices;
@@ -97,115 +137,261 @@ class OffPolicyLoss(LossModule):
         if traced:
             self.lmbda = unit_interval("lmbda", numbers["lmbda"])
         else:
-            self.lmbda = float(kind == ValueEstimators.TD1)
+            self.lmbda = float(kind == ValueEstimators.TD1)  # TD(1): the whole return; TD(0): one step
         return self
 
-    def transitions(self, batch: TensorDictBase, observed: Iterable[NestedKey]) -> tuple[Rows, Tensor | None]:
-        """The rows that count, and those whose next observation nobody knows, which do not.
+    def transitions(self, batch: TensorDictBase, observed: Iterable[NestedKey]) -> LossInputs:
+        """The batch ``[*B]`` with the masks of rows that count and of rows whose next observation nobody knows.
 
-        They are rows that are not terminated and whose next observation the env hid
-        (``("collector", "next_known")``), or of which a number is NaN, e.g. where ``NextStateReconstructor`` found
-        no next row; in a batch without next observations, the last rows of runs.
+        Unknown are the next observations of rows that are not terminated where the env hid them
+        (``("collector", "next_known")``), where a number is NaN, e.g. because ``NextStateReconstructor`` found no next
+        row, or, in a batch without next observations, in the last rows of runs. Unknown rows do not count.
+
+        Args:
+            batch: the batch.
+            observed: keys of the observations whose next ones the loss evaluates.
         """
-        rows = self.rows(batch)
+        inputs = self.inputs_of(batch)
         unknown = None if batch.get(NEXT_KNOWN, None) is None else ~marker(batch, NEXT_KNOWN)
         for key in observed:
             column = batch.get(next_key(key), None)
-            bad = self.ends(rows) if column is None else rows_with_nan(column, batch.batch_dims)
+            bad = self.ends(inputs) if column is None else rows_with_nan(column, batch.batch_dims)
             if bad is not None:
                 unknown = bad if unknown is None else unknown | bad
         if unknown is None:
-            return rows, None
-        unknown = unknown & ~self.terminated(rows)
+            return inputs
+        unknown = unknown & ~self.terminated(inputs)
         lost = int(unknown.sum()) if on_host(unknown) else 0
-        if 2 * lost > unknown.numel():
+        if 2 * lost > unknown.numel():  # more than half of the rows
             self._warn_once(
                 f"of most rows of the batch ({lost} of {unknown.numel()}) the next observation is not "
                 "known, and they count nowhere: draw slices (SliceSampler), whose rows hold each other's next "
                 "observations, or keep them (compact_obs=False)"
             )
-        return Rows(rows.batch, rows.work, both(rows.mask, ~unknown)), unknown
+        return LossInputs(inputs.batch, inputs.work, mask_and(inputs.mask, ~unknown), unknown)
 
-    def terminated(self, rows: Rows) -> Tensor:
-        """Rows behind which there is no value; bool ``[*B]``."""
-        self.entry(rows, "terminated")
-        return marker(rows.batch, self.key("terminated"))
+    def terminated(self, inputs: LossInputs) -> Tensor:
+        """The rows after which there is no value; bool ``[*B]``."""
+        self.entry(inputs, "terminated")  # raises with the name of who writes it
+        return marker(inputs.batch, self.key("terminated"))
 
-    def ends(self, rows: Rows) -> Tensor:
-        """Last rows of runs; bool ``[*B]``."""
-        return run_ends(rows.batch, **self.boundary_keys)
+    def ends(self, inputs: LossInputs) -> Tensor:
+        """The last rows of runs; bool ``[*B]``."""
+        return run_ends(inputs.batch, **self.boundary_keys)
 
-    @torch.no_grad()
-    def target(self, rows: Rows, next_value: Tensor, unknown: Tensor | None) -> Tensor:
-        """What each row's value is drawn to, ``[*B]``.
+    @staticmethod
+    def root_entries(inputs: LossInputs, keys: Iterable[NestedKey]) -> TensorDict:
+        """The named entries of the batch, in a tensordict ``[*B]`` of their own."""
+        columns = {key: require(inputs.batch, key) for key in keys}
+        return TensorDict(columns, batch_size=inputs.batch.batch_size)
+
+    @staticmethod
+    def next_entries(inputs: LossInputs, keys: Iterable[NestedKey]) -> TensorDict:
+        """The named entries one step later, in a tensordict ``[*B]`` of their own, under their root keys.
+
+        The row's own number stands in for NaN and where the next observation is unknown: such rows do not count, and
+        no NaN reaches a network.
+        """
+        batch = inputs.batch
+        columns = {
+            key: usable(require(batch, next_key(key)), require(batch, key), inputs.unknown) for key in keys
+        }
+        return TensorDict(columns, batch_size=batch.batch_size)
+
+    def critic_values(
+        self, networks: Iterable[nn.Module], batch: TensorDictBase, argument: str = "qvalue_network"
+    ) -> list[Tensor]:
+        """The values that each critic gives the rows of a batch; the batch is left as it is.
 
         Args:
-            rows: the batch.
-            next_value: ``[*B]``; any number where terminated.
-            unknown: rows whose ``next_value`` is not known.
+            networks: tensordict modules, e.g. a :func:`critic_ensemble`.
+            batch: what they read, ``[*B]``.
+            argument: how the loss calls these networks, for the error texts.
+
+        Returns:
+            for each critic, ``"state_action_value"`` as ``[*B]`` or ``"action_value"`` ``[*B, A]``, as
+            :attr:`value_name` says.
+
+        Raises:
+            KeyError: a critic writes no such entry.
+            ValueError: it has another shape.
         """
-        reward = self.entry(rows, "reward")
+        key, values = self.key(self.value_name), []
+        per_action = self.value_name == "action_value"
+        for network in cast(Iterable[Any], networks):
+            value = written(network, batch, key)
+            if value is None:
+                raise KeyError(
+                    f"{argument} wrote no entry {key!r}: its out_keys are {list(network.out_keys)}; name the one that "
+                    f"holds {'a value for each action' if per_action else 'the value'} with "
+                    f"set_keys({self.value_name}=...)"
+                )
+            if per_action and value.ndim != batch.batch_dims + 1:
+                raise ValueError(
+                    f"{argument} must write {key!r} of shape {[*batch.shape]} and one dim of actions, "
+                    f"got {tuple(value.shape)}"
+                )
+            values.append(value if per_action else flat_column(value, batch, key))
+        return values
+
+    def minimum_value(self, networks: Iterable[nn.Module], batch: TensorDictBase) -> Tensor:
+        """The smallest of the :meth:`critic_values`, elementwise: a bound against overestimated values."""
+        return reduce(torch.minimum, self.critic_values(networks, batch))
+
+    @torch.no_grad()
+    def target(self, inputs: LossInputs, next_value: Tensor) -> Tensor:
+        """Regression target of each row, ``[*B]``, as :meth:`make_value_estimator` chose it; without gradient.
+
+        Args:
+            inputs: the batch.
+            next_value: value of the next state, ``[*B]``; any number where terminated or unknown.
+        """
+        batch = inputs.batch
+        reward = self.entry(inputs, "reward")
         if not reward.is_floating_point():
             key = self.key("reward")
             raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
-        reward = flat_column(reward, rows.batch, self.key("reward"))
-        terminated = self.terminated(rows)
-        steps = rows.batch.get(STEPS, None)
+        reward = flat_column(reward, batch, self.key("reward"))
+        terminated = self.terminated(inputs)
+        steps = batch.get(STEPS, None)
         if self.lmbda == 0.0:
-            return td0_return_estimate(self._discount(rows.batch, steps), next_value, reward, terminated)
+            discount: float | Tensor = self.gamma
+            if steps is not None:  # n-step rows: their next observation lies several steps ahead
+                written_discount = batch.get(DISCOUNT, None)
+                if written_discount is not None:
+                    discount = flat_column(written_discount, batch, DISCOUNT)
+                else:
+                    discount = self.gamma ** flat_column(steps, batch, STEPS)
+            return td0_return_estimate(discount, next_value, reward, terminated)
         if steps is not None:
             raise ValueError(
                 f"batch[{STEPS!r}] says that its rewards span several rows, which a return along the run would "
                 "count more than once: make_value_estimator('td0'), or leave the n-step transform out"
             )
-        ends = self.ends(rows)
-        if unknown is not None:  # what follows the row before is known, what follows that is not
-            ends[..., :-1] |= unknown[..., 1:]
+        ends = self.ends(inputs)
+        if inputs.unknown is not None:
+            # an unknown row has no target to pass on: the row before it bootstraps from its own next value, which is
+            # known, and the return is cut there
+            ends[..., :-1] |= inputs.unknown[..., 1:]
         return td_lambda_return_estimate(
             self.gamma, self.lmbda, next_value, reward, ends, terminated, time_dim=-1
         )
 
-    def _discount(self, batch: TensorDictBase, steps: Tensor | None) -> Tensor | float:
-        if steps is None:
-            return self.gamma
-        discount = batch.get(DISCOUNT, None)
-        if discount is not None:
-            return flat_column(discount, batch, DISCOUNT)
-        return self.gamma ** flat_column(steps, batch, STEPS)
+    def reduce_and_write_priority(self, inputs: LossInputs, loss: Tensor, error: Tensor) -> Tensor:
+        """Reduce the loss, and write ``"td_error"`` into the batch: the priority for a prioritized buffer.
 
-    def finish(self, rows: Rows, loss: Tensor, unknown: Tensor | None, error: Tensor) -> Tensor:
-        """The reduced loss; writes the error of each row (0 where unknown) into the batch, as its priority."""
+        Args:
+            inputs: the batch.
+            loss: of each row, ``[*B]``.
+            error: temporal-difference error of each row, ``[*B]``, of either sign. Its size is written, 0 where the
+                next observation is unknown; burn-in rows keep theirs, so that priorities of slices cover all rows.
+
+        Returns:
+            the reduced loss, see :meth:`reduce`.
+        """
         error = error.detach().abs()
-        rows.batch.set(self.key("priority"), error if unknown is None else error.masked_fill(unknown, 0.0))
-        return self.reduce(rows, loss)
+        priority = error if inputs.unknown is None else error.masked_fill(inputs.unknown, 0.0)
+        inputs.batch.set(self.key("priority"), priority)
+        return self.reduce(inputs, loss)
 
-    def reduce(self, rows: Rows, loss: Tensor) -> Tensor:
-        """The loss of each row ``[*B]`` as ``reduction`` says, weighted by the priority weights."""
-        return reduced(loss, rows.mask, self.reduction, self._weights(rows))
+    def reduce(self, inputs: LossInputs, loss: Tensor) -> Tensor:
+        """The loss of each row ``[*B]`` as ``reduction`` says, weighted by the priority weights.
 
-    def _weights(self, rows: Rows) -> Tensor | None:
-        key = self.key("priority_weight")
-        there = rows.batch.get(key, None) is not None
-        if self.use_prioritized_weights is False or not (there or self.use_prioritized_weights is True):
-            return None
-        return flat_column(require(rows.batch, key), rows.batch, key)
+        With weights ``w`` (importance weights of prioritized sampling), the mean is ``sum(w * loss) / sum(w)``.
+        """
+        key, weights = self.key("priority_weight"), None
+        is_there = inputs.batch.get(key, None) is not None
+        if self.use_prioritized_weights is True or (self.use_prioritized_weights and is_there):
+            weights = flat_column(require(inputs.batch, key), inputs.batch, key)
+        return reduced(loss, inputs.mask, self.reduction, weights)
+
+
+def critic_ensemble(
+    networks: TensorDictModuleBase | Sequence[TensorDictModuleBase], number: int = 2
+) -> nn.ModuleList:
+    """An ensemble of critics: the networks of a list, or one network and copies of it with new initial weights.
+
+    Args:
+        networks: one tensordict module, or a list of them, taken as they are.
+        number: size of the ensemble, if one network is given. Its copies are initialised by ``reset_parameters``
+            of their layers. Default: 2.
+
+    Raises:
+        TypeError: one is no tensordict module.
+        ValueError: fewer than one network, or layers that cannot be initialised anew.
+
+    >>> from tensordict.nn import TensorDictModule
+    >>> critic = TensorDictModule(nn.Linear(3, 1), ["observation"], ["state_action_value"])
+    >>> first, second = critic_ensemble(critic)
+    >>> first is critic, torch.equal(first.module.weight, second.module.weight)
+    (True, False)
+    """
+    is_one = isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList)
+    critics: list[Any] = [networks] if is_one else list(cast(Iterable[Any], networks))
+    if number < 1 or not critics:
+        raise ValueError(f"num_qvalue_nets must be at least 1, got {number if critics else 0}")
+    for network in critics:
+        if not isinstance(network, TensorDictModuleBase):
+            raise TypeError(
+                "qvalue_network must be a tensordict module or a list of them, e.g. TensorDictModule(net, "
+                f"in_keys=['observation', 'action'], out_keys=[...]), got {type(network).__name__}"
+            )
+    for _ in range(number - 1 if is_one else 0):  # copies with equal weights would stay equal: start anew
+        copy = deepcopy(critics[0])
+        for layer in copy.modules():
+            reset = getattr(layer, "reset_parameters", None)
+            if callable(reset):
+                reset()
+            elif next(layer.parameters(recurse=False), None) is not None:
+                raise ValueError(
+                    f"qvalue_network has a {type(layer).__name__}, whose parameters cannot be initialised anew (it "
+                    "has no reset_parameters): give a list of networks instead of one"
+                )
+        critics.append(copy)
+    return nn.ModuleList(critics)
+
+
+def value_of_action(value: Tensor, action: Tensor, space: ActionSpace | None) -> Tensor:
+    """The value ``[*B]`` of each row's action, of the values ``[*B, A]`` of all actions.
+
+    Args:
+        value: ``[*B, A]``.
+        action: integers ``[*B]`` or ``[*B, 1]``, or one-hot ``[*B, A]``.
+        space: which of the two; None asks the shape.
+
+    Raises:
+        ValueError: the shape is neither, or an action is none of the A.
+        TypeError: an action that is an index is not an integer.
+    """
+    if space == "one-hot" or (space is None and action.shape == value.shape and value.shape[-1] > 1):
+        if action.shape != value.shape:
+            raise ValueError(
+                f"a one-hot action must have shape {tuple(value.shape)}, got {tuple(action.shape)}"
+            )
+        return (value * action).sum(-1)  # all but one of the A products are 0
+    if action.shape not in (value.shape[:-1], (*value.shape[:-1], 1)):
+        raise ValueError(
+            f"the action must be an integer of shape {tuple(value.shape[:-1])}, or one-hot "
+            f"{tuple(value.shape)} like the action values, got {tuple(action.shape)}"
+        )
+    if action.is_floating_point() or action.dtype is torch.bool:
+        raise TypeError(
+            f"an action that names one of {value.shape[-1]} must be an integer, got {action.dtype}"
+        )
+    index = action.long().reshape(*value.shape[:-1], 1)
+    if on_host(index) and not bool(((index >= 0) & (index < value.shape[-1])).all()):
+        raise ValueError(
+            f"an action must be one of the {value.shape[-1]} that value_network judges, got actions from "
+            f"{int(index.min())} to {int(index.max())}: give the network as many outputs as there are actions"
+        )
+    return value.gather(-1, index).squeeze(-1)  # [*B, A] at [*B, 1] -> [*B, 1] -> [*B]
 
 
 def rows_with_nan(column: Tensor, batch_dims: int) -> Tensor | None:
     """Rows ``[*B]`` in which a number is NaN; None if there is none, as far as one can tell on the host."""
     if not column.is_floating_point():
         return None
+    # one pass where all is well: the sum of a column with NaN is NaN
     if on_host(column) and bool(column.sum().isfinite()):
         return None
-    return column.isnan().reshape(*column.shape[:batch_dims], -1).any(-1)
-
-
-def here(batch: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDict:
-    """The named columns of the batch, in a tensordict of their own."""
-    return TensorDict({key: require(batch, key) for key in keys}, batch_size=batch.batch_size)
-
-
-def following(batch: TensorDictBase, keys: Iterable[NestedKey], unknown: Tensor | None) -> TensorDict:
-    """The named columns one step later; the row's own number stands in for NaN and where ``unknown``."""
-    columns = {key: usable(require(batch, next_key(key)), require(batch, key), unknown) for key in keys}
-    return TensorDict(columns, batch_size=batch.batch_size)
+    return column.isnan().reshape(*column.shape[:batch_dims], -1).any(-1)  # [*B, *F] -> [*B, F] -> [*B]

@@ -1,20 +1,18 @@
-"""What every loss does with a batch: entry names, the rows that count, networks that stand still."""
+"""Base of all losses: which entries a loss reads, which rows count, and which networks hold still."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
-from flatroll.estimators.masked import Reduction, both, kept, one_of
-from flatroll.estimators.values.batch_inputs import WarnOnce, on_host
+from flatroll.estimators.masked import Reduction, WarnOnce, mask_and, on_host, one_of, zero_masked
 from flatroll.estimators.values.keyed import VALID, renamed, under_next
-from flatroll.layout import run_starts
-from flatroll.layout.boundaries import steps_into_run
+from flatroll.layout.boundaries import run_starts, steps_into_run
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import (
     ACTION,
@@ -24,7 +22,7 @@ from flatroll.layout.keys import (
     NestedKey,
     flat_column,
     marker,
-    require,
+    missing_marker,
 )
 
 N = TypeVar("N", bound=nn.Module)
@@ -34,32 +32,50 @@ _UNDER_NEXT = ("reward", "done", "terminated")
 
 
 @dataclass(frozen=True)
-class Rows:
-    """A batch on its way through a loss.
+class LossInputs:
+    """One batch as a loss reads it.
 
     Attributes:
-        batch: the batch as it came.
+        batch: the batch as it came, ``[*B]``.
         work: a shallow copy, into which the networks write (a critic may read what the actor wrote).
-        mask: bool ``[*B]``, the rows that count, or None if all do.
+        mask: bool ``[*B]``, the rows that count; None means all True.
+        unknown: bool ``[*B]``, the rows whose next observation nobody knows; None means all False.
     """
 
     batch: TensorDictBase
     work: TensorDictBase
     mask: Tensor | None
+    unknown: Tensor | None = None
 
 
 class LossModule(TensorDictModuleBase):
-    """Base of the losses.
+    """Base of all losses: names of entries, rows that count, reduction.
+
+    A subclass defines ``forward(batch)``, which returns a tensordict of losses, and calls :meth:`inputs_of` in it.
 
     Args:
-        reduction: ``"mean"`` over the real rows, ``"sum"``, or ``"none"``, 0 in rows that are not real.
-        burn_in: rows at the beginning of each run that only warm a memory up: they count nowhere in the loss, and no
-            gradient flows through them.
+        reduction: ``"mean"`` over the rows that count, ``"sum"`` of them, or ``"none"``: one number per row ``[*B]``,
+            0 in rows that do not count. Default: ``"mean"``.
+        burn_in: rows at the beginning of each run (slice) that only warm up the memory of recurrent networks. They
+            count nowhere in the loss, and no gradient flows through them. Default: 0.
 
     Raises:
         ValueError: unknown ``reduction``, or ``burn_in`` below 0.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> class RewardLoss(LossModule):
+        ...     def forward(self, batch):
+        ...         inputs = self.inputs_of(batch)
+        ...         return TensorDict({"loss": self.column(inputs, "reward")[inputs.mask].mean()})
+        >>> mask = torch.tensor([True, True, False])
+        >>> reward = torch.tensor([[1.0], [3.0], [100.0]])
+        >>> RewardLoss()(TensorDict({"next": {"reward": reward}, "collector": {"mask": mask}}, [3]))["loss"]
+        tensor(2.)
     """
 
+    #: Each name that :meth:`set_keys` takes, and the entry that it stands for until then.
     default_keys: ClassVar[Mapping[str, NestedKey]] = {
         "action": ACTION,
         "reward": "reward",
@@ -77,6 +93,8 @@ class LossModule(TensorDictModuleBase):
         self.reduction: Reduction = reduction
         self.burn_in = whole_number("burn_in", burn_in, 0)
         self._warn_once = WarnOnce()
+        self.in_keys: list[Any] = []  # a subclass may name what it reads and writes
+        self.out_keys: list[Any] = []
         self.tensor_keys: dict[str, NestedKey] = dict(self.default_keys)
 
     def set_keys(self, **keys: NestedKey | None) -> None:
@@ -91,8 +109,11 @@ class LossModule(TensorDictModuleBase):
         """
         self.tensor_keys = renamed(self.tensor_keys, keys)
 
-    def rows(self, batch: TensorDictBase) -> Rows:
-        """The batch and the rows of it that count: the mask, what an estimator left valid, no burn-in.
+    def inputs_of(self, batch: TensorDictBase) -> LossInputs:
+        """The batch ``[*B]`` with the mask of its rows that count.
+
+        A row counts if ``("collector", "mask")`` and ``"shifted_valid"`` (what an estimator left valid) are True there,
+        as far as the batch has them, and if ``burn_in`` rows of its run stand before it.
 
         Raises:
             ValueError: there are no rows at all.
@@ -102,55 +123,70 @@ class LossModule(TensorDictModuleBase):
         mask = None
         for name in ("mask", "valid"):
             key = self.tensor_keys[name]
-            mask = both(mask, None if batch.get(key, None) is None else marker(batch, key))
+            if batch.get(key, None) is not None:
+                mask = mask_and(mask, marker(batch, key))
         if self.burn_in:
-            real = steps_into_run(run_starts(batch, **self.boundary_keys)) >= self.burn_in
-            mask = both(mask, real)
-            if on_host(real) and not bool(real.any()):
+            # from the row number burn_in of each run on (the first one has number 0)
+            warm = steps_into_run(run_starts(batch, **self.boundary_keys)) >= self.burn_in
+            mask = mask_and(mask, warm)
+            if on_host(warm) and not bool(warm.any()):
                 self._warn_once(
                     f"no run of the batch has more than burn_in={self.burn_in} rows, so no row counts and the loss "
                     "is 0: draw longer slices or burn in fewer rows"
                 )
-        return Rows(batch, batch.copy(), mask)
+        return LossInputs(batch, batch.copy(), mask)
 
     @property
     def boundary_keys(self) -> dict[str, NestedKey]:
-        """Where :func:`flatroll.layout.run_ends` is to look."""
+        """The key arguments of :func:`flatroll.layout.run_ends`, as this loss names its entries."""
         names = {"is_init_key": "is_init", "done_key": "done", "traj_key": "traj_ids", "mask_key": "mask"}
         return {argument: self.key(name) for argument, name in names.items()}
 
     def key(self, name: str) -> NestedKey:
-        """Where the entry called ``name`` in :meth:`set_keys` stands."""
+        """The key of the entry called ``name`` in :meth:`set_keys`."""
         return under_next(self.tensor_keys[name]) if name in _UNDER_NEXT else self.tensor_keys[name]
 
-    def entry(self, rows: Rows, name: str) -> Tensor:
+    def entry(self, inputs: LossInputs, name: str) -> Tensor:
         """The batch's entry called ``name`` in :meth:`set_keys`, as it is.
 
         Raises:
             KeyError: it is missing; the text names what writes it.
         """
-        default = self.default_keys[name]
-        return require(rows.batch, self.key(name), under_next(default) if name in _UNDER_NEXT else default)
+        value: Tensor | None = inputs.batch.get(self.key(name), None)
+        if value is None:
+            default = self.default_keys.get(name, name)
+            default = under_next(default) if name in _UNDER_NEXT else default
+            raise missing_marker(self.key(name), inputs.batch.keys(True, True), default)
+        return value
 
-    def column(self, rows: Rows, name: str) -> Tensor:
-        """The same in the batch's shape ``[*B]``, 0 in rows that do not count."""
-        return kept(flat_column(self.entry(rows, name), rows.batch, self.key(name)), rows.mask)
+    def column(self, inputs: LossInputs, name: str) -> Tensor:
+        """The same entry, of shape ``[*B]`` or ``[*B, 1]``, as ``[*B]`` with 0 in rows that do not count."""
+        column = flat_column(self.entry(inputs, name), inputs.batch, self.key(name))
+        return column if inputs.mask is None else zero_masked(column, inputs.mask)
 
     def delayed_networks(self) -> dict[str, tuple[nn.Module, nn.Module]]:
-        """Each network that has a delayed copy, and the copy: ``target_<name>`` follows ``<name>``."""
+        """Each network that has a target copy, and the copy: the attribute ``target_<name>`` follows ``<name>``."""
         children = dict(self.named_children())
         return {name: (children[name], t) for name in children if (t := children.get(f"target_{name}"))}
 
 
-def delayed(network: N) -> N:
-    """A copy of the network that does not learn."""
+def target_copy(network: N) -> N:
+    """A copy of a network that does not learn.
+
+    Keep it in a loss as ``self.target_<name>`` beside ``self.<name>``, and
+    :class:`~flatroll.estimators.SoftUpdate` and :class:`~flatroll.estimators.HardUpdate` move it.
+
+    >>> target_copy(nn.Linear(2, 1)).weight.requires_grad
+    False
+    """
     return deepcopy(network).requires_grad_(False)
 
 
-def held(network: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+def parameters_and_buffers(network: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Parameters and buffers of a network, each once, in order."""
     modules = list(network.modules())  # Module.parameters() walks, too, but makes names on the way
     kinds = [m._parameters for m in modules], [m._buffers for m in modules]
+    # by id: a tensor that two modules share is listed once, where it comes first
     parameters, buffers = (
         list({id(x): x for own in kind for x in own.values() if x is not None}.values()) for kind in kinds
     )
@@ -159,7 +195,18 @@ def held(network: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 
 @contextmanager
 def frozen(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """No gradient reaches these parameters through what is computed in the block."""
+    """Let no gradient reach these parameters through what is computed in the block.
+
+    Gradients still flow through the network to its inputs, e.g. through a critic into the actor's action.
+
+    >>> import torch
+    >>> layer, action = nn.Linear(1, 1), torch.ones(1, requires_grad=True)
+    >>> with frozen(layer.parameters()):
+    ...     layer(action).sum().backward()
+    >>> layer.weight.grad is None, action.grad is None
+    (True, False)
+    """
+    # what was frozen before stays so afterwards
     learning = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in learning:
         parameter.requires_grad_(False)
@@ -170,7 +217,7 @@ def frozen(parameters: Iterable[Tensor]) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def shared(network: nn.Module, other: nn.Module) -> list[nn.Parameter]:
+def shared_parameters(network: nn.Module, other: nn.Module) -> list[nn.Parameter]:
     """The parameters that are in both networks."""
     others = set(other.parameters())
     return [parameter for parameter in network.parameters() if parameter in others]

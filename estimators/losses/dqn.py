@@ -1,24 +1,20 @@
 """Deep Q-learning."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import Tensor, nn
+from typing_extensions import override
 
-from flatroll.estimators.losses.action_values import STEPS, OffPolicyLoss, following, here
-from flatroll.estimators.losses.base import Rows, delayed
+from flatroll.estimators.losses.action_values import STEPS, ActionSpace, OffPolicyLoss, value_of_action
+from flatroll.estimators.losses.base import LossInputs, target_copy
 from flatroll.estimators.masked import Distance, Reduction, distance, masked_mean
-from flatroll.estimators.values.batch_inputs import on_host
 from flatroll.estimators.values.evaluate import NetworkInputs, Route, StateValues
 from flatroll.estimators.values.next_observations import Boundaries
-from flatroll.layout.fast_call import written
 from flatroll.layout.keys import OBSERVATION, NestedKey, next_key
 from flatroll.modules import set_recurrent_mode
-
-ActionSpace = Literal["categorical", "one-hot"]
 
 
 class DQNLoss(OffPolicyLoss):
@@ -31,18 +27,14 @@ class DQNLoss(OffPolicyLoss):
     Args:
         value_network: tensordict module that writes ``"action_value"`` ``[*B, A]``; or a plain module from
             ``"observation"`` to it.
-        loss_function: ``"l2"`` (default), ``"l1"`` or ``"smooth_l1"``.
+        loss_function, use_prioritized_weights, burn_in, reduction: see :class:`~flatroll.estimators.OffPolicyLoss`.
+            Default: ``"l2"``, ``"auto"``, 0, ``"mean"``.
         delay_value: whether targets come from a copy, ``target_value_network``, that only moves when
             :class:`~flatroll.estimators.SoftUpdate` or :class:`~flatroll.estimators.HardUpdate` moves it.
             Default: True.
         double_dqn: the network chooses the next action, the copy says its value. Default: False.
         action_space: ``"categorical"`` (integers ``[*B]``) or ``"one-hot"`` (``[*B, A]``). Default: what the
             shape of the action says.
-        use_prioritized_weights: whether ``"priority_weight"`` of the batch weights the rows; ``"auto"``
-            (default): if it is there.
-        burn_in: rows at the beginning of each slice that count nowhere in the loss, and through which no gradient
-            flows. Default: 0.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``. Default: ``"mean"``.
 
     ``make_value_estimator(gamma=0.99)`` sets the discount. N-step rows are used as they are.
 
@@ -54,8 +46,6 @@ class DQNLoss(OffPolicyLoss):
         ValueError: ``double_dqn`` without ``delay_value``, an unknown choice, or shapes that do not match.
 
     Example:
-        >>> import torch
-        >>> from tensordict import TensorDict
         >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["action_value"])
         >>> batch = TensorDict({
         ...     "observation": torch.tensor([[1.0, 0.0], [0.0, 5.0]]), "action": torch.tensor([0, 1]),
@@ -72,10 +62,7 @@ class DQNLoss(OffPolicyLoss):
         al., Recurrent experience replay in distributed reinforcement learning, 2019.
     """
 
-    default_keys: ClassVar[Mapping[str, NestedKey]] = {
-        **OffPolicyLoss.default_keys,
-        "action_value": "action_value",
-    }
+    value_name = "action_value"
 
     def __init__(
         self,
@@ -99,21 +86,30 @@ class DQNLoss(OffPolicyLoss):
             raise ValueError("double_dqn=True needs delay_value=True: the copy says what the choice is worth")
         if action_space not in (None, "categorical", "one-hot"):
             raise ValueError(f"action_space must be 'categorical' or 'one-hot', got {action_space!r}")
-        self.value_network = as_tensordict_module(value_network, "value_network", "action_value")
-        self.target_value_network = delayed(self.value_network) if delay_value else None
+        if not isinstance(value_network, nn.Module):
+            raise TypeError(
+                "value_network must be a tensordict module or a torch.nn.Module, "
+                f"got {type(value_network).__name__}"
+            )
+        if not isinstance(value_network, TensorDictModuleBase):
+            value_network = TensorDictModule(value_network, [OBSERVATION], [self.value_name])
+        self.value_network: TensorDictModuleBase = value_network
+        self.target_value_network = target_copy(self.value_network) if delay_value else None
         self.double_dqn = double_dqn
         self.action_space: ActionSpace | None = action_space
         self.set_keys()
 
+    @override
     def set_keys(self, **keys: NestedKey | None) -> None:
         super().set_keys(**keys)
-        self._inputs = NetworkInputs.of(self.value_network, self.key("is_init"))
+        self._network_inputs = NetworkInputs.of(self.value_network, self.key("is_init"))
         read: list[Any] = [key for key in self.value_network.in_keys if key != self.key("is_init")]
-        read += [next_key(key) for key in self._inputs.observed]
+        read += [next_key(key) for key in self._network_inputs.observed]
         read += [self.key(name) for name in ("action", "reward", "terminated")]
         self.in_keys = read
         self.out_keys = ["loss", "pred_value", "target_value"]
 
+    @override
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
         """The loss of a batch ``[N]`` or ``[*B, T]``, into which ``"td_error"`` is written.
 
@@ -122,43 +118,49 @@ class DQNLoss(OffPolicyLoss):
         Raises:
             KeyError: an entry is missing; the text says what writes it.
         """
-        rows, unknown = self.transitions(tensordict, self._inputs.observed)
+        inputs = self.transitions(tensordict, self._network_inputs.observed)
         with set_recurrent_mode(True, burn_in=self.burn_in):
-            value, next_value = self._values(rows, unknown)
-        chosen = self._of_action(rows, value)
-        target = self.target(rows, next_value, unknown)
-        loss = self.finish(rows, distance(chosen, target, self.loss_function), unknown, chosen - target)
+            value, next_value = self._values(inputs)
+        chosen = value_of_action(value, self.entry(inputs, "action"), self.action_space)
+        target = self.target(inputs, next_value)
+        loss = distance(chosen, target, self.loss_function)
         means = {"pred_value": chosen.detach(), "target_value": target}
-        return TensorDict({"loss": loss} | {name: masked_mean(x, rows.mask) for name, x in means.items()})
+        return TensorDict(
+            {"loss": self.reduce_and_write_priority(inputs, loss, chosen - target)}
+            | {name: masked_mean(column, inputs.mask) for name, column in means.items()}
+        )
 
-    def _values(self, rows: Rows, unknown: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Values ``[*B, A]`` of each row, with gradients, and ``[*B]`` of what follows it, without."""
-        network, target = self.value_network, self.target_value_network or self.value_network
-        inputs, batch = self._inputs, rows.batch
-        complete = all(batch.get(next_key(key), None) is not None for key in inputs.observed)
-        if inputs.recurrent or not complete:
-            return self._values_of_runs(rows, unknown)
-        value = self._action_value(network, here(batch, inputs.observed))
-        with torch.no_grad():
-            after = following(batch, inputs.observed, unknown)
-            choice = self._action_value(network, after) if self.double_dqn else None
-            return value, worth(self._action_value(target, after), choice)
+    def _values(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
+        """Values ``[*B, A]`` of each row, with gradients, and ``[*B]`` of its next state, without."""
+        online, target = self.value_network, self.target_value_network or self.value_network
+        observed, batch = self._network_inputs.observed, inputs.batch
+        complete = all(batch.get(next_key(key), None) is not None for key in observed)
+        if self._network_inputs.recurrent or not complete:
+            return self._values_of_runs(inputs)
+        (value,) = self.critic_values([online], self.root_entries(inputs, observed), "value_network")
+        with (
+            torch.no_grad()
+        ):  # double DQN: the network chooses the next action, its copy says what that is worth
+            after = self.next_entries(inputs, observed)
+            choice = self.critic_values([online], after, "value_network")[0] if self.double_dqn else None
+            (next_value,) = self.critic_values([target], after, "value_network")
+            return value, next_state_value(next_value, choice)
 
-    def _values_of_runs(self, rows: Rows, unknown: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _values_of_runs(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
         """The same from one pass over the runs, each followed by the observation behind its last row."""
-        if rows.batch.get(STEPS, None) is not None:
+        if inputs.batch.get(STEPS, None) is not None:
             raise ValueError(
                 f"batch[{STEPS!r}] says that its next observations lie several rows ahead, and a recurrent "
                 "network (or a batch without next observations) needs those of the next row: leave the n-step "
                 "transform out, and make_value_estimator('td_lambda') for longer returns"
             )
-        at = Boundaries(self.ends(rows), self.terminated(rows), unknown)
-        online = self._stream(self.value_network)(rows.batch, at)
-        choice = following_value = online.next_value.detach()
+        at = Boundaries(self.ends(inputs), self.terminated(inputs), inputs.unknown)
+        online = self._stream(self.value_network)(inputs.batch, at)
+        choice = next_value = online.next_value.detach()  # [*B, A]
         if self.target_value_network is not None:
             with torch.no_grad():
-                following_value = self._stream(self.target_value_network)(rows.batch, at).next_value
-        return online.value, worth(following_value, choice if self.double_dqn else None)
+                next_value = self._stream(self.target_value_network)(inputs.batch, at).next_value
+        return online.value, next_state_value(next_value, choice if self.double_dqn else None)
 
     def _stream(self, network: TensorDictModuleBase) -> StateValues:
         return StateValues(
@@ -169,75 +171,12 @@ class DQNLoss(OffPolicyLoss):
             warn=lambda text: None,  # a row of which it would be said does not count
         )
 
-    def _action_value(self, network: TensorDictModuleBase, batch: TensorDict) -> Tensor:
-        key = self.key("action_value")
-        value = written(network, batch, key)
-        if value is None:
-            raise KeyError(
-                f"value_network wrote no entry {key!r}: its out_keys are {list(network.out_keys)}; name the "
-                "one that holds a value for each action with set_keys(action_value=...)"
-            )
-        if value.ndim != batch.batch_dims + 1:
-            raise ValueError(
-                f"value_network must write {key!r} of shape {[*batch.shape]} and one dim of actions, "
-                f"got {tuple(value.shape)}"
-            )
-        return value
 
-    def _of_action(self, rows: Rows, value: Tensor) -> Tensor:
-        """The value ``[*B]`` of the action that was taken."""
-        return of_action(value, self.entry(rows, "action"), self.action_space)
+def next_state_value(value: Tensor, choice: Tensor | None) -> Tensor:
+    """Value ``[*B]`` of a state: its best action's, of values ``[*B, A]``.
 
-
-def worth(value: Tensor, choice: Tensor | None) -> Tensor:
-    """The best of the values ``[*B, A]``, or the one of the action that ``choice`` holds for the best."""
+    ``choice`` ``[*B, A]``, other values of the same actions, says which action is the best; None: ``value`` does.
+    """
     if choice is None:
         return value.amax(-1)
-    return value.gather(-1, choice.argmax(-1, keepdim=True)).squeeze(-1)
-
-
-def of_action(value: Tensor, action: Tensor, space: ActionSpace | None) -> Tensor:
-    """The value ``[*B]`` of each row's action, of the values ``[*B, A]`` of all actions.
-
-    Args:
-        value: ``[*B, A]``.
-        action: integers ``[*B]`` or ``[*B, 1]``, or one-hot ``[*B, A]``.
-        space: which of the two; None asks the shape.
-
-    Raises:
-        ValueError: the shape is neither.
-        TypeError: an action that is an index is not an integer.
-    """
-    if space == "one-hot" or (space is None and action.shape == value.shape and value.shape[-1] > 1):
-        if action.shape != value.shape:
-            raise ValueError(
-                f"a one-hot action must have shape {tuple(value.shape)}, got {tuple(action.shape)}"
-            )
-        return (value * action).sum(-1)
-    if action.shape not in (value.shape[:-1], (*value.shape[:-1], 1)):
-        raise ValueError(
-            f"the action must be an integer of shape {tuple(value.shape[:-1])}, or one-hot "
-            f"{tuple(value.shape)} like the action values, got {tuple(action.shape)}"
-        )
-    if action.is_floating_point() or action.dtype is torch.bool:
-        raise TypeError(
-            f"an action that names one of {value.shape[-1]} must be an integer, got {action.dtype}"
-        )
-    index = action.long().reshape(*value.shape[:-1], 1)
-    if on_host(index) and not bool(((index >= 0) & (index < value.shape[-1])).all()):
-        raise ValueError(
-            f"an action must be one of the {value.shape[-1]} that value_network judges, got actions from "
-            f"{int(index.min())} to {int(index.max())}: give the network as many outputs as there are actions"
-        )
-    return value.gather(-1, index).squeeze(-1)
-
-
-def as_tensordict_module(network: nn.Module, name: str, out_key: str) -> TensorDictModuleBase:
-    """The network, or if it is a plain module, one that reads ``"observation"`` and writes ``out_key``."""
-    if isinstance(network, TensorDictModuleBase):
-        return network
-    if not isinstance(network, nn.Module):
-        raise TypeError(
-            f"{name} must be a tensordict module or a torch.nn.Module, got {type(network).__name__}"
-        )
-    return TensorDictModule(network, in_keys=[OBSERVATION], out_keys=[out_key])
+    return value.gather(-1, choice.argmax(-1, keepdim=True)).squeeze(-1)  # [*B, A] at [*B, 1] -> [*B]

@@ -1,62 +1,51 @@
-"""What every policy-gradient loss does around its objective: policy terms, entropy, critic, advantages."""
+"""Base of the policy-gradient losses: log-probabilities, advantages, entropy term and critic loss."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import reduce
-from typing import Any, ClassVar, Self, TypedDict
+from typing import Any, ClassVar, Self
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, unravel_key, unravel_key_list
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torch.distributions import Distribution
+from typing_extensions import override
 
-from flatroll.estimators.distributions import components, distribution, joint, log_prob_of, require_actor
-from flatroll.estimators.losses.base import LossModule, Rows, frozen, shared
+from flatroll.estimators.distributions import (
+    components,
+    distribution,
+    entropy_of,
+    joint,
+    log_prob_of,
+    require_actor,
+)
+from flatroll.estimators.losses.base import LossInputs, LossModule, frozen, shared_parameters
 from flatroll.estimators.masked import (
+    DISTANCES,
     Distance,
     Reduction,
-    check_distance,
     distance,
     masked_mean,
     masked_variance,
+    one_of,
     reduced,
     standardized,
 )
 from flatroll.estimators.values.base import ValueEstimator
 from flatroll.estimators.values.by_name import Kind, ValueEstimators, make_estimator
-from flatroll.layout.fast_call import through, writes
+from flatroll.layout.fast_call import through
 from flatroll.layout.keys import NestedKey, flat_column, missing_marker, require
 from flatroll.modules import set_recurrent_mode
 
 
-class CriticOptions(TypedDict, total=False):
-    """Arguments of every policy-gradient loss; see :class:`PolicyGradientLoss`."""
-
-    critic_coeff: float | None
-    loss_critic_type: Distance
-    clip_value: bool | float | None
-    normalize_advantage: bool
-    separate_losses: bool
-    burn_in: int
-    reduction: Reduction
-
-
-class PolicyOptions(CriticOptions, total=False):
-    """Arguments of the losses with an entropy term; see :class:`PolicyGradientLoss`."""
-
-    entropy_bonus: bool
-    entropy_coeff: float
-    samples_mc_entropy: int
-
-
 class PolicyGradientLoss(LossModule):
-    """Base of the losses of an actor and, if given, a critic; a subclass gives :meth:`objective`.
+    """Base of the losses of an actor and, if given, a critic: a subclass defines :meth:`objective`.
 
     Args:
         actor_network: tensordict module with ``get_dist(batch)``, e.g. a
             ``ProbabilisticTensorDictSequential``.
-        critic_network: tensordict module that writes the value; it may read what the actor wrote (a shared
+        critic_network: tensordict module that writes the value ``[*B, 1]``; it may read what the actor wrote (a shared
             trunk that runs once). Default: no critic loss.
         entropy_bonus: add the entropy term. Default: True.
         entropy_coeff: factor of the entropy. Default: 0.01.
@@ -65,15 +54,30 @@ class PolicyGradientLoss(LossModule):
         loss_critic_type: ``"l1"``, ``"l2"`` or ``"smooth_l1"``. Default: ``"smooth_l1"``.
         clip_value: largest move of the value away from the one in the batch; the larger of the clipped and
             the plain critic loss counts. Default: None, no clipping.
-        normalize_advantage: zero mean and unit deviation of the advantage over the real rows. Default: False.
+        normalize_advantage: zero mean and unit deviation of the advantage over the rows that count. Default: False.
         separate_losses: the critic loss leaves parameters that the actor has, too, alone. Default: False.
-        burn_in: rows at the beginning of each run (slice) that warm the memory of recurrent networks up and
-            count nowhere in the loss, and through which no gradient flows. Default: 0.
-        reduction: ``"mean"`` over the real rows, ``"sum"``, or ``"none"``, 0 in rows that are not real.
+        burn_in, reduction: see :class:`~flatroll.estimators.LossModule`. Default: 0, ``"mean"``.
 
     Raises:
         TypeError: the actor has no ``get_dist``, or the critic is no tensordict module.
-        ValueError: unknown ``loss_critic_type`` or ``reduction``, ``burn_in`` below 0.
+        ValueError: unknown ``loss_critic_type`` or ``reduction``, ``burn_in`` below 0; in ``forward``, an action of the
+            wrong shape.
+
+    Example:
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+        >>> from torch.distributions import Categorical
+        >>> class SquaredAdvantageLoss(PolicyGradientLoss):
+        ...     def objective(self, inputs, dist, log_prob, advantage):
+        ...         return -log_prob * advantage.square(), {}
+        >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["logits"])
+        >>> head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
+        >>> loss = SquaredAdvantageLoss(ProbabilisticTensorDictSequential(net, head), entropy_bonus=False)
+        >>> batch = TensorDict({
+        ...     "observation": torch.zeros(2, 2), "action": torch.tensor([0, 1]),
+        ...     "advantage": torch.tensor([[1.0], [2.0]]),
+        ... }, [2])
+        >>> loss(batch)["loss_objective"]                                            # (1 + 4) / 2 * log 2
+        tensor(1.7329)
     """
 
     default_keys: ClassVar[Mapping[str, NestedKey]] = {
@@ -113,7 +117,7 @@ class PolicyGradientLoss(LossModule):
                 "critic_network must be a tensordict module, e.g. TensorDictModule(net, "
                 f"in_keys=['observation'], out_keys=['state_value']), got {type(critic_network).__name__}"
             )
-        check_distance("loss_critic_type", loss_critic_type)
+        one_of("loss_critic_type", loss_critic_type, DISTANCES)
         if not isinstance(entropy_coeff, (int, float)):
             raise TypeError(f"entropy_coeff must be a number, one for all actions, got {entropy_coeff!r}")
         if clip_value is True:
@@ -124,27 +128,30 @@ class PolicyGradientLoss(LossModule):
         self.critic_coeff, self.clip_value = critic_coeff, clip_value or None
         self.loss_critic_type: Distance = loss_critic_type
         self.normalize_advantage, self.separate_losses = normalize_advantage, separate_losses
-        self.__dict__["value_estimator"] = None  # its networks are not this module's own
+        # past nn.Module.__setattr__: the estimator's networks are not this module's own
+        self.__dict__["value_estimator"] = None
         self.set_keys()
 
     value_estimator: ValueEstimator | None
 
+    @override
     def set_keys(self, **keys: NestedKey | None) -> None:
         super().set_keys(**keys)
-        critic_reads = ("value_target", "value")[: 2 if self.clip_value else 1] if self._has_critic else ()
+        with_critic = self.critic_network is not None and self.critic_coeff is not None
+        critic_reads = ("value_target", "value")[: 2 if self.clip_value else 1] if with_critic else ()
         networks = [network for network in (self.actor_network, self.critic_network) if network is not None]
         of_networks = [key for network in networks for key in network.in_keys]
         of_loss = [self.tensor_keys[name] for name in (*self.reads, *critic_reads)]
         read: dict[Any, None] = dict.fromkeys((*of_networks, *of_loss))
-        objective, critic = self.loss_names
-        written: list[Any] = [objective, *self.diagnostics]
+        policy_name, critic_name = self.loss_names
+        written: list[Any] = [policy_name, *self.diagnostics]
         if self.entropy_bonus:
             written += ["entropy", "loss_entropy"]
-        if self._has_critic:
-            written += [critic, "explained_variance"]
+        if with_critic:
+            written += [critic_name, "explained_variance"]
             written += ["value_clip_fraction"] if self.clip_value else []
         self.in_keys, self.out_keys = list(read), written
-        self._name_keys_of_estimator()
+        self._rename_in_estimator()
 
     def make_value_estimator(self, value_type: Kind = ValueEstimators.GAE, **hyperparams: Any) -> Self:
         """Let the loss compute advantages of batches that come without them.
@@ -164,28 +171,33 @@ class PolicyGradientLoss(LossModule):
         Raises:
             ValueError: unknown name, hyperparameters out of range, or no critic.
         """
-        networks = {"value_network": self._evaluated, "actor_network": self.actor_network}
+        target = getattr(self, "target_critic_network", None)  # ReinforceLoss may have one
+        critic = self.critic_network if target is None else target
+        networks = {"value_network": critic, "actor_network": self.actor_network}
         self.__dict__["value_estimator"] = make_estimator(value_type, networks, hyperparams)
-        self._name_keys_of_estimator()
+        self._rename_in_estimator()
         return self
 
-    @property
-    def _evaluated(self) -> TensorDictModuleBase | None:
-        """The network whose values advantages are computed from."""
-        return self.critic_network
-
-    def _name_keys_of_estimator(self) -> None:
+    def _rename_in_estimator(self) -> None:
         estimator = self.value_estimator
         if estimator is not None:
             known = {name: key for name, key in self.tensor_keys.items() if name in estimator.tensor_keys}
             estimator.set_keys(**known)
 
     def objective(
-        self, rows: Rows, dist: Distribution, log_prob: Tensor, advantage: Tensor
+        self, inputs: LossInputs, dist: Distribution, log_prob: Tensor, advantage: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of each row ``[*B]`` and the :attr:`diagnostics` from log-probabilities and advantages."""
+        """The loss of the policy in each row ``[*B]``, and the :attr:`diagnostics` by name.
+
+        Args:
+            inputs: the batch and its mask.
+            dist: the actor's distribution over actions in each row.
+            log_prob: its log-probability of the batch's action, ``[*B]``, with gradients.
+            advantage: ``[*B]``, 0 in rows that do not count.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define objective")
 
+    @override
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
         """The losses of a batch ``[N]`` or ``[*B, T]``, which is left as it is.
 
@@ -202,95 +214,76 @@ class PolicyGradientLoss(LossModule):
         if self.value_estimator is not None and batch.get(self.key("advantage"), None) is None:
             with torch.no_grad():
                 batch = self.value_estimator(tensordict.copy())
-        rows = self.rows(batch)
-        objective, critic = self.loss_names
+        inputs = self.inputs_of(batch)
+        policy_name, critic_name = self.loss_names
         with set_recurrent_mode(True, burn_in=self.burn_in):
-            losses, diagnostics = self._policy_losses(rows, objective)
-            if self._has_critic:
-                losses[critic], of_critic = self._critic_loss(rows)
+            advantage = self._advantage(inputs)
+            dist = distribution(self.actor_network, inputs.work)
+            parts = components(dist)
+            log_probs = []
+            for key, part in parts.items():
+                action = self.entry(inputs, "action") if key is None else require(inputs.batch, key)
+                log_probs.append(joint(log_prob_of(part, action), inputs.batch))
+            # parts of an action are independent: their log-probabilities and entropies add up
+            log_prob = reduce(torch.add, log_probs)
+            loss, diagnostics = self.objective(inputs, dist, log_prob, advantage)
+            losses = {policy_name: loss}
+            if self.entropy_bonus:
+                entropies = [entropy_of(part, self.samples_mc_entropy) for part in parts.values()]
+                entropy = reduce(torch.add, [joint(entropy, inputs.batch) for entropy in entropies])
+                losses["loss_entropy"] = -self.entropy_coeff * entropy
+                diagnostics["entropy"] = masked_mean(entropy.detach(), inputs.mask)
+            if self.critic_network is not None and self.critic_coeff is not None:
+                critic_loss, of_critic = self._critic_loss(inputs, self.critic_network)
+                losses[critic_name] = self.critic_coeff * critic_loss
                 diagnostics |= of_critic
-        out = {name: reduced(loss, rows.mask, self.reduction) for name, loss in losses.items()}
+        out = {name: reduced(loss, inputs.mask, self.reduction) for name, loss in losses.items()}
         return TensorDict(out | {name: number.detach() for name, number in diagnostics.items()})
 
-    @property
-    def _has_critic(self) -> bool:
-        return self.critic_network is not None and self.critic_coeff is not None
-
-    def _policy_losses(self, rows: Rows, name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        advantage = self._advantage(rows)
-        dist = distribution(self.actor_network, rows.work)
-        log_prob = self._log_prob(rows, dist)
-        loss, diagnostics = self.objective(rows, dist, log_prob, advantage)
-        losses = {name: loss}
-        if self.entropy_bonus:
-            parts = list(components(dist).values()) or [dist]
-            entropy = sum_of(joint(entropy_of(part, self.samples_mc_entropy), rows.batch) for part in parts)
-            losses["loss_entropy"] = -self.entropy_coeff * entropy
-            diagnostics["entropy"] = masked_mean(entropy.detach(), rows.mask)
-        return losses, diagnostics
-
-    def _log_prob(self, rows: Rows, dist: Distribution) -> Tensor:
-        """Log-probability ``[*B]`` of each row's action, of all parts that it has."""
-        parts = components(dist)
-        if not parts:
-            return joint(log_prob_of(dist, self.entry(rows, "action")), rows.batch)
-        return sum_of(
-            joint(log_prob_of(part, require(rows.batch, key)), rows.batch) for key, part in parts.items()
-        )
-
-    def _advantage(self, rows: Rows) -> Tensor:
+    def _advantage(self, inputs: LossInputs) -> Tensor:
+        """The advantage ``[*B]``, normalised over the rows that count if the loss is to."""
         key = self.key("advantage")
-        if rows.batch.get(key, None) is None:
-            error = missing_marker(key, rows.batch.keys(True, True), self.default_keys["advantage"])
+        if inputs.batch.get(key, None) is None:
+            error = missing_marker(key, inputs.batch.keys(True, True), self.default_keys["advantage"])
             raise KeyError(f"{error.args[0]}. Or let the loss compute it: loss.make_value_estimator(...)")
-        advantage = self.column(rows, "advantage")
+        advantage = self.column(inputs, "advantage")
         if self.normalize_advantage and advantage.numel() > 1:
-            return standardized(advantage, rows.mask)
+            return standardized(advantage, inputs.mask)
         return advantage
 
-    def _critic_loss(self, rows: Rows) -> tuple[Tensor, dict[str, Tensor]]:
-        assert self.critic_network is not None and self.critic_coeff is not None
+    def _critic_loss(
+        self, inputs: LossInputs, critic: TensorDictModuleBase
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of the critic in each row ``[*B]``, and diagnostics."""
         key = self.tensor_keys["value"]
-        target = self.column(rows, "value_target")
-        before = self.column(rows, "value") if self.clip_value else None
-        work = rows.work.detach() if self.separate_losses else rows.work
-        alone = shared(self.critic_network, self.actor_network) if self.separate_losses else []
+        target = self.column(inputs, "value_target")
+        work = inputs.work.detach() if self.separate_losses else inputs.work
+        alone = shared_parameters(critic, self.actor_network) if self.separate_losses else []
         with frozen(alone) if alone else nullcontext():
-            out = through(self.critic_network, work)
-            out = out.get(key, None) if writes(self.critic_network, key) else None
-        if out is None:
+            work = through(critic, work)
+        # a value that came with the batch is not the critic's: ask what the critic says that it writes
+        is_written = unravel_key(key) in unravel_key_list(list(critic.out_keys))
+        column = work.get(key, None) if is_written else None
+        if column is None:
             raise KeyError(
-                f"critic_network wrote no entry {key!r}: its out_keys are "
-                f"{list(self.critic_network.out_keys)}; name the one that holds the value with "
-                "set_keys(value=...)"
+                f"critic_network wrote no entry {key!r}: its out_keys are {list(critic.out_keys)}; name the one that "
+                "holds the value with set_keys(value=...)"
             )
-        value = flat_column(out, rows.batch, key)
+        value = flat_column(column, inputs.batch, key)
         loss = distance(value, target, self.loss_critic_type)
-        diagnostics = {"explained_variance": explained_variance(value.detach(), target.detach(), rows.mask)}
-        if before is not None and self.clip_value:
-            moved = value - before
+        diagnostics = {"explained_variance": explained_variance(value.detach(), target.detach(), inputs.mask)}
+        if self.clip_value:
+            # the larger of the two losses counts: moving further than clip_value from the sampled value earns nothing
+            sampled = self.column(inputs, "value")
+            moved = value - sampled
             clipped = moved.clamp(-self.clip_value, self.clip_value)
-            loss = torch.maximum(loss, distance(before + clipped, target, self.loss_critic_type))
-            diagnostics["value_clip_fraction"] = masked_mean((moved != clipped).to(value.dtype), rows.mask)
-        return self.critic_coeff * loss, diagnostics
-
-
-def sum_of(columns: Iterable[Tensor]) -> Tensor:
-    """Their sum; there is at least one."""
-    return reduce(torch.add, columns)
-
-
-def entropy_of(dist: Distribution, samples: int) -> Tensor:
-    """The entropy in closed form, or from ``samples`` samples where there is none."""
-    try:
-        return dist.entropy()
-    except NotImplementedError:
-        drawn = dist.rsample((samples,)) if dist.has_rsample else dist.sample((samples,))
-        return -dist.log_prob(drawn).mean(0)
+            loss = torch.maximum(loss, distance(sampled + clipped, target, self.loss_critic_type))
+            diagnostics["value_clip_fraction"] = masked_mean((moved != clipped).to(value.dtype), inputs.mask)
+        return loss, diagnostics
 
 
 def explained_variance(value: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
     """``1 - Var(target - value) / Var(target)``: 1 for a perfect critic, 0 for a constant one."""
-    tiny = torch.finfo(target.dtype).eps
+    tiny = torch.finfo(target.dtype).eps  # constant targets: no division by 0
     total = masked_variance(target, mask, correction=0)
     return 1.0 - masked_variance(target - value, mask, correction=0) / (total + tiny)

@@ -1,17 +1,19 @@
 """Proximal policy optimisation: the ratio objective, plain, clipped, and with a penalty on the KL divergence."""
 
 import math
-from typing import Any, ClassVar, Unpack
+from functools import reduce
+from typing import Any, ClassVar
 
 import torch
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
-from torch.distributions import Distribution, kl_divergence
+from torch.distributions import Distribution
+from typing_extensions import override
 
-from flatroll.estimators.distributions import components, joint
-from flatroll.estimators.losses.base import Rows
-from flatroll.estimators.losses.policy_gradient import PolicyGradientLoss, PolicyOptions, sum_of
-from flatroll.estimators.masked import masked_mean
+from flatroll.estimators.distributions import components, divergence_of, joint
+from flatroll.estimators.losses.base import LossInputs
+from flatroll.estimators.losses.policy_gradient import PolicyGradientLoss
+from flatroll.estimators.masked import masked_mean, zero_masked
 from flatroll.layout.keys import missing_marker, require
 
 
@@ -22,24 +24,14 @@ class PPOLoss(PolicyGradientLoss):
     goes through recurrent actors and critics as it is.
 
     Args:
-        actor_network, critic_network, options: see
-            :class:`~flatroll.estimators.losses.policy_gradient.PolicyGradientLoss`: ``entropy_bonus=True``,
-            ``entropy_coeff=0.01``, ``samples_mc_entropy=1``, ``critic_coeff=1.0``,
-            ``loss_critic_type="smooth_l1"``, ``clip_value=None``, ``normalize_advantage=False``,
-            ``separate_losses=False``, ``burn_in=0``, ``reduction="mean"``.
+        actor_network, critic_network, entropy_bonus, ...: see :class:`~flatroll.estimators.PolicyGradientLoss`.
 
     Writes ``loss_objective``, ``loss_critic``, ``loss_entropy``, and detached ``kl_approx``, ``ESS`` (effective
     sample size over the rows, in [0, 1]), ``max_ratio``, ``mean_ratio``, ``entropy``, ``explained_variance``.
 
-    Raises:
-        TypeError: the actor has no ``get_dist``, or the critic is no tensordict module.
-        ValueError: an unknown ``loss_critic_type`` or ``reduction``, or an action of the wrong shape.
-
     Example:
-        >>> import torch
         >>> from tensordict import TensorDict
-        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
-        >>> from tensordict.nn import TensorDictModule
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
         >>> from torch.distributions import Categorical
         >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["logits"])
         >>> head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
@@ -58,54 +50,44 @@ class PPOLoss(PolicyGradientLoss):
     reads: ClassVar[tuple[str, ...]] = ("action", "sample_log_prob", "advantage")
     diagnostics: ClassVar[tuple[str, ...]] = ("kl_approx", "ESS", "max_ratio", "mean_ratio")
 
-    def __init__(
-        self,
-        actor_network: TensorDictModuleBase,
-        critic_network: TensorDictModuleBase | None = None,
-        **options: Unpack[PolicyOptions],
-    ) -> None:
-        super().__init__(actor_network, critic_network, **options)
-
+    @override
     def objective(
-        self, rows: Rows, dist: Distribution, log_prob: Tensor, advantage: Tensor
+        self, inputs: LossInputs, dist: Distribution, log_prob: Tensor, advantage: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        log_ratio = self.log_ratio(rows, log_prob)
-        return -log_ratio.exp() * advantage, diagnose(log_ratio.detach(), rows.mask)
+        log_ratio = self.log_ratio(inputs, log_prob)
+        return -log_ratio.exp() * advantage, diagnose(log_ratio.detach(), inputs.mask)
 
-    def log_ratio(self, rows: Rows, log_prob: Tensor) -> Tensor:
-        """Log of the ratio ``[*B]``; 0 in rows that do not count."""
-        log_ratio = log_prob - self._sampled_log_prob(rows)
-        return log_ratio if rows.mask is None else torch.where(rows.mask, log_ratio, 0.0)
+    def log_ratio(self, inputs: LossInputs, log_prob: Tensor) -> Tensor:
+        """Log of the ratio ``[*B]``; 0 in rows that do not count.
 
-    def _sampled_log_prob(self, rows: Rows) -> Tensor:
-        """What the policy wrote when it acted; where an action has several parts, it may be one entry for each."""
-        written: list[Any] = list(getattr(self.actor_network, "log_prob_keys", None) or ())
-        if len(written) > 1 and rows.batch.get(self.key("sample_log_prob"), None) is None:
-            found = [require(rows.batch, key, "action_log_prob") for key in written]
+        What the policy wrote when it acted may be one entry for each part of an action: then they add up.
+        """
+        names: list[Any] = list(getattr(self.actor_network, "log_prob_keys", None) or ())
+        if len(names) > 1 and inputs.batch.get(self.key("sample_log_prob"), None) is None:
+            columns = [require(inputs.batch, name, "action_log_prob") for name in names]
         else:
-            found = [self.entry(rows, "sample_log_prob")]
-        return sum_of(joint(column.detach(), rows.batch) for column in found)
+            columns = [self.entry(inputs, "sample_log_prob")]
+        sampled = reduce(torch.add, [joint(column.detach(), inputs.batch) for column in columns])
+        log_ratio = log_prob - sampled
+        return log_ratio if inputs.mask is None else zero_masked(log_ratio, inputs.mask)
 
 
 class ClipPPOLoss(PPOLoss):
     """Clipped PPO: ``-min(ratio * advantage, clip(ratio, 1 - eps, 1 + eps) * advantage)`` per row.
 
     Args:
-        actor_network, critic_network, options: see :class:`PPOLoss`.
+        actor_network, critic_network, options: see :class:`~flatroll.estimators.PolicyGradientLoss`.
         clip_epsilon: ``eps``, or a pair (below 1, above 1). Default: 0.2.
         clip_value: as for the others; True takes ``clip_epsilon``. Default: None, any move.
 
     Writes what :class:`PPOLoss` writes, and ``clip_fraction``.
 
     Raises:
-        TypeError: the actor has no ``get_dist``, or the critic is no tensordict module.
-        ValueError: a ``clip_epsilon`` that is not positive or reaches 1 below, ``clip_value=True`` with a
-            pair, an unknown ``loss_critic_type`` or ``reduction``, or an action of the wrong shape.
+        ValueError: a ``clip_epsilon`` that is not positive or reaches 1 below, or ``clip_value=True`` with a pair.
 
     Example:
         >>> from tensordict import TensorDict
-        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
-        >>> from tensordict.nn import TensorDictModule
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
         >>> from torch.distributions import Categorical
         >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["logits"])
         >>> head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
@@ -131,7 +113,7 @@ class ClipPPOLoss(PPOLoss):
         critic_network: TensorDictModuleBase | None = None,
         *,
         clip_epsilon: float | tuple[float, float] = 0.2,
-        **options: Unpack[PolicyOptions],
+        **options: Any,
     ) -> None:
         low, high = clip_epsilon if isinstance(clip_epsilon, tuple) else (clip_epsilon, clip_epsilon)
         if not (0.0 < low < 1.0 and high > 0.0):
@@ -147,17 +129,20 @@ class ClipPPOLoss(PPOLoss):
         super().__init__(actor_network, critic_network, **options)
         self.clip_epsilon = clip_epsilon
 
+    @override
     def objective(
-        self, rows: Rows, dist: Distribution, log_prob: Tensor, advantage: Tensor
+        self, inputs: LossInputs, dist: Distribution, log_prob: Tensor, advantage: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        log_ratio = self.log_ratio(rows, log_prob)
+        log_ratio = self.log_ratio(inputs, log_prob)
         low, high = self.clip_epsilon if isinstance(self.clip_epsilon, tuple) else 2 * (self.clip_epsilon,)
-        least, most = math.log1p(-low), math.log1p(high)
-        # bounded before exp: where the limit holds, a ratio that overflows leaves no NaN in the gradient
+        least, most = math.log1p(-low), math.log1p(high)  # log(1 - low), log(1 + high)
+        # min(ratio * A, clip(ratio) * A) bounds the ratio on one side only: above if A >= 0, below if A < 0.
+        # The logarithm is bounded, before exp: where the limit holds, a ratio that overflows leaves no NaN in the
+        # gradient (inf * 0).
         bounded = torch.where(advantage < 0, log_ratio.clamp(min=least), log_ratio.clamp(max=most))
-        seen = log_ratio.detach()
-        fraction = masked_mean((seen.clamp(least, most) != seen).to(seen.dtype), rows.mask)
-        return -bounded.exp() * advantage, diagnose(seen, rows.mask) | {"clip_fraction": fraction}
+        free = log_ratio.detach()
+        fraction = masked_mean((free.clamp(least, most) != free).to(free.dtype), inputs.mask)
+        return -bounded.exp() * advantage, diagnose(free, inputs.mask) | {"clip_fraction": fraction}
 
 
 class KLPENPPOLoss(PPOLoss):
@@ -169,7 +154,7 @@ class KLPENPPOLoss(PPOLoss):
     ``1.5 * dtarg``, and shrinks by ``decrement`` where it is below ``dtarg / 1.5``.
 
     Args:
-        actor_network, critic_network, options: see :class:`PPOLoss`.
+        actor_network, critic_network, options: see :class:`~flatroll.estimators.PolicyGradientLoss`.
         dtarg: divergence aimed at. Default: 0.01.
         beta: factor of the penalty to start with. Default: 1.
         increment, decrement: factors of ``beta``, at least 1 and at most 1. Default: 2 and 0.5.
@@ -178,14 +163,12 @@ class KLPENPPOLoss(PPOLoss):
     Writes what :class:`PPOLoss` writes, and ``kl``, the mean divergence.
 
     Raises:
-        TypeError: the actor has no ``build_dist_from_params``, or the critic is no tensordict module.
-        ValueError: ``increment`` below 1, ``decrement`` above 1, or what :class:`PPOLoss` raises.
+        TypeError: the actor has no ``build_dist_from_params``.
+        ValueError: ``increment`` below 1, ``decrement`` above 1.
 
     Example:
-        >>> import torch
         >>> from tensordict import TensorDict
-        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
-        >>> from tensordict.nn import TensorDictModule
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
         >>> from torch.distributions import Categorical
         >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["logits"])
         >>> head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
@@ -216,7 +199,7 @@ class KLPENPPOLoss(PPOLoss):
         increment: float = 2.0,
         decrement: float = 0.5,
         samples_mc_kl: int = 1,
-        **options: Unpack[PolicyOptions],
+        **options: Any,
     ) -> None:
         if increment < 1.0:
             raise ValueError(f"increment must be at least 1, got {increment}")
@@ -237,62 +220,51 @@ class KLPENPPOLoss(PPOLoss):
         """Set ``beta`` back to what it was in the beginning."""
         self.beta = torch.full_like(self.beta, self._beta_at_first)
 
+    @override
     def objective(
-        self, rows: Rows, dist: Distribution, log_prob: Tensor, advantage: Tensor
+        self, inputs: LossInputs, dist: Distribution, log_prob: Tensor, advantage: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, diagnostics = super().objective(rows, dist, log_prob, advantage)
-        divergence = self._divergence(self._sampled(rows), dist, rows)
-        if rows.mask is not None:
-            divergence = torch.where(rows.mask, divergence, 0.0)
-        mean = masked_mean(divergence.detach(), rows.mask)
-        loss = loss + self.beta * divergence
-        if self.training:
-            larger, smaller = self.beta * self.increment, self.beta * self.decrement
-            steady = torch.where(mean < self.dtarg / 1.5, smaller, self.beta)
-            self.beta = torch.where(mean > 1.5 * self.dtarg, larger, steady)  # the graph keeps the old one
-        return loss, diagnostics | {"kl": mean}
-
-    def _sampled(self, rows: Rows) -> Distribution:
-        """The distributions that the actions were sampled from."""
+        loss, diagnostics = super().objective(inputs, dist, log_prob, advantage)
         actor: Any = self.actor_network
         for key in actor.dist_params_keys:
-            if rows.batch.get(key, None) is None:
-                error = missing_marker(key, rows.batch.keys(True, True))
+            if inputs.batch.get(key, None) is None:
+                error = missing_marker(key, inputs.batch.keys(True, True))
                 raise KeyError(
                     f"{error.args[0]}. It says how the actions were sampled: the policy must write it when it acts"
                 )
-        dist: Distribution = actor.build_dist_from_params(rows.batch)
-        return dist
-
-    def _divergence(self, sampled: Distribution, current: Distribution, rows: Rows) -> Tensor:
-        """``KL(sampled | current)`` of each row, ``[*B]``."""
-        parts, now = components(sampled), components(current)
-        pairs = [(parts[key], now[key]) for key in parts] or [(sampled, current)]
-        return sum_of(joint(self._of_pair(*pair), rows.batch) for pair in pairs)
-
-    def _of_pair(self, sampled: Distribution, current: Distribution) -> Tensor:
-        try:
-            return kl_divergence(sampled, current)
-        except NotImplementedError:
-            with torch.no_grad():
-                drawn = sampled.sample((self.samples_mc_kl,))
-                log_prob = sampled.log_prob(drawn)
-            return (log_prob - current.log_prob(drawn)).mean(0)
+        sampled, current = components(actor.build_dist_from_params(inputs.batch)), components(dist)
+        pairs = [divergence_of(part, current[key], self.samples_mc_kl) for key, part in sampled.items()]
+        divergence = reduce(torch.add, [joint(pair, inputs.batch) for pair in pairs])
+        divergence = zero_masked(divergence, inputs.mask)
+        mean = masked_mean(divergence.detach(), inputs.mask)
+        loss = loss + self.beta * divergence
+        if self.training:  # beta for the next call: see the class
+            larger, smaller = self.beta * self.increment, self.beta * self.decrement
+            steady = torch.where(mean < self.dtarg / 1.5, smaller, self.beta)
+            # a new tensor, not an in-place change: the graph of this loss keeps the old beta
+            self.beta = torch.where(mean > 1.5 * self.dtarg, larger, steady)
+        return loss, diagnostics | {"kl": mean}
 
 
 def diagnose(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
-    """How far the policy has moved from the one that acted."""
+    """How far the policy has moved from the one that acted, by the log-ratios ``[*B]``, 0 where masked.
+
+    ``kl_approx`` is the mean of ``-log_ratio``, which estimates ``KL(sampled | current)``. ``ESS`` is the effective
+    sample size ``sum(ratio) ** 2 / sum(ratio ** 2)`` as a share of the rows.
+    """
     count: Tensor | int = log_ratio.numel()
     real = log_ratio
     if mask is not None:
         count = mask.sum().clamp(min=1)
-        real = log_ratio.masked_fill(~mask, -torch.inf)
+        real = log_ratio.masked_fill(~mask, -torch.inf)  # a ratio of 0 adds nothing to the sums
+    # Ratios relative to the largest lie in [0, 1], so neither they nor their squares overflow, and the factor cancels
+    # in ESS. The bound keeps -inf - (-inf) = NaN out where no row counts.
     largest = real.max().clamp(min=torch.finfo(real.dtype).min)
-    share = (real - largest).exp()  # of the largest: none overflows
-    total, most = share.sum(), largest.exp()
+    relative = (real - largest).exp()
+    total, max_ratio = relative.sum(), largest.exp()
     return {
         "kl_approx": masked_mean(-log_ratio, mask),
-        "ESS": total.square() / share.square().sum().clamp(min=1.0) / count,
-        "max_ratio": most,
-        "mean_ratio": most * total / count,
+        "ESS": total.square() / relative.square().sum().clamp(min=1.0) / count,
+        "max_ratio": max_ratio,
+        "mean_ratio": max_ratio * total / count,
     }

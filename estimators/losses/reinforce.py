@@ -1,13 +1,14 @@
 """REINFORCE."""
 
-from typing import ClassVar, Unpack
+from typing import Any, ClassVar
 
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torch.distributions import Distribution
+from typing_extensions import override
 
-from flatroll.estimators.losses.base import Rows, delayed
-from flatroll.estimators.losses.policy_gradient import CriticOptions, PolicyGradientLoss
+from flatroll.estimators.losses.base import LossInputs, target_copy
+from flatroll.estimators.losses.policy_gradient import PolicyGradientLoss
 
 
 class ReinforceLoss(PolicyGradientLoss):
@@ -19,22 +20,18 @@ class ReinforceLoss(PolicyGradientLoss):
         delay_value: advantages that the loss itself computes (``make_value_estimator``) come from a delayed
             copy of the critic, ``target_critic_network``, which :class:`~flatroll.estimators.SoftUpdate` or
             :class:`~flatroll.estimators.HardUpdate` moves. Default: False.
-        options: see :class:`~flatroll.estimators.losses.policy_gradient.PolicyGradientLoss`: ``critic_coeff=1.0``,
-            ``loss_critic_type="smooth_l1"``, ``clip_value=None``, ``normalize_advantage=False``,
-            ``separate_losses=False``, ``burn_in=0``, ``reduction="mean"``.
+        options: ``critic_coeff``, ``loss_critic_type``, ``clip_value``, ``normalize_advantage``, ``separate_losses``,
+            ``burn_in`` and ``reduction``: see :class:`~flatroll.estimators.PolicyGradientLoss`.
 
     Writes ``loss_actor``, ``loss_value``, and the detached ``explained_variance``.
 
     Raises:
-        TypeError: the actor has no ``get_dist``, or the critic is no tensordict module.
-        ValueError: ``delay_value`` without a critic, an unknown ``loss_critic_type`` or ``reduction``, or an
-            action of the wrong shape.
+        ValueError: ``delay_value`` without a critic.
 
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
-        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
-        >>> from tensordict.nn import TensorDictModule
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
         >>> from torch.distributions import Categorical
         >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["logits"])
         >>> head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
@@ -58,18 +55,15 @@ class ReinforceLoss(PolicyGradientLoss):
         critic_network: TensorDictModuleBase | None = None,
         *,
         delay_value: bool = False,
-        **options: Unpack[CriticOptions],
+        **options: Any,
     ) -> None:
         super().__init__(actor_network, critic_network, entropy_bonus=False, **options)
         if delay_value and critic_network is None:
             raise ValueError("delay_value=True needs a critic_network")
-        self.target_critic_network = delayed(critic_network) if delay_value and critic_network else None
+        self.target_critic_network = target_copy(critic_network) if delay_value and critic_network else None
 
-    @property
-    def _evaluated(self) -> TensorDictModuleBase | None:
-        return self.critic_network if self.target_critic_network is None else self.target_critic_network
-
+    @override
     def objective(
-        self, rows: Rows, dist: Distribution, log_prob: Tensor, advantage: Tensor
+        self, inputs: LossInputs, dist: Distribution, log_prob: Tensor, advantage: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         return -log_prob * advantage.detach(), {}

@@ -1,41 +1,192 @@
 """Soft actor-critic, of continuous and of discrete actions."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import reduce
-from typing import ClassVar, Unpack
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from typing_extensions import override
 
-from flatroll.estimators.distributions import joint
-from flatroll.estimators.losses.action_values import OffPolicyLoss
-from flatroll.estimators.losses.base import Rows, frozen, held
-from flatroll.estimators.losses.dqn import ActionSpace, of_action
-from flatroll.estimators.losses.soft_actor_critic import SACOptions, SoftActorCritic
-from flatroll.layout.keys import NestedKey, flat_column
+from flatroll.estimators.distributions import distribution, joint, require_actor
+from flatroll.estimators.losses.action_values import (
+    ActionSpace,
+    OffPolicyLoss,
+    critic_ensemble,
+    value_of_action,
+)
+from flatroll.estimators.losses.base import (
+    LossInputs,
+    frozen,
+    parameters_and_buffers,
+    shared_parameters,
+    target_copy,
+)
+from flatroll.estimators.masked import Distance, Reduction, distance, masked_mean
+from flatroll.estimators.values.evaluate import NetworkInputs
+from flatroll.layout.keys import NestedKey, as_tuple, next_key
+
+
+class SoftActorCritic(OffPolicyLoss):
+    """Base of both losses; :class:`SACLoss` documents the arguments. A subclass says what an action is worth."""
+
+    log_alpha: Tensor
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase,
+        qvalue_network: TensorDictModuleBase | Sequence[TensorDictModuleBase],
+        *,
+        num_qvalue_nets: int = 2,
+        loss_function: Distance = "smooth_l1",
+        alpha_init: float = 1.0,
+        min_alpha: float | None = None,
+        max_alpha: float | None = None,
+        fixed_alpha: bool = False,
+        target_entropy: float | Literal["auto"] = "auto",
+        delay_actor: bool = False,
+        delay_qvalue: bool = True,
+        separate_losses: bool = False,
+        use_prioritized_weights: bool | Literal["auto"] = "auto",
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__(
+            loss_function=loss_function, use_prioritized_weights=use_prioritized_weights, reduction=reduction
+        )
+        require_actor(actor_network)
+        low, high = min_alpha or 0.0, math.inf if max_alpha is None else max_alpha
+        if not 0.0 <= low <= alpha_init <= high or alpha_init <= 0.0:
+            raise ValueError(
+                "alpha_init must be above 0 and between min_alpha and max_alpha, "
+                f"got {alpha_init}, {min_alpha} and {max_alpha}"
+            )
+        if target_entropy != "auto" and not isinstance(target_entropy, (int, float)):
+            raise ValueError(f"target_entropy must be a number or 'auto', got {target_entropy!r}")
+        self.actor_network = actor_network
+        self.qvalue_network = critic_ensemble(qvalue_network, num_qvalue_nets)
+        self.target_actor_network = target_copy(actor_network) if delay_actor else None
+        self.target_qvalue_network = target_copy(self.qvalue_network) if delay_qvalue else None
+        # the logarithm learns: alpha stays positive, whatever the step
+        log_alpha = torch.tensor(math.log(alpha_init))
+        if fixed_alpha:
+            self.register_buffer("log_alpha", log_alpha)
+        else:
+            self.register_parameter("log_alpha", nn.Parameter(log_alpha))
+        self._bounds = math.log(low) if low else -math.inf, math.log(high)
+        self.target_entropy, self.separate_losses = target_entropy, separate_losses
+        self.set_keys()
+
+    @override
+    def set_keys(self, **keys: NestedKey | None) -> None:
+        super().set_keys(**keys)
+        networks: list[Any] = [self.actor_network, *self.qvalue_network]
+        for network in networks:
+            if NetworkInputs.of(network, self.key("is_init")).recurrent:
+                raise TypeError(
+                    f"{type(self).__name__} reads rows one by one, and a recurrent module remembers others: "
+                    "let it write its features when it acts, and give networks that read those"
+                )
+        actor: Any = self.actor_network
+        made = {as_tuple(key) for key in (*actor.out_keys, self.key("action"))}
+        read: list[Any] = list(dict.fromkeys(key for network in networks for key in network.in_keys))
+        # what stands in the batch at the root and under "next"; the rest the actor writes
+        self._observed: list[Any] = [key for key in read if as_tuple(key) not in made]
+        inputs: list[Any] = [*self._observed, *(next_key(key) for key in self._observed)]
+        self.in_keys = inputs + [self.key(name) for name in ("action", "reward", "terminated")]
+        self.out_keys = ["loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy"]
+
+    @property
+    def alpha(self) -> Tensor:
+        """The factor of the entropy, without gradients."""
+        return self.log_alpha.detach().exp()
+
+    @override
+    def forward(self, tensordict: TensorDictBase) -> TensorDict:
+        """The losses of a batch ``[N]`` or ``[*B, T]``, into which ``"td_error"`` is written.
+
+        The gradient of each loss reaches its own networks only, so that their sum may be minimised.
+
+        Raises:
+            KeyError: an entry is missing; the text says what writes it.
+        """
+        inputs = self.transitions(tensordict, self._observed)
+        critics, targets = self.qvalue_network, self.target_qvalue_network
+        with torch.no_grad():
+            self.log_alpha.clamp_(*self._bounds)  # the optimizer may have left min_alpha, max_alpha
+            after = self.next_entries(inputs, self._observed)
+            dist = distribution(self.target_actor_network or self.actor_network, after)
+            target = self.target(
+                inputs, self._next_value(dist, after, critics if targets is None else targets)
+            )
+        dist = distribution(self.actor_network, inputs.work)
+        action = self.entry(inputs, "action")
+        if self.separate_losses:  # the critics' loss leaves a trunk that the actor has, too, alone
+            with frozen(shared_parameters(critics, self.actor_network)):
+                values = self.critic_values(critics, inputs.work.detach())
+        else:
+            values = self.critic_values(critics, inputs.work)
+        chosen = torch.stack([self._of_action(value, action) for value in values])  # [K, *B]
+        errors = chosen - target
+        distances = distance(chosen, target.expand_as(chosen), self.loss_function)
+        loss_actor, log_prob = self._actor_loss(inputs, dist, values)
+        entropy = -log_prob.detach()
+        aim = self.target_entropy
+        aim = self._entropy_aim(inputs, values[0]) if aim == "auto" else float(aim)
+        return TensorDict(
+            {
+                "loss_actor": self.reduce(inputs, loss_actor),
+                "loss_qvalue": self.reduce_and_write_priority(inputs, distances.sum(0), errors.abs().amax(0)),
+                # falls with log_alpha where the entropy is below its aim: alpha grows there
+                "loss_alpha": self.reduce(inputs, self.log_alpha * (entropy - aim)),
+                "alpha": self.alpha,
+                "entropy": masked_mean(entropy, inputs.mask),
+            }
+        )
+
+    def _next_value(self, dist: Distribution, after: TensorDict, critics: nn.ModuleList) -> Tensor:
+        """Soft value of the next state, ``[*B]``: expected value of the actor's action, plus ``alpha * entropy``."""
+        raise NotImplementedError(f"{type(self).__name__} must define _next_value")
+
+    def _of_action(self, value: Tensor, action: Tensor) -> Tensor:
+        """The value ``[*B]`` of the batch's action, of what a critic wrote; a critic that read it wrote that."""
+        return value
+
+    def _actor_loss(
+        self, inputs: LossInputs, dist: Distribution, values: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Loss of the actor and (expected) log-probability of its actions, both ``[*B]``."""
+        raise NotImplementedError(f"{type(self).__name__} must define _actor_loss")
+
+    def _entropy_aim(self, inputs: LossInputs, value: Tensor) -> float:
+        """The entropy that ``target_entropy="auto"`` aims at."""
+        raise NotImplementedError(f"{type(self).__name__} must define _entropy_aim")
 
 
 class SACLoss(SoftActorCritic):
     """Soft actor-critic: ``Q_i(s, a)`` to ``r + gamma * (min_j Q'_j(s', a') - alpha * log p(a' | s'))``.
 
-    ``a'`` is drawn from the actor. The actor minimises ``alpha * log p(b | s) - min_i Q_i(s, b)`` over its own
-    reparametrised actions ``b``; ``alpha`` is drawn to where the entropy is ``target_entropy``. Rows may come in
-    any order.
+    The actor samples ``a'``, and minimises ``alpha * log p(b | s) - min_i Q_i(s, b)`` over its own reparametrised
+    actions ``b``. ``alpha`` moves until the entropy is ``target_entropy``. Rows may come in any order.
 
     Args:
         actor_network: tensordict module with ``get_dist(batch)``, of a distribution with ``rsample``.
         qvalue_network: tensordict module that reads the observation and ``"action"`` and writes
-            ``"state_action_value"`` ``[*B, 1]``; or a list of them.
-        options: see :class:`~flatroll.estimators.losses.soft_actor_critic.SoftActorCritic`:
-            ``num_qvalue_nets=2``, ``loss_function="smooth_l1"``,
-            ``alpha_init=1.0``, ``min_alpha=None``, ``max_alpha=None``, ``fixed_alpha=False``,
-            ``target_entropy="auto"`` (minus the number of action dims), ``delay_actor=False``,
-            ``delay_qvalue=True``, ``separate_losses=False``, ``use_prioritized_weights="auto"``,
-            ``reduction="mean"``.
+            ``"state_action_value"`` ``[*B, 1]``; or a list of them. The smallest of their values counts.
+        num_qvalue_nets: number of critics. One module is copied, with new initial weights (``reset_parameters``); a
+            list is taken as it is. Critics may read what the actor writes (a shared trunk). Default: 2.
+        loss_function, use_prioritized_weights, reduction: see :class:`~flatroll.estimators.OffPolicyLoss`. Default:
+            ``"smooth_l1"``, ``"auto"``, ``"mean"``.
+        alpha_init: first factor of the entropy. Default: 1.
+        min_alpha, max_alpha: bounds of it. Default: none.
+        fixed_alpha: leave the factor as it is. Default: False.
+        target_entropy: entropy that the factor aims at. Default: ``"auto"``, minus the number of action dims.
+        delay_actor, delay_qvalue: whether targets come from target copies, ``target_actor_network`` and
+            ``target_qvalue_network``. Default: False, True.
+        separate_losses: the loss of the values leaves parameters that the actor has, too, alone. Default: False.
 
     ``make_value_estimator(gamma=0.99)`` sets the discount. N-step rows are used as they are.
 
@@ -43,12 +194,10 @@ class SACLoss(SoftActorCritic):
     it writes ``"td_error"`` ``[*B]``, the largest of the absolute errors.
 
     Raises:
-        TypeError: the actor has no ``get_dist`` or no ``rsample``, or a network is recurrent.
-        ValueError: see :class:`~flatroll.estimators.losses.soft_actor_critic.SoftActorCritic`.
+        TypeError: the actor has no ``get_dist`` or no ``rsample``, or a network is no tensordict module or recurrent.
+        ValueError: numbers out of range, or a network that cannot be initialised anew.
 
     Example:
-        >>> import torch
-        >>> from tensordict import TensorDict
         >>> from tensordict.nn import NormalParamExtractor, TensorDictModule
         >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
         >>> from torch.distributions import Normal
@@ -72,48 +221,33 @@ class SACLoss(SoftActorCritic):
         T. Haarnoja et al., Soft actor-critic algorithms and applications, https://arxiv.org/abs/1812.05905
     """
 
-    default_keys: ClassVar[Mapping[str, NestedKey]] = {
-        **OffPolicyLoss.default_keys,
-        "state_action_value": "state_action_value",
-    }
-    value_name = "state_action_value"
-
-    def __init__(
-        self,
-        actor_network: TensorDictModuleBase,
-        qvalue_network: TensorDictModuleBase | Sequence[TensorDictModuleBase],
-        **options: Unpack[SACOptions],
-    ) -> None:
-        super().__init__(actor_network, qvalue_network, **options)
-
-    def _next_value(self, dist: Distribution, after: TensorDict) -> Tensor:
-        action, log_prob = drawn(dist, after)
-        value = self._smallest(self._targets, after.set(self.key("action"), action))
+    @override
+    def _next_value(self, dist: Distribution, after: TensorDict, critics: nn.ModuleList) -> Tensor:
+        action, log_prob = sample_with_log_prob(dist, after)  # one sample for the expectation over actions
+        value = self.minimum_value(critics, after.set(self.key("action"), action))
         return value - self.alpha * log_prob
 
-    def _smallest(self, networks: nn.ModuleList, batch: TensorDictBase) -> Tensor:
-        value = reduce(torch.minimum, self._evaluate(networks, batch))
-        return flat_column(value, batch, self.key(self.value_name))
-
-    def _of_action(self, value: Tensor, action: Tensor) -> Tensor:
-        if value.ndim == action.ndim and value.shape[-1] == 1:
-            return value.squeeze(-1)
-        return value
-
-    def _actor_loss(self, rows: Rows, dist: Distribution, values: list[Tensor]) -> tuple[Tensor, Tensor]:
-        action, log_prob = drawn(dist, rows.work)
-        with frozen(held(self.qvalue_network)[0]):
-            value = self._smallest(self.qvalue_network, rows.work.copy().set(self.key("action"), action))
+    @override
+    def _actor_loss(
+        self, inputs: LossInputs, dist: Distribution, values: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        action, log_prob = sample_with_log_prob(dist, inputs.work)
+        # gradients flow through the critics into the action, and stop there
+        with frozen(parameters_and_buffers(self.qvalue_network)[0]):
+            acted = inputs.work.copy().set(self.key("action"), action)
+            value = self.minimum_value(self.qvalue_network, acted)
         return self.alpha * log_prob - value, log_prob
 
-    def _aim(self, action: Tensor, value: Tensor) -> float:
-        return -float(math.prod(action.shape[value.ndim - 1 :]))
+    @override
+    def _entropy_aim(self, inputs: LossInputs, value: Tensor) -> float:
+        # minus the number of action dims: the dims behind the batch's, multiplied
+        return -float(math.prod(self.entry(inputs, "action").shape[inputs.batch.batch_dims :]))
 
 
 class DiscreteSACLoss(SoftActorCritic):
     """Soft actor-critic over a finite set of actions, whose expectations are sums.
 
-    With ``p`` the actor's probabilities, values are drawn to
+    With ``p`` the actor's probabilities, the regression target of values is
     ``r + gamma * sum_b p(b | s') * (min_j Q'_j(s', b) - alpha * log p(b | s'))``, and the actor minimises
     ``sum_b p(b | s) * (alpha * log p(b | s) - min_i Q_i(s, b))``.
 
@@ -129,14 +263,10 @@ class DiscreteSACLoss(SoftActorCritic):
     Writes what :class:`SACLoss` writes.
 
     Raises:
-        TypeError: the actor has no ``get_dist``, its distribution no ``logits``, or a network is recurrent.
-        ValueError: see :class:`~flatroll.estimators.losses.soft_actor_critic.SoftActorCritic`.
+        TypeError: the actor's distribution has no ``logits``; and what :class:`SACLoss` raises.
 
     Example:
-        >>> import torch
-        >>> from tensordict import TensorDict
-        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
-        >>> from tensordict.nn import TensorDictModule
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
         >>> from torch.distributions import Categorical
         >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["logits"])
         >>> head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
@@ -154,10 +284,6 @@ class DiscreteSACLoss(SoftActorCritic):
         P. Christodoulou, Soft actor-critic for discrete action settings, https://arxiv.org/abs/1910.07207
     """
 
-    default_keys: ClassVar[Mapping[str, NestedKey]] = {
-        **OffPolicyLoss.default_keys,
-        "action_value": "action_value",
-    }
     value_name = "action_value"
 
     def __init__(
@@ -167,33 +293,43 @@ class DiscreteSACLoss(SoftActorCritic):
         *,
         action_space: ActionSpace | None = None,
         target_entropy_weight: float = 0.98,
-        **options: Unpack[SACOptions],
+        **options: Any,
     ) -> None:
         super().__init__(actor_network, qvalue_network, **options)
         self.action_space: ActionSpace | None = action_space
         self.target_entropy_weight = target_entropy_weight
 
-    def _next_value(self, dist: Distribution, after: TensorDict) -> Tensor:
+    @override
+    def _next_value(self, dist: Distribution, after: TensorDict, critics: nn.ModuleList) -> Tensor:
         log_prob = log_probabilities(dist)
-        value = reduce(torch.minimum, self._evaluate(self._targets, after))
-        return (log_prob.exp() * (value - self.alpha * log_prob)).sum(-1)
+        value = self.minimum_value(critics, after)
+        return (log_prob.exp() * (value - self.alpha * log_prob)).sum(-1)  # the expectation, exactly
 
+    @override
     def _of_action(self, value: Tensor, action: Tensor) -> Tensor:
-        return of_action(value, action, self.action_space)
+        return value_of_action(value, action, self.action_space)
 
-    def _actor_loss(self, rows: Rows, dist: Distribution, values: list[Tensor]) -> tuple[Tensor, Tensor]:
+    @override
+    def _actor_loss(
+        self, inputs: LossInputs, dist: Distribution, values: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
         log_prob = log_probabilities(dist)
         probability = log_prob.exp()
-        value = reduce(torch.minimum, values).detach()
+        value = reduce(torch.minimum, values).detach()  # the actor moves probabilities, not values
         loss = (probability * (self.alpha * log_prob - value)).sum(-1)
         return loss, (probability * log_prob).sum(-1)
 
-    def _aim(self, action: Tensor, value: Tensor) -> float:
-        return self.target_entropy_weight * math.log(value.shape[-1])
+    @override
+    def _entropy_aim(self, inputs: LossInputs, value: Tensor) -> float:
+        return self.target_entropy_weight * math.log(value.shape[-1])  # log A: all actions alike
 
 
-def drawn(dist: Distribution, batch: TensorDictBase) -> tuple[Tensor, Tensor]:
-    """An action that gradients flow through, and its log-probability ``[*B]``."""
+def sample_with_log_prob(dist: Distribution, batch: TensorDictBase) -> tuple[Tensor, Tensor]:
+    """An action that gradients flow through, and its log-probability ``[*B]``.
+
+    The distribution is asked about the very tensor that it sampled: a tanh-Normal with a cache finds the Gaussian
+    sample behind it there, where inverting tanh near -1 and 1 would lose all digits.
+    """
     if not dist.has_rsample:
         raise TypeError(
             f"SACLoss needs actions that gradients flow through, and {type(dist).__name__} has no rsample: "
@@ -210,4 +346,4 @@ def log_probabilities(dist: Distribution) -> Tensor:
         raise TypeError(
             f"DiscreteSACLoss needs a distribution with logits, e.g. Categorical, got {type(dist).__name__}"
         )
-    return logits.log_softmax(-1)
+    return logits.log_softmax(-1)  # logits may lack normalisation; never log(softmax), whose log(0) is -inf

@@ -1,21 +1,22 @@
-"""Delayed networks that follow the ones that learn."""
+"""Updaters: they move the target copies of a loss's networks after the networks that learn."""
 
 from typing import Any
 
 import torch
+from typing_extensions import override
 
-from flatroll.estimators.losses.base import LossModule, held
+from flatroll.estimators.losses.base import LossModule, parameters_and_buffers
 
 
 class TargetNetUpdater:
-    """Base of the updaters: finds each network of a loss that has a delayed copy.
+    """Base of the updaters: finds each network of a loss that has a target copy.
 
     Args:
-        loss_module: a loss with delayed networks, e.g. ``DQNLoss(..., delay_value=True)``.
+        loss_module: a loss with target copies, e.g. ``DQNLoss(..., delay_value=True)``.
 
     Raises:
         TypeError: ``loss_module`` is no loss.
-        ValueError: it has no delayed network.
+        ValueError: it has no target copy.
     """
 
     def __init__(self, loss_module: LossModule) -> None:
@@ -41,14 +42,14 @@ class TargetNetUpdater:
     def _move(self, share: float) -> None:
         """Move the parameters of the copies by ``share`` of the way; buffers are copied."""
         for source, target in self.loss_module.delayed_networks().values():
-            (learned, read), (followers, copies) = held(source), held(target)
-            if followers:
+            (learned, read), (followers, copies) = map(parameters_and_buffers, (source, target))
+            if followers:  # target += share * (network - target), all parameters in one call
                 torch._foreach_lerp_(followers, learned, share)  # pyright: ignore[reportPrivateImportUsage]
             for buffer, copy in zip(read, copies, strict=True):
                 copy.copy_(buffer)
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`load_state_dict` needs; the delayed networks are part of the loss's own state."""
+        """What :meth:`load_state_dict` needs; the target copies are part of the loss's own state."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -61,24 +62,21 @@ class SoftUpdate(TargetNetUpdater):
     Buffers (running statistics) are copied.
 
     Args:
-        loss_module: a loss with delayed networks.
+        loss_module: a loss with target copies.
         eps: share of the old target, in [0, 1].
         tau: share of the network, ``1 - eps``. One of the two must be given.
 
     Raises:
-        TypeError: ``loss_module`` is no loss.
-        ValueError: it has no delayed network; both or none of ``eps`` and ``tau``; one outside [0, 1].
+        ValueError: no target copy; both or none of ``eps`` and ``tau``; one outside [0, 1].
 
     Example:
-        >>> import torch
-        >>> from tensordict.nn import TensorDictModule
         >>> from flatroll.estimators import DQNLoss
-        >>> net = TensorDictModule(torch.nn.Linear(2, 3), in_keys=["observation"], out_keys=["action_value"])
-        >>> loss = DQNLoss(net)
-        >>> _ = torch.nn.init.ones_(net.module.bias)
-        >>> _ = torch.nn.init.zeros_(loss.target_value_network.module.bias)
+        >>> network = torch.nn.Linear(2, 3)
+        >>> loss = DQNLoss(network)
+        >>> copy = loss.target_value_network.module
+        >>> _ = torch.nn.init.ones_(network.bias), torch.nn.init.zeros_(copy.bias)
         >>> SoftUpdate(loss, tau=0.25).step()
-        >>> loss.target_value_network.module.bias.data
+        >>> copy.bias.data
         tensor([0.2500, 0.2500, 0.2500])
 
     References:
@@ -97,34 +95,31 @@ class SoftUpdate(TargetNetUpdater):
             raise ValueError(f"{name} must lie in [0, 1], got {number}")
         self.eps = number if tau is None else 1.0 - number
 
+    @override
     def step(self) -> None:
         self._move(1.0 - self.eps)
 
 
 class HardUpdate(TargetNetUpdater):
-    """Copy the networks at every ``value_network_update_interval``-th :meth:`step`.
+    """Copy the networks into their target copies at every ``value_network_update_interval``-th :meth:`step`.
 
     Args:
-        loss_module: a loss with delayed networks.
+        loss_module: a loss with target copies.
         value_network_update_interval: steps from one copy to the next. Default: 1000.
 
     Raises:
-        TypeError: ``loss_module`` is no loss.
-        ValueError: it has no delayed network, or the interval is below 1.
+        ValueError: no target copy, or an interval below 1.
 
     Example:
-        >>> import torch
-        >>> from tensordict.nn import TensorDictModule
         >>> from flatroll.estimators import DQNLoss
-        >>> net = TensorDictModule(torch.nn.Linear(2, 3), in_keys=["observation"], out_keys=["action_value"])
-        >>> loss = DQNLoss(net)
-        >>> _ = torch.nn.init.ones_(net.module.bias)
-        >>> updater, copy = HardUpdate(loss, value_network_update_interval=2), loss.target_value_network
-        >>> updater.step()
-        >>> torch.equal(copy.module.bias, net.module.bias)
+        >>> network = torch.nn.Linear(2, 3)
+        >>> loss = DQNLoss(network)
+        >>> updater, copy = HardUpdate(loss, value_network_update_interval=2), loss.target_value_network.module
+        >>> _ = torch.nn.init.ones_(network.bias), torch.nn.init.zeros_(copy.bias)
+        >>> for _ in range(2):
+        ...     updater.step()
+        ...     print(torch.equal(copy.bias, network.bias))
         False
-        >>> updater.step()
-        >>> torch.equal(copy.module.bias, net.module.bias)
         True
 
     References:
@@ -140,14 +135,17 @@ class HardUpdate(TargetNetUpdater):
         self.value_network_update_interval = value_network_update_interval
         self.counter = 0
 
+    @override
     def step(self) -> None:
         self.counter += 1
         if self.counter == self.value_network_update_interval:
             self.counter = 0
             self._move(1.0)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         return {"counter": self.counter}
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.counter = int(state_dict["counter"])

@@ -9,11 +9,16 @@ from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
 
 from flatroll.estimators.functional.time_columns import unit_interval
-from flatroll.estimators.groups import standardized_in_groups
-from flatroll.estimators.masked import both, one_of, spread_over, standardized
+from flatroll.estimators.masked import (
+    WarnOnce,
+    expand_mask,
+    mask_and,
+    one_of,
+    standardized,
+    standardized_in_groups,
+)
 from flatroll.estimators.values.batch_inputs import (
     BootstrapMissing,
-    WarnOnce,
     boundaries_of,
     discount_over,
     reward_of,
@@ -300,7 +305,7 @@ class ValueEstimator(TensorDictModuleBase):
                 check_finite(batch, self.value_network, reward, values, turned)
             valid, ends = values.valid, at.ends
             if at.unknown is not None and self.bootstrap_missing == "mask":
-                valid = both(valid, ~at.unknown)
+                valid = mask_and(valid, ~at.unknown)
             if valid is not None:  # the row before one that is left out stops there
                 ends = ends.clone()
                 ends[..., :-1] |= ~valid[..., 1:]
@@ -358,10 +363,10 @@ class ValueEstimator(TensorDictModuleBase):
             or batch.get(self.tensor_keys["mask"], None) is None
         ):
             return valid
-        return both(marker(batch, self.tensor_keys["mask"]), valid)
+        return mask_and(marker(batch, self.tensor_keys["mask"]), valid)
 
     def _standardized(self, batch: TensorDictBase, column: Tensor, counted: Tensor | None) -> Tensor:
-        mask = spread_over(counted, column)
+        mask = expand_mask(counted, column)
         if self.group_key is None:
             return standardized(column, mask)
         groups = flat_column(require(batch, self.group_key), batch, self.group_key)

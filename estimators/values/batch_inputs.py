@@ -1,7 +1,5 @@
 """What a value estimator reads of a batch besides values: reward, boundaries, discount, time."""
 
-import sys
-import warnings
 from collections.abc import Mapping
 from typing import Literal
 
@@ -99,35 +97,3 @@ def time_last(batch: TensorDictBase, time_dim: int | None) -> tuple[TensorDictBa
     if not -last - 1 <= dim < last:
         raise ValueError(f"time_dim must name a batch dim of {tuple(batch.batch_size)}, got {dim}")
     return batch.transpose(dim, last), dim % (last + 1)
-
-
-def on_host(column: Tensor) -> bool:
-    """Whether a number of the column may be asked for: it waits for no device and breaks no graph."""
-    return column.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-class WarnOnce:
-    """Warns whoever called the module, through whatever calls lie between, the first time only."""
-
-    def __init__(self) -> None:
-        self.warned = False
-
-    def __call__(self, text: str) -> None:
-        if not self.warned:
-            self.warned = True
-            warnings.warn(text, UserWarning, stacklevel=_frames_inside())
-
-
-def _frames_inside() -> int:
-    level, frame = 0, sys._getframe(1)
-    while frame is not None:
-        level += 1
-        if not str(frame.f_globals.get("__name__", "")).startswith(
-            ("flatroll.estimators", "torch.", "tensordict.")
-        ):
-            break
-        following = frame.f_back
-        if following is None:
-            break
-        frame = following
-    return level
