@@ -21,9 +21,9 @@ from flatroll.modules import (
     LinearRecurrentModule,
     LSTMModule,
     MinGRUModule,
-    backends,
     set_recurrent_mode,
 )
+from flatroll.modules.backends.choice import fastest_backend
 from flatroll.modules.backends.packing import run_index
 
 ROWS, INPUT, HIDDEN = 4096, 64, 128
@@ -162,7 +162,7 @@ def by_length() -> str:
                     width = rows / len(index.batch_sizes)
                     dense = len(index.batch_sizes) / len(index.first)
                     share = ratio(result["packed"], result["scan"])
-                    chosen = backends.choice(
+                    chosen = fastest_backend(
                         KINDS[name](hidden, hidden, **KEYS).net, batch["observation"], index
                     )
                     cells = [name, str(hidden), f"{rows:,}", str(mean), f"{width:.0f}", f"{dense:.1f}"]

@@ -11,8 +11,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from flatroll.kernels.rows.raw_memory import ask, copy_bytes
 from flatroll.kernels.compiled import compiled
+from flatroll.kernels.rows.raw_memory import ask, copy_bytes
 
 Array = NDArray[Any]
 Int = Any  # a 64-bit integer of NumPy's or Python's

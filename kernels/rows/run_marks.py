@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flatroll.kernels.rows.raw_memory import flags, numbers
 from flatroll.kernels.compiled import compiled
+from flatroll.kernels.rows.raw_memory import flags, numbers
 
 Array = NDArray[Any]
 Int = Any  # a 64-bit integer of NumPy's or Python's
