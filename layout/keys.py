@@ -28,6 +28,8 @@ TRAJ_IDS = ("collector", "traj_ids")
 MASK = ("collector", "mask")
 NEXT_KNOWN = ("collector", "next_known")
 HAS_STATE = ("collector", "has_state")
+#: Rows that a loss may use, as an estimator that leaves some out says (the references' name for it).
+VALID = "shifted_valid"
 
 #: Root names that the package writes itself. A Dict observation with an entry of such a name would overwrite one of
 #: these columns, so collectors refuse it.
@@ -188,6 +190,11 @@ def marker(batch: TensorDictBase, key: NestedKey) -> Tensor:
     if column.dtype is not torch.bool:
         raise TypeError(f"batch[{key!r}] must be bool, got {column.dtype}: cast it with .bool()")
     return flat_column(column, batch, key)
+
+
+def optional_marker(batch: TensorDictBase, key: NestedKey) -> Tensor | None:
+    """:func:`marker`, or None where the batch has no column ``key``."""
+    return None if batch.get(key, None) is None else marker(batch, key)
 
 
 def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey) -> Tensor:
