@@ -147,9 +147,13 @@ def missing_marker(
     batch has no entry 'is_init': wrap the env in ... Entries present: 'action', 'observation'
     """
     shown = plain_key(key)
-    writer = _WRITTEN_BY.get(shown if default is None else plain_key(default), "nothing in this batch wrote it")
+    writer = _WRITTEN_BY.get(
+        shown if default is None else plain_key(default), "nothing in this batch wrote it"
+    )
     present = sorted((repr(k) for k in available), key=str)
-    return KeyError(f"batch has no entry {shown!r}: {writer}. Entries present: {', '.join(present) or 'none'}")
+    return KeyError(
+        f"batch has no entry {shown!r}: {writer}. Entries present: {', '.join(present) or 'none'}"
+    )
 
 
 def require(batch: TensorDictBase, key: NestedKey, default: NestedKey | None = None) -> Tensor:
