@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numba
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Int = Any  # a 64-bit integer of NumPy's or Python's
+Records = Any  # a structured array: its entries' fields are attributes, which no type checker knows
 
 # Numba compiles a kernel anew when the kernel's own file changes, but not when a function that it calls changes in
 # another file. Hence the machine code is kept under a name that ends with a hash of all files of this folder.

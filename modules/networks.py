@@ -113,7 +113,9 @@ def with_weights_of(kind: type[Any], net: nn.RNNBase) -> nn.RNNBase:
     """A network of this kind that shares the weights of ``net``: the same parameters, not copies."""
     sizes = (net.input_size, net.hidden_size, net.num_layers, net.bias)
     options = {"dropout": net.dropout, "bidirectional": net.bidirectional}
-    sharing: nn.RNNBase = kind(*sizes, batch_first=True, device="meta", **options)  # "meta": no memory of its own
+    sharing: nn.RNNBase = kind(
+        *sizes, batch_first=True, device="meta", **options
+    )  # "meta": no memory of its own
     for name, weight in net.named_parameters():
         setattr(sharing, name, weight)
     sharing.train(net.training)

@@ -78,12 +78,7 @@ class RecurrentModule(StatefulModule):
     """
 
     def __init__(
-        self,
-        mode: str,
-        network: nn.RNNBase | None,
-        sizes: NetworkSizes,
-        keys: Keys,
-        options: BackendOptions,
+        self, mode: str, network: nn.RNNBase | None, sizes: NetworkSizes, keys: Keys, options: BackendOptions
     ) -> None:
         net = _wrapped_network(mode, network, sizes, options.python_based)
         check_backend(options.recurrent_backend, net)
@@ -292,7 +287,9 @@ class GRUModule(RecurrentModule):
         done_key: NestedKey = DONE,
         traj_key: NestedKey = TRAJ_IDS,
     ) -> None:
-        sizes = NetworkSizes(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device)
+        sizes = NetworkSizes(
+            input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device
+        )
         keys = Keys(in_key, in_keys, out_key, out_keys, done_key, traj_key)
         options = BackendOptions(recurrent_backend, default_recurrent_mode, state, python_based)
         super().__init__("GRU", gru, sizes, keys, options)
@@ -358,7 +355,9 @@ class LSTMModule(RecurrentModule):
         done_key: NestedKey = DONE,
         traj_key: NestedKey = TRAJ_IDS,
     ) -> None:
-        sizes = NetworkSizes(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device)
+        sizes = NetworkSizes(
+            input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device
+        )
         keys = Keys(in_key, in_keys, out_key, out_keys, done_key, traj_key)
         options = BackendOptions(recurrent_backend, default_recurrent_mode, state, python_based)
         super().__init__("LSTM", lstm, sizes, keys, options)

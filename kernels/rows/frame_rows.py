@@ -7,16 +7,8 @@ of them, ``-1 - counts[f]`` the one after f, 0 ends it.
 This module imports numba: import it inside the function that needs it.
 """
 
-from typing import Any
-
-from numpy.typing import NDArray
-
-from flatroll.kernels.compiled import compiled
+from flatroll.kernels.compiled import Array, Int, Records, compiled
 from flatroll.kernels.rows.raw_memory import ask, copy_bytes
-
-Array = NDArray[Any]
-Int = Any  # a 64-bit integer of NumPy's or Python's
-Records = Any  # a structured array: its entries' fields are attributes, which no type checker knows
 
 #: What a new row shares all frames but its newest with: nothing, a stored row, the row before it.
 NOTHING, STORED, BEFORE = 0, 1, 2

@@ -8,18 +8,13 @@ This module imports numba: import it inside the function that needs it.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from flatroll.kernels.compiled import compiled
+from flatroll.kernels.compiled import Array, Int, compiled
 from flatroll.kernels.rows.raw_memory import ask, copy_bytes
-
-Array = NDArray[Any]
-Int = Any  # a 64-bit integer of NumPy's or Python's
 
 _NONE = np.zeros(0, np.int64)
 _AHEAD = 16  # stretches between asking for one and copying it

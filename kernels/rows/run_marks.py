@@ -5,29 +5,15 @@ An address is that of a contiguous column in host memory, 0 for a column that is
 This module imports numba: import it inside the function that needs it.
 """
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
-from flatroll.kernels.compiled import compiled
+from flatroll.kernels.compiled import Array, Int, compiled
 from flatroll.kernels.rows.raw_memory import flags, numbers
-
-Array = NDArray[Any]
-Int = Any  # a 64-bit integer of NumPy's or Python's
 
 
 @compiled()
 def fragments(
-    rows: Int,
-    done: Int,
-    init: Int,
-    ids: Int,
-    step: Int,
-    mask: Int,
-    cuts: Int,
-    whole: Array,
-    marks: Array,
+    rows: Int, done: Int, init: Int, ids: Int, step: Int, mask: Int, cuts: Int, whole: Array, marks: Array
 ) -> Int:
     """Cut a batch of ``rows`` rows where runs end, by the rule of `layout.run_ends`, and where ``cuts`` says; pieces.
 

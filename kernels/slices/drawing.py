@@ -10,12 +10,9 @@ This module imports numba: import it inside the function that needs it.
 
 import numpy as np
 
-from flatroll.kernels.compiled import compiled
+from flatroll.kernels.compiled import Array, Int, Records, compiled
 from flatroll.kernels.rows.raw_memory import ask
 from flatroll.kernels.slices.links import (
-    Array,
-    Int,
-    Records,
     draw_chain,
     fragment_stop,
     row_in_slot_0,

@@ -8,8 +8,8 @@ This module imports numba: import it inside the function that needs it.
 
 import numpy as np
 
-from flatroll.kernels.compiled import compiled
-from flatroll.kernels.slices.links import Array, Int, Records, fragment_stop
+from flatroll.kernels.compiled import Array, Int, Records, compiled
+from flatroll.kernels.slices.links import fragment_stop
 
 
 @compiled()

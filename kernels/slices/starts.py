@@ -7,28 +7,13 @@ This module imports numba: import it inside the function that needs it.
 
 import numpy as np
 
-from flatroll.kernels.compiled import compiled
-from flatroll.kernels.slices.links import (
-    Array,
-    Int,
-    Records,
-    draw_chain,
-    fragment_holding,
-    fragment_stop,
-    row_in_slot_0,
-    slot_of,
-)
+from flatroll.kernels.compiled import Array, Int, Records, compiled
+from flatroll.kernels.slices.links import draw_chain, fragment_holding, fragment_stop, row_in_slot_0, slot_of
 
 
 @compiled()
 def _nearest_mark(
-    state: Records,
-    capacity: Int,
-    fragments: Records,
-    last: Int,
-    marks: Array,
-    offset: Int,
-    limit: Int,
+    state: Records, capacity: Int, fragments: Records, last: Int, marks: Array, offset: Int, limit: Int
 ) -> Int:
     """The marked row nearest to ``offset``, from it to ``limit`` (either way), as an offset in the chain whose last
     fragment is ``last``; -1 if there is none."""

@@ -9,12 +9,7 @@ This module imports numba: import it inside the function that needs it.
 
 from typing import Any
 
-from numpy.typing import NDArray
-
-from flatroll.kernels.compiled import compiled
-
-Array = NDArray[Any]
-Int = Any  # a 64-bit integer of NumPy's or Python's
+from flatroll.kernels.compiled import Array, Int, compiled
 
 
 @compiled()

@@ -10,12 +10,9 @@ This module imports numba: import it inside the function that needs it.
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from flatroll.kernels.compiled import compiled
+from flatroll.kernels.compiled import Array, Int, compiled
 
-Array = NDArray[Any]
-Int = Any  # a 64-bit integer of NumPy's or Python's
 Float = Any
 
 #: Children per node. Measured at 1 and 10 million leaves (4, 8, 16, 32): 8 updates fastest and draws as fast as 4.
@@ -198,13 +195,7 @@ def weigh_all(
 
 @compiled()
 def standing(
-    head: Int,
-    written: Int,
-    capacity: Int,
-    most: Float,
-    slots: Array,
-    priority: Array,
-    generation: Array,
+    head: Int, written: Int, capacity: Int, most: Float, slots: Array, priority: Array, generation: Array
 ) -> tuple[Int, Int, Int]:
     """Move the entries whose rows still stand to the front of ``slots`` and ``priority``.
 

@@ -43,7 +43,9 @@ def lstm_scan(
     outs, states = torch.split(out, widths), torch.split(cells, widths)
     state, cell = first, first_cell
     for t, width in enumerate(widths):
-        by_step[t].addmm_(state[:width], weight)  # runs that have ended are the last ones: they are the shortest
+        by_step[t].addmm_(
+            state[:width], weight
+        )  # runs that have ended are the last ones: they are the shortest
         o_i_f[t].sigmoid_()
         g[t].tanh_()
         cell = torch.mul(f[t], cell[:width], out=states[t]).addcmul_(i[t], g[t])
