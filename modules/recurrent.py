@@ -67,26 +67,31 @@ def _wrapped_network(
 class RecurrentModule(StatefulModule):
     """A recurrent network over the rows of a tensordict; base of :class:`GRUModule` and :class:`LSTMModule`.
 
-    A subclass names its default state keys and says how one layer makes one step (:meth:`cell`). Each state
-    stands in the tensordict as ``[*B, num_layers, hidden_size]`` (twice the layers if bidirectional).
+    A subclass names its kind of network and its default state keys, and says how one layer makes one step
+    (:meth:`cell`). Each state stands in the tensordict as ``[*B, num_layers, hidden_size]`` (twice the layers if
+    bidirectional).
 
     Args:
-        mode: ``"GRU"`` or ``"LSTM"``; in lower case the name of the attribute that holds the network.
         network: an existing network of that kind, or None.
         sizes: of a new one.
         keys, options: see :class:`GRUModule`.
     """
 
+    #: ``"GRU"`` or ``"LSTM"``; in lower case the attribute that holds the network.
+    kind: ClassVar[str]
+
     def __init__(
-        self, mode: str, network: nn.RNNBase | None, sizes: NetworkSizes, keys: Keys, options: BackendOptions
+        self, network: nn.RNNBase | None, sizes: NetworkSizes, keys: Keys, options: BackendOptions
     ) -> None:
-        net = _wrapped_network(mode, network, sizes, options.python_based)
+        net = _wrapped_network(self.kind, network, sizes, options.python_based)
         check_backend(options.recurrent_backend, net)
         shape = (net.num_layers * (2 if net.bidirectional else 1), net.hidden_size)
         super().__init__(keys, shape, options.default_recurrent_mode, options.state)
         self.input_size = net.input_size
         self.recurrent_backend = options.recurrent_backend
-        setattr(self, mode.lower(), net)
+        # whether the output of each row is all of the state after it
+        self._output_is_state = self.kind == "GRU" and shape[0] == 1
+        setattr(self, self.kind.lower(), net)
 
     @property
     @override
@@ -95,8 +100,8 @@ class RecurrentModule(StatefulModule):
 
     @property
     def net(self) -> nn.RNNBase:
-        """The wrapped stock network; its weights load and save as they would without the wrapper."""
-        raise NotImplementedError
+        """The wrapped network; its weights load and save as they would without the wrapper."""
+        return cast(nn.RNNBase, getattr(self, self.kind.lower()))
 
     def cell(self, rows: Tensor, states: States, weights: Sequence[Tensor]) -> States:
         """One step of one layer: rows ``[B, in]``, states ``[B, hidden]`` to new states, output first."""
@@ -160,7 +165,7 @@ class RecurrentModule(StatefulModule):
         compute_rows = by_row(self.recurrent_backend, self.net)
         if compute_rows is not None:
             out, after = compute_rows(self.net, rows, stored, starts)
-            if self.output_is_state:
+            if self._output_is_state:
                 return out, (out.clone(),)
             # the row before a start is the last one of its run
             last = torch.cat([starts[1:], torch.ones_like(starts[:1])])[:, None, None]
@@ -173,18 +178,13 @@ class RecurrentModule(StatefulModule):
             out, finals = dense_gru(self.net, rows, first, index)
         else:
             out, finals = BACKENDS[self.recurrent_backend](self.net, rows, first, index)
-        if self.output_is_state:
+        if self._output_is_state:
             # copied, so that an in-place activation on the output leaves the state alone
             return out, (out.clone(),)
         return out, tuple(
             final.new_zeros(len(rows), *self._state_shape).index_copy_(0, index.last, final.transpose(0, 1))
             for final in finals
         )
-
-    @property
-    def output_is_state(self) -> bool:
-        """Whether the output of each row is all of the state after it."""
-        return False
 
 
 class GRUModule(RecurrentModule):
@@ -261,6 +261,7 @@ class GRUModule(RecurrentModule):
     torch.Size([5, 8])
     """
 
+    kind = "GRU"
     state_keys: ClassVar[tuple[str, ...]] = ("recurrent_state",)
     gru: nn.GRU | GRU
 
@@ -292,21 +293,11 @@ class GRUModule(RecurrentModule):
         )
         keys = Keys(in_key, in_keys, out_key, out_keys, done_key, traj_key)
         options = BackendOptions(recurrent_backend, default_recurrent_mode, state, python_based)
-        super().__init__("GRU", gru, sizes, keys, options)
-
-    @property
-    @override
-    def net(self) -> nn.RNNBase:
-        return self.gru
+        super().__init__(gru, sizes, keys, options)
 
     @override
     def cell(self, rows: Tensor, states: States, weights: Sequence[Tensor]) -> States:
         return (torch.gru_cell(rows, states[0], *weights),)
-
-    @property
-    @override
-    def output_is_state(self) -> bool:
-        return self._state_shape[0] == 1
 
 
 class LSTMModule(RecurrentModule):
@@ -329,6 +320,7 @@ class LSTMModule(RecurrentModule):
     (torch.Size([3, 8]), torch.Size([3, 1, 8]))
     """
 
+    kind = "LSTM"
     state_keys: ClassVar[tuple[str, ...]] = ("recurrent_state_h", "recurrent_state_c")
     lstm: nn.LSTM | LSTM
 
@@ -360,12 +352,7 @@ class LSTMModule(RecurrentModule):
         )
         keys = Keys(in_key, in_keys, out_key, out_keys, done_key, traj_key)
         options = BackendOptions(recurrent_backend, default_recurrent_mode, state, python_based)
-        super().__init__("LSTM", lstm, sizes, keys, options)
-
-    @property
-    @override
-    def net(self) -> nn.RNNBase:
-        return self.lstm
+        super().__init__(lstm, sizes, keys, options)
 
     @override
     def cell(self, rows: Tensor, states: States, weights: Sequence[Tensor]) -> States:

@@ -177,7 +177,7 @@ class StatefulModule(TensorDictModuleBase):
         """The state each row starts from; it replaces the stored one, so that a batch holds what was used."""
         stored = batch.get(key, None)
         if stored is not None:
-            self._check_state(batch, key, stored)
+            self._check(batch, key, stored, self._state_shape)
             state: Tensor = stored.masked_fill(is_init[..., None, None], 0)
         # without a state every row must be a first row; looked at only where looking is no host sync
         elif is_init.device.type == "cpu" and not bool(is_init.all()):
@@ -233,7 +233,7 @@ class StatefulModule(TensorDictModuleBase):
         """The input as ``[N, input_size]``."""
         key, size = self._input_key, self.input_size
         value = require(batch, key)
-        self._check(batch, key, value, (size,), "input_size={}")
+        self._check(batch, key, value, (size,))
         return value.reshape(-1, size)
 
     def _stored_state(self, batch: TensorDictBase, key: NestedKey) -> Tensor:
@@ -246,18 +246,15 @@ class StatefulModule(TensorDictModuleBase):
                 f"primer (Collector wires make_tensordict_primer() by itself), or start every run from zeros "
                 f"with {type(self).__name__}(..., state='zero')"
             )
-        self._check_state(batch, key, stored)
+        self._check(batch, key, stored, self._state_shape)
         state: Tensor = stored
         return state
 
-    def _check_state(self, batch: TensorDictBase, key: NestedKey, state: Tensor) -> None:
-        self._check(batch, key, state, self._state_shape, "num_layers x hidden_size = {} x {}")
-
-    def _check(
-        self, batch: TensorDictBase, key: NestedKey, value: Tensor, tail: tuple[int, ...], meaning: str
-    ) -> None:
+    def _check(self, batch: TensorDictBase, key: NestedKey, value: Tensor, tail: tuple[int, ...]) -> None:
+        """Refuse a column that is not ``[*B, *tail]`` in the dtype of the weights."""
         expected = (*batch.batch_size, *tail)
         if value.shape != expected:
+            meaning = "input_size={}" if len(tail) == 1 else "num_layers x hidden_size = {} x {}"
             shown = f"{expected} ({meaning.format(*tail)})"
             raise ValueError(f"batch[{key!r}] must have shape {shown}, got {tuple(value.shape)}")
         dtype = self.weight.dtype
