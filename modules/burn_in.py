@@ -26,9 +26,9 @@ from flatroll.modules.primer import TensorDictPrimer
 
 
 class BurnIn:
-    """Runs recurrent modules over the first rows of each slice, and leaves the rest with the state they end in.
+    """Buffer-side transform: the first rows of each slice are used up to compute the recurrent state of the others.
 
-    A transform of a replay buffer whose sampler draws slices. The first ``burn_in`` rows of each slice, all but the
+    It belongs to a replay buffer whose sampler draws slices. The first ``burn_in`` rows of each slice, all but the
     last row of a shorter one, go through the modules in recurrent mode without gradients, and leave the sample. The
     first row that stays gets the state after them, in place of the stored one, and ``is_init``: a module that then
     runs over the sample goes on as if it had run over the whole slice, with gradients that end there. Where an

@@ -75,7 +75,7 @@ class LinearRecurrence(StatefulModule):
 
 
 class MinGRUModule(LinearRecurrence):
-    """A GRU without the state in its gates: all rows of a batch at once, whatever the length of runs.
+    """A GRU whose gates do not read the state, so that all rows of a batch are computed at once.
 
     .. code-block:: text
 
@@ -153,7 +153,7 @@ class MinGRUModule(LinearRecurrence):
 
 
 class LinearRecurrentModule(LinearRecurrence):
-    """A diagonal linear recurrent unit: each state feature fades at a learnt rate of its own.
+    """A linear recurrent unit: each feature of the state decays at a learnt rate of its own.
 
     .. code-block:: text
 

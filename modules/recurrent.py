@@ -188,21 +188,21 @@ class RecurrentModule(StatefulModule):
 
 
 class GRUModule(RecurrentModule):
-    """A GRU that steps in rollouts and runs over flat batches in training, exact in both.
+    """A GRU for the rows of a tensordict: one step per row in rollouts, whole runs in training, equal results.
 
-    Which of the two, :class:`set_recurrent_mode` says, else ``default_recurrent_mode``:
+    :class:`set_recurrent_mode` chooses between the two modes; where it is not used, ``default_recurrent_mode`` does.
 
     * sequential: each of the rows ``[*B]`` is one step. The state is zeroed where ``is_init`` is True, and
       the state so used is written back to its in_key, so that a stored batch holds what the step started
       from. A missing state is zeros if all rows are is_init rows.
     * recurrent: the rows ``[N]`` (or ``[*B, T]``, time last) are runs of consecutive steps, cut where
       :func:`flatroll.layout.run_starts` says. Each run starts from the state stored at its first row, which
-      is the state the rollout used there: what was recorded is recomputed row by row, without padding.
-      ``set_recurrent_mode(True, burn_in=k)``: the first ``k`` rows of each run get no gradient.
+      is the state the rollout used there: the recorded outputs are computed again, without padding.
+      With ``set_recurrent_mode(True, burn_in=k)`` the first ``k`` rows of each run get no gradient.
 
-    The states after each row go under ``("next", state)``. In recurrent mode they are exact on the last row
+    The states after each row are written under ``("next", state)``. In recurrent mode they are exact on the last row
     of each run; on the other rows exact for one layer and one direction, else zeros (the stock network does
-    not hand them out).
+    not return them).
 
     Args:
         input_size: features per row.
@@ -219,13 +219,12 @@ class GRUModule(RecurrentModule):
         device: of a new network.
         gru: an existing ``nn.GRU(..., batch_first=True)``, or :class:`flatroll.modules.GRU`, instead of the sizes; it
             is ``.gru`` afterwards.
-        recurrent_backend: how runs are computed, all with one result: ``"packed"`` (the stock network on a packed
+        recurrent_backend: how runs are computed, all with the same result: ``"packed"`` (the stock network on a packed
             sequence), ``"scan"`` (flatroll's operators on the same order, one direction, differentiable once),
-            ``"triton"`` (one kernel a layer on CUDA, one direction, differentiable once, extra ``triton``), ``"pad"``
-            (the classical form, a baseline), ``"auto"`` (the fastest measured, hence never ``"triton"``, which nobody
-            has timed yet); default ``"auto"``. Runs of one length go to the stock network as ``[runs, length]``, bit
-            for bit, except under ``"triton"``; few of them have their gradient written out under ``"auto"`` and
-            ``"scan"``.
+            ``"triton"`` (one kernel per layer on CUDA, one direction, differentiable once, extra ``triton``), ``"pad"``
+            (padded to the longest run, a baseline), ``"auto"`` (the fastest measured, hence never ``"triton"``, which
+            nobody has timed yet); default ``"auto"``. Runs of one length go to the stock network as
+            ``[runs, length]``, bit for bit, except under ``"triton"``.
         default_recurrent_mode: the mode where none is set, as :class:`set_recurrent_mode` takes it; default sequential.
         python_based: build ``.gru`` as :class:`flatroll.modules.GRU`, which ``torch.compile`` takes into one graph;
             default False, the stock network. :meth:`make_python_based` changes it later.
@@ -301,15 +300,21 @@ class GRUModule(RecurrentModule):
 
 
 class LSTMModule(RecurrentModule):
-    """An LSTM that steps in rollouts and runs over flat batches in training, exact in both.
+    """An LSTM for the rows of a tensordict: one step per row in rollouts, whole runs in training, equal results.
 
-    Everything is as for :class:`GRUModule`, with two states, hidden and cell. ``in_keys`` are
-    ``[input, hidden, cell]`` or that and the is_init key, ``out_keys`` are
-    ``[output, ("next", hidden), ("next", cell)]``; the default state keys are ``"recurrent_state_h"`` and
-    ``"recurrent_state_c"``, and the network is ``.lstm``. In recurrent mode the next states are exact on the
-    last row of each run and zeros elsewhere.
+    It is used as :class:`GRUModule` is, with two states, hidden and cell. In recurrent mode the next states are exact
+    on the last row of each run and zeros elsewhere.
 
-    Reference: Hochreiter and Schmidhuber 1997; the recurrence is that of ``torch.nn.LSTM``.
+    Args:
+        in_keys: ``[input, hidden, cell]`` or that and the is_init key; with ``in_key`` the states are
+            ``"recurrent_state_h"`` and ``"recurrent_state_c"``.
+        out_keys: ``[output, ("next", hidden), ("next", cell)]``.
+        lstm: an existing ``nn.LSTM(..., batch_first=True)``, or :class:`flatroll.modules.LSTM`; it is ``.lstm``
+            afterwards.
+
+    All other arguments, shapes and errors are those of :class:`GRUModule`.
+
+    Reference: Hochreiter and Schmidhuber 1997, Long short-term memory; the recurrence is that of ``torch.nn.LSTM``.
 
     >>> from tensordict import TensorDict
     >>> lstm = LSTMModule(3, 8, in_key="observation", out_key="features", default_recurrent_mode=True)

@@ -1,6 +1,6 @@
 """Compiled kernels that draw slices of trajectories and walk along them: the slots of their rows, in time order.
 
-The tables and their terms are described in `flatroll.kernels.rows.records`. Where a kernel takes ``follow`` and
+The index is the tables ``state, fragments, chains`` (`flatroll.kernels.rows.records`) of a ring of ``capacity`` rows. Where a kernel takes ``follow`` and
 ``patch``, it also says where the next observation of each row stands: ``follow[i]`` becomes the slot of the row after
 row i in its trajectory, -1 if there is none; if the next observation stands in the pool instead, ``patch[:, k]``
 becomes (i, pool entry), and the kernel returns how many such patches there are. An empty ``follow`` asks for none.
@@ -81,7 +81,6 @@ def walk(
     ask for it one round ahead.
 
     Args:
-        state, capacity, fragments: the index.
         number: the last fragment of each slice's chain; changed.
         offset: first row of each slice, as an offset in its chain; changed.
         left: rows of each slice, all of them live; changed.
@@ -169,7 +168,6 @@ def draw(
     """Draw a slice for each of ``firsts``: a chain by its weight, then a place in it.
 
     Args:
-        state, capacity, fragments, chains: the index.
         tree: Fenwick tree of the chains' weights (`flatroll.kernels.slices.publishing.weigh`), of positive sum.
         uniform: float64 in [0, 1), two per slice.
         length: rows of a slice; fewer where the chain is shorter.

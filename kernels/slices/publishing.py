@@ -1,7 +1,8 @@
 """Compiled kernels that keep the trajectory index: drop rows that are overwritten, link and publish new ones.
 
 A write calls :func:`claim` (its slots are no longer readable), :func:`link` (what does each fragment continue?) and,
-once its rows are copied, :func:`publish`. The tables and their terms are described in `flatroll.kernels.rows.records`.
+once its rows are copied, :func:`publish`. The index is the tables ``state, fragments, chains, table``
+(`flatroll.kernels.rows.records`) of a ring of ``capacity`` rows.
 
 This module imports numba: import it inside the function that needs it.
 """
@@ -50,7 +51,6 @@ def claim(
     """Drop the rows that the next ``rows`` rows (at most ``capacity``) overwrite.
 
     Args:
-        state, capacity, fragments, chains: the index.
         rows: how many rows will be written.
         spare: the free pool entries; those of dropped fragments are put behind them.
         touched: filled with the chains that lose rows.
@@ -108,7 +108,6 @@ def link(
     ``is_init``, or the step count (where there is one) does not go on.
 
     Args:
-        state, chains, table: the index.
         joined: bool ``[n]``, whether a fragment goes on within the run of the one before it.
         ids: trajectory id of each fragment; empty where there are none.
         init, done: bool ``[n]``, whether its first row is ``is_init`` and its last one is done.
@@ -219,7 +218,7 @@ def publish(
     """Enter ``rows`` copied rows into the index, fragment by fragment.
 
     Args:
-        state, fragments, chains, table: the index, with room for the new fragments, chains and ids.
+        fragments, chains, table: with room for the new fragments, chains and ids.
         rows: how many rows were copied.
         firsts: the row, counted from 0 in this write, with which each fragment begins.
         ids, done, step_last: as for :func:`link`.

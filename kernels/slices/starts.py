@@ -1,6 +1,6 @@
 """Compiled kernels that list or draw the rows of a trajectory index at which slices begin.
 
-The tables and their terms are described in `flatroll.kernels.rows.records`.
+The index is the tables ``state, fragments, chains`` (`flatroll.kernels.rows.records`) of a ring of ``capacity`` rows.
 
 This module imports numba: import it inside the function that needs it.
 """
@@ -95,7 +95,6 @@ def draw_marked(
     the last one with ``length`` rows.
 
     Args:
-        state, capacity, fragments, chains: the index.
         tree: Fenwick tree of the chains' weights.
         uniform: float64 in [0, 1), two per slice.
         length, strict: rows of a slice, and whether it must have them all.
@@ -134,7 +133,6 @@ def slice_partition(
     """Cut each chain into slices that do not overlap; how many slices.
 
     Args:
-        state, capacity, fragments, chains: the index.
         begin: rows of each chain before its first slice; a negative number leaves the chain out.
         length: rows of a slice, or what is there at the end of a chain.
         again: whether further slices follow the first one to the end of the chain, and what is before it is one, too.
