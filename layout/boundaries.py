@@ -67,6 +67,7 @@ def run_ends(
         ends = torch.zeros(batch.batch_size, dtype=torch.bool, device=there.device)
     else:
         ends = done.to(there.device, copy=True)
+    # rows that have a row after them; what the later row says ends the run before it
     inner = ends[..., :-1]
     if is_init is not None:
         inner |= is_init[..., 1:].to(there.device)

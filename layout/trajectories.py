@@ -123,8 +123,8 @@ def _keys(prefix: NestedKey | None, trajectory_key: NestedKey | None) -> tuple[N
     if prefix is not None and trajectory_key is not None:
         raise ValueError(f"give prefix or trajectory_key, not both (got {prefix!r} and {trajectory_key!r})")
     if trajectory_key is not None:
-        beside = as_tuple(trajectory_key)[:-1]
-        return trajectory_key, (*beside, MASK[-1]) if beside else MASK
+        parents = as_tuple(trajectory_key)[:-1]
+        return trajectory_key, (*parents, MASK[-1]) if parents else MASK
     if prefix is not None:
         return (*as_tuple(prefix), TRAJ_IDS[-1]), (*as_tuple(prefix), MASK[-1])
     return TRAJ_IDS, MASK

@@ -67,11 +67,11 @@ def _of_fixed_shape(
     with torch.no_grad():
         _, warm = over_runs(rows, stored, starts)
     # an entry row starts from the state after the row before it
-    given = tuple(
+    entered = tuple(
         torch.where(entry[:, None, None], after.roll(1, 0).to(state.dtype).view_as(state), state.detach())
         for state, after in zip(stored, warm, strict=True)
     )
-    out, after = over_runs(rows, given, starts)
+    out, after = over_runs(rows, entered, starts)
 
     def cut(column: Tensor) -> Tensor:
         return torch.where(head.view(-1, *[1] * (column.ndim - 1)), column.detach(), column)

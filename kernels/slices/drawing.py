@@ -1,9 +1,10 @@
 """Compiled kernels that draw slices of trajectories and walk along them: the slots of their rows, in time order.
 
-The index is the tables ``state, fragments, chains`` (`flatroll.kernels.rows.records`) of a ring of ``capacity`` rows. Where a kernel takes ``follow`` and
-``patch``, it also says where the next observation of each row stands: ``follow[i]`` becomes the slot of the row after
-row i in its trajectory, -1 if there is none; if the next observation stands in the pool instead, ``patch[:, k]``
-becomes (i, pool entry), and the kernel returns how many such patches there are. An empty ``follow`` asks for none.
+The index is the tables ``state, fragments, chains`` (`flatroll.kernels.rows.records`) of a ring of ``capacity`` rows.
+Where a kernel takes ``follow`` and ``patch``, it also says where the next observation of each row stands:
+``follow[i]`` becomes the slot of the row after row i in its trajectory, -1 if there is none; if the next observation
+stands in the pool instead, ``patch[:, k]`` becomes (i, pool entry), and the kernel returns how many such patches there
+are. An empty ``follow`` asks for none.
 
 This module imports numba: import it inside the function that needs it.
 """

@@ -63,6 +63,7 @@ class _Row:
 
     def __init__(self, batch: TensorDictBase, i: int) -> None:
         self.batch, self.i = batch, i
+        # the nearest start up to row i, and the nearest end from it on
         starts, ends = run_starts(batch), run_ends(batch)
         self.first = int(starts[: i + 1].nonzero()[-1])
         self.last = i + int(ends[i:].nonzero()[0])

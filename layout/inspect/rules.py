@@ -1,4 +1,8 @@
-"""The rules of `audit`: each looks at a whole batch at once and gives the rows that break it."""
+"""The rules of `audit`: each looks at a whole batch at once and gives the rows that break it.
+
+``x[:-1]`` and ``x[1:]`` side by side are each row and the row after it; where a flag of that form names the later row,
+``rows(flag, 1)`` turns it into row numbers.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -250,6 +254,7 @@ def trajectory_ids(c: RealRows) -> Iterator[Breach]:
     order = c.step.argsort(stable=True)
     order = order[c.ids[order].argsort(stable=True)]
     before, after = order[:-1], order[1:]
+    # the same step of the same id, and whether it is another transition
     twin = (c.ids[before] == c.ids[after]) & (c.step[before] == c.step[after])
     differs = torch.zeros_like(twin)
     for key in {ACTION, *c.keys}:
@@ -262,6 +267,7 @@ def trajectory_ids(c: RealRows) -> Iterator[Breach]:
     )
     yield Breach("traj_id", c.rows(other), text)
     if c.terminated is not None:
+        # a later step of an id whose earlier step terminated
         late = (c.ids[before] == c.ids[after]) & (c.step[before] < c.step[after]) & c.terminated[before]
         other = torch.zeros_like(c.ends)
         other[after[late]] = True
@@ -275,6 +281,7 @@ def _changed_midway(c: RealRows) -> Tensor:
     changed = torch.zeros_like(c.ends[:-1])
     if c.ids is None or c.step is None or not pairs:
         return changed
+    # another id, but the next step, and the observation that was announced
     goes_on = (c.ids[1:] != c.ids[:-1]) & (c.step[1:] == c.step[:-1] + 1)
     if c.done is not None:
         goes_on &= ~c.done[:-1]
@@ -343,6 +350,7 @@ def jumps_to_reset(c: RealRows) -> Iterator[Breach]:
         if column is None or not column.is_floating_point() or len(c.at) < 2:
             continue
         flat = column.reshape(len(c.at), -1)
+        # how far the observation moves from each row to the next
         move = (flat[1:] - flat[:-1]).abs().sum(1)
         inner = ~c.ends[:-1]
         if not bool(inner.any()):
@@ -350,6 +358,7 @@ def jumps_to_reset(c: RealRows) -> Iterator[Breach]:
         # equal observations get equal numbers
         _, kind = flat.unique(dim=0, return_inverse=True)
         start_like = torch.isin(kind[1:], kind[c.is_init])
+        # in a run, to an observation that some first row has, and far
         leaps = inner & start_like & (move > 2 * move[inner].median())
         text = (
             f"{key!r} jumps to the first observation of an episode, but nothing says that the env was reset"
@@ -361,6 +370,7 @@ def one_length(c: RealRows) -> Iterator[Breach]:
     """``same_length`` (suspicious): five or more episodes of one length > 1, all terminated."""
     if c.step is None or c.terminated is None or (c.truncated is not None and bool(c.truncated.any())):
         return
+    # terminated rows' steps are the lengths of their episodes
     lengths = c.step[c.terminated] + 1
     episodes = len(lengths) if c.ids is None else len(torch.unique(c.ids[c.terminated]))
     if episodes >= 5 and bool((lengths == lengths[0]).all()) and int(lengths[0]) > 1:

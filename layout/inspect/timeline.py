@@ -194,6 +194,7 @@ def _end_to_end(runs: RunColumns) -> Lanes:
     pieces = (start + runs.length - 1) // width - start // width + 1
     run = np.repeat(np.arange(len(start)), pieces)
     nth = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    # a piece runs from the start of its line or of its run to the end of the earlier of both
     lane = start[run] // width + nth
     left = np.maximum(start[run], lane * width)
     right = np.minimum(start[run] + runs.length[run], (lane + 1) * width)

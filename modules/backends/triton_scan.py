@@ -187,8 +187,8 @@ def gru_triton(
         from_rows += b_ih.roll(hidden) + torch.cat([torch.zeros_like(bias), b_hh[: 2 * hidden]])
     runs = (count, firsts, lengths)
     weight = w_hh.contiguous()
-    given = (*runs, first, first.stride(0), weight, bias, gates, out)
-    _launch("gru_forward", rows, hidden, _programs(rows), *given)
+    arguments = (*runs, first, first.stride(0), weight, bias, gates, out)
+    _launch("gru_forward", rows, hidden, _programs(rows), *arguments)
     return out, gates
 
 
@@ -210,8 +210,8 @@ def gru_triton_backward(
     hidden, programs = w_hh.shape[1], _programs(rows)
     before, slopes = _states_before(first, out, starts), torch.empty_like(gates)
     d_first, carry = torch.zeros_like(out), _carry(programs, hidden, out)
-    given = (grad.contiguous(), before, w_hh.contiguous(), gates, slopes, d_first, carry)
-    _launch("gru_backward", rows, hidden, programs, count, firsts, lengths, *given)
+    arguments = (grad.contiguous(), before, w_hh.contiguous(), gates, slopes, d_first, carry)
+    _launch("gru_backward", rows, hidden, programs, count, firsts, lengths, *arguments)
     d_rows, d_ih, d_hh, b_ih, b_hh = gru_gradients(slopes, rows, before, w_ih)
     return d_rows, d_first, d_ih, d_hh, b_ih, b_hh
 
@@ -243,8 +243,8 @@ def lstm_triton(
     else:
         gates = rows @ weight
     states = (first, first.stride(0), first_cell, first_cell.stride(0))
-    given = (count, firsts, lengths, *states, w_hh.roll(hidden, 0), gates, out, cells)
-    _launch("lstm_forward", rows, hidden, _programs(rows), *given)
+    arguments = (count, firsts, lengths, *states, w_hh.roll(hidden, 0), gates, out, cells)
+    _launch("lstm_forward", rows, hidden, _programs(rows), *arguments)
     return out, cells, gates
 
 
@@ -269,10 +269,10 @@ def lstm_triton_backward(
     hidden, programs, first_cell = w_hh.shape[1], _programs(rows), _dense_rows(first_cell)
     slopes, d_first, d_cell = torch.empty_like(gates), torch.zeros_like(out), torch.zeros_like(out)
     grads = (out if grad is None else grad.contiguous(), out if grad_cell is None else grad_cell.contiguous())
-    given = (*grads, first_cell, first_cell.stride(0), w_hh.roll(hidden, 0), cells, gates)
+    arguments = (*grads, first_cell, first_cell.stride(0), w_hh.roll(hidden, 0), cells, gates)
     results = (slopes, d_first, d_cell, _carry(programs, hidden, out), _carry(programs, hidden, out))
     used = {"GRAD": grad is not None, "GRAD_CELL": grad_cell is not None}
-    _launch("lstm_backward", rows, hidden, programs, count, firsts, lengths, *given, *results, **used)
+    _launch("lstm_backward", rows, hidden, programs, count, firsts, lengths, *arguments, *results, **used)
     d_rows, d_ih, d_hh, bias = lstm_gradients(slopes, rows, _states_before(first, out, starts), w_ih)
     return d_rows, d_first, d_cell, d_ih, d_hh, bias
 
