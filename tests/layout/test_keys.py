@@ -17,7 +17,7 @@ from flatroll.layout import (
     observation_keys,
     require,
 )
-from flatroll.layout.keys import plain_key, renamed, under_next, without_next
+from flatroll.layout.keys import optional_marker, plain_key, renamed, under_next, without_next
 
 
 def test_next_of_a_key():
@@ -126,3 +126,11 @@ def test_keys_are_renamed_by_name():
     assert keys["reward"] == "reward"
     with pytest.raises(ValueError, match="no key is called rewards; the keys are done, reward"):
         renamed(keys, {"rewards": "score"})
+
+
+def test_an_optional_marker_may_be_missing_but_not_wrong():
+    batch = TensorDict({IS_INIT: torch.ones(3, 1, dtype=torch.bool), "next": {"done": torch.ones(3)}}, [3])
+    assert optional_marker(batch, TRAJ_IDS) is None
+    assert optional_marker(batch, IS_INIT).tolist() == [True] * 3
+    with pytest.raises(TypeError, match="must be bool, got torch.float32"):
+        optional_marker(batch, ("next", "done"))
