@@ -23,7 +23,7 @@ from flatroll.modules import (
     MinGRUModule,
     set_recurrent_mode,
 )
-from flatroll.modules.backends.choice import choice
+from flatroll.modules.backends.choice import fastest_backend
 from flatroll.modules.backends.packing import run_index
 
 ROWS, INPUT, HIDDEN = 4096, 64, 128
@@ -162,7 +162,9 @@ def by_length() -> str:
                     width = rows / len(index.batch_sizes)
                     dense = len(index.batch_sizes) / len(index.first)
                     share = ratio(result["packed"], result["scan"])
-                    chosen = choice(KINDS[name](hidden, hidden, **KEYS).net, batch["observation"], index)
+                    chosen = fastest_backend(
+                        KINDS[name](hidden, hidden, **KEYS).net, batch["observation"], index
+                    )
                     cells = [name, str(hidden), f"{rows:,}", str(mean), f"{width:.0f}", f"{dense:.1f}"]
                     table_rows.append([*cells, *cells_of(result, ("packed", "scan")), f"{share:.2f}", chosen])
     header = ["", "hidden", "rows", "mean length", "rows / steps", "steps / runs", "packed, ms", "scan, ms"]

@@ -4,7 +4,16 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.keys import DONE, IS_INIT, MASK, TRAJ_IDS, NestedKey, flat_column, marker, missing_marker
+from flatroll.layout.keys import (
+    DONE,
+    IS_INIT,
+    MASK,
+    TRAJ_IDS,
+    NestedKey,
+    flat_column,
+    missing_marker,
+    optional_marker,
+)
 
 
 def run_ends(
@@ -46,7 +55,7 @@ def run_ends(
     """
     if batch.batch_dims < 1:
         raise ValueError("batch must have at least one batch dimension (time is the last), got batch size []")
-    done, is_init, mask = (_flags(batch, key) for key in (done_key, is_init_key, mask_key))
+    done, is_init, mask = (optional_marker(batch, key) for key in (done_key, is_init_key, mask_key))
     ids = batch.get(traj_key, None)
     if ids is not None:
         ids = flat_column(ids, batch, traj_key)
@@ -58,6 +67,7 @@ def run_ends(
         ends = torch.zeros(batch.batch_size, dtype=torch.bool, device=there.device)
     else:
         ends = done.to(there.device, copy=True)
+    # rows that have a row after them; what the later row says ends the run before it
     inner = ends[..., :-1]
     if is_init is not None:
         inner |= is_init[..., 1:].to(there.device)
@@ -66,11 +76,6 @@ def run_ends(
             inner |= (column[..., 1:] != column[..., :-1]).to(there.device)
     ends[..., -1:] = True
     return ends
-
-
-def _flags(batch: TensorDictBase, key: NestedKey) -> Tensor | None:
-    """The bool column ``key`` in the batch's shape; None if there is none."""
-    return None if batch.get(key, None) is None else marker(batch, key)
 
 
 def run_starts(

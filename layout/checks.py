@@ -1,8 +1,13 @@
-"""Arguments that count something."""
+"""Checks of arguments that several rooms share."""
 
 
 def whole_number(name: str, value: object, least: int = 1) -> int:
-    """The value, if it is an integer of at least ``least``.
+    """Check that an argument is an integer of at least ``least`` (bools are none), and return it.
+
+    Args:
+        name: of the argument, for the error.
+        value: of the argument.
+        least: default 1.
 
     Raises:
         ValueError: it is not; the text calls it ``name``.

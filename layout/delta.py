@@ -1,4 +1,4 @@
-"""The next observation kept as a difference: written beside the env, undone on what a buffer samples."""
+"""The next observation stored as a difference to the observation: written at the env, undone in a buffer's samples."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flatroll.layout.keys import DELTA, NestedKey, as_tuple, next_key, require
 
+#: Unsigned dtypes that torch cannot calculate with, and the signed dtypes of their widths.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
@@ -26,7 +27,7 @@ def signed(column: Tensor) -> Tensor:
 
 
 def encode_delta(obs: Tensor, next_obs: Tensor, dtype: torch.dtype = torch.float16) -> Tensor:
-    """What has to be added to ``obs`` to get ``next_obs``.
+    """The difference to store: what has to be added to ``obs`` to get ``next_obs``.
 
     Floating observations: ``(next_obs - obs)``, subtracted in their own dtype and cast once to ``dtype``.
     The result may overflow; nothing here looks (that would wait for the device), so call `check_delta` once
@@ -50,7 +51,8 @@ def encode_delta(obs: Tensor, next_obs: Tensor, dtype: torch.dtype = torch.float
     """
     if not dtype.is_floating_point:
         raise ValueError(f"dtype must be a floating dtype such as torch.float16, got {dtype}")
-    _check_pair(obs, next_obs)
+    if obs.dtype != next_obs.dtype or obs.is_complex():
+        raise TypeError(f"obs and next_obs must have one real dtype, got {obs.dtype} and {next_obs.dtype}")
     if obs.is_floating_point():
         return (next_obs - obs).to(dtype)
     if obs.dtype is torch.bool:
@@ -121,7 +123,7 @@ def check_delta(delta: Tensor, obs: Tensor, next_obs: Tensor, key: NestedKey) ->
 
 
 class NextObservationDelta:
-    """Buffer-side transform: puts ``("next", <obs>)`` back into samples, from ``("next", "delta", <obs>)``.
+    """Buffer-side transform: restores ``("next", <obs>)`` in samples from ``("next", "delta", <obs>)``.
 
     The decoding is elementwise, so it does not depend on how rows were sampled: ended and cut rows get
     their own next observation like all others. Floats come back within the rounding of the delta's dtype,
@@ -172,28 +174,23 @@ class NextObservationDelta:
         """
         deltas = td.get(DELTA, None)
         keys = self.in_keys
-        there = [] if deltas is None else [as_tuple(key) for key in deltas.keys(True, True)]
-        missing = [key for key in keys or [] if key not in there]
-        if missing or not there:
+        present = [] if deltas is None else [as_tuple(key) for key in deltas.keys(True, True)]
+        missing = [key for key in keys or [] if key not in present]
+        if missing or not present:
             wanted = ("next", "delta", *missing[0]) if missing else DELTA
             raise KeyError(
                 f"sample has no entry {wanted!r}: wrap the env in flatroll.wrappers.NextObservationDelta, or "
-                f"take this transform out. Deltas present: {', '.join(map(repr, there)) or 'none'}"
+                f"take this transform out. Deltas present: {', '.join(map(repr, present)) or 'none'}"
             )
         out = td.copy()
-        for key in there if keys is None else keys:
+        for key in present if keys is None else keys:
             root = require(out, key)
             if self.restore_dtype is not None and root.is_floating_point():
                 root = root.to(self.restore_dtype)
             out.set(next_key(key), decode_delta(root, require(out, (*DELTA, *key))))
         if not self.drop_delta:
             return out
-        dropped = there if keys is None else keys
-        return out.exclude(*((DELTA,) if len(dropped) == len(there) else ((*DELTA, *key) for key in dropped)))
+        used = present if keys is None else keys
+        return out.exclude(*((DELTA,) if len(used) == len(present) else ((*DELTA, *key) for key in used)))
 
     __call__ = forward
-
-
-def _check_pair(obs: Tensor, next_obs: Tensor) -> None:
-    if obs.dtype != next_obs.dtype or obs.is_complex():
-        raise TypeError(f"obs and next_obs must have one real dtype, got {obs.dtype} and {next_obs.dtype}")

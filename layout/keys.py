@@ -1,6 +1,10 @@
-"""The one key table: every column of a flat batch, and who writes it (docs/layout.md)."""
+"""The names of a flat batch's columns, and the functions that read a column by its name (docs/layout.md).
 
-from collections.abc import Iterable
+A key is a string, or a tuple of strings for an entry of a nested tensordict. What the environment gives back after a
+row's action (reward, terminated, truncated, done, the next observation) stands under ``"next"``.
+"""
+
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 import torch
@@ -24,8 +28,11 @@ TRAJ_IDS = ("collector", "traj_ids")
 MASK = ("collector", "mask")
 NEXT_KNOWN = ("collector", "next_known")
 HAS_STATE = ("collector", "has_state")
+#: Rows that a loss may use, as an estimator that leaves some out says (the references' name for it).
+VALID = "shifted_valid"
 
-#: Root names that an entry of a Dict observation may not take.
+#: Root names that the package writes itself. A Dict observation with an entry of such a name would overwrite one of
+#: these columns, so collectors refuse it.
 RESERVED: frozenset[str] = frozenset(
     {ACTION, NEXT, IS_INIT, STEP_COUNT, "collector", "reward", "terminated", "truncated", "done", "delta"}
 )
@@ -35,6 +42,7 @@ _NEXT_MARKERS: frozenset[str] = frozenset(
     {IS_INIT, STEP_COUNT, EPISODE_REWARD, "reward", "terminated", "truncated", "done", "delta"}
 )
 
+#: Column -> who writes it, or how to get it: the hint in the error for a missing column.
 _WRITTEN_BY: dict[NestedKey, str] = {
     OBSERVATION: "the collector writes it",
     ACTION: "the policy writes it",
@@ -68,6 +76,16 @@ def as_tuple(key: NestedKey) -> tuple[str, ...]:
     return (key,) if isinstance(key, str) else tuple(key)
 
 
+def plain_key(key: NestedKey) -> NestedKey:
+    """The key as a string where it is a single name, else as a tuple of names.
+
+    >>> plain_key(("reward",)), plain_key(("next", "reward"))
+    ('reward', ('next', 'reward'))
+    """
+    names = as_tuple(key)
+    return names[0] if len(names) == 1 else names
+
+
 def next_key(key: NestedKey) -> tuple[str, ...]:
     """The key of the same entry one step later.
 
@@ -77,29 +95,77 @@ def next_key(key: NestedKey) -> tuple[str, ...]:
     return (NEXT, *as_tuple(key))
 
 
+def under_next(key: NestedKey) -> tuple[str, ...]:
+    """The key below ``"next"``, whether or not it was written with that prefix.
+
+    >>> under_next("reward"), under_next(("next", "reward"))
+    (('next', 'reward'), ('next', 'reward'))
+    """
+    names = as_tuple(key)
+    return names if names[0] == NEXT else next_key(names)
+
+
+def without_next(key: NestedKey) -> NestedKey:
+    """The key of the same entry at the root of the batch: without a leading ``"next"``.
+
+    >>> without_next(("next", "reward")), without_next("observation")
+    ('reward', 'observation')
+    """
+    names = as_tuple(key)
+    return plain_key(names[1:] if names[0] == NEXT else names)
+
+
+def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | None]) -> dict[str, NestedKey]:
+    """A copy of ``keys`` (name of a key -> key) with ``changes`` put in; a change to None leaves that key as it is.
+
+    Raises:
+        ValueError: ``changes`` has a name that ``keys`` does not have.
+
+    >>> renamed({"reward": "reward", "done": "done"}, {"reward": "score", "done": None})
+    {'reward': 'score', 'done': 'done'}
+    """
+    unknown = sorted(set(changes) - set(keys))
+    if unknown:
+        raise ValueError(f"no key is called {', '.join(unknown)}; the keys are {', '.join(sorted(keys))}")
+    return {**keys, **{name: key for name, key in changes.items() if key is not None}}
+
+
 def missing_marker(
     key: NestedKey, available: Iterable[NestedKey], default: NestedKey | None = None
 ) -> KeyError:
-    """The error for a column that is not there: which one, who writes it, what there is instead.
+    """Build the error for a column that is missing: it says which one, who writes it, and which columns there are.
 
-    ``default`` is the name that the column has where nobody renamed it.
+    The error is returned, not raised: write ``raise missing_marker(key, batch.keys(True, True))``. A *marker* is a
+    column that says where trajectories begin and end, such as ``is_init``; the error serves any column.
+
+    Args:
+        key: the missing column.
+        available: the columns that are there.
+        default: the name of the column where nobody renamed it, by which its writer is known. Default: ``key``.
+
+    >>> print(missing_marker("is_init", ["action", "observation"]).args[0])  # doctest: +ELLIPSIS
+    batch has no entry 'is_init': wrap the env in ... Entries present: 'action', 'observation'
     """
-    shown = _plain(key)
-    writer = _WRITTEN_BY.get(shown if default is None else _plain(default), "nothing in this batch wrote it")
-    there = sorted((repr(k) for k in available), key=str)
-    return KeyError(f"batch has no entry {shown!r}: {writer}. Entries present: {', '.join(there) or 'none'}")
-
-
-def _plain(key: NestedKey) -> NestedKey:
-    names = as_tuple(key)
-    return names[0] if len(names) == 1 else names
+    shown = plain_key(key)
+    writer = _WRITTEN_BY.get(
+        shown if default is None else plain_key(default), "nothing in this batch wrote it"
+    )
+    present = sorted((repr(k) for k in available), key=str)
+    return KeyError(
+        f"batch has no entry {shown!r}: {writer}. Entries present: {', '.join(present) or 'none'}"
+    )
 
 
 def require(batch: TensorDictBase, key: NestedKey, default: NestedKey | None = None) -> Tensor:
-    """The column ``key`` of ``batch`` (called ``default`` where nobody renamed it).
+    """The column ``key`` of ``batch``, or an error that says who writes it.
+
+    Args:
+        batch: any tensordict.
+        key: the column.
+        default: its name where nobody renamed it, for the error. Default: ``key``.
 
     Raises:
-        KeyError: it is missing; the text names what writes it.
+        KeyError: the column is missing; the text is that of :func:`missing_marker`.
     """
     value = batch.get(key, None)
     if value is None:
@@ -109,16 +175,51 @@ def require(batch: TensorDictBase, key: NestedKey, default: NestedKey | None = N
 
 
 def marker(batch: TensorDictBase, key: NestedKey) -> Tensor:
-    """The bool column ``key`` in the batch's own shape ``[*B]`` (a trailing singleton is dropped).
+    """The bool column ``key`` (a marker such as ``is_init`` or done) with one value per row, ``[*B]``.
+
+    Args:
+        batch: tensordict of batch size ``[*B]``.
+        key: a bool column ``[*B]`` or ``[*B, 1]``.
 
     Raises:
         KeyError: the column is missing; the text names what writes it.
         TypeError: the column is not bool (an int mask used as an index corrupts silently).
+        ValueError: the column has another shape.
+
+    >>> from tensordict import TensorDict
+    >>> marker(TensorDict({"is_init": torch.tensor([[True], [False]])}, [2]), "is_init")
+    tensor([ True, False])
     """
     column = require(batch, key)
     if column.dtype is not torch.bool:
         raise TypeError(f"batch[{key!r}] must be bool, got {column.dtype}: cast it with .bool()")
     return flat_column(column, batch, key)
+
+
+def optional_marker(batch: TensorDictBase, key: NestedKey) -> Tensor | None:
+    """:func:`marker`, or None where the batch has no column ``key``."""
+    return None if batch.get(key, None) is None else marker(batch, key)
+
+
+def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey) -> Tensor:
+    """A column ``[*B]`` or ``[*B, 1]`` seen in the batch's own shape ``[*B]``: one value per row.
+
+    Args:
+        column: values of the rows of ``batch``.
+        batch: tensordict of batch size ``[*B]``.
+        key: the column's name, for the error.
+
+    Raises:
+        ValueError: the column has another shape.
+    """
+    if column.shape == batch.batch_size:
+        return column
+    if column.shape == (*batch.batch_size, 1):
+        return column.squeeze(-1)
+    raise ValueError(
+        f"batch[{key!r}] must have shape {tuple(batch.batch_size)} or {(*batch.batch_size, 1)}, "
+        f"got {tuple(column.shape)}"
+    )
 
 
 def observation_keys(batch: TensorDictBase) -> list[NestedKey]:
@@ -132,24 +233,12 @@ def observation_keys(batch: TensorDictBase) -> list[NestedKey]:
     >>> observation_keys(TensorDict({"pos": column, "next": {"pos": column, "reward": column}}, [2]))
     ['pos']
     """
-    following = batch.get(NEXT, None)
-    later = set() if following is None else {as_tuple(key) for key in following.keys(True, True)}
+    next_entries = batch.get(NEXT, None)
+    next_names = set() if next_entries is None else {as_tuple(key) for key in next_entries.keys(True, True)}
     roots: list[NestedKey] = []
     for key in batch.keys(True, True):
         names = as_tuple(key)
         marks = names[0] in RESERVED or names[0] in _NEXT_MARKERS or names[-1].startswith("recurrent_state")
-        if not marks and (names in later or names[0] == OBSERVATION):
-            roots.append(names[0] if len(names) == 1 else names)
+        if not marks and (names in next_names or names[0] == OBSERVATION):
+            roots.append(plain_key(names))
     return roots
-
-
-def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey) -> Tensor:
-    """``column`` of shape ``[*B]`` or ``[*B, 1]`` seen in the batch's shape ``[*B]``."""
-    if column.shape == batch.batch_size:
-        return column
-    if column.shape == (*batch.batch_size, 1):
-        return column.squeeze(-1)
-    raise ValueError(
-        f"batch[{key!r}] must have shape {tuple(batch.batch_size)} or {(*batch.batch_size, 1)}, "
-        f"got {tuple(column.shape)}"
-    )

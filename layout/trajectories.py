@@ -1,4 +1,4 @@
-"""From a flat batch to one entry per trajectory, and back."""
+"""From a flat batch to one entry per trajectory (padded or nested tensors), and back."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flatroll.layout.boundaries import run_starts
 from flatroll.layout.delta import signed
-from flatroll.layout.keys import DONE, MASK, TRAJ_IDS, NestedKey, as_tuple, marker, missing_marker, next_key
+from flatroll.layout.keys import DONE, MASK, TRAJ_IDS, NestedKey, as_tuple, marker, missing_marker, under_next
 
 
 def split_trajectories(
@@ -59,7 +59,7 @@ def split_trajectories(
     if as_nested not in (True, False, torch.jagged, torch.strided):
         raise TypeError(f"as_nested must be True, False, torch.jagged or torch.strided, got {as_nested!r}")
     traj_key, mask_key = _keys(prefix, trajectory_key)
-    done = DONE if done_key is None else done_key if as_tuple(done_key)[0] == "next" else next_key(done_key)
+    done = DONE if done_key is None else under_next(done_key)
     for asked, key in ((trajectory_key, traj_key), (done_key, done)):
         if asked is not None and batch.get(key, None) is None:
             raise missing_marker(key, batch.keys(True, True))
@@ -68,7 +68,13 @@ def split_trajectories(
     if flat.get(mask_key, None) is not None:
         rows = marker(flat, mask_key).nonzero().squeeze(-1)
         flat, starts = flat[rows].exclude(mask_key), starts[rows]
-    _check_tensors(flat)
+    tensors = set(flat.keys(True, True))
+    for key in flat.keys(True, True, is_leaf=is_leaf_nontensor):
+        if key not in tensors:
+            raise TypeError(
+                f"batch[{key!r}] is no tensor and cannot be split: leave it out with .exclude({key!r})"
+            )
+    # run r is the rows offsets[r] ... offsets[r + 1] - 1
     first = starts.nonzero().squeeze(-1)
     offsets = torch.cat([first, first.new_tensor([starts.numel()])])
     if as_nested is False:
@@ -97,7 +103,13 @@ def join(parts: TensorDictBase | Sequence[TensorDictBase], *, mask_key: NestedKe
     tensor([1, 2, 3, 4])
     """
     if not isinstance(parts, TensorDictBase):
-        return _cat(list(parts))
+        trajectories = list(parts)
+        if not trajectories:
+            raise ValueError("join needs at least one trajectory, got an empty sequence")
+        for i, part in enumerate(trajectories):
+            if part.batch_dims != 1:
+                raise ValueError(f"parts[{i}] must have batch size [T], got {list(part.batch_size)}")
+        return cast(TensorDictBase, TensorDict.cat(trajectories))
     if any(leaf.is_nested for leaf in parts.values(True, True)):
         return _unnest(parts)
     mask = marker(parts, mask_key)
@@ -107,29 +119,22 @@ def join(parts: TensorDictBase | Sequence[TensorDictBase], *, mask_key: NestedKe
 
 
 def _keys(prefix: NestedKey | None, trajectory_key: NestedKey | None) -> tuple[NestedKey, NestedKey]:
+    """The keys of the trajectory ids and of the mask."""
     if prefix is not None and trajectory_key is not None:
         raise ValueError(f"give prefix or trajectory_key, not both (got {prefix!r} and {trajectory_key!r})")
     if trajectory_key is not None:
-        beside = as_tuple(trajectory_key)[:-1]
-        return trajectory_key, (*beside, MASK[-1]) if beside else MASK
+        parents = as_tuple(trajectory_key)[:-1]
+        return trajectory_key, (*parents, MASK[-1]) if parents else MASK
     if prefix is not None:
         return (*as_tuple(prefix), TRAJ_IDS[-1]), (*as_tuple(prefix), MASK[-1])
     return TRAJ_IDS, MASK
-
-
-def _check_tensors(flat: TensorDictBase) -> None:
-    tensors = set(flat.keys(True, True))
-    for key in flat.keys(True, True, is_leaf=is_leaf_nontensor):
-        if key not in tensors:
-            raise TypeError(
-                f"batch[{key!r}] is no tensor and cannot be split: leave it out with .exclude({key!r})"
-            )
 
 
 def _pad(flat: TensorDictBase, starts: Tensor, offsets: Tensor, mask_key: NestedKey) -> TensorDict:
     """Scatter every row to (its run, its place in the run): one pass over each column, no loop over runs."""
     n = offsets.numel() - 1
     longest = int(offsets.diff().max()) if n else 0
+    # the run of each row, its place in that run, and its slot in the padded table [n * T_max]
     run = starts.cumsum(0) - 1
     place = torch.arange(starts.numel(), device=starts.device) - offsets[run]
     slot = run * longest + place
@@ -179,12 +184,3 @@ def _unnest(parts: TensorDictBase) -> TensorDictBase:
     )
     flat: TensorDictBase = parts.apply(flatten, batch_size=[rows])
     return flat
-
-
-def _cat(parts: list[TensorDictBase]) -> TensorDictBase:
-    if not parts:
-        raise ValueError("join needs at least one trajectory, got an empty sequence")
-    for i, part in enumerate(parts):
-        if part.batch_dims != 1:
-            raise ValueError(f"parts[{i}] must have batch size [T], got {list(part.batch_size)}")
-    return cast(TensorDictBase, TensorDict.cat(parts))

@@ -2,12 +2,11 @@
 
 from flatroll.modules.burn_in import BurnIn
 from flatroll.modules.cells import GRUCell, LSTMCell
-from flatroll.modules.gru import GRUModule
 from flatroll.modules.linear import LinearRecurrentModule, MinGRUModule
-from flatroll.modules.lstm import LSTMModule
 from flatroll.modules.mode import recurrent_mode, set_recurrent_mode
 from flatroll.modules.networks import GRU, LSTM
 from flatroll.modules.primer import TensorDictPrimer
+from flatroll.modules.recurrent import GRUModule, LSTMModule
 
 __all__ = [
     "GRU",

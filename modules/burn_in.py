@@ -1,4 +1,4 @@
-"""Recurrent states made anew from the first rows of each slice."""
+"""Burn-in of a sample: recurrent states made anew from the first rows of each slice."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -15,21 +15,20 @@ from flatroll.layout.keys import (
     HAS_STATE,
     IS_INIT,
     MASK,
-    NEXT,
     NestedKey,
-    as_tuple,
     marker,
     next_key,
     require,
+    without_next,
 )
 from flatroll.modules.mode import set_recurrent_mode
 from flatroll.modules.primer import TensorDictPrimer
 
 
 class BurnIn:
-    """Runs recurrent modules over the first rows of each slice, and leaves the rest with the state they end in.
+    """Buffer-side transform: the first rows of each slice are used up to compute the recurrent state of the others.
 
-    A transform of a replay buffer whose sampler draws slices. The first ``burn_in`` rows of each slice, all but the
+    It belongs to a replay buffer whose sampler draws slices. The first ``burn_in`` rows of each slice, all but the
     last row of a shorter one, go through the modules in recurrent mode without gradients, and leave the sample. The
     first row that stays gets the state after them, in place of the stored one, and ``is_init``: a module that then
     runs over the sample goes on as if it had run over the whole slice, with gradients that end there. Where an
@@ -78,7 +77,7 @@ class BurnIn:
             if not isinstance(module, TensorDictModuleBase):
                 raise TypeError(f"modules must be tensordict modules, got {type(module).__name__}")
         self.burn_in = whole_number("burn_in", burn_in, 0)
-        self.out_keys = list(self._primed()) if out_keys is None else [_root(key) for key in out_keys]
+        self.out_keys = list(self._primed()) if out_keys is None else [without_next(key) for key in out_keys]
         if not self.out_keys:
             raise ValueError(
                 "the modules have no recurrent state: no part of them has make_tensordict_primer(). Give a GRUModule "
@@ -111,17 +110,17 @@ class BurnIn:
                 if key in primed:
                     marked.set(key, primed[key].to(td.device).expand(len(td), *primed[key].shape))
         parts = self._divide(marked, ends)
-        kept = cast(TensorDictBase, marked[parts.kept])
+        rest = cast(TensorDictBase, marked[parts.rest])
         if not len(parts.head):
-            return kept
+            return rest
         after = self._run(cast(TensorDictBase, marked[parts.head]))
         for key in self.out_keys:
-            state = require(kept, key)
+            state = require(rest, key)
             final = require(after, next_key(key)).index_select(0, parts.final.to(after.device))
-            kept.set(key, state.index_copy(0, parts.entry, final.to(state.device, state.dtype)))
-        if (flags := kept.get(HAS_STATE, None)) is not None:
-            kept.set(HAS_STATE, flags.index_fill(0, parts.entry.to(flags.device), True))
-        return kept
+            rest.set(key, state.index_copy(0, parts.entry, final.to(state.device, state.dtype)))
+        if (flags := rest.get(HAS_STATE, None)) is not None:
+            rest.set(HAS_STATE, flags.index_fill(0, parts.entry.to(flags.device), True))
+        return rest
 
     __call__ = forward
 
@@ -129,24 +128,27 @@ class BurnIn:
         """The rows to burn in and those that stay; marks the first rows of both in ``marked``."""
         if ends is None:
             ends = run_ends(marked, is_init_key=self.init_key, done_key=self.done_key)
-        there = marked.get(self.init_key, None)
-        init = torch.zeros_like(ends) if there is None else marker(marked, self.init_key).clone()
+        stored = marked.get(self.init_key, None)
+        init = torch.zeros_like(ends) if stored is None else marker(marked, self.init_key).clone()
         ends = ends.to(init.device, copy=True)
         ends[-1] = True
+        # last row, rows and first row of each slice, and how many of its rows are burnt in
         lasts = ends.nonzero().squeeze(1)
         lengths = lasts.diff(prepend=lasts.new_tensor([-1]))
         firsts = lasts - lengths + 1
         burnt = (lengths - 1).clamp(max=self.burn_in)
         entry = (firsts + burnt)[burnt > 0]  # the first row that stays, of the slices that lose rows
         init[firsts] = True
-        marked.set(self.init_key, init.unsqueeze(1) if there is None else init.view(there.shape))
+        marked.set(self.init_key, init.unsqueeze(1) if stored is None else init.view(stored.shape))
+        # where an episode begins at that row by the other markers, its stored state is the right one
         fresh = run_starts(marked, is_init_key=self.init_key, done_key=self.done_key).to(init.device)[entry]
         init[entry] = True  # `marked` shares its memory
         at = torch.arange(len(init), device=init.device)
         head = at < (firsts + burnt).repeat_interleave(lengths)
-        kept = (~head).nonzero().squeeze(1)
+        rest = (~head).nonzero().squeeze(1)
+        # the burnt rows of all slices stand end to end, so the last ones are at their running sums
         final = burnt[burnt > 0].cumsum(0) - 1
-        return _Parts(head.nonzero().squeeze(1), kept, final[~fresh], torch.searchsorted(kept, entry[~fresh]))
+        return _Parts(head.nonzero().squeeze(1), rest, final[~fresh], torch.searchsorted(rest, entry[~fresh]))
 
     def _run(self, rows: TensorDictBase) -> TensorDictBase:
         device = next((p.device for module in self.modules for p in module.parameters()), None)
@@ -169,16 +171,9 @@ class BurnIn:
 
 
 class _Parts(NamedTuple):
-    """Row numbers, int64."""
+    """A sample cut in two, by row numbers, int64."""
 
     head: Tensor  # rows to burn in
-    kept: Tensor  # rows that stay
+    rest: Tensor  # rows that stay
     final: Tensor  # of the rows to burn in, the last one of each slice whose state is needed
     entry: Tensor  # of the rows that stay, those that take these states
-
-
-def _root(key: NestedKey) -> NestedKey:
-    """The key without a leading ``"next"``."""
-    names = as_tuple(key)
-    names = names[1:] if names[0] == NEXT else names
-    return names[0] if len(names) == 1 else names

@@ -1,10 +1,11 @@
-"""Single steps with resets, for loops of one's own."""
+"""GRU and LSTM cells with resets, for training loops that step by hand."""
 
 import torch
 from torch import Tensor, nn
 
 
 def _reset(state: Tensor, is_init: Tensor | None) -> Tensor:
+    """``state [B, H]`` with zeros where ``is_init`` (bool ``[B]`` or ``[B, 1]``) is True."""
     if is_init is None:
         return state
     if is_init.dtype is not torch.bool:
@@ -18,10 +19,13 @@ def _reset(state: Tensor, is_init: Tensor | None) -> Tensor:
 
 
 class GRUCell(nn.GRUCell):
-    """One step of a GRU, from zeros where ``is_init`` says so; else :class:`torch.nn.GRUCell`.
+    """One step of a GRU, as :class:`torch.nn.GRUCell`, from a state of zeros in the rows where ``is_init`` is True.
 
     Args:
         input_size, hidden_size, bias, device, dtype: as in the stock cell.
+
+    Called with rows ``[B, input_size]``, state ``[B, hidden_size]`` (default zeros) and ``is_init``, bool ``[B]`` or
+    ``[B, 1]`` (default: nowhere), it gives the next state ``[B, hidden_size]``.
 
     Raises:
         TypeError: ``is_init`` is not bool.
@@ -33,12 +37,14 @@ class GRUCell(nn.GRUCell):
     """
 
     def forward(self, input: Tensor, hx: Tensor | None = None, is_init: Tensor | None = None) -> Tensor:
-        """Rows ``[B, input_size]`` and state ``[B, hidden_size]``, default zeros, to the next state."""
+        """Rows ``[B, input_size]`` and state ``[B, hidden_size]`` to the next state."""
         return super().forward(input, None if hx is None else _reset(hx, is_init))
 
 
 class LSTMCell(nn.LSTMCell):
-    """One step of an LSTM, from zeros where ``is_init`` says so; else :class:`torch.nn.LSTMCell`, as :class:`GRUCell`.
+    """One step of an LSTM, as :class:`torch.nn.LSTMCell`, from states of zeros in the rows where ``is_init`` is True.
+
+    Called as :class:`GRUCell`, with the pair of hidden state and cell for the state; errors are the same.
 
     >>> cell = LSTMCell(3, 8)
     >>> h, c = cell(torch.zeros(2, 3), (torch.ones(2, 8), torch.ones(2, 8)), torch.tensor([True, False]))

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from flatroll.kernels import segmented_scan
 from flatroll.layout.checks import whole_number
@@ -27,58 +28,54 @@ class LinearRecurrence(StatefulModule):
         state: str,
         recurrent: Mode,
     ) -> None:
-        for name, size in (
-            ("input_size", input_size),
-            ("hidden_size", hidden_size),
-            ("num_layers", num_layers),
-        ):
+        sizes = {"input_size": input_size, "hidden_size": hidden_size, "num_layers": num_layers}
+        for name, size in sizes.items():
             whole_number(name, size)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, got {dropout!r}")
         super().__init__(keys, (num_layers, hidden_size), recurrent, state)
-        self.input_size, self.hidden_size, self.num_layers, self.dropout = (
-            input_size,
-            hidden_size,
-            num_layers,
-            dropout,
-        )
+        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
+        self.dropout = dropout
 
     def terms(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """``a`` (``[N, H]`` or ``[1, H]``) and ``b`` ``[N, H]`` of a layer."""
+        """The factors ``a`` (``[N, H]`` or ``[1, H]``) and the summands ``b`` (``[N, H]``) of a layer."""
         raise NotImplementedError
 
     def output(self, layer: int, rows: Tensor, states: Tensor) -> Tensor:
-        """What a layer gives to the next one, in memory of its own."""
+        """The output ``[N, H]`` of a layer for the next one, in memory of its own."""
         raise NotImplementedError
 
+    @override
     def step(self, rows: Tensor, states: States) -> tuple[Tensor, States]:
         after: list[Tensor] = []
         for layer in range(self.num_layers):
             a, b = self.terms(layer, rows)
             after.append(a * states[0][:, layer] + b)
-            rows = self._given(layer, rows, after[-1])
+            rows = self._next_layer_rows(layer, rows, after[-1])
         return rows, (torch.stack(after, 1),)
 
+    @override
     def over_runs(self, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
         first = torch.where(starts[:, None, None], stored[0], 0)
-        # the scan sums backward in time: rows turned round, the first row of a run ends it
+        # the scan sums backward in time: with the rows turned round, the first row of a run ends it
         ends = starts.flip(0)
         after: list[Tensor] = []
         for layer in range(self.num_layers):
             a, b = self.terms(layer, rows)
+            # b of a first row takes in what the stored state gives: a * h
             from_first = torch.addcmul(b, a, first[:, layer])
-            turned = a.flip(0) if len(a) > 1 else a
+            turned = a.flip(0) if len(a) > 1 else a  # [1, H] is the same for all rows
             after.append(segmented_scan(turned, from_first.flip(0), ends).flip(0))
-            rows = self._given(layer, rows, after[-1])
+            rows = self._next_layer_rows(layer, rows, after[-1])
         return rows, (torch.stack(after, 1),)
 
-    def _given(self, layer: int, rows: Tensor, states: Tensor) -> Tensor:
+    def _next_layer_rows(self, layer: int, rows: Tensor, states: Tensor) -> Tensor:
         out = self.output(layer, rows, states)
         return nn.functional.dropout(out, self.dropout, self.training and layer + 1 < self.num_layers)
 
 
 class MinGRUModule(LinearRecurrence):
-    """A GRU without the state in its gates: all rows of a batch at once, whatever the length of runs.
+    """A GRU whose gates do not read the state, so that all rows of a batch are computed at once.
 
     .. code-block:: text
 
@@ -139,21 +136,24 @@ class MinGRUModule(LinearRecurrence):
         )
 
     @property
+    @override
     def weight(self) -> Tensor:
         return cast(Tensor, self.gates[0].weight)
 
+    @override
     def terms(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         gate, new = self.gates[layer](rows).chunk(2, -1)
         update = gate.sigmoid()
         return 1 - update, update * new
 
+    @override
     def output(self, layer: int, rows: Tensor, states: Tensor) -> Tensor:
         # a copy of the last layer's, so that an in-place activation on the output leaves the state alone
         return states.clone() if layer + 1 == self.num_layers else states
 
 
 class LinearRecurrentModule(LinearRecurrence):
-    """A diagonal linear recurrent unit: each state feature fades at a learnt rate of its own.
+    """A linear recurrent unit: each feature of the state decays at a learnt rate of its own.
 
     .. code-block:: text
 
@@ -212,13 +212,16 @@ class LinearRecurrentModule(LinearRecurrence):
         self.log_rates = nn.Parameter(rates.log().neg().log())
 
     @property
+    @override
     def weight(self) -> Tensor:
         return self.log_rates
 
+    @override
     def terms(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         rate = -self.log_rates[layer : layer + 1].exp()
         return rate.exp(), (-torch.expm1(2 * rate)).sqrt() * self.inputs[layer](rows)
 
+    @override
     def output(self, layer: int, rows: Tensor, states: Tensor) -> Tensor:
         out: Tensor = self.outputs[layer](states) + self.skips[layer](rows)
         return out if layer + 1 == self.num_layers else nn.functional.gelu(out)

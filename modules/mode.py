@@ -1,4 +1,4 @@
-"""One step or a whole sequence: the one mode that is set from outside the call (the references name it)."""
+"""The mode of recurrent modules, one step or whole runs: the only setting that a call takes from outside."""
 
 import functools
 import inspect
@@ -24,8 +24,8 @@ class _Mode(threading.local):
 _MODE = _Mode()
 _NAMES: dict[str, bool] = {"recurrent": True, "sequential": False}
 
-#: Functions whose call only makes what runs their body.
-_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+#: Tests for functions whose call returns before their body runs.
+_BODY_RUNS_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 #: The ways to write a mode.
 Mode: TypeAlias = bool | Literal["recurrent", "sequential"] | None
@@ -107,12 +107,13 @@ class set_recurrent_mode:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        found, outer = _MODE.value, self._outer.pop()
-        _MODE.value, _MODE.burn_in = outer if found is self._mode else (None, 0)
-        if found is not self._mode and kind is None:
+        current, outer = _MODE.value, self._outer.pop()
+        # in another mode than the one entered, somebody else's block is still open: leave no mode behind
+        _MODE.value, _MODE.burn_in = outer if current is self._mode else (None, 0)
+        if current is not self._mode and kind is None:
             raise RuntimeError(
-                f"a block of set_recurrent_mode({self._mode!r}) ended in mode {found!r}: it was held over an await or "
-                "a yield, where another one began or ended. Set the mode between them, around the calls that need it"
+                f"a block of set_recurrent_mode({self._mode!r}) ended in mode {current!r}: it was held over an await "
+                "or a yield, where another one began or ended. Set the mode between them, around the calls that need it"
             )
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -120,7 +121,7 @@ class set_recurrent_mode:
             raise TypeError(
                 f"set_recurrent_mode cannot decorate the class {function.__name__!r}: decorate its methods"
             )
-        if any(is_kind(function) for is_kind in _LATER):
+        if any(is_kind(function) for is_kind in _BODY_RUNS_LATER):
             raise TypeError(
                 f"set_recurrent_mode cannot decorate {function.__name__!r}: its body runs after the call has "
                 "returned; write `with set_recurrent_mode(...)` inside it"

@@ -1,4 +1,4 @@
-"""GRU and LSTM made of the operators in scan.py, with the weights and arguments of the stock networks."""
+"""GRU and LSTM that ``torch.compile`` takes into one graph, with the weights and arguments of the stock networks."""
 
 from typing import Any, ClassVar
 
@@ -6,10 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from flatroll.modules.backends.packing import States
-from flatroll.modules.backends.recurrent_scan import layers
+from flatroll.modules.backends.recurrent_scan import OPERATORS
+from flatroll.modules.backends.scan_steps import run_layers
 
 
-class _Scanned(nn.RNNBase):
+class _OfOperators(nn.RNNBase):
+    """A network whose layers are the operators of the backend ``"scan"``."""
+
     kind: ClassVar[str]
 
     def __init__(
@@ -29,41 +32,30 @@ class _Scanned(nn.RNNBase):
                 f"{self.kind} runs forward in time over [B, T, input_size], got bidirectional={bidirectional}, "
                 f"batch_first={batch_first}: use torch.nn.{self.kind}"
             )
-        super().__init__(
-            self.kind,
-            input_size,
-            hidden_size,
-            num_layers,
-            bias,
-            batch_first=True,
-            dropout=dropout,
-            device=device,
-            dtype=dtype,
-        )
+        sizes = (input_size, hidden_size, num_layers, bias)
+        super().__init__(self.kind, *sizes, batch_first=True, dropout=dropout, device=device, dtype=dtype)
 
-    def _run(self, rows: Tensor, given: States | None) -> tuple[Tensor, States]:
-        """Outputs and final states; zeros where none are given."""
-        if (
-            not isinstance(rows, Tensor)
-            or rows.ndim != 3
-            or not rows.shape[1]
-            or rows.shape[2] != self.input_size
-        ):
+    def _run(self, rows: Tensor, first: States | None) -> tuple[Tensor, States]:
+        """Rows ``[B, T, input_size]`` and first states, zeros where there are none, to outputs and final states."""
+        shaped = isinstance(rows, Tensor) and rows.ndim == 3 and rows.shape[2] == self.input_size
+        if not shaped or not rows.shape[1]:
             shown = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
             raise ValueError(f"input must have shape [B, T, {self.input_size}], T at least 1, got {shown}")
         batch, steps = rows.shape[:2]
         shape = (self.num_layers, batch, self.hidden_size)
-        states = (rows.new_zeros(shape),) * (2 if self.kind == "LSTM" else 1) if given is None else given
+        states = (rows.new_zeros(shape),) * (2 if self.kind == "LSTM" else 1) if first is None else first
         for state in states:
             if state.shape != shape:
                 raise ValueError(f"a state must have shape {shape}, got {tuple(state.shape)}")
+        # runs of one length are in packed order when they stand step by step: [T, B, in], all steps B wide
         by_step = rows.transpose(0, 1).reshape(batch * steps, self.input_size)
-        out, after = layers(self, by_step, states, torch.full((steps,), batch))
+        out, after = run_layers(OPERATORS, self, by_step, states, torch.full((steps,), batch))
+        # the last step's rows are the final states
         finals = tuple(torch.stack([layer[len(layer) - batch :] for layer in state]) for state in after)
         return out.view(steps, batch, self.hidden_size).transpose(0, 1), finals
 
 
-class GRU(_Scanned):
+class GRU(_OfOperators):
     """A GRU as :class:`torch.nn.GRU`, which ``torch.compile`` takes into one graph.
 
     The names and shapes of its weights are those of the stock network, so that state dicts load both ways, and its
@@ -91,7 +83,7 @@ class GRU(_Scanned):
         return out, final
 
 
-class LSTM(_Scanned):
+class LSTM(_OfOperators):
     """An LSTM as :class:`torch.nn.LSTM`, which ``torch.compile`` takes into one graph; else as :class:`GRU`.
 
     >>> lstm = LSTM(3, 8, num_layers=2)
@@ -119,18 +111,13 @@ NETWORKS: dict[str, tuple[type[nn.GRU] | type[nn.LSTM], type[GRU] | type[LSTM]]]
 
 def with_weights_of(kind: type[Any], net: nn.RNNBase) -> nn.RNNBase:
     """A network of this kind that shares the weights of ``net``: the same parameters, not copies."""
-    made: nn.RNNBase = kind(
-        net.input_size,
-        net.hidden_size,
-        net.num_layers,
-        net.bias,
-        batch_first=True,
-        dropout=net.dropout,
-        bidirectional=net.bidirectional,
-        device="meta",
-    )
+    sizes = (net.input_size, net.hidden_size, net.num_layers, net.bias)
+    options = {"dropout": net.dropout, "bidirectional": net.bidirectional}
+    sharing: nn.RNNBase = kind(
+        *sizes, batch_first=True, device="meta", **options
+    )  # "meta": no memory of its own
     for name, weight in net.named_parameters():
-        setattr(made, name, weight)
-    made.train(net.training)
-    made.flatten_parameters()
-    return made
+        setattr(sharing, name, weight)
+    sharing.train(net.training)
+    sharing.flatten_parameters()
+    return sharing

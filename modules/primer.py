@@ -12,10 +12,10 @@ from flatroll.layout.keys import NestedKey
 
 @dataclass(frozen=True)
 class TensorDictPrimer:
-    """Entries that a batch must hold before a recurrent policy first reads it.
+    """The recurrent state that every episode starts from, by state key.
 
     Attributes:
-        defaults: for each state key the value of one row, without batch dimension.
+        defaults: for each state key the value of one row, such as ``[num_layers, hidden_size]``.
 
     >>> primer = TensorDictPrimer({"recurrent_state": torch.zeros(1, 8)})
     >>> primer.expand(3)["recurrent_state"].shape

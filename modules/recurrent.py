@@ -1,21 +1,26 @@
-"""The base of GRUModule and LSTMModule: a network, stepped in rollouts and run over packed rows in training."""
+"""GRUModule and LSTMModule: a network, stepped in rollouts and run over the runs of a flat batch in training."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self, cast
+from typing import ClassVar, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
+from flatroll.layout.keys import DONE, TRAJ_IDS, NestedKey
 from flatroll.modules.backends.choice import BACKENDS, by_row, check_backend
 from flatroll.modules.backends.dense import dense_gru, few_long_runs
-from flatroll.modules.backends.packing import States, run_index
+from flatroll.modules.backends.packing import States, call, run_index
 from flatroll.modules.mode import Mode
-from flatroll.modules.networks import NETWORKS, with_weights_of
+from flatroll.modules.networks import GRU, LSTM, NETWORKS, with_weights_of
 from flatroll.modules.stateful import Keys, StatefulModule
 
+#: From so many rows on, a step of the stock LSTM is faster on the CPU than that of a cell.
+STOCK_ROWS = 256
 
-class Sizes(NamedTuple):
-    """The constructor arguments of a new stock network."""
+
+class NetworkSizes(NamedTuple):
+    """The arguments of a new ``nn.GRU`` or ``nn.LSTM``; :class:`GRUModule` says what each means."""
 
     input_size: int | None
     hidden_size: int | None
@@ -27,77 +32,76 @@ class Sizes(NamedTuple):
     device: torch.device | str | None
 
 
-class How(NamedTuple):
-    """How a module computes."""
+class BackendOptions(NamedTuple):
+    """How a module computes; :class:`GRUModule` says what each option means."""
 
-    backend: str
+    recurrent_backend: str
     default_recurrent_mode: Mode
     state: str
     python_based: bool
 
 
-def _network(mode: str, given: nn.RNNBase | None, sizes: Sizes, python_based: bool) -> nn.RNNBase:
-    """The network to wrap: the one given, or a new one of these sizes."""
-    name, (stock, scanned) = mode.lower(), NETWORKS[mode]
+def _wrapped_network(
+    mode: str, network: nn.RNNBase | None, sizes: NetworkSizes, python_based: bool
+) -> nn.RNNBase:
+    """The network to wrap: the existing one, or a new one of these sizes."""
+    name, (stock, of_operators) = mode.lower(), NETWORKS[mode]
     shown = f"got input_size={sizes.input_size}, hidden_size={sizes.hidden_size}"
-    if not (sizes.batch_first if given is None else getattr(given, "batch_first", True)):
+    if not (sizes.batch_first if network is None else getattr(network, "batch_first", True)):
         raise ValueError(f"batch_first must be True, got False: build {name} with batch_first=True")
-    if given is None:
+    if network is None:
         if sizes.input_size is None or sizes.hidden_size is None:
             raise ValueError(f"input_size and hidden_size, or an existing {name}=, must be given, {shown}")
-        return (scanned if python_based else stock)(**sizes._asdict())
-    if not isinstance(given, (stock, scanned)):
-        raise TypeError(f"{name} must be a torch.nn.{mode}, got {type(given).__name__}")
+        return (of_operators if python_based else stock)(**sizes._asdict())
+    if not isinstance(network, (stock, of_operators)):
+        raise TypeError(f"{name} must be a torch.nn.{mode}, got {type(network).__name__}")
     if sizes.input_size is not None or sizes.hidden_size is not None:
         raise ValueError(f"{name} comes with its sizes, leave out input_size and hidden_size: {shown}")
-    if given.proj_size:
-        raise ValueError(f"{name} must not project its output, got proj_size={given.proj_size}")
-    if python_based and not isinstance(given, scanned):
-        return with_weights_of(scanned, given)
-    return given
+    if network.proj_size:
+        raise ValueError(f"{name} must not project its output, got proj_size={network.proj_size}")
+    if python_based and not isinstance(network, of_operators):
+        return with_weights_of(of_operators, network)
+    return network
 
 
 class RecurrentModule(StatefulModule):
     """A recurrent network over the rows of a tensordict; base of :class:`GRUModule` and :class:`LSTMModule`.
 
-    A subclass names its default state keys and says how one layer makes one step (:meth:`cell`). Each state
-    stands in the tensordict as ``[*B, num_layers, hidden_size]`` (twice the layers if bidirectional).
+    A subclass names its kind of network and its default state keys, and says how one layer makes one step
+    (:meth:`cell`). Each state stands in the tensordict as ``[*B, num_layers, hidden_size]`` (twice the layers if
+    bidirectional).
 
     Args:
-        mode: ``"GRU"`` or ``"LSTM"``.
-        given: an existing network of that kind, or None.
+        network: an existing network of that kind, or None.
         sizes: of a new one.
-        keys, how: see :class:`GRUModule`.
+        keys, options: see :class:`GRUModule`.
     """
 
+    #: ``"GRU"`` or ``"LSTM"``; in lower case the attribute that holds the network.
+    kind: ClassVar[str]
+
     def __init__(
-        self,
-        mode: str,
-        given: nn.RNNBase | None,
-        sizes: Sizes,
-        keys: Keys,
-        how: How,
+        self, network: nn.RNNBase | None, sizes: NetworkSizes, keys: Keys, options: BackendOptions
     ) -> None:
-        net = _network(mode, given, sizes, how.python_based)
-        check_backend(how.backend, net)
+        net = _wrapped_network(self.kind, network, sizes, options.python_based)
+        check_backend(options.recurrent_backend, net)
         shape = (net.num_layers * (2 if net.bidirectional else 1), net.hidden_size)
-        super().__init__(keys, shape, how.default_recurrent_mode, how.state)
+        super().__init__(keys, shape, options.default_recurrent_mode, options.state)
         self.input_size = net.input_size
-        self.recurrent_backend = how.backend
-        setattr(self, mode.lower(), net)
+        self.recurrent_backend = options.recurrent_backend
+        # whether the output of each row is all of the state after it
+        self._output_is_state = self.kind == "GRU" and shape[0] == 1
+        setattr(self, self.kind.lower(), net)
 
     @property
-    def both_ways(self) -> bool:
+    @override
+    def bidirectional(self) -> bool:
         return self.net.bidirectional
 
     @property
-    def _scans(self) -> bool:
-        return self.recurrent_backend in ("auto", "scan") and not self.net.bidirectional
-
-    @property
     def net(self) -> nn.RNNBase:
-        """The wrapped stock network; its weights load and save as they would without the wrapper."""
-        raise NotImplementedError
+        """The wrapped network; its weights load and save as they would without the wrapper."""
+        return cast(nn.RNNBase, getattr(self, self.kind.lower()))
 
     def cell(self, rows: Tensor, states: States, weights: Sequence[Tensor]) -> States:
         """One step of one layer: rows ``[B, in]``, states ``[B, hidden]`` to new states, output first."""
@@ -122,19 +126,22 @@ class RecurrentModule(StatefulModule):
         return self
 
     @property
+    @override
     def weight(self) -> Tensor:
         return cast(Tensor, self.net.weight_ih_l0)
 
-    def computed(
-        self, how: Callable[..., tuple[Tensor, States]], rows: Tensor, states: States, *more: Tensor
+    @override
+    def in_weight_precision(
+        self, compute: Callable[..., tuple[Tensor, States]], rows: Tensor, states: States, *more: Tensor
     ) -> tuple[Tensor, States]:
-        """In the weights' precision on the CPU: autocast would reach some calls of the network only."""
         if rows.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
-            return how(rows, states, *more)
+            return compute(rows, states, *more)
+        # on the CPU autocast would reach some calls of the network only
         dtype = self.weight.dtype
         with torch.autocast("cpu", enabled=False):
-            return how(rows.to(dtype), tuple(state.to(dtype) for state in states), *more)
+            return compute(rows.to(dtype), tuple(state.to(dtype) for state in states), *more)
 
+    @override
     def step(self, rows: Tensor, states: States) -> tuple[Tensor, States]:
         net = self.net
         if net.bidirectional:
@@ -153,20 +160,25 @@ class RecurrentModule(StatefulModule):
         stacked = torch.stack(hidden, 1)
         return rows, (stacked, *(x[0].unsqueeze(1) if len(x) == 1 else torch.stack(x, 1) for x in cells))
 
+    @override
     def over_runs(self, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
-        run_rows = by_row(self.recurrent_backend, self.net)
-        if run_rows is not None:
-            out, after = run_rows(self.net, rows, stored, starts)
-            if self.output_is_state:
+        compute_rows = by_row(self.recurrent_backend, self.net)
+        if compute_rows is not None:
+            out, after = compute_rows(self.net, rows, stored, starts)
+            if self._output_is_state:
                 return out, (out.clone(),)
+            # the row before a start is the last one of its run
             last = torch.cat([starts[1:], torch.ones_like(starts[:1])])[:, None, None]
             return out, tuple(torch.where(last, state, 0) for state in after)
         index = run_index(starts)
+        # from [N, layers, H] the states of first rows, as [layers, runs, H] in rank order
         first = tuple(state.index_select(0, index.first).transpose(0, 1) for state in stored)
-        by_hand = self._scans and few_long_runs(self.net, rows, first, index)
-        run = dense_gru if by_hand else BACKENDS[self.recurrent_backend]
-        out, finals = run(self.net, rows, first, index)
-        if self.output_is_state:
+        one_way_scan = self.recurrent_backend in ("auto", "scan") and not self.net.bidirectional
+        if one_way_scan and few_long_runs(self.net, rows, first, index):
+            out, finals = dense_gru(self.net, rows, first, index)
+        else:
+            out, finals = BACKENDS[self.recurrent_backend](self.net, rows, first, index)
+        if self._output_is_state:
             # copied, so that an in-place activation on the output leaves the state alone
             return out, (out.clone(),)
         return out, tuple(
@@ -174,7 +186,188 @@ class RecurrentModule(StatefulModule):
             for final in finals
         )
 
-    @property
-    def output_is_state(self) -> bool:
-        """Whether the output of each row is all of the state after it."""
-        return False
+
+class GRUModule(RecurrentModule):
+    """A GRU for the rows of a tensordict: one step per row in rollouts, whole runs in training, equal results.
+
+    :class:`set_recurrent_mode` chooses between the two modes; where it is not used, ``default_recurrent_mode`` does.
+
+    * sequential: each of the rows ``[*B]`` is one step. The state is zeroed where ``is_init`` is True, and
+      the state so used is written back to its in_key, so that a stored batch holds what the step started
+      from. A missing state is zeros if all rows are is_init rows.
+    * recurrent: the rows ``[N]`` (or ``[*B, T]``, time last) are runs of consecutive steps, cut where
+      :func:`flatroll.layout.run_starts` says. Each run starts from the state stored at its first row, which
+      is the state the rollout used there: the recorded outputs are computed again, without padding.
+      With ``set_recurrent_mode(True, burn_in=k)`` the first ``k`` rows of each run get no gradient.
+
+    The states after each row are written under ``("next", state)``. In recurrent mode they are exact on the last row
+    of each run; on the other rows exact for one layer and one direction, else zeros (the stock network does
+    not return them).
+
+    Args:
+        input_size: features per row.
+        hidden_size: features of the output and of each layer's state.
+        num_layers: default 1.
+        bias: default True.
+        batch_first: must be True.
+        dropout: between layers, in training mode; default 0.
+        bidirectional: both directions within each run, in recurrent mode only; default False.
+        in_key: input key; the state key is then ``"recurrent_state"``.
+        in_keys: ``[input, state]`` or ``[input, state, is_init]``; exactly one of in_key and in_keys.
+        out_key: output key; the state is then written to ``("next", "recurrent_state")``.
+        out_keys: ``[output, ("next", state)]``; exactly one of out_key and out_keys.
+        device: of a new network.
+        gru: an existing ``nn.GRU(..., batch_first=True)``, or :class:`flatroll.modules.GRU`, instead of the sizes; it
+            is ``.gru`` afterwards.
+        recurrent_backend: how runs are computed, all with the same result: ``"packed"`` (the stock network on a packed
+            sequence), ``"scan"`` (flatroll's operators on the same order, one direction, differentiable once),
+            ``"triton"`` (one kernel per layer on CUDA, one direction, differentiable once, extra ``triton``), ``"pad"``
+            (padded to the longest run, a baseline), ``"auto"`` (the fastest measured, hence never ``"triton"``, which
+            nobody has timed yet); default ``"auto"``. Runs of one length go to the stock network as
+            ``[runs, length]``, bit for bit, except under ``"triton"``.
+        default_recurrent_mode: the mode where none is set, as :class:`set_recurrent_mode` takes it; default sequential.
+        python_based: build ``.gru`` as :class:`flatroll.modules.GRU`, which ``torch.compile`` takes into one graph;
+            default False, the stock network. :meth:`make_python_based` changes it later.
+        state: what runs start from in recurrent mode: ``"stored"``, the state at their first row, or ``"zero"``, zeros,
+            where no state need be in the batch; default ``"stored"``. Sequential mode carries states in either case.
+        done_key: default ``("next", "done")``, a marker of run ends, used if it is there.
+        traj_key: default ``("collector", "traj_ids")``, likewise.
+
+    Shapes: input ``[*B, input_size]``, state ``[*B, num_layers, hidden_size]``, is_init bool ``[*B]`` or
+    ``[*B, 1]``, output ``[*B, hidden_size]``; float dtype of the weights,
+    under autocast too on the CPU.
+
+    Raises:
+        ValueError: contradicting sizes or keys, ``batch_first=False``, an unknown backend or state, or a backend that
+            cannot run the network; when called, ``"triton"`` with tensors that are not on CUDA, or ``burn_in`` of a
+            bidirectional network.
+        ImportError: ``"triton"`` where that is not installed.
+
+    Reference: Cho et al. 2014, https://arxiv.org/abs/1406.1078; the recurrence is that of ``torch.nn.GRU``.
+
+    >>> from tensordict import TensorDict
+    >>> from flatroll.modules import set_recurrent_mode
+    >>> gru = GRUModule(3, 8, in_key="observation", out_key="features")
+    >>> is_init = torch.ones(2, 1, dtype=torch.bool)
+    >>> step = TensorDict({"observation": torch.zeros(2, 3), "is_init": is_init}, [2])
+    >>> gru(step)["next", "recurrent_state"].shape
+    torch.Size([2, 1, 8])
+    >>> is_init = torch.tensor([True, False, False, True, False])
+    >>> batch = TensorDict({"observation": torch.zeros(5, 3), "is_init": is_init}, [5])
+    >>> batch = batch.update(gru.make_tensordict_primer().expand(5))
+    >>> with set_recurrent_mode("recurrent"):
+    ...     gru(batch)["features"].shape
+    torch.Size([5, 8])
+    """
+
+    kind = "GRU"
+    state_keys: ClassVar[tuple[str, ...]] = ("recurrent_state",)
+    gru: nn.GRU | GRU
+
+    def __init__(
+        self,
+        input_size: int | None = None,
+        hidden_size: int | None = None,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = True,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        *,
+        in_key: NestedKey | None = None,
+        in_keys: Sequence[NestedKey] | None = None,
+        out_key: NestedKey | None = None,
+        out_keys: Sequence[NestedKey] | None = None,
+        device: torch.device | str | None = None,
+        gru: nn.GRU | GRU | None = None,
+        recurrent_backend: str = "auto",
+        default_recurrent_mode: Mode = None,
+        python_based: bool = False,
+        state: str = "stored",
+        done_key: NestedKey = DONE,
+        traj_key: NestedKey = TRAJ_IDS,
+    ) -> None:
+        sizes = NetworkSizes(
+            input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device
+        )
+        keys = Keys(in_key, in_keys, out_key, out_keys, done_key, traj_key)
+        options = BackendOptions(recurrent_backend, default_recurrent_mode, state, python_based)
+        super().__init__(gru, sizes, keys, options)
+
+    @override
+    def cell(self, rows: Tensor, states: States, weights: Sequence[Tensor]) -> States:
+        return (torch.gru_cell(rows, states[0], *weights),)
+
+
+class LSTMModule(RecurrentModule):
+    """An LSTM for the rows of a tensordict: one step per row in rollouts, whole runs in training, equal results.
+
+    It is used as :class:`GRUModule` is, with two states, hidden and cell. In recurrent mode the next states are exact
+    on the last row of each run and zeros elsewhere.
+
+    Args:
+        in_keys: ``[input, hidden, cell]`` or that and the is_init key; with ``in_key`` the states are
+            ``"recurrent_state_h"`` and ``"recurrent_state_c"``.
+        out_keys: ``[output, ("next", hidden), ("next", cell)]``.
+        lstm: an existing ``nn.LSTM(..., batch_first=True)``, or :class:`flatroll.modules.LSTM`; it is ``.lstm``
+            afterwards.
+
+    All other arguments, shapes and errors are those of :class:`GRUModule`.
+
+    Reference: Hochreiter and Schmidhuber 1997, Long short-term memory; the recurrence is that of ``torch.nn.LSTM``.
+
+    >>> from tensordict import TensorDict
+    >>> lstm = LSTMModule(3, 8, in_key="observation", out_key="features", default_recurrent_mode=True)
+    >>> is_init = torch.tensor([True, False, True])
+    >>> batch = TensorDict({"observation": torch.zeros(3, 3), "is_init": is_init}, [3])
+    >>> batch = lstm(batch.update(lstm.make_tensordict_primer().expand(3)))
+    >>> batch["features"].shape, batch["next", "recurrent_state_c"].shape
+    (torch.Size([3, 8]), torch.Size([3, 1, 8]))
+    """
+
+    kind = "LSTM"
+    state_keys: ClassVar[tuple[str, ...]] = ("recurrent_state_h", "recurrent_state_c")
+    lstm: nn.LSTM | LSTM
+
+    def __init__(
+        self,
+        input_size: int | None = None,
+        hidden_size: int | None = None,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = True,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        *,
+        in_key: NestedKey | None = None,
+        in_keys: Sequence[NestedKey] | None = None,
+        out_key: NestedKey | None = None,
+        out_keys: Sequence[NestedKey] | None = None,
+        device: torch.device | str | None = None,
+        lstm: nn.LSTM | LSTM | None = None,
+        recurrent_backend: str = "auto",
+        default_recurrent_mode: Mode = None,
+        python_based: bool = False,
+        state: str = "stored",
+        done_key: NestedKey = DONE,
+        traj_key: NestedKey = TRAJ_IDS,
+    ) -> None:
+        sizes = NetworkSizes(
+            input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device
+        )
+        keys = Keys(in_key, in_keys, out_key, out_keys, done_key, traj_key)
+        options = BackendOptions(recurrent_backend, default_recurrent_mode, state, python_based)
+        super().__init__(lstm, sizes, keys, options)
+
+    @override
+    def cell(self, rows: Tensor, states: States, weights: Sequence[Tensor]) -> States:
+        return torch.lstm_cell(rows, states, *weights)
+
+    @override
+    def step(self, rows: Tensor, states: States) -> tuple[Tensor, States]:
+        wide = len(rows) >= STOCK_ROWS and rows.device.type == "cpu" and not torch.compiler.is_compiling()
+        if not wide or self.lstm.bidirectional or not isinstance(self.lstm, nn.LSTM):
+            return super().step(rows, states)
+        out, after = call(self.lstm, rows.unsqueeze(1), tuple(state.transpose(0, 1) for state in states))
+        # copied, so that an in-place activation on the output leaves the state alone
+        return out.squeeze(1).clone(), tuple(state.transpose(0, 1) for state in after)

@@ -1,4 +1,4 @@
-"""What modules with a recurrent state share: keys, states, checks; one step in a rollout, whole runs in training."""
+"""The base of all recurrent modules: keys, states and checks; one step in a rollout, whole runs in training."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,16 +9,26 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
 
-from flatroll.layout import run_starts
-from flatroll.layout.keys import HAS_STATE, IS_INIT, MASK, NestedKey, as_tuple, marker, next_key, require
+from flatroll.layout.boundaries import run_starts
+from flatroll.layout.keys import (
+    HAS_STATE,
+    IS_INIT,
+    MASK,
+    NestedKey,
+    as_tuple,
+    marker,
+    next_key,
+    plain_key,
+    require,
+)
 from flatroll.modules.backends.packing import States
-from flatroll.modules.burn_in_gradients import warmed_up
+from flatroll.modules.burn_in_gradients import run_with_burn_in
 from flatroll.modules.mode import Mode, burn_in_rows, named_mode, recurrent_mode
 from flatroll.modules.primer import TensorDictPrimer
 
 
 class Keys(NamedTuple):
-    """Where a module reads and writes; exactly one of each of the first two pairs is given."""
+    """Where a module reads and writes; exactly one of ``in_key, in_keys`` and of ``out_key, out_keys`` is given."""
 
     in_key: NestedKey | None
     in_keys: Sequence[NestedKey] | None
@@ -36,11 +46,10 @@ def _key_list(
         raise ValueError(f"exactly one of {name} and {name}s must be given, got {key!r} and {keys!r}")
     if isinstance(keys, str):
         raise TypeError(f"{name}s must be a list of keys, got the string {keys!r}: give {name}={keys!r}")
-    chosen = [as_tuple(k) for k in ((keys or ()) if key is None else (key, *states))]
-    shown: list[NestedKey] = [names[0] if len(names) == 1 else names for names in chosen]
+    chosen = [plain_key(k) for k in ((keys or ()) if key is None else (key, *states))]
     if len(set(chosen)) < len(chosen):
-        raise ValueError(f"{name}s must be different keys, got {shown}: one entry cannot hold two things")
-    return shown
+        raise ValueError(f"{name}s must be different keys, got {chosen}: one entry cannot hold two things")
+    return chosen
 
 
 class StatefulModule(TensorDictModuleBase):
@@ -103,15 +112,15 @@ class StatefulModule(TensorDictModuleBase):
         """
         raise NotImplementedError
 
-    def computed(
-        self, how: Callable[..., tuple[Tensor, States]], rows: Tensor, states: States, *more: Tensor
+    def in_weight_precision(
+        self, compute: Callable[..., tuple[Tensor, States]], rows: Tensor, states: States, *more: Tensor
     ) -> tuple[Tensor, States]:
-        """What :meth:`step` or :meth:`over_runs` gives; where a subclass sets what they run under."""
-        return how(rows, states, *more)
+        """``compute(rows, states, *more)``, without autocast where it would reach a part of the network only."""
+        return compute(rows, states, *more)
 
     @property
-    def both_ways(self) -> bool:
-        """Whether rows see those that come later in their run."""
+    def bidirectional(self) -> bool:
+        """Whether outputs depend on rows that come later in their run."""
         return False
 
     @property
@@ -133,7 +142,7 @@ class StatefulModule(TensorDictModuleBase):
             ValueError: an input or a state has another shape than the network's sizes ask for; recurrent: a run begins
                 at a row that has not kept its state, or there is no row.
         """
-        return self._runs(tensordict) if self.recurrent_mode else self._step(tensordict)
+        return self._forward_runs(tensordict) if self.recurrent_mode else self._forward_steps(tensordict)
 
     def make_tensordict_primer(self) -> TensorDictPrimer:
         """The state every episode starts from: zeros ``[num_layers, hidden_size]`` under each state key.
@@ -150,15 +159,15 @@ class StatefulModule(TensorDictModuleBase):
         zeros = self.weight.detach().new_zeros(self._state_shape)
         return TensorDictPrimer(dict.fromkeys(self._state_in, zeros))
 
-    def _step(self, batch: TensorDictBase) -> TensorDictBase:
+    def _forward_steps(self, batch: TensorDictBase) -> TensorDictBase:
         """Every row is one step of its own, from zeros where is_init says so. No host sync."""
         is_init = marker(batch, self._init_key)
-        rows = self._rows(batch)
+        rows = self._input_rows(batch)
         before = [self._state_before(batch, key, is_init) for key in self._state_in]
         states = tuple(state.reshape(-1, *self._state_shape) for state in before)
-        return self._written(batch, *self.computed(self.step, rows, states))
+        return self._write(batch, *self.in_weight_precision(self.step, rows, states))
 
-    def _written(self, batch: TensorDictBase, out: Tensor, after: States) -> TensorDictBase:
+    def _write(self, batch: TensorDictBase, out: Tensor, after: States) -> TensorDictBase:
         batch.set(self._output_key, out.reshape(*batch.batch_size, out.shape[-1]))
         for key, state in zip(self._state_out, after, strict=True):
             batch.set(key, state.reshape(*batch.batch_size, *self._state_shape))
@@ -167,27 +176,27 @@ class StatefulModule(TensorDictModuleBase):
     def _state_before(self, batch: TensorDictBase, key: NestedKey, is_init: Tensor) -> Tensor:
         """The state each row starts from; it replaces the stored one, so that a batch holds what was used."""
         stored = batch.get(key, None)
-        if stored is None:
-            self._refuse_lost_state(batch, key, is_init)
-            state = self.weight.new_zeros(*batch.batch_size, *self._state_shape)
-        else:
-            state = self._checked_state(batch, key, stored).masked_fill(is_init[..., None, None], 0)
-        batch.set(key, state)
-        return state
-
-    def _refuse_lost_state(self, batch: TensorDictBase, key: NestedKey, is_init: Tensor) -> None:
-        """Without a state every row must be a first row; looked at only where looking is no host sync."""
-        if is_init.device.type == "cpu" and not bool(is_init.all()):
+        if stored is not None:
+            self._check(batch, key, stored, self._state_shape)
+            state: Tensor = stored.masked_fill(is_init[..., None, None], 0)
+        # without a state every row must be a first row; looked at only where looking is no host sync
+        elif is_init.device.type == "cpu" and not bool(is_init.all()):
             raise KeyError(
                 f"batch has no entry {key!r}, and some rows are not is_init rows: carry {next_key(key)!r} of "
                 f"each step to the root of the next one (Collector does it), or begin with "
                 f"batch.update(module.make_tensordict_primer().expand(batch.batch_size))"
             )
+        else:
+            state = self.weight.new_zeros(*batch.batch_size, *self._state_shape)
+        batch.set(key, state)
+        return state
 
     def _refuse_thinned_states(self, batch: TensorDictBase, starts: Tensor) -> None:
         """Where only some rows keep their state, runs must begin there; looked at only where that is no host sync."""
-        kept = batch.get(HAS_STATE, None)
-        if kept is None or self.state == "zero" or torch.compiler.is_compiling() or kept.device.type != "cpu":
+        has_state = batch.get(HAS_STATE, None)
+        if has_state is None or self.state == "zero":
+            return
+        if torch.compiler.is_compiling() or has_state.device.type != "cpu":
             return
         lost = starts.cpu() & ~marker(batch, HAS_STATE)
         if batch.get(MASK, None) is not None:
@@ -199,32 +208,32 @@ class StatefulModule(TensorDictModuleBase):
                 f"state_stride=1, or start every run from zeros with {type(self).__name__}(..., state='zero')"
             )
 
-    def _runs(self, batch: TensorDictBase) -> TensorDictBase:
+    def _forward_runs(self, batch: TensorDictBase) -> TensorDictBase:
         """The rows are runs of consecutive steps, each from the state stored at its first row."""
         starts = run_starts(
             batch, is_init_key=self._init_key, done_key=self._done_key, traj_key=self._traj_key
         )
         if not starts.numel():
             raise ValueError(f"batch must have at least one row, got batch size {list(batch.batch_size)}")
-        rows = self._rows(batch)
+        rows = self._input_rows(batch)
         self._refuse_thinned_states(batch, starts)
         stored = tuple(
             self._stored_state(batch, key).reshape(-1, *self._state_shape) for key in self._state_in
         )
         burn_in = burn_in_rows()
-        if burn_in and self.both_ways:
+        if burn_in and self.bidirectional:
             raise ValueError(
                 f"a bidirectional network reads rows that come later, so no row only warms it up: burn_in={burn_in} "
                 "needs a network of one direction"
             )
-        out = warmed_up(partial(self.computed, self.over_runs), rows, stored, starts.flatten(), burn_in)
-        return self._written(batch, *out)
+        over_runs = partial(self.in_weight_precision, self.over_runs)
+        return self._write(batch, *run_with_burn_in(over_runs, rows, stored, starts.flatten(), burn_in))
 
-    def _rows(self, batch: TensorDictBase) -> Tensor:
+    def _input_rows(self, batch: TensorDictBase) -> Tensor:
         """The input as ``[N, input_size]``."""
         key, size = self._input_key, self.input_size
         value = require(batch, key)
-        self._check(batch, key, value, (size,), "input_size={}")
+        self._check(batch, key, value, (size,))
         return value.reshape(-1, size)
 
     def _stored_state(self, batch: TensorDictBase, key: NestedKey) -> Tensor:
@@ -237,17 +246,15 @@ class StatefulModule(TensorDictModuleBase):
                 f"primer (Collector wires make_tensordict_primer() by itself), or start every run from zeros "
                 f"with {type(self).__name__}(..., state='zero')"
             )
-        return self._checked_state(batch, key, stored)
-
-    def _checked_state(self, batch: TensorDictBase, key: NestedKey, state: Tensor) -> Tensor:
-        self._check(batch, key, state, self._state_shape, "num_layers x hidden_size = {} x {}")
+        self._check(batch, key, stored, self._state_shape)
+        state: Tensor = stored
         return state
 
-    def _check(
-        self, batch: TensorDictBase, key: NestedKey, value: Tensor, tail: tuple[int, ...], meaning: str
-    ) -> None:
+    def _check(self, batch: TensorDictBase, key: NestedKey, value: Tensor, tail: tuple[int, ...]) -> None:
+        """Refuse a column that is not ``[*B, *tail]`` in the dtype of the weights."""
         expected = (*batch.batch_size, *tail)
         if value.shape != expected:
+            meaning = "input_size={}" if len(tail) == 1 else "num_layers x hidden_size = {} x {}"
             shown = f"{expected} ({meaning.format(*tail)})"
             raise ValueError(f"batch[{key!r}] must have shape {shown}, got {tuple(value.shape)}")
         dtype = self.weight.dtype

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -64,7 +64,7 @@ class TrajectoryIndex(Ring):
         self._weights: OrderedDict[Way, tuple[Array, Array]] = OrderedDict()
 
     @property
-    def _kernels(self) -> ModuleType:
+    def _kernels(self) -> SimpleNamespace:
         return _compiled()
 
     # -- writing -----------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ class TrajectoryIndex(Ring):
         uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
         starts = np.empty(count, np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
-        if self._kernels.marked(*tables, tree, uniform, length, strict, marks, starts) < count:
+        if self._kernels.draw_marked(*tables, tree, uniform, length, strict, marks, starts) < count:
             raise RuntimeError(
                 f"no stored row at which a slice of {length} rows could start is marked as a start: use shorter "
                 "slices, strict_length=False, or mark more rows"
@@ -326,7 +326,7 @@ class TrajectoryIndex(Ring):
         begin[rows < (length if strict else 1)] = -1
         most = len(used) if by == "trajectory" else int((rows // length).sum()) + 2 * len(used)
         places = np.empty((2, most), np.int64)
-        count = self._kernels.places(
+        count = self._kernels.slice_partition(
             self._state,
             self.capacity,
             self._fragments,
@@ -377,7 +377,7 @@ class TrajectoryIndex(Ring):
         if not len(self):  # no fragment to look at: before the first write, or while one overwrites all rows
             return _NONE
         slots = np.empty(self.written - max(first, self.head), np.int64)
-        count = self._kernels.begun(
+        count = self._kernels.new_starts(
             self._state, self.capacity, self._fragments, self._chains, first, length, strict, slots
         )
         begun: Array = slots[:count]
@@ -390,7 +390,7 @@ class TrajectoryIndex(Ring):
         claimed, count = self._claimed
         touched = self._touched[:count] if head == claimed else np.arange(int(self._state["slots"][0]))
         slots = np.empty(len(touched), np.int64)
-        count = self._kernels.beheaded(
+        count = self._kernels.shortened_trajectories(
             self._state, self.capacity, self._fragments, self._chains, touched, length, slots
         )
         beheaded: Array = slots[:count]
@@ -535,10 +535,11 @@ class TrajectoryIndex(Ring):
 
 
 @cache
-def _compiled() -> ModuleType:
-    from flatroll.kernels import slices  # numba: 0.3 s, only where an index is kept
+def _compiled() -> SimpleNamespace:
+    """The kernels of the index by name. Importing them imports numba: 0.3 s, only where an index is kept."""
+    from flatroll.kernels.slices import drawing, publishing, starts
 
-    return slices
+    return SimpleNamespace(**{**vars(drawing), **vars(publishing), **vars(starts)})
 
 
 def _power_of_two(least: int) -> int:

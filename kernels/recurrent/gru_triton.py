@@ -62,40 +62,44 @@ def gru_forward(
     runs = tl.load(count)
     for block in range(tl.program_id(0), tl.cdiv(runs, RUNS), tl.num_programs(0)):
         run = block * RUNS + tl.arange(0, RUNS)
+        # first row and length of each run of the block; runs behind the last one have length 0
         first = tl.load(firsts + run, mask=run < runs, other=0)
         length = tl.load(lengths + run, mask=run < runs, other=0)
         for step in range(tl.max(length, 0)):
             row = first + step
             alive = (length > step)[:, None]
+            # the state before the row: the initial one at the first row, else that of the row above
             before = initial + row * initial_stride if step == 0 else out + (row - 1) * hidden
             for start in range(0, hidden, UNITS):
                 unit = start + tl.arange(0, UNITS)
-                here = alive & (unit < hidden)[None, :]
+                active = alive & (unit < hidden)[None, :]
+                # the first gate's entries of these rows and units; the other gates stand H columns further each
                 at = gates + (row * 4 * hidden)[:, None] + unit[None, :]
-                n = tl.load(at, mask=here, other=0).to(REAL)
-                r = tl.load(at + hidden, mask=here, other=0).to(REAL)
-                z = tl.load(at + 2 * hidden, mask=here, other=0).to(REAL)
+                n = tl.load(at, mask=active, other=0).to(REAL)
+                r = tl.load(at + hidden, mask=active, other=0).to(REAL)
+                z = tl.load(at + 2 * hidden, mask=active, other=0).to(REAL)
                 u = tl.load(bias + unit, mask=unit < hidden, other=0).to(REAL)[None, :] + tl.zeros_like(n)
+                # add the product of the state [RUNS, H] with these units' weights, INNER entries of the state at a time
                 for inner in range(0, hidden, INNER):
                     k = inner + tl.arange(0, INNER)
                     x = tl.load(before[:, None] + k[None, :], mask=alive & (k < hidden)[None, :], other=0)
                     w = weight + (unit * hidden)[None, :] + k[:, None]
-                    there = (unit < hidden)[None, :] & (k < hidden)[:, None]
-                    w_r = tl.load(w, mask=there, other=0)
-                    w_z = tl.load(w + hidden * hidden, mask=there, other=0)
-                    w_u = tl.load(w + 2 * hidden * hidden, mask=there, other=0)
+                    in_weight = (unit < hidden)[None, :] & (k < hidden)[:, None]
+                    w_r = tl.load(w, mask=in_weight, other=0)
+                    w_z = tl.load(w + hidden * hidden, mask=in_weight, other=0)
+                    w_u = tl.load(w + 2 * hidden * hidden, mask=in_weight, other=0)
                     r = tl.dot(x, w_r, r, input_precision=PRECISION, out_dtype=REAL)
                     z = tl.dot(x, w_z, z, input_precision=PRECISION, out_dtype=REAL)
                     u = tl.dot(x, w_u, u, input_precision=PRECISION, out_dtype=REAL)
                 r, z = sigmoid(r), sigmoid(z)
                 n = tanh(n + r * u)
-                state = tl.load(before[:, None] + unit[None, :], mask=here, other=0).to(REAL)
+                state = tl.load(before[:, None] + unit[None, :], mask=active, other=0).to(REAL)
                 tl.debug_barrier()
-                tl.store(at, n, mask=here)
-                tl.store(at + hidden, r, mask=here)
-                tl.store(at + 2 * hidden, z, mask=here)
-                tl.store(at + 3 * hidden, u, mask=here)
-                tl.store(out + (row * hidden)[:, None] + unit[None, :], n + z * (state - n), mask=here)
+                tl.store(at, n, mask=active)
+                tl.store(at + hidden, r, mask=active)
+                tl.store(at + 2 * hidden, z, mask=active)
+                tl.store(at + 3 * hidden, u, mask=active)
+                tl.store(out + (row * hidden)[:, None] + unit[None, :], n + z * (state - n), mask=active)
             tl.debug_barrier()
 
 
@@ -130,6 +134,7 @@ def gru_backward(
     carried = carry + (tl.program_id(0) * RUNS + tl.arange(0, RUNS)).to(tl.int64) * hidden
     for block in range(tl.program_id(0), tl.cdiv(runs, RUNS), tl.num_programs(0)):
         run = block * RUNS + tl.arange(0, RUNS)
+        # first row and length of each run of the block; runs behind the last one have length 0
         first = tl.load(firsts + run, mask=run < runs, other=0)
         length = tl.load(lengths + run, mask=run < runs, other=0)
         steps = tl.max(length, 0)
@@ -139,43 +144,45 @@ def gru_backward(
             alive = (length > step)[:, None]
             for start in range(0, hidden, UNITS):  # pyright: ignore[reportArgumentType]  # compiled, an int
                 unit = start + tl.arange(0, UNITS)
-                here = alive & (unit < hidden)[None, :]
+                active = alive & (unit < hidden)[None, :]
+                # the first gate's entries of these rows and units; the other gates stand H columns further each
                 at = gates + (row * 4 * hidden)[:, None] + unit[None, :]
-                n = tl.load(at, mask=here, other=0).to(REAL)
-                r = tl.load(at + hidden, mask=here, other=0).to(REAL)
-                z = tl.load(at + 2 * hidden, mask=here, other=0).to(REAL)
-                u = tl.load(at + 3 * hidden, mask=here, other=0).to(REAL)
+                n = tl.load(at, mask=active, other=0).to(REAL)
+                r = tl.load(at + hidden, mask=active, other=0).to(REAL)
+                z = tl.load(at + 2 * hidden, mask=active, other=0).to(REAL)
+                u = tl.load(at + 3 * hidden, mask=active, other=0).to(REAL)
                 flat = (row * hidden)[:, None] + unit[None, :]
-                state = tl.load(before + flat, mask=here, other=0).to(REAL)
+                state = tl.load(before + flat, mask=active, other=0).to(REAL)
                 at_carry = carried[:, None] + unit[None, :]
                 # at its last row a run carries nothing yet
-                now = tl.load(at_carry, mask=here & (length > step + 1)[:, None], other=0)
-                now += tl.load(grad + flat, mask=here, other=0).to(REAL)
+                now = tl.load(at_carry, mask=active & (length > step + 1)[:, None], other=0)
+                now += tl.load(grad + flat, mask=active, other=0).to(REAL)
                 d_n = now * (1 - z) * (1 - n * n)
                 d_u = d_n * r
                 tl.debug_barrier()
                 at = slopes + (row * 4 * hidden)[:, None] + unit[None, :]
-                tl.store(at, d_n, mask=here)
-                tl.store(at + hidden, d_u * u * (1 - r), mask=here)
-                tl.store(at + 2 * hidden, now * (state - n) * z * (1 - z), mask=here)
-                tl.store(at + 3 * hidden, d_u, mask=here)
-                tl.store(at_carry, now * z, mask=here)
+                tl.store(at, d_n, mask=active)
+                tl.store(at + hidden, d_u * u * (1 - r), mask=active)
+                tl.store(at + 2 * hidden, now * (state - n) * z * (1 - z), mask=active)
+                tl.store(at + 3 * hidden, d_u, mask=active)
+                tl.store(at_carry, now * z, mask=active)
             tl.debug_barrier()
+            # the gradient of the state before the row: slopes [RUNS, gates H] times the weights, in blocks of units
             to_state = slopes + row * 4 * hidden + hidden
             for start in range(0, hidden, UNITS):
                 unit = start + tl.arange(0, UNITS)
-                here = alive & (unit < hidden)[None, :]
+                active = alive & (unit < hidden)[None, :]
                 at_carry = carried[:, None] + unit[None, :]
-                now = tl.load(at_carry, mask=here, other=0)
+                now = tl.load(at_carry, mask=active, other=0)
                 for inner in range(0, 3 * hidden, INNER):
                     k = inner + tl.arange(0, INNER)
                     inside = k < 3 * hidden
                     x = tl.load(to_state[:, None] + k[None, :], mask=alive & inside[None, :], other=0)
-                    there = inside[:, None] & (unit < hidden)[None, :]
-                    w = tl.load(weight + (k * hidden)[:, None] + unit[None, :], mask=there, other=0)
+                    in_weight = inside[:, None] & (unit < hidden)[None, :]
+                    w = tl.load(weight + (k * hidden)[:, None] + unit[None, :], mask=in_weight, other=0)
                     now = tl.dot(x, w, now, input_precision=PRECISION, out_dtype=REAL)
                 tl.debug_barrier()
-                tl.store(at_carry, now, mask=here)
+                tl.store(at_carry, now, mask=active)
                 at = d_first + (row * hidden)[:, None] + unit[None, :]
-                tl.store(at, now, mask=here & (row == first)[:, None])
+                tl.store(at, now, mask=active & (row == first)[:, None])
             tl.debug_barrier()

@@ -33,45 +33,49 @@ def lstm_forward(
     runs = tl.load(count)
     for block in range(tl.program_id(0), tl.cdiv(runs, RUNS), tl.num_programs(0)):
         run = block * RUNS + tl.arange(0, RUNS)
+        # first row and length of each run of the block; runs behind the last one have length 0
         first = tl.load(firsts + run, mask=run < runs, other=0)
         length = tl.load(lengths + run, mask=run < runs, other=0)
         for step in range(tl.max(length, 0)):
             row = first + step
             alive = (length > step)[:, None]
+            # the state before the row: the initial one at the first row, else that of the row above
             before = initial + row * initial_stride if step == 0 else out + (row - 1) * hidden
             before_cell = initial_cell + row * cell_stride if step == 0 else cells + (row - 1) * hidden
             for start in range(0, hidden, UNITS):
                 unit = start + tl.arange(0, UNITS)
-                here = alive & (unit < hidden)[None, :]
+                active = alive & (unit < hidden)[None, :]
+                # the first gate's entries of these rows and units; the other gates stand H columns further each
                 at = gates + (row * 4 * hidden)[:, None] + unit[None, :]
-                o = tl.load(at, mask=here, other=0).to(REAL)
-                i = tl.load(at + hidden, mask=here, other=0).to(REAL)
-                f = tl.load(at + 2 * hidden, mask=here, other=0).to(REAL)
-                g = tl.load(at + 3 * hidden, mask=here, other=0).to(REAL)
+                o = tl.load(at, mask=active, other=0).to(REAL)
+                i = tl.load(at + hidden, mask=active, other=0).to(REAL)
+                f = tl.load(at + 2 * hidden, mask=active, other=0).to(REAL)
+                g = tl.load(at + 3 * hidden, mask=active, other=0).to(REAL)
+                # add the product of the state [RUNS, H] with these units' weights, INNER entries of the state at a time
                 for inner in range(0, hidden, INNER):
                     k = inner + tl.arange(0, INNER)
                     x = tl.load(before[:, None] + k[None, :], mask=alive & (k < hidden)[None, :], other=0)
                     w = weight + (unit * hidden)[None, :] + k[:, None]
-                    there = (unit < hidden)[None, :] & (k < hidden)[:, None]
-                    w_o = tl.load(w, mask=there, other=0)
-                    w_i = tl.load(w + hidden * hidden, mask=there, other=0)
-                    w_f = tl.load(w + 2 * hidden * hidden, mask=there, other=0)
-                    w_g = tl.load(w + 3 * hidden * hidden, mask=there, other=0)
+                    in_weight = (unit < hidden)[None, :] & (k < hidden)[:, None]
+                    w_o = tl.load(w, mask=in_weight, other=0)
+                    w_i = tl.load(w + hidden * hidden, mask=in_weight, other=0)
+                    w_f = tl.load(w + 2 * hidden * hidden, mask=in_weight, other=0)
+                    w_g = tl.load(w + 3 * hidden * hidden, mask=in_weight, other=0)
                     o = tl.dot(x, w_o, o, input_precision=PRECISION, out_dtype=REAL)
                     i = tl.dot(x, w_i, i, input_precision=PRECISION, out_dtype=REAL)
                     f = tl.dot(x, w_f, f, input_precision=PRECISION, out_dtype=REAL)
                     g = tl.dot(x, w_g, g, input_precision=PRECISION, out_dtype=REAL)
                 o, i, f, g = sigmoid(o), sigmoid(i), sigmoid(f), tanh(g)
-                cell = tl.load(before_cell[:, None] + unit[None, :], mask=here, other=0).to(REAL)
+                cell = tl.load(before_cell[:, None] + unit[None, :], mask=active, other=0).to(REAL)
                 cell = f * cell + i * g
                 tl.debug_barrier()
-                tl.store(at, o, mask=here)
-                tl.store(at + hidden, i, mask=here)
-                tl.store(at + 2 * hidden, f, mask=here)
-                tl.store(at + 3 * hidden, g, mask=here)
+                tl.store(at, o, mask=active)
+                tl.store(at + hidden, i, mask=active)
+                tl.store(at + 2 * hidden, f, mask=active)
+                tl.store(at + 3 * hidden, g, mask=active)
                 flat = (row * hidden)[:, None] + unit[None, :]
-                tl.store(cells + flat, cell, mask=here)
-                tl.store(out + flat, o * tanh(cell), mask=here)
+                tl.store(cells + flat, cell, mask=active)
+                tl.store(out + flat, o * tanh(cell), mask=active)
             tl.debug_barrier()
 
 
@@ -106,6 +110,7 @@ def lstm_backward(
     slot = (tl.program_id(0) * RUNS + tl.arange(0, RUNS)).to(tl.int64) * hidden
     for block in range(tl.program_id(0), tl.cdiv(runs, RUNS), tl.num_programs(0)):
         run = block * RUNS + tl.arange(0, RUNS)
+        # first row and length of each run of the block; runs behind the last one have length 0
         first = tl.load(firsts + run, mask=run < runs, other=0)
         length = tl.load(lengths + run, mask=run < runs, other=0)
         steps = tl.max(length, 0)
@@ -117,45 +122,47 @@ def lstm_backward(
             before_cell = initial_cell + row * cell_stride if step == 0 else cells + (row - 1) * hidden
             for start in range(0, hidden, UNITS):
                 unit = start + tl.arange(0, UNITS)
-                here = alive & (unit < hidden)[None, :]
+                active = alive & (unit < hidden)[None, :]
+                # the first gate's entries of these rows and units; the other gates stand H columns further each
                 at = gates + (row * 4 * hidden)[:, None] + unit[None, :]
-                o = tl.load(at, mask=here, other=0).to(REAL)
-                i = tl.load(at + hidden, mask=here, other=0).to(REAL)
-                f = tl.load(at + 2 * hidden, mask=here, other=0).to(REAL)
-                g = tl.load(at + 3 * hidden, mask=here, other=0).to(REAL)
+                o = tl.load(at, mask=active, other=0).to(REAL)
+                i = tl.load(at + hidden, mask=active, other=0).to(REAL)
+                f = tl.load(at + 2 * hidden, mask=active, other=0).to(REAL)
+                g = tl.load(at + 3 * hidden, mask=active, other=0).to(REAL)
                 flat = (row * hidden)[:, None] + unit[None, :]
-                through = tanh(tl.load(cells + flat, mask=here, other=0).to(REAL))
-                cell = tl.load(before_cell[:, None] + unit[None, :], mask=here, other=0).to(REAL)
+                through = tanh(tl.load(cells + flat, mask=active, other=0).to(REAL))
+                cell = tl.load(before_cell[:, None] + unit[None, :], mask=active, other=0).to(REAL)
                 at_carry = slot[:, None] + unit[None, :]
-                now = tl.load(carry + at_carry, mask=here & later, other=0)
-                now_cell = tl.load(carry_cell + at_carry, mask=here & later, other=0)
+                now = tl.load(carry + at_carry, mask=active & later, other=0)
+                now_cell = tl.load(carry_cell + at_carry, mask=active & later, other=0)
                 if GRAD:
-                    now += tl.load(grad + flat, mask=here, other=0).to(REAL)
+                    now += tl.load(grad + flat, mask=active, other=0).to(REAL)
                 if GRAD_CELL:
-                    now_cell += tl.load(grad_cell + flat, mask=here, other=0).to(REAL)
+                    now_cell += tl.load(grad_cell + flat, mask=active, other=0).to(REAL)
                 now_cell += now * o * (1 - through * through)
                 tl.debug_barrier()
                 at = slopes + (row * 4 * hidden)[:, None] + unit[None, :]
-                tl.store(at, now * through * o * (1 - o), mask=here)
-                tl.store(at + hidden, now_cell * g * i * (1 - i), mask=here)
-                tl.store(at + 2 * hidden, now_cell * cell * f * (1 - f), mask=here)
-                tl.store(at + 3 * hidden, now_cell * i * (1 - g * g), mask=here)
-                tl.store(carry_cell + at_carry, now_cell * f, mask=here)
-                tl.store(d_cell + flat, now_cell * f, mask=here & (row == first)[:, None])
+                tl.store(at, now * through * o * (1 - o), mask=active)
+                tl.store(at + hidden, now_cell * g * i * (1 - i), mask=active)
+                tl.store(at + 2 * hidden, now_cell * cell * f * (1 - f), mask=active)
+                tl.store(at + 3 * hidden, now_cell * i * (1 - g * g), mask=active)
+                tl.store(carry_cell + at_carry, now_cell * f, mask=active)
+                tl.store(d_cell + flat, now_cell * f, mask=active & (row == first)[:, None])
             tl.debug_barrier()
+            # the gradient of the state before the row: slopes [RUNS, gates H] times the weights, in blocks of units
             to_state = slopes + row * 4 * hidden
             for start in range(0, hidden, UNITS):
                 unit = start + tl.arange(0, UNITS)
-                here = alive & (unit < hidden)[None, :]
+                active = alive & (unit < hidden)[None, :]
                 now = tl.zeros((RUNS, UNITS), REAL)
                 for inner in range(0, 4 * hidden, INNER):
                     k = inner + tl.arange(0, INNER)
                     inside = k < 4 * hidden
                     x = tl.load(to_state[:, None] + k[None, :], mask=alive & inside[None, :], other=0)
-                    there = inside[:, None] & (unit < hidden)[None, :]
-                    w = tl.load(weight + (k * hidden)[:, None] + unit[None, :], mask=there, other=0)
+                    in_weight = inside[:, None] & (unit < hidden)[None, :]
+                    w = tl.load(weight + (k * hidden)[:, None] + unit[None, :], mask=in_weight, other=0)
                     now = tl.dot(x, w, now, input_precision=PRECISION, out_dtype=REAL)
-                tl.store(carry + slot[:, None] + unit[None, :], now, mask=here)
+                tl.store(carry + slot[:, None] + unit[None, :], now, mask=active)
                 at = d_first + (row * hidden)[:, None] + unit[None, :]
-                tl.store(at, now, mask=here & (row == first)[:, None])
+                tl.store(at, now, mask=active & (row == first)[:, None])
             tl.debug_barrier()

@@ -7,30 +7,21 @@ of them, ``-1 - counts[f]`` the one after f, 0 ends it.
 This module imports numba: import it inside the function that needs it.
 """
 
-from typing import Any
-
-from numpy.typing import NDArray
-
+from flatroll.kernels.compiled import Array, Int, Records, compiled
 from flatroll.kernels.rows.raw_memory import ask, copy_bytes
-from flatroll.kernels.scans.scan_numba import compiled
-
-Array = NDArray[Any]
-Int = Any  # a 64-bit integer of NumPy's or Python's
-Records = Any  # a structured array: its entries' fields are attributes, which no type checker knows
 
 #: What a new row shares all frames but its newest with: nothing, a stored row, the row before it.
 NOTHING, STORED, BEFORE = 0, 1, 2
 _STRIDE = 64  # words compared before the next look whether they differ
-_PAGE, _LINES = (
-    4096,
-    4,
-)  # bytes within which the hardware loads ahead by itself; cache lines it takes to begin
+_PAGE = 4096  # bytes within which the hardware loads ahead by itself
+_LINES = 4  # cache lines it takes to begin
 
 
 @compiled()
 def _equal(left: Array, right: Array) -> bool:
     """Whether two frames agree; a constant number of words at a time, which compiles to wide instructions."""
     whole = len(left) - len(left) % _STRIDE
+    # any bit that differs stays in ``difference``; no branch inside of the inner loop
     for first in range(0, whole, _STRIDE):
         difference = left[0] ^ left[0]
         for i in range(_STRIDE):
@@ -58,6 +49,7 @@ def match(values: Array, stored: Array, held: Array, hint: Array, shares: Array,
     rows, stack = values.shape[:2]
     new = 0
     for j in range(rows):
+        # a row that continues another one shows its frames but the oldest, shifted by one place
         shares[j] = NOTHING
         if hint[j] >= 0:
             shares[j] = STORED
@@ -71,6 +63,7 @@ def match(values: Array, stored: Array, held: Array, hint: Array, shares: Array,
                 if not _equal(values[j, k], values[j - 1, k + 1]):
                     shares[j] = NOTHING
                     break
+        # only the newest frame can be new where the others are shared
         first = 0 if shares[j] == NOTHING else stack - 1
         for k in range(first, stack):
             repeats[j, k] = k > 0 and _equal(values[j, k], values[j, k - 1])
@@ -87,7 +80,8 @@ def _give_up(state: Records, counts: Array, frame: Int) -> None:
     if counts[frame]:
         return
     s = state[0]
-    counts[frame] = -1
+    counts[frame] = -1  # end of the list: -1 - 0
+    # append to the list of free frames
     if s.free:
         counts[s.last] = -1 - frame
     else:
@@ -105,6 +99,7 @@ def replace(
     What they share is held before anything is given up, so that it survives even if its row is one of ``slots``.
     """
     stack = refs.shape[1]
+    # count the new names first, then give up the old ones, then write the new ones
     for j in range(len(slots)):
         if shares[j] == STORED:
             for k in range(stack - 1):
@@ -147,6 +142,7 @@ def assign(
     stack = refs.shape[1]
     used = 0
     for j in range(len(slots)):
+        # frames shared with a stored row have been named by `replace`
         for k in range(stack - 1 if shares[j] == STORED else 0, stack):
             if shares[j] == BEFORE and k < stack - 1:
                 frame = refs[slots[j - 1], k + 1]
@@ -181,6 +177,7 @@ def gather(source: Int, target: Int, size: Int, frames: Array) -> None:
         if i + 1 < len(frames):
             at = source + frames[i + 1] * size
             stop = at + size
+            # the first lines of the frame, then the first lines of every page that it reaches into
             while at < stop:
                 for line in range(_LINES):
                     ask(at + 64 * line)

@@ -8,18 +8,13 @@ This module imports numba: import it inside the function that needs it.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from flatroll.kernels.compiled import Array, Int, compiled
 from flatroll.kernels.rows.raw_memory import ask, copy_bytes
-from flatroll.kernels.scans.scan_numba import compiled
-
-Array = NDArray[Any]
-Int = Any  # a 64-bit integer of NumPy's or Python's
 
 _NONE = np.zeros(0, np.int64)
 _AHEAD = 16  # stretches between asking for one and copying it
@@ -32,11 +27,19 @@ def gather(
 ) -> Int:
     """Copy row ``slots[i]`` of each column at address ``source[k]`` to row i of the one at ``target[k]``.
 
-    A row of column k has ``size[k]`` bytes, a column ``rows`` rows. With ``follow`` (else empty) it is row
-    ``follow[i]`` that is copied, row 0 if that is negative; where it is row ``slots[i + 1]``, it is taken from row
-    i + 1 of the column at ``near[k]``, which holds the rows ``slots``. Returns the position of a row out of range,
-    with nothing copied, or -1.
+    Args:
+        source, target: int64 addresses of the columns, each of ``rows`` rows, and of their copies.
+        near: addresses of columns that hold the rows ``slots`` already; read with ``follow`` only.
+        size: bytes of a row of each column.
+        rows: rows of a source column; what is not in them is not read.
+        slots: int64, rows to copy.
+        follow: empty, or rows to copy instead of ``slots``, row 0 where it is negative. Where ``follow[i]`` is
+            ``slots[i + 1]``, the row is taken from row i + 1 of the column at ``near[k]``, which the cache still holds.
+
+    Returns:
+        the position of a row out of range, with nothing copied, or -1.
     """
+    # neighbouring rows make a stretch, which is copied at once; all row numbers are checked here
     stretches = np.empty((len(slots), 4), np.int64)  # first row, first position, rows, whether near
     count, before, before_near = 0, np.int64(-2), False
     for i in range(len(slots)):
@@ -57,13 +60,17 @@ def gather(
             count += 1
         stretches[count - 1, 2] += 1
         before, before_near = row, is_near
+    # Copy column by column, and ask for memory _AHEAD stretches earlier: the round k = -1 only asks for the first
+    # ones, then each stretch copied asks for one more, in the same order, across the ends of columns.
     asked, following = 0, 0  # column and stretch to ask for next
     for k in range(-1, len(source)):
         for j in range(count if k >= 0 else min(_AHEAD, len(source) * count)):
             if asked < len(source):
                 if not stretches[following, 3]:
                     first = source[asked] + stretches[following, 0] * size[asked]
-                    lines = min(stretches[following, 2] * size[asked] + 63 >> 6, _LINES)
+                    lines = min(
+                        stretches[following, 2] * size[asked] + 63 >> 6, _LINES
+                    )  # of 64 bytes, rounded up
                     for line in range(lines):
                         ask(first + 64 * line)
                 following += 1
@@ -107,6 +114,7 @@ class Block:
         for column in self.columns:
             if column.device.type != "cpu" or not column.is_contiguous() or len(column) != self.rows:
                 raise ValueError("columns must be contiguous CPU tensors of one length")
+        # tensors without memory, which have the strides of a fresh copy
         like = [
             torch.empty((1, *column.shape[1:]), dtype=column.dtype, device="meta") for column in self.columns
         ]

@@ -5,29 +5,15 @@ An address is that of a contiguous column in host memory, 0 for a column that is
 This module imports numba: import it inside the function that needs it.
 """
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
+from flatroll.kernels.compiled import Array, Int, compiled
 from flatroll.kernels.rows.raw_memory import flags, numbers
-from flatroll.kernels.scans.scan_numba import compiled
-
-Array = NDArray[Any]
-Int = Any  # a 64-bit integer of NumPy's or Python's
 
 
 @compiled()
 def fragments(
-    rows: Int,
-    done: Int,
-    init: Int,
-    ids: Int,
-    step: Int,
-    mask: Int,
-    cuts: Int,
-    whole: Array,
-    marks: Array,
+    rows: Int, done: Int, init: Int, ids: Int, step: Int, mask: Int, cuts: Int, whole: Array, marks: Array
 ) -> Int:
     """Cut a batch of ``rows`` rows where runs end, by the rule of `layout.run_ends`, and where ``cuts`` says; pieces.
 
@@ -46,6 +32,7 @@ def fragments(
     first, joined = 0, False
     for i in range(rows):
         end = i == rows - 1
+        # the run ends where row i is done, or where row i + 1 begins something else
         if not end:
             end = (done != 0 and is_done[i]) or (init != 0 and is_init[i + 1])
             end = end or (ids != 0 and number[i] != number[i + 1]) or (mask != 0 and real[i] != real[i + 1])
@@ -70,12 +57,8 @@ def mark(init: Int, done: Int, terminated: Int, truncated: Int, firsts: Int, las
     ``terminated``. Addresses of bool columns, of int64 positions in them; ``done`` of 0 leaves the ends alone."""
     begin, end = numbers(firsts, count), numbers(lasts, count)
     far = np.int64(1) << np.int64(62)  # positions are valid: no size is looked at
-    starts, stops, final, cut = (
-        flags(init, far),
-        flags(done, far),
-        flags(terminated, far),
-        flags(truncated, far),
-    )
+    starts, stops, final = flags(init, far), flags(done, far), flags(terminated, far)
+    cut = flags(truncated, far)
     for j in range(count):
         if init:
             starts[begin[j]] = True

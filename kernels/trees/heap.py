@@ -4,18 +4,12 @@
 are the free slots in the order in which they will be taken. ``rank`` (float64) and ``number`` (int64) are by slot.
 Of two rows of equal rank the later one, by number, is the worse.
 
-This module imports numba: import it inside the function that needs it. All kernels are in one file because
-numba's cache does not notice a change in a callee that stands in another file.
+This module imports numba: import it inside the function that needs it.
 """
 
 from typing import Any
 
-from numpy.typing import NDArray
-
-from flatroll.kernels.scans.scan_numba import compiled
-
-Array = NDArray[Any]
-Int = Any  # a 64-bit integer of NumPy's or Python's
+from flatroll.kernels.compiled import Array, Int, compiled
 
 
 @compiled()
@@ -28,6 +22,7 @@ def _worse(rank: Array, number: Array, a: Int, b: Int) -> Any:
 def _sink(heap: Array, rank: Array, number: Array, live: Int) -> None:
     """Move the entry on top down to its place."""
     slot, i = heap[0], 0
+    # the children of entry i are the entries 2 i + 1 and 2 i + 2; the worse of them moves up
     while 2 * i + 1 < live:
         child = 2 * i + 1
         if child + 1 < live and _worse(rank, number, heap[child + 1], heap[child]):
@@ -49,10 +44,12 @@ def make_room(state: Array, heap: Array, rank: Array, number: Array, best: Array
         best: ranks of the new rows, highest first.
     """
     live = state[0]["live"]
+    # free slots first, then those of rows that are worse than the best of the new rows that have no room yet
     room = min(len(best), len(heap) - live)
     while room < len(best) and live > 0 and best[room] > rank[heap[0]]:
         live -= 1
         slot = heap[0]
+        # the worst row's slot becomes the first free one; what stood there sinks to its place
         heap[0], heap[live] = heap[live], slot
         _sink(heap, rank, number, live)
         number[slot] = gone
@@ -66,13 +63,20 @@ def make_room(state: Array, heap: Array, rank: Array, number: Array, best: Array
 def push(
     state: Array, heap: Array, rank: Array, number: Array, offered: Int, ranks: Array, numbers: Array
 ) -> None:
-    """Put the first free slots into the heap, with these ranks and numbers; ``offered`` rows have been dealt with."""
+    """Put the first free slots into the heap, with these ranks and numbers.
+
+    Args:
+        state, heap, rank, number: the heap; there is room for the new rows (:func:`make_room`).
+        offered: how many rows were offered, those that found no room among them.
+        ranks, numbers: of the rows that did.
+    """
     live, used = state[0]["live"], state[0]["used"]
     for k in range(len(ranks)):
         i = live + k
         slot = heap[i]
-        used = max(used, slot + 1)
+        used = max(used, slot + 1)  # slots ever used stand in front
         rank[slot], number[slot] = ranks[k], numbers[k]
+        # up towards the top, past parents that are better
         while i > 0:
             parent = (i - 1) // 2
             if not _worse(rank, number, slot, heap[parent]):

@@ -4,19 +4,15 @@ Nodes of ``FAN`` children. A node holds the sum of its children and the least po
 computed anew from the children whenever one of them changes, so nothing drifts and a tree is a pure function of
 its weights. The sums and the least weights of ``FAN`` sisters stand side by side, in two cache lines.
 
-This module imports numba: import it inside the function that needs it. All kernels are in one file because
-numba's cache does not notice a change in a callee that stands in another file.
+This module imports numba: import it inside the function that needs it.
 """
 
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from flatroll.kernels.scans.scan_numba import compiled
+from flatroll.kernels.compiled import Array, Int, compiled
 
-Array = NDArray[Any]
-Int = Any  # a 64-bit integer of NumPy's or Python's
 Float = Any
 
 #: Children per node. Measured at 1 and 10 million leaves (4, 8, 16, 32): 8 updates fastest and draws as fast as 4.
@@ -39,6 +35,7 @@ def weight(priority: Float, eps: Float, alpha: Float) -> Float:
 def _refresh(nodes: Array, levels: Array, k: Int, i: Int) -> None:
     """Compute node ``i`` of level ``k`` from its children."""
     total, least = 0.0, np.inf
+    # leaves hold weights only; a group of FAN sisters of a higher level holds FAN sums, then FAN least weights
     if k == 1:
         at = levels[0, 0] + i * FAN
         for j in range(FAN):
@@ -51,6 +48,7 @@ def _refresh(nodes: Array, levels: Array, k: Int, i: Int) -> None:
         for j in range(FAN):
             total += nodes[at + j]
             least = min(least, nodes[at + FAN + j])
+    # the node's own entries: in the group of its sisters, at its rank among them
     at = levels[k, 0] + i // FAN * 2 * FAN + i % FAN
     nodes[at] = total
     nodes[at + FAN] = least
@@ -69,19 +67,20 @@ def set_leaves(nodes: Array, levels: Array, slots: Array, weights: Array) -> Non
     """Set the leaves ``slots``; where a slot comes twice, the last weight stays."""
     for i in range(len(slots)):
         nodes[levels[0, 0] + slots[i]] = weights[i]
+    # level by level, the parents of what has changed; neighbours that share a parent are merged in place
     children, count = slots.copy(), len(slots)
     for k in range(1, len(levels)):
         if levels[k, 1] <= count:  # fewer nodes than changes
             _refresh_from(nodes, levels, k)
             return
-        last, kept = np.int64(-1), 0
+        last, parents = np.int64(-1), 0
         for i in range(count):
             parent = children[i] // FAN
             if parent != last:
                 _refresh(nodes, levels, k, parent)
-                children[kept] = last = parent
-                kept += 1
-        count = kept
+                children[parents] = last = parent
+                parents += 1
+        count = parents
 
 
 @compiled()
@@ -90,6 +89,7 @@ def fill_leaves(nodes: Array, levels: Array, first: Int, count: Int, value: Floa
     low, high = first, first + count - 1
     nodes[levels[0, 0] + low : levels[0, 0] + high + 1] = value
     for k in range(1, len(levels)):
+        # parents of the first and the last changed node; those between are parents of changed nodes, too
         low, high = low // FAN, high // FAN
         for i in range(low, high + 1):
             _refresh(nodes, levels, k, i)
@@ -105,13 +105,14 @@ def find(nodes: Array, levels: Array, uniform: Array, slots: Array) -> None:
     """
     depth = len(levels) - 1
     total = nodes[levels[depth, 0]]
-    rest = np.empty(len(uniform))
+    rest = np.empty(len(uniform))  # weight between the node's first leaf and the hit
     for i in range(len(uniform)):
         rest[i] = uniform[i] * total
         slots[i] = 0
     for k in range(depth - 1, -1, -1):
         stride = FAN if k == 0 else 2 * FAN
         for i in range(len(uniform)):
+            # ``slots[i]`` is the parent; its children stand side by side on this level
             at = levels[k, 0] + slots[i] * stride
             passed, before, child = 0.0, 0.0, 0
             for j in range(FAN):
@@ -119,6 +120,7 @@ def find(nodes: Array, levels: Array, uniform: Array, slots: Array) -> None:
                 if passed <= rest[i]:
                     before = passed
                     child += 1
+            # rounding has left a rest beyond all children
             if child == FAN:
                 child -= 1
                 while child > 0 and nodes[at + child] <= 0.0:
@@ -143,6 +145,7 @@ def draw(
     ring of oldest row ``head`` had gone round when the slot's row was written."""
     find(nodes, levels, uniform, slots)
     least = nodes[levels[len(levels) - 1, 0] + FAN]
+    # slots before the head's have been written once more than those from it on
     base, turn = head % capacity, head // capacity
     for i in range(len(slots)):
         ratios[i] = nodes[slots[i]] / least
@@ -192,13 +195,7 @@ def weigh_all(
 
 @compiled()
 def standing(
-    head: Int,
-    written: Int,
-    capacity: Int,
-    most: Float,
-    slots: Array,
-    priority: Array,
-    generation: Array,
+    head: Int, written: Int, capacity: Int, most: Float, slots: Array, priority: Array, generation: Array
 ) -> tuple[Int, Int, Int]:
     """Move the entries whose rows still stand to the front of ``slots`` and ``priority``.
 
@@ -206,21 +203,22 @@ def standing(
     generation. Returns (how many stay, position of the first slot where no row ever stood, of the first priority
     that is negative, NaN or above ``most``), -1 for none.
     """
-    kept = 0
+    front = 0
     base, turn = head % capacity, head // capacity
     for i in range(len(slots)):
         slot, value = slots[i], priority[i]
         if slot == -1:
             continue
         if slot < -1 or slot >= min(capacity, written):
-            return kept, i, -1
+            return front, i, -1
         if not 0 <= value <= most:
-            return kept, -1, i
+            return front, -1, i
+        # the generation of the row that stands in the slot now; ``now * capacity + slot`` is its row number
         now = turn + (slot < base)
         if now * capacity + slot < written and (len(generation) == 0 or now == generation[i]):
-            slots[kept], priority[kept] = slot, value
-            kept += 1
-    return kept, -1, -1
+            slots[front], priority[front] = slot, value
+            front += 1
+    return front, -1, -1
 
 
 class SumTree:
@@ -243,12 +241,14 @@ class SumTree:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        # (first entry, nodes) of each level: the leaves, then sums and least weights, up to one node
         count = _whole_nodes(capacity)
         levels, size = [(0, count)], count
         while count > 1:
             count = _whole_nodes(count) // FAN
             levels.append((size, count))
             size += 2 * _whole_nodes(count)
+        # the first entry stands at the beginning of a cache line, so that groups of sisters fill whole lines
         memory = np.zeros(size + _LINE // 8)
         skip = -memory.ctypes.data % _LINE // 8
         self.nodes: Array = memory[skip : skip + size]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tensordict import TensorDictBase
 
 from flatroll.layout.inspect import rules
-from flatroll.layout.inspect.row_columns import WHOLE_BATCH, Breach, Columns, Severity
+from flatroll.layout.inspect.rules import WHOLE_BATCH, Breach, RealRows, Severity
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, observation_keys
 
 
@@ -91,14 +91,14 @@ def audit(
     if batch.shape[0] == 0:
         return []
     observations = observation_keys(batch) if keys is None else list(keys)
-    columns = Columns(batch, observations)
+    real_rows = RealRows(batch, observations)
     findings = _findings(rules.shapes_and_dtypes(batch, observations), limit)
-    if not columns.marked:
+    if not real_rows.marked:
         text = f"none of {IS_INIT!r}, {DONE!r}, {TRAJ_IDS!r} is there and usable: runs cannot be told apart"
         findings.append(Finding(WHOLE_BATCH, "markers", text))
     findings += _findings(rules.padding(batch), limit)
     for rule in rules.RULES:
-        findings += _findings(rule(columns), limit)
+        findings += _findings(rule(real_rows), limit)
     return findings
 
 

@@ -1,15 +1,14 @@
-"""A batch in words: its runs, their ends and lengths, its columns and their bytes."""
+"""A summary of a batch in words: its runs, their ends and lengths, its columns and their bytes."""
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.keys import DONE, IS_INIT, MASK, TERMINATED, TRAJ_IDS, TRUNCATED, NestedKey, marker
+from flatroll.layout.keys import DONE, IS_INIT, MASK, TERMINATED, TRAJ_IDS, TRUNCATED, optional_marker
 
 
 def describe(batch: TensorDictBase) -> str:
-    """Rows, runs, how they end, how long they are, and the columns with their bytes.
+    """Say in words how many rows and runs a batch has, how the runs end, how long they are, and what each column takes.
 
     Args:
         batch: ``[N]`` or ``[*B, T]``. Without a boundary marker only the columns are described.
@@ -36,19 +35,23 @@ def describe(batch: TensorDictBase) -> str:
         rows.append((name, shape, dtype, f"{size // max(n, 1):,}", f"{size:,}"))
     head = f"{_count(n, 'row')}, {total:,} bytes ({total // max(n, 1):,} a row)"
     table = _table([("column", "shape", "dtype", "bytes/row", "bytes"), *sorted(rows)])
-    return "\n".join([head, *_runs(batch), "", *table])
+    return "\n".join([head, *_describe_runs(batch), "", *table])
 
 
-def _runs(batch: TensorDictBase) -> list[str]:
+def _describe_runs(batch: TensorDictBase) -> list[str]:
+    """The lines about runs: how many there are, how they end, how long they are."""
     if all(batch.get(key, None) is None for key in (IS_INIT, DONE, TRAJ_IDS)):
         return ["no boundary marker, so no runs"]
     ends = run_ends(batch)
-    real = _flag(batch, MASK, torch.ones_like(ends))
+    mask = optional_marker(batch, MASK)
+    real = torch.ones_like(ends) if mask is None else mask
     last = (ends & real).reshape(-1)
     if not bool(last.any()):
         return ["0 runs"]
-    no = torch.zeros_like(ends)
-    done, terminated, truncated = (_flag(batch, key, no).reshape(-1) for key in (DONE, TERMINATED, TRUNCATED))
+    flags = (optional_marker(batch, key) for key in (DONE, TERMINATED, TRUNCATED))
+    done, terminated, truncated = (
+        torch.zeros_like(last) if flag is None else flag.reshape(-1) for flag in flags
+    )
     kinds = {
         "terminated": terminated,
         "truncated": truncated & ~terminated,
@@ -58,19 +61,14 @@ def _runs(batch: TensorDictBase) -> list[str]:
     counts = [(name, int((last & kind).sum())) for name, kind in kinds.items()]
     shown = ", ".join(f"{count:,} {name}" for name, count in counts if count or name != "done without either")
     # Real rows up to and with each run's last one; a run's length is what the one before it leaves.
-    lengths = (
-        real.reshape(-1).cumsum(0)[last].diff(prepend=last.new_zeros(1, dtype=torch.int64)).sort().values
-    )
+    real_rows_up_to = real.reshape(-1).cumsum(0)[last]
+    lengths = real_rows_up_to.diff(prepend=last.new_zeros(1, dtype=torch.int64)).sort().values
     k = len(lengths)
     median = (lengths[(k - 1) // 2] + lengths[k // 2]).item() / 2
     return [
         f"{_count(k, 'run')}: {shown}",
         f"run length: {int(lengths[0]):,} shortest, {median:,g} median, {int(lengths[-1]):,} longest",
     ]
-
-
-def _flag(batch: TensorDictBase, key: NestedKey, default: Tensor) -> Tensor:
-    return default if batch.get(key, None) is None else marker(batch, key)
 
 
 def _count(n: int, noun: str) -> str:

@@ -1,4 +1,4 @@
-"""A row in words: why it starts or ends a run, and where its next observation is."""
+"""One row of a batch in words: why it starts or ends a run, and where its next observation is."""
 
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -16,9 +16,9 @@ from flatroll.layout.keys import (
     TRUNCATED,
     NestedKey,
     flat_column,
-    marker,
     next_key,
     observation_keys,
+    optional_marker,
 )
 
 
@@ -63,14 +63,18 @@ class _Row:
 
     def __init__(self, batch: TensorDictBase, i: int) -> None:
         self.batch, self.i = batch, i
+        # the nearest start up to row i, and the nearest end from it on
         starts, ends = run_starts(batch), run_ends(batch)
         self.first = int(starts[: i + 1].nonzero()[-1])
         self.last = i + int(ends[i:].nonzero()[0])
 
     def flag(self, key: NestedKey, i: int) -> bool | None:
-        return None if self.batch.get(key, None) is None else bool(marker(self.batch, key)[i])
+        """The bool column ``key`` at row ``i``; None if the batch does not have it."""
+        column = optional_marker(self.batch, key)
+        return None if column is None else bool(column[i])
 
     def number(self, key: NestedKey, i: int) -> int | None:
+        """The integer column ``key`` at row ``i``; None if the batch does not have it."""
         column = self.batch.get(key, None)
         return None if column is None else int(flat_column(column, self.batch, key)[i])
 
@@ -171,9 +175,10 @@ class _Row:
         if keys:
             if self.flag(NEXT_KNOWN, i) is False:
                 return f"Its next observation is unknown: the env hides it ({NEXT_KNOWN!r} is False)."
-            lost = [key for key in keys if _has_nan(batch.get(next_key(key))[i])]
-            if lost:
-                return f"Its next observation is unknown: {next_key(lost[0])!r} holds NaN here."
+            for key in keys:
+                value: Tensor = batch.get(next_key(key))[i]
+                if value.is_floating_point() and bool(value.isnan().any()):
+                    return f"Its next observation is unknown: {next_key(key)!r} holds NaN here."
             copy = f", a copy of the {after}" if i != self.last else ""
             return f"Its next observation is in its own column {next_key(keys[0])!r}{copy}."
         deltas = batch.get(DELTA, None)
@@ -183,12 +188,8 @@ class _Row:
         if i != self.last:
             return f"Its next observation is the {after}."
         if final is not None:
-            place = (final.get("row") == i).nonzero()
-            if len(place):
-                return f"Its next observation is entry {int(place[0])} of final."
+            entry = (final.get("row") == i).nonzero()
+            if len(entry):
+                return f"Its next observation is entry {int(entry[0])} of final."
             return "Its next observation is unknown: final has no entry for this row."
         return "Its next observation is unknown: no column, no row and no final holds it."
-
-
-def _has_nan(x: Tensor) -> bool:
-    return x.is_floating_point() and bool(x.isnan().any())

@@ -1,23 +1,137 @@
-"""The rules of `audit`: each looks at a whole batch at once and gives the rows that break it."""
+"""The rules of `audit`: each looks at a whole batch at once and gives the rows that break it.
+
+``x[:-1]`` and ``x[1:]`` side by side are each row and the row after it; where a flag of that form names the later row,
+``rows(flag, 1)`` turns it into row numbers.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.inspect.row_columns import CONTRACT, Breach, Columns, Severity, same, usable, whole
+from flatroll.layout.boundaries import run_ends, starts_from
 from flatroll.layout.keys import (
     ACTION,
     DELTA,
+    DONE,
     IS_INIT,
     MASK,
+    NEXT_KNOWN,
     REWARD,
     STEP_COUNT,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
     NestedKey,
     as_tuple,
     next_key,
 )
+
+Severity = Literal["error", "suspicious"]
+WHOLE_BATCH = -1
+
+#: What the contract fixes of each marker: the dims after the batch's, and the dtype.
+CONTRACT: dict[NestedKey, tuple[tuple[int, ...], torch.dtype]] = {
+    IS_INIT: ((1,), torch.bool),
+    STEP_COUNT: ((1,), torch.int64),
+    next_key(STEP_COUNT): ((1,), torch.int64),
+    REWARD: ((1,), torch.float32),
+    TERMINATED: ((1,), torch.bool),
+    TRUNCATED: ((1,), torch.bool),
+    DONE: ((1,), torch.bool),
+    TRAJ_IDS: ((), torch.int64),
+    MASK: ((), torch.bool),
+    NEXT_KNOWN: ((), torch.bool),
+}
+
+
+@dataclass(frozen=True)
+class Breach:
+    """A rule that is broken: at which rows (of the batch, ascending), and what that means."""
+
+    rule: str
+    rows: Sequence[int]
+    text: str
+    severity: Severity = "error"
+
+
+class RealRows:
+    """The rows of a batch that are no padding, as the rules read them.
+
+    Attributes:
+        at: int64 ``[N]``, the row numbers in the batch.
+        batch: these rows.
+        keys: root keys of the observations.
+        is_init, done, terminated, truncated: bool ``[N]``; None where missing or unusable.
+        ids, step: integer ``[N]``, trajectory ids and step counts; None likewise.
+        marked: whether one boundary marker is usable.
+        ends: bool ``[N]``, the last rows of runs.
+        sliced: whether the batch looks like slices that a sampler drew.
+    """
+
+    def __init__(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> None:
+        self.at = torch.arange(batch.shape[0], device=batch.device)
+        mask = usable(batch, MASK)
+        if mask is not None:
+            self.at = mask.nonzero().squeeze(-1)
+            batch = cast(TensorDictBase, batch[self.at])
+        self.batch: TensorDictBase = batch
+        self.keys = keys
+        self.is_init, self.done = usable(batch, IS_INIT), usable(batch, DONE)
+        self.terminated, self.truncated = usable(batch, TERMINATED), usable(batch, TRUNCATED)
+        self.ids, self.step = usable(batch, TRAJ_IDS), usable(batch, STEP_COUNT)
+        markers = {IS_INIT: self.is_init, DONE: self.done, TRAJ_IDS: self.ids}
+        present = {key: column for key, column in markers.items() if column is not None}
+        self.marked = bool(present)
+        self.ends = torch.ones_like(self.at, dtype=torch.bool)
+        if present:
+            self.ends = run_ends(TensorDict(present, batch.batch_size))
+        starts = starts_from(self.ends)
+        # Only a slice sampler marks every run's first row; a collector's windows begin anywhere.
+        self.sliced = self.is_init is not None and bool((self.is_init | ~starts).all())
+
+    def rows(self, breaks: Tensor, shift: int = 0) -> list[int]:
+        """Row numbers in the batch of the True entries (``shift=1``: of the rows after them)."""
+        numbers: list[int] = self.at[breaks.nonzero().squeeze(-1) + shift].tolist()
+        return numbers
+
+    def pairs(self) -> list[tuple[NestedKey, Tensor, Tensor]]:
+        """The observations that stand both at the root and under next, in one shape and dtype."""
+        pairs = []
+        for key in self.keys:
+            now, later = self.batch.get(key, None), self.batch.get(next_key(key), None)
+            if now is None or later is None or now.shape != later.shape or now.dtype != later.dtype:
+                continue
+            pairs.append((key, now, later))
+        return pairs
+
+
+def same(x: Tensor, y: Tensor) -> Tensor:
+    """Rows at which two columns are equal, NaN equal to NaN: bool ``[N]``."""
+    equal = x == y
+    if x.is_floating_point():
+        equal = equal | (x.isnan() & y.isnan())
+    return equal.flatten(1).all(1) if equal.dim() > 1 else equal
+
+
+def usable(batch: TensorDictBase, key: NestedKey) -> Tensor | None:
+    """The marker ``key`` as ``[N]``; None if it is missing, of a wrong shape or kind of dtype."""
+    column = batch.get(key, None)
+    if column is None or column.shape not in (batch.batch_size, (*batch.batch_size, 1)):
+        return None
+    wants_bool = CONTRACT[key][1] is torch.bool
+    if wants_bool != (column.dtype is torch.bool) or (not wants_bool and column.is_floating_point()):
+        return None
+    flat: Tensor = column.reshape(batch.batch_size)
+    return flat
+
+
+def whole(rule: str, text: str, severity: Severity = "error") -> Breach:
+    """A breach of the batch as a whole."""
+    return Breach(rule, [WHOLE_BATCH], text, severity)
 
 
 def shapes_and_dtypes(batch: TensorDictBase, keys: Sequence[NestedKey]) -> Iterator[Breach]:
@@ -49,7 +163,7 @@ def padding(batch: TensorDictBase) -> Iterator[Breach]:
         yield Breach("padding", rows, "a padded row is marked is_init")
 
 
-def done_flags(c: Columns) -> Iterator[Breach]:
+def done_flags(c: RealRows) -> Iterator[Breach]:
     """``done``, ``done_without_reason``: done is terminated or truncated."""
     if c.done is None:
         return
@@ -62,20 +176,20 @@ def done_flags(c: Columns) -> Iterator[Breach]:
         yield Breach("done_without_reason", rows, "done is True but neither terminated nor truncated is")
 
 
-def step_counts(c: Columns) -> Iterator[Breach]:
+def step_counts(c: RealRows) -> Iterator[Breach]:
     """``step_count``, ``next_step_count``: up by one along a run, never negative, the next one more."""
     if c.step is None:
         return
     jumps = ~c.ends[:-1] & (c.step[1:] != c.step[:-1] + 1)
     yield Breach("step_count", c.rows(jumps, 1), "step_count is not one more than in the row before")
     yield Breach("step_count", c.rows(c.step < 0), "step_count is negative")
-    following = usable(c.batch, next_key(STEP_COUNT))
-    if following is not None:
-        rows = c.rows(following != c.step + 1)
+    next_step = usable(c.batch, next_key(STEP_COUNT))
+    if next_step is not None:
+        rows = c.rows(next_step != c.step + 1)
         yield Breach("next_step_count", rows, "('next', 'step_count') is not step_count + 1")
 
 
-def first_rows(c: Columns) -> Iterator[Breach]:
+def first_rows(c: RealRows) -> Iterator[Breach]:
     """``is_init``: every row at step 0 has it, and outside of slices no other row.
 
     A run of a sampled slice may begin in mid-episode. A batch is taken for slices if each of its runs
@@ -89,7 +203,7 @@ def first_rows(c: Columns) -> Iterator[Breach]:
         yield Breach("is_init", rows, "is_init is True in mid-episode, and the batch is no batch of slices")
 
 
-def after_done(c: Columns) -> Iterator[Breach]:
+def after_done(c: RealRows) -> Iterator[Breach]:
     """``after_done``: what follows a done row begins something new.
 
     Where the next row has another id or another step, it may be the middle of another env's window, which
@@ -108,7 +222,7 @@ def after_done(c: Columns) -> Iterator[Breach]:
     yield Breach("after_done", c.rows(candidate, 1), "the row before is done, but is_init is False", severity)
 
 
-def silent_resets(c: Columns) -> Iterator[Breach]:
+def silent_resets(c: RealRows) -> Iterator[Breach]:
     """``silent_reset``: a trajectory starts again although the row before is not done.
 
     Slices sampled without truncation marks look alike, so in a batch of slices it is only ``suspicious``,
@@ -125,7 +239,7 @@ def silent_resets(c: Columns) -> Iterator[Breach]:
     yield Breach("silent_reset", c.rows(again, 1), text, "suspicious" if c.sliced else "error")
 
 
-def trajectory_ids(c: Columns) -> Iterator[Breach]:
+def trajectory_ids(c: RealRows) -> Iterator[Breach]:
     """``traj_id``: an id names one trajectory, and a trajectory has one id.
 
     Slices repeat rows, so the same (id, step) may come back, but only as the same transition, and a
@@ -136,9 +250,11 @@ def trajectory_ids(c: Columns) -> Iterator[Breach]:
     yield Breach("traj_id", c.rows(c.ids < 0), "the trajectory id is negative: no env wrote this row")
     if c.step is None:
         return
+    # rows sorted by id, then by step, then by place: neighbours are the candidates for twins
     order = c.step.argsort(stable=True)
     order = order[c.ids[order].argsort(stable=True)]
     before, after = order[:-1], order[1:]
+    # the same step of the same id, and whether it is another transition
     twin = (c.ids[before] == c.ids[after]) & (c.step[before] == c.step[after])
     differs = torch.zeros_like(twin)
     for key in {ACTION, *c.keys}:
@@ -151,6 +267,7 @@ def trajectory_ids(c: Columns) -> Iterator[Breach]:
     )
     yield Breach("traj_id", c.rows(other), text)
     if c.terminated is not None:
+        # a later step of an id whose earlier step terminated
         late = (c.ids[before] == c.ids[after]) & (c.step[before] < c.step[after]) & c.terminated[before]
         other = torch.zeros_like(c.ends)
         other[after[late]] = True
@@ -158,26 +275,25 @@ def trajectory_ids(c: Columns) -> Iterator[Breach]:
     yield Breach("traj_id", c.rows(_changed_midway(c), 1), "the id changes, but the trajectory goes on")
 
 
-def _changed_midway(c: Columns) -> Tensor:
+def _changed_midway(c: RealRows) -> Tensor:
     """Rows whose successor continues them in step and observation under another id."""
     pairs = c.pairs()
     changed = torch.zeros_like(c.ends[:-1])
     if c.ids is None or c.step is None or not pairs:
         return changed
+    # another id, but the next step, and the observation that was announced
     goes_on = (c.ids[1:] != c.ids[:-1]) & (c.step[1:] == c.step[:-1] + 1)
-    for flag in (
-        c.done[:-1] if c.done is not None else None,
-        c.is_init[1:] if c.is_init is not None else None,
-    ):
-        if flag is not None:
-            goes_on &= ~flag
+    if c.done is not None:
+        goes_on &= ~c.done[:-1]
+    if c.is_init is not None:
+        goes_on &= ~c.is_init[1:]
     for _, now, later in pairs:
         goes_on &= same(later[:-1], now[1:])
         changed |= ~same(now[1:], now[:-1])  # a constant observation shows nothing
     return goes_on & changed
 
 
-def next_observations(c: Columns) -> Iterator[Breach]:
+def next_observations(c: RealRows) -> Iterator[Breach]:
     """``next_observation``: inside a run, a row's next observation is the observation of the row after."""
     for key, now, later in c.pairs():
         rows = c.rows(~c.ends[:-1] & ~same(later[:-1], now[1:]))
@@ -185,7 +301,7 @@ def next_observations(c: Columns) -> Iterator[Breach]:
         yield Breach("next_observation", rows, text)
 
 
-def not_numbers(c: Columns) -> Iterator[Breach]:
+def not_numbers(c: RealRows) -> Iterator[Breach]:
     """``nan``, ``delta``: no NaN in observations and rewards, no overflow in deltas."""
     for key in (*c.keys, REWARD):
         column = c.batch.get(key, None)
@@ -203,7 +319,7 @@ def not_numbers(c: Columns) -> Iterator[Breach]:
             yield Breach("delta", rows, text)
 
 
-def reset_as_next(c: Columns) -> Iterator[Breach]:
+def reset_as_next(c: RealRows) -> Iterator[Breach]:
     """``reset_as_next`` (suspicious): the next observation of an ended row is the next episode's first."""
     pairs = c.pairs()
     if c.done is None or not pairs or (c.step is None and c.ids is None):
@@ -221,7 +337,7 @@ def reset_as_next(c: Columns) -> Iterator[Breach]:
     yield Breach("reset_as_next", c.rows(fresh & moves), text, "suspicious")
 
 
-def jumps_to_reset(c: Columns) -> Iterator[Breach]:
+def jumps_to_reset(c: RealRows) -> Iterator[Breach]:
     """``obs_jump`` (suspicious): inside a run, a floating observation leaps to exactly a first observation.
 
     Decidable only where resets repeat bit for bit. The leap must be over twice the median move, so that
@@ -234,12 +350,15 @@ def jumps_to_reset(c: Columns) -> Iterator[Breach]:
         if column is None or not column.is_floating_point() or len(c.at) < 2:
             continue
         flat = column.reshape(len(c.at), -1)
+        # how far the observation moves from each row to the next
         move = (flat[1:] - flat[:-1]).abs().sum(1)
         inner = ~c.ends[:-1]
         if not bool(inner.any()):
             return
+        # equal observations get equal numbers
         _, kind = flat.unique(dim=0, return_inverse=True)
         start_like = torch.isin(kind[1:], kind[c.is_init])
+        # in a run, to an observation that some first row has, and far
         leaps = inner & start_like & (move > 2 * move[inner].median())
         text = (
             f"{key!r} jumps to the first observation of an episode, but nothing says that the env was reset"
@@ -247,10 +366,11 @@ def jumps_to_reset(c: Columns) -> Iterator[Breach]:
         yield Breach("obs_jump", c.rows(leaps, 1), text, "suspicious")
 
 
-def one_length(c: Columns) -> Iterator[Breach]:
+def one_length(c: RealRows) -> Iterator[Breach]:
     """``same_length`` (suspicious): five or more episodes of one length > 1, all terminated."""
     if c.step is None or c.terminated is None or (c.truncated is not None and bool(c.truncated.any())):
         return
+    # terminated rows' steps are the lengths of their episodes
     lengths = c.step[c.terminated] + 1
     episodes = len(lengths) if c.ids is None else len(torch.unique(c.ids[c.terminated]))
     if episodes >= 5 and bool((lengths == lengths[0]).all()) and int(lengths[0]) > 1:
@@ -261,7 +381,7 @@ def one_length(c: Columns) -> Iterator[Breach]:
         yield whole("same_length", text, "suspicious")
 
 
-RULES: tuple[Callable[[Columns], Iterator[Breach]], ...] = (
+RULES: tuple[Callable[[RealRows], Iterator[Breach]], ...] = (
     done_flags,
     step_counts,
     first_rows,

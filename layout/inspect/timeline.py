@@ -1,26 +1,40 @@
 """A batch as a picture: its runs as ribbons, with marks where and how they begin and end."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from tensordict import TensorDictBase
 
-from flatroll.layout.inspect.timeline_lanes import (
-    BEGINS,
-    RESUMES,
-    Ints,
-    Lanes,
-    Runs,
-    find_runs,
-    lay_out,
-    to_numpy,
+from flatroll.layout.boundaries import run_ends
+from flatroll.layout.keys import (
+    DONE,
+    IS_INIT,
+    MASK,
+    STEP_COUNT,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+    NestedKey,
+    as_tuple,
+    flat_column,
+    optional_marker,
+    require,
 )
-from flatroll.layout.keys import TRAJ_IDS, NestedKey, as_tuple, require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+Ints = npt.NDArray[np.int64]
+
+# Up to this many runs stand one per lane; more are laid end to end in lines, like words in a text.
+MOST_LANES = 48
+MOST_LINES = 30
+
+# How a run begins and ends; numbers of the entries of MARKS.
+BEGINS, RESUMES, TERMINATES, TRUNCATES, IS_CUT = range(5)
 
 # Marks take Okabe and Ito's colours, which colour-blind readers tell apart; their shapes differ as well.
 INK, MUTED, TRACK, PAPER = "#37424d", "#7d8791", "#f6f8fa", "#ffffff"
@@ -77,31 +91,126 @@ def timeline(
         text = 'timeline draws with matplotlib, which is not installed: pip install "flatroll[plot]"'
         raise ImportError(text) from error
     runs, rows = find_runs(batch)
-    if len(runs) == 0:
+    if not len(runs.first):
         raise ValueError("batch has no rows to draw")
-    shown = runs.head(max_runs)
+    shown = RunColumns(*(column[:max_runs] for column in runs))
     lanes = lay_out(shown)
+    if not title:
+        title = (
+            f"{int(runs.length.sum()):,} rows in {len(runs.first):,} run{'s' if len(runs.first) != 1 else ''}"
+        )
+        if len(shown.first) < len(runs.first):
+            title += f", the first {len(shown.first):,} shown"
     if ax is None:
         height = min(max(0.2 * lanes.count + 1.1, 1.8), 8.5)
         ax = plt.subplots(figsize=(9.0, height), layout="constrained")[1]
-    _frame(ax, lanes, rows, title or _title(runs, shown))
-    _ribbons(ax, lanes, shown, _colours(batch, rows, color_by))
-    _marks(ax, lanes, shown)
+    _draw_frame(ax, lanes, rows, title)
+    _draw_ribbons(ax, lanes, shown, *_colour_values(batch, rows, color_by))
+    _draw_marks(ax, lanes, shown)
     return ax
 
 
-def _title(runs: Runs, shown: Runs) -> str:
-    rows = f"{int(runs.length.sum()):,} rows in {len(runs):,} run{'s' if len(runs) != 1 else ''}"
-    return rows if len(shown) == len(runs) else f"{rows}, the first {len(shown):,} shown"
+class RunColumns(NamedTuple):
+    """Runs in order, a column per property; int64 ``[R]``."""
+
+    first: Ints  # first row, counted among the real rows
+    length: Ints
+    step: Ints  # step of the first row; empty if the batch does not count steps
+    begin: Ints  # BEGINS or RESUMES
+    end: Ints  # TERMINATES, TRUNCATES or IS_CUT
 
 
-def _frame(ax: "Axes", lanes: Lanes, rows: Ints, title: str) -> None:
+def find_runs(batch: TensorDictBase) -> tuple[RunColumns, Ints]:
+    """The runs of the real rows, and the numbers of those rows."""
+    mask = optional_marker(batch, MASK)
+    rows = np.arange(batch.batch_size.numel()) if mask is None else np.flatnonzero(_to_numpy(mask))
+    last = np.flatnonzero(_to_numpy(run_ends(batch))[rows])
+    # each run begins one row after the last row of the run before
+    first = np.concatenate([[0], last[:-1] + 1]).astype(np.int64)[: len(last)]
+    step, begins = np.zeros(0, np.int64), np.ones(len(first), np.bool_)
+    is_init = optional_marker(batch, IS_INIT)
+    if batch.get(STEP_COUNT, None) is not None:
+        step = _to_numpy(flat_column(batch.get(STEP_COUNT), batch, STEP_COUNT))[rows][first]
+        begins = step == 0
+    elif is_init is not None:
+        begins = _to_numpy(is_init)[rows][first]
+    flags = (optional_marker(batch, key) for key in (TERMINATED, TRUNCATED, DONE))
+    terminated, truncated, done = (
+        np.zeros(len(last), bool) if flag is None else _to_numpy(flag)[rows][last] for flag in flags
+    )
+    # Done for no reason given is drawn as truncated: consumers bootstrap there.
+    end = np.select([terminated, truncated | done], [TERMINATES, TRUNCATES], IS_CUT)
+    return RunColumns(first, last - first + 1, step, np.where(begins, BEGINS, RESUMES), end), rows
+
+
+def _to_numpy(column: torch.Tensor) -> npt.NDArray[Any]:
+    """One value per row, on the host."""
+    return column.detach().reshape(-1).cpu().numpy()
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Where runs are drawn: pieces of runs, int64 ``[P]``, and the axes around them."""
+
+    count: int
+    run: Ints  # of each piece
+    skipped: Ints  # rows of its run before the piece
+    lane: Ints
+    x: Ints
+    width: Ints
+    xlabel: str
+    heads: Ints  # which real row each lane begins with
+    continuous: bool = False
+
+    def at(self, runs: Ints, rows: Ints) -> tuple[npt.NDArray[Any], Ints]:
+        """x (of its middle) and lane of row ``rows[k]`` of run ``runs[k]``."""
+        # pieces are in order of run, then of row: the last piece that does not begin after the row holds it
+        key = self.run * (1 << 40) + self.skipped
+        piece = np.searchsorted(key, runs * (1 << 40) + rows, side="right") - 1
+        return self.x[piece] + (rows - self.skipped[piece]) + 0.5, self.lane[piece]
+
+
+def lay_out(runs: RunColumns) -> Lanes:
+    """A lane for each of a few runs; many runs end to end, broken into lines of one width."""
+    count = len(runs.first)
+    if count > MOST_LANES:
+        return _end_to_end(runs)
+    # along the steps of the episode, unless that would shrink the runs to dots
+    every, zero = np.arange(count), np.zeros(count, np.int64)
+    x, xlabel = zero, "row within the run"
+    if len(runs.step) and int((runs.step + runs.length).max()) <= 20 * float(np.median(runs.length)):
+        x, xlabel = runs.step, "step of the episode"
+    return Lanes(count, every, zero, every, x, runs.length, xlabel, runs.first)
+
+
+def _end_to_end(runs: RunColumns) -> Lanes:
+    total = int(runs.length.sum())
+    # the width of a line: at least 20, and the next round number after what MOST_LINES lines need
+    least = total / MOST_LINES
+    power = 10.0 ** np.floor(np.log10(max(least, 1.0)))
+    width = max(20, int(next(k * power for k in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if k * power >= least)))
+    # lines that each run reaches into, and one piece of it for each
+    start = runs.first - runs.first[0]
+    pieces = (start + runs.length - 1) // width - start // width + 1
+    run = np.repeat(np.arange(len(start)), pieces)
+    nth = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    # a piece runs from the start of its line or of its run to the end of the earlier of both
+    lane = start[run] // width + nth
+    left = np.maximum(start[run], lane * width)
+    right = np.minimum(start[run] + runs.length[run], (lane + 1) * width)
+    count = -(-total // width)
+    skipped, x, heads = left - start[run], left - lane * width, np.arange(count) * width
+    return Lanes(count, run, skipped, lane, x, right - left, "row within the line", heads, continuous=True)
+
+
+def _draw_frame(ax: "Axes", lanes: Lanes, rows: Ints, title: str) -> None:
     right = int((lanes.x + lanes.width).max())
     left = int(lanes.x.min())
     left = 0 if 2 * left < right else left
     margin = 0.012 * (right - left)
     ax.set_xlim(left - margin, right + margin)
     ax.set_ylim(lanes.count - 0.4, -0.6)
+    # at most 24 lanes get a number
     every = max(1, -(-lanes.count // 24))
     ax.set_yticks(np.arange(lanes.count)[::every], [f"{row:,}" for row in rows[lanes.heads[::every]]])
     ax.set_ylabel("first row", color=MUTED, fontsize=8.5)
@@ -116,65 +225,62 @@ def _frame(ax: "Axes", lanes: Lanes, rows: Ints, title: str) -> None:
     ax.set_title(title, loc="left", fontsize=11, color=INK, pad=26)
 
 
-@dataclass(frozen=True)
-class _Colours:
-    """A colour per run, or a value per row for the colour bar."""
-
-    per_run: npt.NDArray[Any] | None = None
-    per_row: npt.NDArray[Any] | None = None
-    name: str = ""
-
-
-def _colours(batch: TensorDictBase, rows: Ints, key: NestedKey | None) -> _Colours:
+def _colour_values(
+    batch: TensorDictBase, rows: Ints, key: NestedKey | None
+) -> tuple[str, npt.NDArray[Any] | None]:
+    """Name and values of the colour column by real row: floats for a colour bar, integers for a tint per trajectory."""
     if key is None:
-        return _Colours()
+        return "", None
     column = require(batch, key)
     if column.numel() != batch.batch_size.numel():
         raise ValueError(
             f"color_by={key!r} must have one value per row, got shape {tuple(column.shape)} in a batch of "
             f"{tuple(batch.batch_size)}"
         )
-    values = to_numpy(column)[rows]
+    values = _to_numpy(column)[rows]
     if as_tuple(key)[-1] == TRAJ_IDS[-1]:
-        return _Colours(per_run=np.unique(values, return_inverse=True)[1])
-    return _Colours(per_row=values.astype(float), name=".".join(as_tuple(key)))
+        return "", np.unique(values, return_inverse=True)[1]
+    return ".".join(as_tuple(key)), values.astype(float)
 
 
-def _ribbons(ax: "Axes", lanes: Lanes, runs: Runs, colours: _Colours) -> None:
+def _draw_ribbons(
+    ax: "Axes", lanes: Lanes, runs: RunColumns, name: str, values: npt.NDArray[Any] | None
+) -> None:
     from matplotlib.collections import PolyCollection
 
-    if colours.per_row is not None:
-        of = np.repeat(np.arange(len(lanes.run)), lanes.width)
-        place = np.arange(len(of)) - np.repeat(np.cumsum(lanes.width) - lanes.width, lanes.width)
-        boxes = _boxes(lanes.x[of] + place, np.ones(len(of)), lanes.lane[of])
-        values = colours.per_row[runs.first[lanes.run[of]] + lanes.skipped[of] + place]
-        ribbons = PolyCollection(boxes, array=values, cmap="cividis", linewidths=0)
+    if name and values is not None:
+        # a box per row: its piece, and its place in that piece
+        piece = np.repeat(np.arange(len(lanes.run)), lanes.width)
+        place = np.arange(len(piece)) - np.repeat(np.cumsum(lanes.width) - lanes.width, lanes.width)
+        boxes = _boxes(lanes.x[piece] + place, np.ones(len(piece)), lanes.lane[piece])
+        of_rows = values[runs.first[lanes.run[piece]] + lanes.skipped[piece] + place]
+        ribbons = PolyCollection(boxes, array=of_rows, cmap="cividis", linewidths=0)
         ax.add_collection(ribbons)
         bar = ax.figure.colorbar(ribbons, ax=ax, pad=0.01, aspect=30, shrink=0.9)
         bar.outline.set_visible(False)
         bar.ax.tick_params(length=0, labelsize=8, labelcolor=MUTED)
-        bar.set_label(colours.name, color=MUTED, fontsize=8.5)
+        bar.set_label(name, color=MUTED, fontsize=8.5)
         return
-    if colours.per_run is not None:
-        kind = colours.per_run[runs.first][lanes.run]
-        faces = [TINTS[k % len(TINTS)] for k in kind]
+    if values is not None:
+        faces = [TINTS[k % len(TINTS)] for k in values[runs.first][lanes.run]]
     else:
         faces = [RIBBONS[k % 2 if lanes.continuous else 0] for k in lanes.run]
-    ax.add_collection(
-        PolyCollection(_boxes(lanes.x, lanes.width, lanes.lane), facecolors=faces, linewidths=0)
-    )
+    boxes = _boxes(lanes.x, lanes.width, lanes.lane)
+    ax.add_collection(PolyCollection(boxes, facecolors=faces, linewidths=0))
 
 
 def _boxes(x: npt.NDArray[Any], width: npt.NDArray[Any], lane: Ints) -> list[npt.NDArray[Any]]:
+    """Corners of the boxes from ``x`` to ``x + width`` in their lanes, each ``[4, 2]``."""
     left, right, top, bottom = x, x + width, lane - HALF, lane + HALF
     corners = [(left, top), (right, top), (right, bottom), (left, bottom)]
     return list(np.stack([np.stack(corner, axis=-1) for corner in corners], axis=1))
 
 
-def _marks(ax: "Axes", lanes: Lanes, runs: Runs) -> None:
+def _draw_marks(ax: "Axes", lanes: Lanes, runs: RunColumns) -> None:
     from matplotlib.transforms import ScaledTranslation
 
-    every = np.arange(len(runs))
+    every = np.arange(len(runs.first))
+    # the ribbon's height in points, by which the marks are sized
     lane_points = ax.get_window_extent().height * 72 / ax.figure.dpi / lanes.count
     ribbon = min(2 * HALF * lane_points, 13.0)
     left = lanes.at(every, np.zeros_like(every))

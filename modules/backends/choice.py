@@ -1,5 +1,6 @@
-"""How the runs of a flat batch are computed, by name."""
+"""The backends of recurrent modules by name, and the one that ``"auto"`` takes."""
 
+import importlib.util
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -7,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from flatroll.modules.backends.packing import DENSE_STEPS, Backend, RunIndex, States, packed, padded
-from flatroll.modules.backends.recurrent_scan import scanned, whole
-from flatroll.modules.backends.triton_scan import check_installed, on_device
+from flatroll.modules.backends.recurrent_scan import scanned, scanned_by_row
+from flatroll.modules.backends.triton_scan import on_device
 
 #: Network, rows ``[N, input_size]``, states ``[N, num_layers, H]`` that are read at first rows, bool ``[N]`` that marks
 #: them; to outputs ``[N, H]`` and states after each row. No shape depends on where runs begin.
@@ -18,8 +19,8 @@ ByRow: TypeAlias = Callable[[nn.RNNBase, Tensor, States, Tensor], tuple[Tensor, 
 WIDE = 128
 
 
-def choice(net: nn.RNNBase, rows: Tensor, index: RunIndex) -> str:
-    """What ``"auto"`` takes, ``"packed"`` or ``"scan"``, by the measurements in docs/benchmarks.md.
+def fastest_backend(net: nn.RNNBase, rows: Tensor, index: RunIndex) -> str:
+    """The backend that ``"auto"`` takes, ``"packed"`` or ``"scan"``, by the measurements in docs/benchmarks.md.
 
     Off the CPU and in two directions packed; ``"triton"`` is never taken, as nobody has measured it on a GPU yet. On
     the CPU scan, except packed where a step has many rows, and for an LSTM where long runs make most steps part of a
@@ -33,29 +34,29 @@ def choice(net: nn.RNNBase, rows: Tensor, index: RunIndex) -> str:
     return "packed" if net.bidirectional or rows.device.type != "cpu" or wide or fused else "scan"
 
 
-def fastest(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tuple[Tensor, States]:
+def automatic(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tuple[Tensor, States]:
     """The backend ``"auto"``."""
-    return BACKENDS[choice(net, rows, index)](net, rows, states, index)
+    return BACKENDS[fastest_backend(net, rows, index)](net, rows, states, index)
 
 
-#: Those that take the runs in rank order.
-BACKENDS: dict[str, Backend] = {"auto": fastest, "packed": packed, "scan": scanned, "pad": padded}
-#: Those that take the rows as they stand.
+#: Backends that take the runs in rank order (longest first).
+BACKENDS: dict[str, Backend] = {"auto": automatic, "packed": packed, "scan": scanned, "pad": padded}
+#: Backends that take the rows as they stand.
 BY_ROW: dict[str, ByRow] = {"triton": on_device}
 
 
 def by_row(name: str, net: nn.RNNBase) -> ByRow | None:
     """How this backend computes rows as they stand, or None where it takes the runs in rank order."""
     if torch.compiler.is_compiling() and name in ("auto", "scan") and not net.bidirectional:
-        return whole
+        return scanned_by_row
     return BY_ROW.get(name)
 
 
 def check_backend(name: str, net: nn.RNNBase) -> None:
-    """Refuse an unknown backend, or one that cannot run this network.
+    """Refuse a backend that cannot run this network.
 
     Raises:
-        ValueError: as said.
+        ValueError: the backend is unknown, or cannot run this kind of network.
         ImportError: it is ``"triton"``, and that is not installed.
     """
     names = (*BACKENDS, *BY_ROW)
@@ -70,5 +71,5 @@ def check_backend(name: str, net: nn.RNNBase) -> None:
             f"recurrent_backend={name!r} needs the stock network, got a python-based one: use 'auto', 'scan' "
             f"or 'triton', or module.make_cudnn_based()"
         )
-    if name == "triton":
-        check_installed()
+    if name == "triton" and importlib.util.find_spec("triton") is None:
+        raise ImportError('recurrent_backend="triton" needs triton: pip install "flatroll[triton]"')

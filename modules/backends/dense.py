@@ -1,4 +1,4 @@
-"""Few GRU runs of one length: the stock network's own call, bit for bit, and its gradient written out.
+"""A GRU over few runs of one length: the stock network's own call, bit for bit, and its gradient written out.
 
 The stock call is fast forward; its backward pass goes over a graph of some fifteen nodes a step. But once the state
 after each row is known, no gate waits for the step before: all are made again by two matrix products, and
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flatroll.modules.backends.gru_scan import gru_scan_backward
 from flatroll.modules.backends.packing import RunIndex, States
 
-#: From so many runs on, the stock network's own backward pass is as fast.
+#: From so many runs on, the stock network's own backward pass is as fast as the one here.
 RUNS = 16
 
 
@@ -32,9 +32,8 @@ def few_long_runs(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex
 def dense_gru(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tuple[Tensor, States]:
     """Arguments and results as for :func:`flatroll.modules.backends.packing.dense`; differentiable once."""
     by_step = rows.view(len(index.first), -1, rows.shape[-1]).transpose(0, 1)
-    first = torch.split(
-        states[0].contiguous(), 1
-    )  # where the stock call has them: its bits depend on that, too
+    # states by layer, in memory as the stock call has them: its bits depend on that, too
+    first = torch.split(states[0].contiguous(), 1)
     finals: list[Tensor] = []
     for layer, weights in enumerate(net.all_weights):
         if layer and net.dropout:
@@ -68,6 +67,7 @@ class _Layer(torch.autograd.Function):
         rows, first, w_ih, w_hh, b_ih, b_hh, out = ctx.saved_tensors
         (steps, runs, _), shape, first = out.shape, rows.shape, first.squeeze(0)
         rows, out, grad = (x.reshape(steps * runs, -1) for x in (rows, out, grads[0]))
+        # the state before row [t, r] is row [t - 1, r] of the output, of the first step the first state
         gates = _gates(rows, torch.cat([first, out[:-runs]]), w_ih, w_hh, b_ih, b_hh)
         sizes = torch.full((steps,), runs)
         d_rows, d_first, d_ih, d_hh, *biases = gru_scan_backward(
@@ -83,7 +83,7 @@ def _gates(
 ) -> Tensor:
     """The gates of :func:`flatroll.modules.backends.gru_scan.gru_scan`, of rows whose states before are known."""
     hidden = w_hh.shape[1]
-    gates = rows.new_empty(len(rows), 4 * hidden)
+    gates = rows.new_empty(len(rows), 4 * hidden)  # column blocks n r z u
     n, u = gates[:, :hidden], gates[:, 3 * hidden :]
     torch.mm(rows, w_ih.roll(hidden, 0).t(), out=gates[:, : 3 * hidden])
     from_state = before @ w_hh.t()

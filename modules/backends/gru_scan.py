@@ -1,11 +1,17 @@
-"""One layer of a GRU over packed rows; see :mod:`flatroll.modules.backends.recurrent_scan`."""
+"""One layer of a GRU over packed rows, and its gradient (:mod:`flatroll.modules.backends.recurrent_scan`)."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatroll.modules.backends.scan_steps import differentiable, grown, states_before, steps_of, uninitialised
+from flatroll.modules.backends.scan_steps import (
+    differentiable,
+    states_before,
+    step_widths,
+    uninitialised,
+    with_zero_rows,
+)
 
 
 @torch.library.custom_op("flatroll::gru_scan", mutates_args=())
@@ -29,26 +35,26 @@ def gru_scan(
     Returns:
         states after each row ``[N, H]``; gates ``[N, 4 H]``, for the gradient.
     """
-    hidden, steps = w_hh.shape[1], steps_of(sizes)
+    hidden, widths = w_hh.shape[1], step_widths(sizes)
     gates, out = uninitialised(len(rows), 4 * hidden, rows), uninitialised(len(rows), hidden, rows)
+    # the input's part of all steps at once; the stock order r z n, rolled by one block, is n r z
     torch.mm(rows, w_ih.roll(hidden, 0).t(), out=gates[:, : 3 * hidden])
     gates[:, 3 * hidden :] = 0
     if b_ih is not None and b_hh is not None:
         gates[:, : 3 * hidden] += b_ih.roll(hidden)
         gates[:, hidden:] += b_hh
     weight = w_hh.t()
-    n, r, z, u = (torch.split(block, steps) for block in torch.split(gates, hidden, 1))
-    r_and_z, from_state = (
-        torch.split(gates[:, hidden : 3 * hidden], steps),
-        torch.split(gates[:, hidden:], steps),
-    )
-    after, state = torch.split(out, steps), first
-    for t, width in enumerate(steps):
-        state = state[:width]
+    # views of each gate, step by step
+    n, r, z, u = (torch.split(block, widths) for block in torch.split(gates, hidden, 1))
+    r_and_z = torch.split(gates[:, hidden : 3 * hidden], widths)
+    from_state = torch.split(gates[:, hidden:], widths)
+    after, state = torch.split(out, widths), first
+    for t, width in enumerate(widths):
+        state = state[:width]  # runs that have ended are the last ones: they are the shortest
         from_state[t].addmm_(state, weight)
         r_and_z[t].sigmoid_()
         n[t].addcmul_(r[t], u[t]).tanh_()
-        torch.lerp(n[t], state, z[t], out=after[t])
+        torch.lerp(n[t], state, z[t], out=after[t])  # n + z * (state - n)
         state = after[t]
     return out, gates
 
@@ -74,25 +80,28 @@ def gru_scan_backward(
 
     The gradient of a gate is its slope times the gradient of the state after the row.
     """
-    hidden, steps = w_hh.shape[1], steps_of(sizes)
-    before = states_before(first, out, steps)
+    hidden, widths = w_hh.shape[1], step_widths(sizes)
+    before = states_before(first, out, widths)
     n, r, z, u = torch.split(gates, hidden, 1)
+    # d state / d gate sum, for all rows at once: a sigmoid s has the slope s - s * s, a tanh t has 1 - t * t
     slopes = uninitialised(len(gates), 4 * hidden, gates)
     d_n, d_r, d_z, d_u = torch.split(slopes, hidden, 1)
-    torch.mul(n, n, out=d_n).neg_().add_(1).addcmul_(d_n, z, value=-1)
+    torch.mul(n, n, out=d_n).neg_().add_(1).addcmul_(d_n, z, value=-1)  # (1 - n n)(1 - z)
     torch.mul(d_n, r, out=d_u)
-    torch.mul(d_u, u, out=d_r).addcmul_(d_r, r, value=-1)
-    torch.sub(before, n, out=d_z).mul_(z).addcmul_(d_z, z, value=-1)
-    by_step, to_state = torch.split(slopes.view(-1, 4, hidden), steps), torch.split(slopes[:, hidden:], steps)
-    kept, grads = torch.split(z, steps), torch.split(grad, steps)
-    state = grad.new_zeros(steps[0], hidden)
-    for t in reversed(range(len(steps))):
-        now = state[: steps[t]]
+    torch.mul(d_u, u, out=d_r).addcmul_(d_r, r, value=-1)  # d_n u r (1 - r)
+    torch.sub(before, n, out=d_z).mul_(z).addcmul_(d_z, z, value=-1)  # (before - n) z (1 - z)
+    by_step = torch.split(slopes.view(-1, 4, hidden), widths)
+    to_state = torch.split(slopes[:, hidden:], widths)
+    z_by_step, grads = torch.split(z, widths), torch.split(grad, widths)
+    # back in time: the gradient of the state after a step, which the step's slopes turn into that before it
+    state = grad.new_zeros(widths[0], hidden)
+    for t in reversed(range(len(widths))):
+        now = state[: widths[t]]
         now += grads[t]
         by_step[t].mul_(now.unsqueeze(1))
-        now.mul_(kept[t]).addmm_(to_state[t], w_hh)
+        now.mul_(z_by_step[t]).addmm_(to_state[t], w_hh)
     d_rows, d_ih, d_hh, b_ih, b_hh = gru_gradients(slopes, rows, before, w_ih)
-    return d_rows, grown(state, len(first)), d_ih, d_hh, b_ih, b_hh
+    return d_rows, with_zero_rows(state, len(first)), d_ih, d_hh, b_ih, b_hh
 
 
 def gru_gradients(
@@ -100,6 +109,7 @@ def gru_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of rows, w_ih, w_hh, b_ih and b_hh from those of the gates and the states before each row."""
     hidden = before.shape[1]
+    # the input is read by n r z, the state by r z u; rolling back gives the stock order of the weights
     from_rows, summed = slopes[:, : 3 * hidden], slopes.sum(0)
     return (
         from_rows @ w_ih.roll(hidden, 0),

@@ -1,11 +1,17 @@
-"""One layer of a LSTM over packed rows; see :mod:`flatroll.modules.backends.recurrent_scan`."""
+"""One layer of an LSTM over packed rows, and its gradient (:mod:`flatroll.modules.backends.recurrent_scan`)."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatroll.modules.backends.scan_steps import differentiable, grown, states_before, steps_of, uninitialised
+from flatroll.modules.backends.scan_steps import (
+    differentiable,
+    states_before,
+    step_widths,
+    uninitialised,
+    with_zero_rows,
+)
 
 
 @torch.library.custom_op("flatroll::lstm_scan", mutates_args=())
@@ -19,23 +25,27 @@ def lstm_scan(
     b_hh: Tensor | None,
     sizes: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One layer of an LSTM over packed rows; arguments as for :func:`gru_scan`.
+    """One layer of an LSTM over packed rows; arguments as for `flatroll.modules.backends.gru_scan.gru_scan`.
 
     Returns:
         outputs and cells after each row, each ``[N, H]``; gates ``[N, 4 H]``, for the gradient.
     """
-    hidden, steps = w_hh.shape[1], steps_of(sizes)
+    hidden, widths = w_hh.shape[1], step_widths(sizes)
     out, cells = uninitialised(len(rows), hidden, rows), uninitialised(len(rows), hidden, rows)
+    # the input's part of all steps at once; the stock order i f g o, rolled by one block, is o i f g
     gates = torch.mm(rows, w_ih.roll(hidden, 0).t(), out=uninitialised(len(rows), 4 * hidden, rows))
     if b_ih is not None and b_hh is not None:
         gates += (b_ih + b_hh).roll(hidden)
     weight = w_hh.roll(hidden, 0).t()
-    o, i, f, g = (torch.split(block, steps) for block in torch.split(gates, hidden, 1))
-    o_i_f, by_step = torch.split(gates[:, : 3 * hidden], steps), torch.split(gates, steps)
-    outs, states = torch.split(out, steps), torch.split(cells, steps)
+    # views of each gate, step by step
+    o, i, f, g = (torch.split(block, widths) for block in torch.split(gates, hidden, 1))
+    o_i_f, by_step = torch.split(gates[:, : 3 * hidden], widths), torch.split(gates, widths)
+    outs, states = torch.split(out, widths), torch.split(cells, widths)
     state, cell = first, first_cell
-    for t, width in enumerate(steps):
-        by_step[t].addmm_(state[:width], weight)
+    for t, width in enumerate(widths):
+        by_step[t].addmm_(
+            state[:width], weight
+        )  # runs that have ended are the last ones: they are the shortest
         o_i_f[t].sigmoid_()
         g[t].tanh_()
         cell = torch.mul(f[t], cell[:width], out=states[t]).addcmul_(i[t], g[t])
@@ -71,35 +81,37 @@ def lstm_scan_backward(
     The gradient of ``i``, ``f``, ``g`` is their slope times the gradient of the cell after the row, that of ``o``
     its slope times the gradient of the output.
     """
-    hidden, steps = w_hh.shape[1], steps_of(sizes)
+    hidden, widths = w_hh.shape[1], step_widths(sizes)
     o, i, f, g = torch.split(gates, hidden, 1)
+    # slopes of the gate sums, for all rows at once: a sigmoid s has the slope s - s * s, a tanh t has 1 - t * t
     slopes = uninitialised(len(gates), 4 * hidden, gates)
     d_o, d_i, d_f, d_g = torch.split(slopes, hidden, 1)
-    torch.mul(g, i, out=d_i).addcmul_(d_i, i, value=-1)
-    torch.mul(states_before(first_cell, cells, steps), f, out=d_f).addcmul_(d_f, f, value=-1)
+    torch.mul(g, i, out=d_i).addcmul_(d_i, i, value=-1)  # g i (1 - i)
+    torch.mul(states_before(first_cell, cells, widths), f, out=d_f).addcmul_(d_f, f, value=-1)
     torch.mul(g, g, out=d_g).neg_().add_(1).mul_(i)
     through = cells.tanh()
     torch.mul(through, o, out=d_o).addcmul_(d_o, o, value=-1)
     through.mul_(through).neg_().add_(1).mul_(o)  # what the cell gives to the output
-    d_i_f_g = torch.split(slopes.view(-1, 4, hidden)[:, 1:], steps)
-    by_step, outs, kept, passed = (torch.split(x, steps) for x in (slopes, d_o, f, through))
+    d_i_f_g = torch.split(slopes.view(-1, 4, hidden)[:, 1:], widths)
+    by_step, d_o_by_step, f_by_step, passed = (torch.split(x, widths) for x in (slopes, d_o, f, through))
     weight = w_hh.roll(hidden, 0)
-    state, cell = cells.new_zeros(steps[0], hidden), cells.new_zeros(steps[0], hidden)
-    grads = None if grad is None else torch.split(grad, steps)
-    cell_grads = None if grad_cell is None else torch.split(grad_cell, steps)
-    for t in reversed(range(len(steps))):
-        now, now_cell = state[: steps[t]], cell[: steps[t]]
+    grads = None if grad is None else torch.split(grad, widths)
+    cell_grads = None if grad_cell is None else torch.split(grad_cell, widths)
+    # back in time: the gradients of output and cell after a step become those before it, in place
+    state, cell = cells.new_zeros(widths[0], hidden), cells.new_zeros(widths[0], hidden)
+    for t in reversed(range(len(widths))):
+        now, now_cell = state[: widths[t]], cell[: widths[t]]
         if grads is not None:
             now += grads[t]
         if cell_grads is not None:
             now_cell += cell_grads[t]
         now_cell.addcmul_(now, passed[t])
-        outs[t].mul_(now)
+        d_o_by_step[t].mul_(now)
         d_i_f_g[t].mul_(now_cell.unsqueeze(1))
         torch.mm(by_step[t], weight, out=now)
-        now_cell.mul_(kept[t])
-    d_rows, d_ih, d_hh, bias = lstm_gradients(slopes, rows, states_before(first, out, steps), w_ih)
-    return d_rows, grown(state, len(first)), grown(cell, len(first)), d_ih, d_hh, bias
+        now_cell.mul_(f_by_step[t])
+    d_rows, d_ih, d_hh, bias = lstm_gradients(slopes, rows, states_before(first, out, widths), w_ih)
+    return d_rows, with_zero_rows(state, len(first)), with_zero_rows(cell, len(first)), d_ih, d_hh, bias
 
 
 def lstm_gradients(

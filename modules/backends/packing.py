@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+#: The states of a network: one tensor of a GRU (hidden), two of an LSTM (hidden, cell).
 States: TypeAlias = tuple[Tensor, ...]
+#: Network, rows ``[N, input_size]``, first states ``[num_layers, R, H]`` in rank order, the runs; to outputs
+#: ``[N, H]`` and final states.
 Backend: TypeAlias = Callable[[nn.RNNBase, Tensor, States, "RunIndex"], tuple[Tensor, States]]
 
 #: A stretch of at least so many steps on which no run ends is a plain dense call, which the CPU runs fastest.
@@ -66,12 +69,14 @@ def run_index(starts: Tensor) -> RunIndex:
         raise ValueError("batch must have at least one row, got batch size [0]")
     device, starts = starts.device, starts.cpu()
     first = starts.nonzero().squeeze(1)
+    # lengths of the runs, and how many runs are longer than t, for each step t
     lengths = first.diff(append=first.new_tensor([rows]))
     sorted_lengths, by_rank = lengths.sort(descending=True, stable=True)
     batch_sizes = first.numel() - lengths.bincount().cumsum(0)[:-1]
     first_ranked = first[by_rank]
     order = place = None
     if sorted_lengths[0] != sorted_lengths[-1]:
+        # step t begins at the sum of the steps before it; within a step rows stand by the rank of their run
         rank = torch.empty_like(by_rank).scatter_(0, by_rank, torch.arange(first.numel()))
         run = starts.cumsum(0) - 1
         row = torch.arange(rows)
@@ -124,6 +129,7 @@ def pieces(batch_sizes: Tensor) -> list[Piece]:
         if stretch:
             cut.append(Piece(count, size * count, size, dense=True))
             continue
+        # a piece is as wide as its first step
         width = width if steps else size
         steps, rows = steps + count, rows + size * count
     if steps:
@@ -164,6 +170,7 @@ def _in_pieces(net: nn.RNNBase, rows: Tensor, states: States, sizes: Tensor) -> 
         cut, torch.split(rows, [p.rows for p in cut]), torch.split(sizes, [p.steps for p in cut]), strict=True
     )
     for piece, part, part_sizes in by_piece:
+        # runs that ended before this piece are the last ones by rank: set their final states aside
         if piece.width < states[0].shape[1]:
             ended.append(tuple(state[:, piece.width :] for state in states))
             states = tuple(state[:, : piece.width] for state in states)

@@ -1,4 +1,4 @@
-"""Runs in packed order as two operators per network: the steps forward, and their gradient written out.
+"""The backend ``"scan"``: runs in packed order, by two operators per network, forward and gradient written out.
 
 What need not wait for the step before is done for all rows at once: the product with the input, the slope of
 every gate, the gradients of the weights. What is left of a step is one matrix product and a few elementwise
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from flatroll.modules.backends.gru_scan import gru_scan
 from flatroll.modules.backends.lstm_scan import lstm_scan
 from flatroll.modules.backends.packing import RunIndex, States, dense, run_index
+from flatroll.modules.backends.scan_steps import run_layers
 
 #: One layer, by the mode of the network.
 OPERATORS: Mapping[str, Callable[..., Any]] = {"GRU": gru_scan, "LSTM": lstm_scan}
@@ -30,14 +31,15 @@ def scanned(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> t
     """The backend ``"scan"``; arguments and results as for :func:`flatroll.modules.backends.packing.packed`."""
     if index.order is None or index.place is None:
         return dense(net, rows, states, index)
-    out, after = layers(net, rows.index_select(0, index.order), states, index.batch_sizes)
+    out, after = run_layers(OPERATORS, net, rows.index_select(0, index.order), states, index.batch_sizes)
+    # packed positions of the runs' last rows, whose states are the final ones
     last = index.place.index_select(0, index.last)
     finals = tuple(torch.stack([layer.index_select(0, last) for layer in state]) for state in after)
     return out.index_select(0, index.place), finals
 
 
-def whole(net: nn.RNNBase, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
-    """The same for graphs of fixed shapes: no shape depends on where runs begin.
+def scanned_by_row(net: nn.RNNBase, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
+    """The backend ``"scan"`` inside ``torch.compile``: no shape depends on where runs begin.
 
     Args:
         rows: ``[N, input_size]``.
@@ -49,36 +51,9 @@ def whole(net: nn.RNNBase, rows: Tensor, stored: States, starts: Tensor) -> tupl
     """
     order, place, sizes = run_order(starts)
     first = tuple(state.index_select(0, order).transpose(0, 1) for state in stored)
-    out, after = layers(net, rows.index_select(0, order), first, sizes)
+    out, after = run_layers(OPERATORS, net, rows.index_select(0, order), first, sizes)
     in_place = tuple(torch.stack([x.index_select(0, place) for x in state], 1) for state in after)
     return out.index_select(0, place), in_place
-
-
-def layers(
-    net: nn.RNNBase,
-    rows: Tensor,
-    states: States,
-    *where: Tensor,
-    operators: Mapping[str, Callable[..., Any]] = OPERATORS,
-) -> tuple[Tensor, tuple[list[Tensor], ...]]:
-    """All layers over packed rows: the output, and of each state, layer by layer, what it is after each row.
-
-    Args:
-        net, rows: as above.
-        states: first states, each ``[num_layers, M, H]``.
-        where: what says to the operator where runs are: the batch sizes.
-        operators: of one layer, by the mode of the network.
-    """
-    after: tuple[list[Tensor], ...] = tuple([] for _ in states)
-    for layer, weights in enumerate(net.all_weights):
-        if layer and net.dropout:
-            rows = nn.functional.dropout(rows, net.dropout, net.training)
-        first = [state[layer] for state in states]
-        *results, _ = operators[net.mode](rows, *first, *(*weights, None, None)[:4], *where)
-        for column, result in zip(after, results, strict=True):
-            column.append(result)
-        rows = results[0]
-    return rows, after
 
 
 @torch.library.custom_op("flatroll::run_order", mutates_args=())
@@ -88,6 +63,7 @@ def run_order(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows = torch.arange(len(starts), device=starts.device)
     order, place = index.order, index.place
     if order is None or place is None:
+        # runs of one length stand as [runs, steps]; packed order is [steps, runs]
         order = rows.view(len(index.first), -1).t().flatten()
         place = torch.empty_like(order).scatter_(0, order, rows)
     sizes = torch.zeros(len(starts), dtype=torch.int64)
@@ -96,6 +72,6 @@ def run_order(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @run_order.register_fake
-def _(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def run_order_shapes(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows = torch.empty_like(starts, dtype=torch.int64)
     return rows, torch.empty_like(rows), torch.empty_like(rows, device="cpu")

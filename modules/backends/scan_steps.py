@@ -1,39 +1,78 @@
-"""What the scans of GRU and LSTM share: steps, the states before them, how operators become differentiable."""
+"""What the operators of GRU and LSTM share: the steps of packed rows, all layers of a network, their gradients.
 
+Packed rows stand step by step: the first row of every run, longest run first, then the second row of every run that
+has one, and so on (:mod:`flatroll.modules.backends.packing`).
+"""
+
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
-
-from flatroll.kernels.scans.scan import empty_like
+from torch import Tensor, nn
 
 
 def uninitialised(rows: int, columns: int, like: Tensor) -> Tensor:
-    """Uninitialised array, which halves the time of wide batches (:func:`flatroll.kernels.scans.scan.empty_like`)."""
-    shape = like.new_empty(()).expand(rows, columns)
-    on_cpu = like.device.type == "cpu" and like.dtype in (torch.float32, torch.float64)
-    return empty_like(shape) if on_cpu else torch.empty_like(shape, memory_format=torch.contiguous_format)
+    """An uninitialised tensor ``[rows, columns]`` of the dtype and device of ``like``.
+
+    On the CPU the memory is NumPy's, which asks the system for huge pages: half the time of wide batches.
+    """
+    if like.device.type == "cpu" and like.dtype in (torch.float32, torch.float64):
+        return torch.from_numpy(
+            np.empty((rows, columns), np.float32 if like.dtype is torch.float32 else np.float64)
+        )
+    return like.new_empty(rows, columns)
 
 
-def steps_of(sizes: Tensor) -> list[int]:
-    """Runs at each step."""
+def step_widths(sizes: Tensor) -> list[int]:
+    """How many runs have a row at each step, without the zeros that ``sizes`` may be filled up with."""
     return [size for size in sizes.tolist() if size]
 
 
-def states_before(first: Tensor, states: Tensor, steps: list[int]) -> Tensor:
+def states_before(first: Tensor, states: Tensor, widths: list[int]) -> Tensor:
     """The state that each packed row starts from, ``[N, H]``: the row of the step before that has its rank."""
-    rows, width = len(states), steps[0]
-    counts = torch.tensor(steps, device=states.device)
-    back = counts[:-1].repeat_interleave(counts[1:], output_size=rows - width)
-    above = torch.arange(width, rows, device=states.device) - back
-    return torch.cat([first[:width], states.index_select(0, above)])
+    rows, runs = len(states), widths[0]
+    counts = torch.tensor(widths, device=states.device)
+    # the row before stands as many rows back as the step before is wide
+    back = counts[:-1].repeat_interleave(counts[1:], output_size=rows - runs)
+    rows_before = torch.arange(runs, rows, device=states.device) - back
+    return torch.cat([first[:runs], states.index_select(0, rows_before)])
 
 
-def grown(state: Tensor, rows: int) -> Tensor:
-    """``state`` and zeros below, ``rows`` in all."""
-    return (
-        torch.cat([state, state.new_zeros(rows - len(state), state.shape[1])]) if rows > len(state) else state
-    )
+def with_zero_rows(state: Tensor, rows: int) -> Tensor:
+    """``state [M, H]`` and zeros below it, ``rows`` rows in all."""
+    if rows == len(state):
+        return state
+    return torch.cat([state, state.new_zeros(rows - len(state), state.shape[1])])
+
+
+def run_layers(
+    operators: Mapping[str, Callable[..., Any]],
+    net: nn.RNNBase,
+    rows: Tensor,
+    states: tuple[Tensor, ...],
+    *where: Tensor,
+) -> tuple[Tensor, tuple[list[Tensor], ...]]:
+    """All layers over the rows of runs: the output, and for each state, layer by layer, what it is after each row.
+
+    Args:
+        operators: one layer, by the mode of the network (``"GRU"``, ``"LSTM"``).
+        net: ``nn.GRU`` or ``nn.LSTM``, or one of :mod:`flatroll.modules.networks`.
+        rows: ``[N, input_size]``, in the order that the operators take.
+        states: first states, each ``[num_layers, M, H]``.
+        where: tensors that say to the operator where the runs are.
+    """
+    after: tuple[list[Tensor], ...] = tuple([] for _ in states)
+    for layer, weights in enumerate(net.all_weights):
+        if layer and net.dropout:
+            rows = nn.functional.dropout(rows, net.dropout, net.training)
+        first = [state[layer] for state in states]
+        # weights without biases get None in their place; the last result is the gates, for the gradient only
+        *results, _ = operators[net.mode](rows, *first, *(*weights, None, None)[:4], *where)
+        for column, result in zip(after, results, strict=True):
+            column.append(result)
+        rows = results[0]
+    return rows, after
 
 
 def differentiable(operator: Any, backward: Any, states: int) -> None:
@@ -58,10 +97,11 @@ def differentiable(operator: Any, backward: Any, states: int) -> None:
         if all(grad is None for grad in grads[:states]):
             none: tuple[Tensor | None, ...] = (None,) * ctx.count
             return none
-        found: tuple[Tensor, ...] = backward(*grads[:states], *ctx.saved_tensors)
-        biases = (found[-1], found[-1].clone()) if len(found) == weights + 1 else found[weights:]
+        slopes: tuple[Tensor, ...] = backward(*grads[:states], *ctx.saved_tensors)
+        # one gradient for both biases is copied: autograd may add to either in place
+        biases = (slopes[-1], slopes[-1].clone()) if len(slopes) == weights + 1 else slopes[weights:]
         where = (None,) * (ctx.count - weights - 2)
-        return (*found[:weights], *(biases if ctx.biased else (None, None)), *where)
+        return (*slopes[:weights], *(biases if ctx.biased else (None, None)), *where)
 
     operator.register_autograd(gradient, setup_context=save)
     for device in ("cpu", "cuda"):

@@ -6,7 +6,6 @@ nothing. What a kernel leaves to torch is what the operators of :mod:`flatroll.m
 once too: the product with the input, and the gradients of rows and weights.
 """
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,8 +15,7 @@ from torch import Tensor, nn
 from flatroll.modules.backends.gru_scan import gru_gradient_shapes, gru_gradients, gru_shapes
 from flatroll.modules.backends.lstm_scan import lstm_gradient_shapes, lstm_gradients, lstm_shapes
 from flatroll.modules.backends.packing import States
-from flatroll.modules.backends.recurrent_scan import layers
-from flatroll.modules.backends.scan_steps import differentiable
+from flatroll.modules.backends.scan_steps import differentiable, run_layers
 
 #: Runs that a program takes at once: the fewest rows that a matrix product of Triton has.
 RUNS = 16
@@ -26,22 +24,8 @@ PROGRAMS = 4
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def check_installed() -> None:
-    """Refuse the backend where Triton is not.
-
-    Raises:
-        ImportError: as said, with the extra to install.
-    """
-    if importlib.util.find_spec("triton") is None:
-        raise ImportError('recurrent_backend="triton" needs triton: pip install "flatroll[triton]"')
-
-
 def on_device(net: nn.RNNBase, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
-    """:func:`in_runs`, which is for CUDA tensors.
-
-    Raises:
-        ValueError: other tensors.
-    """
+    """Refuse tensors that are not on CUDA (ValueError), else compute :func:`in_runs`."""
     if rows.device.type != "cuda":
         raise ValueError(
             f"recurrent_backend='triton' needs CUDA tensors, got rows on {rows.device}: move module and batch to a "
@@ -74,7 +58,7 @@ def in_runs(net: nn.RNNBase, rows: Tensor, stored: States, starts: Tensor) -> tu
     if rows.dtype not in DTYPES:
         raise TypeError(f"rows must be one of {', '.join(map(str, DTYPES))}, got {rows.dtype}")
     by_layer = tuple(state.transpose(0, 1) for state in stored)
-    out, after = layers(net, rows, by_layer, starts, *run_list(starts), operators=OPERATORS)
+    out, after = run_layers(OPERATORS, net, rows, by_layer, starts, *run_list(starts))
     return out, tuple(torch.stack(state, 1) for state in after)
 
 
@@ -90,8 +74,10 @@ def run_list(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     rows = torch.arange(len(starts), device=starts.device)
     end = rows.new_full((1,), len(starts))
+    # for each row the start at or after the next row: the least of the starts behind it
     later = torch.cat([torch.where(starts, rows, end)[1:], end])
     next_start = later.flip(0).cummin(0).values.flip(0)
+    # rows that start no run have length 0, so sorting puts them behind all runs
     lengths = torch.where(starts, next_start - rows, 0).int()
     lengths, firsts = lengths.sort(descending=True, stable=True)
     return starts.sum(), firsts, lengths
@@ -149,17 +135,17 @@ def _programs(rows: Tensor) -> int:
     """Enough to fill the device, no more than there can be blocks of runs. In Triton's interpreter, two."""
     if not rows.is_cuda:
         return 2
-    found = torch.cuda.get_device_properties(rows.device).multi_processor_count
-    return min(-(-len(rows) // RUNS), PROGRAMS * found)
+    multiprocessors = torch.cuda.get_device_properties(rows.device).multi_processor_count
+    return min(-(-len(rows) // RUNS), PROGRAMS * multiprocessors)
 
 
-def _room(programs: int, hidden: int, like: Tensor) -> Tensor:
-    """For the gradient of the state after a row, of each run that a program has in hand."""
+def _carry(programs: int, hidden: int, like: Tensor) -> Tensor:
+    """Memory for the gradient of the state after a row, of each run that a program has in hand."""
     dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
     return torch.empty(programs * RUNS, hidden, dtype=dtype, device=like.device)
 
 
-def _by_row(states: Tensor) -> Tensor:
+def _dense_rows(states: Tensor) -> Tensor:
     """States whose rows are dense, though they may stand apart, or be one and the same."""
     if states.stride(0) == 0:
         return states[:1].contiguous().expand_as(states)
@@ -191,17 +177,18 @@ def gru_triton(
     Returns:
         states after each row ``[N, H]``; gates ``[N, 4 H]``, for the gradient.
     """
-    hidden, first = w_hh.shape[1], _by_row(first)
+    hidden, first = w_hh.shape[1], _dense_rows(first)
     out, gates = rows.new_empty(len(rows), hidden), rows.new_empty(len(rows), 4 * hidden)
     from_rows, bias = gates[:, : 3 * hidden], w_hh.new_zeros(hidden)
     torch.mm(rows, w_ih.roll(hidden, 0).t(), out=from_rows)
     if b_ih is not None and b_hh is not None:
+        # u alone has a bias of its own: the reset gate multiplies the state's part of n, bias included
         bias = b_hh[2 * hidden :].clone()
         from_rows += b_ih.roll(hidden) + torch.cat([torch.zeros_like(bias), b_hh[: 2 * hidden]])
     runs = (count, firsts, lengths)
     weight = w_hh.contiguous()
-    given = (*runs, first, first.stride(0), weight, bias, gates, out)
-    _launch("gru_forward", rows, hidden, _programs(rows), *given)
+    arguments = (*runs, first, first.stride(0), weight, bias, gates, out)
+    _launch("gru_forward", rows, hidden, _programs(rows), *arguments)
     return out, gates
 
 
@@ -222,9 +209,9 @@ def gru_triton_backward(
     """Gradients of rows, first, w_ih, w_hh, b_ih and b_hh."""
     hidden, programs = w_hh.shape[1], _programs(rows)
     before, slopes = _states_before(first, out, starts), torch.empty_like(gates)
-    d_first, carry = torch.zeros_like(out), _room(programs, hidden, out)
-    given = (grad.contiguous(), before, w_hh.contiguous(), gates, slopes, d_first, carry)
-    _launch("gru_backward", rows, hidden, programs, count, firsts, lengths, *given)
+    d_first, carry = torch.zeros_like(out), _carry(programs, hidden, out)
+    arguments = (grad.contiguous(), before, w_hh.contiguous(), gates, slopes, d_first, carry)
+    _launch("gru_backward", rows, hidden, programs, count, firsts, lengths, *arguments)
     d_rows, d_ih, d_hh, b_ih, b_hh = gru_gradients(slopes, rows, before, w_ih)
     return d_rows, d_first, d_ih, d_hh, b_ih, b_hh
 
@@ -248,7 +235,7 @@ def lstm_triton(
     Returns:
         outputs and cells after each row, each ``[N, H]``; gates ``[N, 4 H]``, for the gradient.
     """
-    hidden, first, first_cell = w_hh.shape[1], _by_row(first), _by_row(first_cell)
+    hidden, first, first_cell = w_hh.shape[1], _dense_rows(first), _dense_rows(first_cell)
     out, cells = rows.new_empty(len(rows), hidden), rows.new_empty(len(rows), hidden)
     weight = w_ih.roll(hidden, 0).t()
     if b_ih is not None and b_hh is not None:
@@ -256,8 +243,8 @@ def lstm_triton(
     else:
         gates = rows @ weight
     states = (first, first.stride(0), first_cell, first_cell.stride(0))
-    given = (count, firsts, lengths, *states, w_hh.roll(hidden, 0), gates, out, cells)
-    _launch("lstm_forward", rows, hidden, _programs(rows), *given)
+    arguments = (count, firsts, lengths, *states, w_hh.roll(hidden, 0), gates, out, cells)
+    _launch("lstm_forward", rows, hidden, _programs(rows), *arguments)
     return out, cells, gates
 
 
@@ -279,13 +266,13 @@ def lstm_triton_backward(
     lengths: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of rows, first, first_cell, w_ih, w_hh and of either bias."""
-    hidden, programs, first_cell = w_hh.shape[1], _programs(rows), _by_row(first_cell)
+    hidden, programs, first_cell = w_hh.shape[1], _programs(rows), _dense_rows(first_cell)
     slopes, d_first, d_cell = torch.empty_like(gates), torch.zeros_like(out), torch.zeros_like(out)
     grads = (out if grad is None else grad.contiguous(), out if grad_cell is None else grad_cell.contiguous())
-    given = (*grads, first_cell, first_cell.stride(0), w_hh.roll(hidden, 0), cells, gates)
-    results = (slopes, d_first, d_cell, _room(programs, hidden, out), _room(programs, hidden, out))
+    arguments = (*grads, first_cell, first_cell.stride(0), w_hh.roll(hidden, 0), cells, gates)
+    results = (slopes, d_first, d_cell, _carry(programs, hidden, out), _carry(programs, hidden, out))
     used = {"GRAD": grad is not None, "GRAD_CELL": grad_cell is not None}
-    _launch("lstm_backward", rows, hidden, programs, count, firsts, lengths, *given, *results, **used)
+    _launch("lstm_backward", rows, hidden, programs, count, firsts, lengths, *arguments, *results, **used)
     d_rows, d_ih, d_hh, bias = lstm_gradients(slopes, rows, _states_before(first, out, starts), w_ih)
     return d_rows, d_first, d_cell, d_ih, d_hh, bias
 

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flatroll.kernels import slices
 from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, STATE
+from flatroll.kernels.slices import links, publishing
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def interleaved() -> dict[str, Any]:
     none = np.zeros(0, np.int64)
     for i in range(1400):
         before = np.full(1, i % 2 if i >= 2 else -1)
-        slices.publish(
+        publishing.publish(
             *tables.values(), 1, np.zeros(1, np.int64), np.full(1, i % 2), np.zeros(1, np.bool_), none, before,
             np.full(1, -1), none, none, np.zeros(1, np.int64),
         )  # fmt: skip
@@ -31,7 +31,7 @@ def interleaved() -> dict[str, Any]:
 def locate(tables: dict[str, Any], chain: int, offset: int) -> tuple[int, int]:
     """Fragment that holds ``offset``, and the links followed to it."""
     number, count = int(tables["chains"]["last"][chain]), 0
-    while (back := slices._back(tables["state"], tables["fragments"], number, offset)) != number:
+    while (back := links.step_back(tables["state"], tables["fragments"], number, offset)) != number:
         number, count = back, count + 1
     return number, count
 
@@ -58,7 +58,7 @@ def test_spans_are_those_of_a_skew_binary_number(interleaved: dict[str, Any]) ->
 def test_dropped_fragments_are_never_visited(interleaved: dict[str, Any]) -> None:
     state, fragments, chains, _ = interleaved.values()
     touched = np.zeros(2048, np.int64)
-    slices.claim(state, 1401, 801, fragments, chains, np.zeros(0, np.int64), touched)
+    publishing.claim(state, 1401, 801, fragments, chains, np.zeros(0, np.int64), touched)
     assert state["head"][0] == 800 and state["first"][0] == 800
     fragments[:800] = -(2**30)  # whoever reads them goes astray
     for offset in range(400, 700):
@@ -70,15 +70,15 @@ def test_hash_table_finds_what_was_put_whatever_the_ids() -> None:
     table = np.zeros(512, ENTRY)
     chains = np.zeros(256, CHAIN)
     for i, key in enumerate(ids):
-        at = slices._entry(table, key)
+        at = publishing._entry(table, key)
         assert table["chain"][at] == 0
         table[at] = (key, i + 1)
         chains[i] = (key, 1, 0, 0, 0, i % 2)
-    found = [int(table["chain"][slices._entry(table, key)]) - 1 for key in ids]
+    found = [int(table["chain"][publishing._entry(table, key)]) - 1 for key in ids]
     assert found == list(range(len(ids)))
     larger = np.zeros(1024, ENTRY)
-    assert slices.rehash(table, chains, larger) == sum(i % 2 for i in range(len(ids)))
-    kept = [int(larger["chain"][slices._entry(larger, key)]) - 1 for key in ids]
+    assert publishing.rehash(table, chains, larger) == sum(i % 2 for i in range(len(ids)))
+    kept = [int(larger["chain"][publishing._entry(larger, key)]) - 1 for key in ids]
     assert kept == [i if i % 2 else -1 for i in range(len(ids))]
 
 
@@ -92,7 +92,7 @@ def test_fenwick_tree_holds_the_sums_of_the_weights(start: bool, strict: bool, s
     for _ in range(50):
         touched = random.integers(0, 64, 10)
         chains["total"][touched] = random.integers(0, 20, 10)
-        slices.weigh(chains, touched, 10, weight, tree, 6, start, strict, span)
+        publishing.weigh(chains, touched, 10, weight, tree, 6, start, strict, span)
         n = chains["total"]
         places = np.maximum(n - 6 + 1 + span, 1) if start else np.ones_like(n)
         expected = np.where(n >= (6 if strict else 1), places, 0)

@@ -17,6 +17,7 @@ from flatroll.layout import (
     observation_keys,
     require,
 )
+from flatroll.layout.keys import optional_marker, plain_key, renamed, under_next, without_next
 
 
 def test_next_of_a_key():
@@ -104,3 +105,33 @@ def test_importing_the_room_imports_no_heavy_package():
         check=True,
     )
     assert shown.stdout.strip() == "[]"
+
+
+def test_a_key_moves_under_next_and_back_once():
+    for key in ("reward", ("reward",), ("next", "reward")):
+        assert under_next(key) == ("next", "reward")
+        assert without_next(key) == "reward"
+    assert without_next(("next", "agents", "pos")) == without_next(("agents", "pos")) == ("agents", "pos")
+    assert under_next(under_next(("agents", "pos"))) == ("next", "agents", "pos")
+
+
+def test_a_key_of_one_name_is_plain():
+    assert plain_key("x") == plain_key(("x",)) == "x"
+    assert plain_key(("next", "x")) == ("next", "x")
+
+
+def test_keys_are_renamed_by_name():
+    keys = {"reward": "reward", "done": ("next", "done")}
+    assert renamed(keys, {"reward": "score", "done": None}) == {"reward": "score", "done": ("next", "done")}
+    assert keys["reward"] == "reward"
+    with pytest.raises(ValueError, match="no key is called rewards; the keys are done, reward"):
+        renamed(keys, {"rewards": "score"})
+
+
+def test_an_optional_marker_may_be_missing_but_not_wrong():
+    batch = TensorDict({IS_INIT: torch.ones(3, 1, dtype=torch.bool), "next": {"done": torch.ones(3)}}, [3])
+    assert optional_marker(batch, TRAJ_IDS) is None
+    is_init = optional_marker(batch, IS_INIT)
+    assert is_init is not None and is_init.tolist() == [True] * 3
+    with pytest.raises(TypeError, match="must be bool, got"):
+        optional_marker(batch, ("next", "done"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flatroll.layout import TRAJ_IDS, timeline
-from flatroll.layout.inspect.timeline_lanes import MOST_LINES, find_runs, lay_out
+from flatroll.layout.inspect.timeline import MOST_LINES, find_runs, lay_out
 
 matplotlib.use("Agg")
 

@@ -220,7 +220,7 @@ def test_auto_takes_the_backend_that_measured_faster():
     def choice(net, lengths):
         starts = torch.zeros(sum(lengths), dtype=torch.bool)
         starts[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = True
-        return backends.choice(net, torch.zeros(sum(lengths), IN), run_index(starts))
+        return backends.fastest_backend(net, torch.zeros(sum(lengths), IN), run_index(starts))
 
     gru, lstm = nn.GRU(IN, HIDDEN, batch_first=True), nn.LSTM(IN, HIDDEN, batch_first=True)
     few_long, many_short, wide = [100, 50], [5, 4, 3, 2] * 5, [2, 1] * 200

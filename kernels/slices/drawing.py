@@ -1,0 +1,275 @@
+"""Compiled kernels that draw slices of trajectories and walk along them: the slots of their rows, in time order.
+
+The index is the tables ``state, fragments, chains`` (`flatroll.kernels.rows.records`) of a ring of ``capacity`` rows.
+Where a kernel takes ``follow`` and ``patch``, it also says where the next observation of each row stands:
+``follow[i]`` becomes the slot of the row after row i in its trajectory, -1 if there is none; if the next observation
+stands in the pool instead, ``patch[:, k]`` becomes (i, pool entry), and the kernel returns how many such patches there
+are. An empty ``follow`` asks for none.
+
+This module imports numba: import it inside the function that needs it.
+"""
+
+import numpy as np
+
+from flatroll.kernels.compiled import Array, Int, Records, compiled
+from flatroll.kernels.rows.raw_memory import ask
+from flatroll.kernels.slices.links import (
+    draw_chain,
+    fragment_stop,
+    row_in_slot_0,
+    rows_in_slots,
+    slot_of,
+    step_back,
+)
+
+
+@compiled()
+def _next_of(
+    fragments: Records,
+    capacity: Int,
+    slot_0: Int,
+    number: Int,
+    next_row: Int,
+    stop: Int,
+    position: Int,
+    follow: Array,
+    patch: Array,
+    patched: Int,
+) -> Int:
+    """Enter what follows the row at ``position`` of the sample into ``follow`` and ``patch``; patches so far.
+
+    The row belongs to fragment ``number``, which ends at row ``stop``; ``next_row`` is the row number after it.
+    """
+    f = fragments[number & (len(fragments) - 1)]
+    if next_row < stop:
+        follow[position] = slot_of(next_row, slot_0, capacity)
+        return patched
+    # the last row of its fragment: the trajectory goes on with the first row of the next fragment, if there is one
+    later = fragments[(number + f.next) & (len(fragments) - 1)].first
+    follow[position] = slot_of(later, slot_0, capacity) if f.next else -1
+    if f.pool < 0:
+        return patched
+    patch[0, patched] = position
+    patch[1, patched] = f.pool
+    return patched + 1
+
+
+@compiled()
+def _ask_for(fragments: Records, number: Int) -> None:
+    """Begin to load fragment ``number`` and where it ends, to be read one round later."""
+    address = np.int64(fragments.ctypes.data) + (number & (len(fragments) - 1)) * fragments.itemsize
+    ask(address)
+    # the last byte of ``first`` of the next fragment, which may be in the next cache line
+    ask(address + fragments.itemsize + 7)
+
+
+@compiled()
+def walk(
+    state: Records,
+    capacity: Int,
+    fragments: Records,
+    number: Array,
+    offset: Array,
+    left: Array,
+    at: Array,
+    slots: Array,
+    follow: Array,
+    patch: Array,
+) -> Int:
+    """Write the slots of ``left[j]`` rows from ``offset[j]`` on to ``slots[at[j]:]``, for each slice j; patches.
+
+    All slices advance by one fragment per round, so that they wait for memory together, not one after another, and
+    ask for it one round ahead.
+
+    Args:
+        number: the last fragment of each slice's chain; changed.
+        offset: first row of each slice, as an offset in its chain; changed.
+        left: rows of each slice, all of them live; changed.
+        at: first position of each slice; changed.
+        slots: int64 ``[rows]``, the result.
+        follow, patch: see above.
+    """
+    mask = len(fragments) - 1
+    # back to the fragments that hold the offsets, one link per round
+    pending = len(number)
+    while pending:
+        pending = 0
+        for j in range(len(number)):
+            target = step_back(state, fragments, number[j], offset[j])
+            pending += target != number[j]
+            number[j] = target
+            _ask_for(fragments, target)
+    patched = 0
+    begin = at.copy()
+    slot_0 = row_in_slot_0(state, capacity)
+    # forward, one fragment per round
+    pending = len(number)
+    while pending:
+        pending = 0
+        for j in range(len(number)):
+            rows = left[j]
+            if rows == 0:
+                continue
+            k, first = number[j], at[j]
+            f = fragments[k & mask]
+            row = f.first + offset[j] - f.offset
+            stop = fragment_stop(state, fragments, k)
+            take = min(stop - row, rows)
+            # consecutive row numbers stand in consecutive slots of the ring
+            slot = slot_of(row, slot_0, capacity)
+            slots[first] = slot
+            for i in range(first + 1, first + take):
+                slot += 1
+                if slot == capacity:
+                    slot = 0
+                slots[i] = slot
+            if len(follow):
+                # the next slot in the sample, for the row before this fragment too; its last row is left for later
+                if first > begin[j]:
+                    follow[first - 1] = slots[first]
+                for i in range(first, first + take - 1):
+                    follow[i] = slots[i + 1]
+                last = first + take - 1
+                if rows > take and f.pool >= 0:
+                    patch[0, patched] = last
+                    patch[1, patched] = f.pool
+                    patched += 1
+                if rows == take:  # elsewhere what follows is there in the next round, without waiting for it
+                    patched = _next_of(
+                        fragments, capacity, slot_0, k, row + take, stop, last, follow, patch, patched
+                    )
+            left[j] = rows - take
+            offset[j] += take
+            at[j] = first + take
+            number[j] = k + f.next
+            if rows > take:
+                _ask_for(fragments, k + f.next)
+                pending += 1
+    return patched
+
+
+@compiled()
+def draw(
+    state: Records,
+    capacity: Int,
+    fragments: Records,
+    chains: Records,
+    tree: Array,
+    uniform: Array,
+    length: Int,
+    start: bool,
+    early: Int,
+    late: Int,
+    slots: Array,
+    firsts: Array,
+    lasts: Array,
+    follow: Array,
+    patch: Array,
+) -> tuple[Int, Int]:
+    """Draw a slice for each of ``firsts``: a chain by its weight, then a place in it.
+
+    Args:
+        tree: Fenwick tree of the chains' weights (`flatroll.kernels.slices.publishing.weigh`), of positive sum.
+        uniform: float64 in [0, 1), two per slice.
+        length: rows of a slice; fewer where the chain is shorter.
+        start: whether the place is the one where the weight was hit; else it is drawn uniformly.
+        early, late: rows by which places reach before the chain and after it; rows that are not there are left out.
+        slots: int64, becomes the slots of the rows; room for ``length`` rows per slice.
+        firsts, lasts: int64, become the first and last position of each slice in ``slots``.
+        follow, patch: see above.
+
+    Returns:
+        rows, patches.
+    """
+    count = len(firsts)
+    number, offset, left = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
+    at = 0
+    for j in range(count):
+        c, rest = draw_chain(tree, uniform[2 * j])
+        chain = chains[c]
+        live = chain.total - chain.dropped
+        places = max(live - length + 1 + early + late, 1)
+        # first row of the slice, counted from the chain's first live row; negative where it reaches before it
+        begin = (rest if start else min(np.int64(uniform[2 * j + 1] * places), places - 1)) - early
+        stop = min(begin + length, live)
+        begin = max(begin, 0)
+        take = stop - begin
+        number[j], offset[j], left[j], firsts[j] = chain.last, chain.dropped + begin, take, at
+        at += take
+        lasts[j] = at - 1
+    patched = walk(state, capacity, fragments, number, offset, left, firsts.copy(), slots, follow, patch)
+    return at, patched
+
+
+@compiled()
+def slices_from(
+    state: Records,
+    capacity: Int,
+    fragments: Records,
+    chains: Records,
+    starts: Array,
+    lengths: Array,
+    slots: Array,
+    firsts: Array,
+    lasts: Array,
+    follow: Array,
+    patch: Array,
+) -> tuple[Int, Int]:
+    """Slices of up to ``lengths`` rows that begin in the slots ``starts`` of live rows; rows, patches.
+
+    The other arguments are as for :func:`draw`.
+    """
+    count = len(starts)
+    rows, number = rows_in_slots(state, capacity, fragments, starts)
+    offset, left = np.empty(count, np.int64), np.empty(count, np.int64)
+    at = 0
+    for j in range(count):
+        f = fragments[number[j] & (len(fragments) - 1)]
+        offset[j] = f.offset + rows[j] - f.first
+        left[j] = min(chains[f.chain].total - offset[j], lengths[j])
+        firsts[j] = at
+        at += left[j]
+        lasts[j] = at - 1
+    patched = walk(state, capacity, fragments, number, offset, left, firsts.copy(), slots, follow, patch)
+    return at, patched
+
+
+@compiled()
+def follow_rows(
+    state: Records, capacity: Int, fragments: Records, slots: Array, follow: Array, patch: Array
+) -> Int:
+    """Fill ``follow`` and ``patch`` for the live rows in ``slots``, any rows in any order; patches."""
+    slot_0, patched = row_in_slot_0(state, capacity), 0
+    rows, numbers = rows_in_slots(state, capacity, fragments, slots)
+    for i in range(len(slots)):
+        stop = fragment_stop(state, fragments, numbers[i])
+        patched = _next_of(
+            fragments, capacity, slot_0, numbers[i], rows[i] + 1, stop, i, follow, patch, patched
+        )
+    return patched
+
+
+@compiled()
+def ahead_rows(state: Records, capacity: Int, fragments: Records, slots: Array, ahead: Array) -> None:
+    """Write the slots of the live row in ``slots[i]`` and of the rows after it in its trajectory to ``ahead[i]``.
+
+    ``ahead`` is int64 ``[len(slots), steps]``; -1 from where no row is stored on.
+    """
+    mask = len(fragments) - 1
+    slot_0 = row_in_slot_0(state, capacity)
+    rows, numbers = rows_in_slots(state, capacity, fragments, slots)
+    for i in range(len(slots)):
+        row, number = rows[i], numbers[i]
+        stop = fragment_stop(state, fragments, number)
+        for j in range(ahead.shape[1]):
+            if row == stop:
+                # on to the first row of the fragment that continues the trajectory
+                distance = fragments[number & mask].next
+                if distance == 0:
+                    ahead[i, j:] = -1
+                    break
+                number += distance
+                row = fragments[number & mask].first
+                stop = fragment_stop(state, fragments, number)
+            ahead[i, j] = slot_of(row, slot_0, capacity)
+            row += 1

@@ -1,0 +1,105 @@
+"""Steps through the trajectory index that its kernels share: from rows to slots and from fragment to fragment.
+
+The tables and their terms are described in `flatroll.kernels.rows.records`. These functions check nothing: fragment
+numbers are those of live fragments, offsets those of live rows. They are compiled into each kernel that calls them.
+
+This module imports numba: import it inside the function that needs it.
+"""
+
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Int = Any  # a 64-bit integer of NumPy's or Python's
+Records = Any  # a structured array: its entries' fields are attributes, which no type checker knows
+
+
+@numba.njit(nogil=True)
+def fragment_stop(state: Records, fragments: Records, number: Int) -> Int:
+    """Row number after the last row of fragment ``number``."""
+    s = state[0]
+    # a fragment ends where the next one begins, the newest one at the last row written
+    return fragments[(number + 1) & (len(fragments) - 1)].first if number + 1 < s.end else s.written
+
+
+@numba.njit(nogil=True)
+def row_in_slot_0(state: Records, capacity: Int) -> Int:
+    """Number of the row in slot 0 when the head was written: one division per call instead of one per fragment."""
+    return state[0].head - state[0].head % capacity
+
+
+@numba.njit(nogil=True)
+def slot_of(row: Int, slot_0: Int, capacity: Int) -> Int:
+    """Slot of a live row, given :func:`row_in_slot_0`: ``row % capacity`` without a division."""
+    slot = row - slot_0
+    # live rows are at most ``capacity`` rows behind the head, so one turn of the ring is all there is to take off
+    return slot if slot < capacity else slot - capacity
+
+
+@numba.njit(nogil=True)
+def step_back(state: Records, fragments: Records, number: Int, offset: Int) -> Int:
+    """One link back from fragment ``number`` towards the one that holds ``offset``, or ``number`` if it does."""
+    mask = len(fragments) - 1
+    f = fragments[number & mask]
+    if f.offset <= offset:
+        return number
+    far = number - f.jump
+    # the jump is taken where it lands on a live fragment that is still behind the offset
+    if f.jump and far >= state[0].first and fragments[far & mask].offset > offset:
+        return far
+    return number - f.prev
+
+
+@numba.njit(nogil=True)
+def fragment_holding(state: Records, fragments: Records, number: Int, offset: Int) -> Int:
+    """The fragment that holds ``offset``, in the chain that ends with fragment ``number``."""
+    nearer = step_back(state, fragments, number, offset)
+    while nearer != number:
+        number, nearer = nearer, step_back(state, fragments, nearer, offset)
+    return number
+
+
+@numba.njit(nogil=True)
+def rows_in_slots(state: Records, capacity: Int, fragments: Records, slots: Array) -> tuple[Array, Array]:
+    """Numbers of the live rows in ``slots``, and of the fragments that hold them; int64, one per slot.
+
+    All searches advance together, so that they wait for memory together.
+    """
+    mask = len(fragments) - 1
+    first, end, head = state[0].first, state[0].end, state[0].head
+    # the first row number at or after the head that falls into the slot
+    rows = head + (slots - head) % capacity
+    numbers = np.full(len(slots), first)
+    step = np.int64(1)
+    while step < end - first:
+        step *= 2
+    # binary search by halved steps: the last fragment whose first row is not after the row
+    while step:
+        for j in range(len(rows)):
+            later = numbers[j] + step
+            if later < end and fragments[later & mask].first <= rows[j]:
+                numbers[j] = later
+        step //= 2
+    return rows, numbers
+
+
+@numba.njit(nogil=True)
+def draw_chain(tree: Array, uniform: float) -> tuple[Int, Int]:
+    """A chain drawn by its weight, and what of its weight lies before the hit; ``uniform`` is in [0, 1).
+
+    ``tree`` is a Fenwick tree: entry i, counted from 1, is the sum of the ``i & -i`` weights up to and with weight i.
+    """
+    size = len(tree) - 1  # a power of two, so tree[size] is the sum of all
+    total = tree[size]
+    rest = min(np.int64(uniform * total), total - 1)
+    c, step = 0, size // 2
+    # the first c weights sum up to at most the hit; each step tries to add ``step`` weights more
+    while step:
+        if tree[c + step] <= rest:
+            c += step
+            rest -= tree[c]
+        step //= 2
+    return c, rest

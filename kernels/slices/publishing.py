@@ -1,0 +1,304 @@
+"""Compiled kernels that keep the trajectory index: drop rows that are overwritten, link and publish new ones.
+
+A write calls :func:`claim` (its slots are no longer readable), :func:`link` (what does each fragment continue?) and,
+once its rows are copied, :func:`publish`. The index is the tables ``state, fragments, chains, table``
+(`flatroll.kernels.rows.records`) of a ring of ``capacity`` rows.
+
+This module imports numba: import it inside the function that needs it.
+"""
+
+import numpy as np
+
+from flatroll.kernels.compiled import Array, Int, Records, compiled
+from flatroll.kernels.slices.links import fragment_stop
+
+
+@compiled()
+def _entry(table: Records, key: Int) -> Int:
+    """Position of ``key`` in the hash table, or of the unused entry where it belongs."""
+    mask = len(table) - 1
+    # the upper half of the product with 2**64 over the golden ratio, which spreads keys that follow each other
+    at = np.int64(np.uint64(key) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(33)) & mask
+    # linear probing: the next entry, until one is unused
+    while table[at].chain != 0 and table[at].id != key:
+        at = (at + 1) & mask
+    return at
+
+
+@compiled()
+def rehash(table: Records, chains: Records, larger: Records) -> Int:
+    """Copy the entries of open live trajectories into ``larger``; how many they are."""
+    used = 0
+    for i in range(len(table)):
+        c = table[i].chain - 1
+        # an entry may be of a chain that has been given to another trajectory since
+        if c >= 0 and chains[c].id == table[i].id and chains[c].open and chains[c].total > chains[c].dropped:
+            larger[_entry(larger, table[i].id)] = table[i]
+            used += 1
+    return used
+
+
+@compiled()
+def claim(
+    state: Records,
+    capacity: Int,
+    rows: Int,
+    fragments: Records,
+    chains: Records,
+    spare: Array,
+    touched: Array,
+) -> Int:
+    """Drop the rows that the next ``rows`` rows (at most ``capacity``) overwrite.
+
+    Args:
+        rows: how many rows will be written.
+        spare: the free pool entries; those of dropped fragments are put behind them.
+        touched: filled with the chains that lose rows.
+
+    Returns:
+        how many chains are ``touched``.
+    """
+    s = state[0]
+    # after the write the oldest row is ``capacity`` rows before the end
+    head = s.head = max(s.head, s.written + rows - capacity)
+    count = 0
+    while s.first < s.end:
+        f = fragments[s.first & (len(fragments) - 1)]
+        stop = fragment_stop(state, fragments, s.first)
+        lost = min(head, stop) - f.first
+        if lost <= 0:
+            break
+        chain = chains[f.chain]
+        # fragments of a chain are dropped in order, so all of its rows before these are dropped, too
+        chain.dropped = f.offset + lost
+        touched[count] = f.chain
+        count += 1
+        if head < stop:
+            break
+        s.first += 1
+        if f.pool >= 0:
+            spare[s.spare] = f.pool
+            s.spare += 1
+        if chain.dropped == chain.total:
+            s.live -= 1
+            s.open -= chain.open
+            chain.open = chain.total = chain.dropped = 0
+            # put the chain slot in front of the list of free ones
+            chain.last = s.free
+            s.free = f.chain + 1
+    return count
+
+
+@compiled()
+def link(
+    state: Records,
+    chains: Records,
+    table: Records,
+    joined: Array,
+    ids: Array,
+    init: Array,
+    done: Array,
+    step_first: Array,
+    step_last: Array,
+    before: Array,
+) -> None:
+    """Find what each new fragment continues; changes nothing but ``before``.
+
+    A fragment continues the last one of its id (without ids: the newest row) unless that one was done, this one is
+    ``is_init``, or the step count (where there is one) does not go on.
+
+    Args:
+        joined: bool ``[n]``, whether a fragment goes on within the run of the one before it.
+        ids: trajectory id of each fragment; empty where there are none.
+        init, done: bool ``[n]``, whether its first row is ``is_init`` and its last one is done.
+        step_first, step_last: its first and last step count; empty where there are none.
+        before: becomes the chain that a fragment continues, or ``-2 - i`` for fragment i of the same write, or -1
+            for a new trajectory.
+    """
+    s = state[0]
+    count = len(before)
+    size = 4
+    while size < 2 * len(ids):
+        size *= 2
+    # the last fragment of each id within this write: fragment + 1 in the field ``chain``
+    seen: Records = np.zeros(size, table.dtype)
+    for j in range(count):
+        before[j] = -1
+        if joined[j]:
+            before[j] = -2 - (j - 1)
+        elif not init[j]:
+            # candidates: chain c of the index, or fragment i of this write, which is the newer one
+            c, i = np.int64(-1), np.int64(-1)
+            if len(ids):
+                known = table[_entry(table, ids[j])].chain - 1
+                if known >= 0 and chains[known].id == ids[j]:
+                    c = known
+                i = seen[_entry(seen, ids[j])].chain - 1
+            elif j == 0:
+                c = s.newest - 1
+            if i >= 0:
+                if not done[i] and (len(step_first) == 0 or step_first[j] == step_last[i] + 1):
+                    before[j] = -2 - i
+            elif c >= 0 and chains[c].open and chains[c].total > chains[c].dropped:  # noqa: SIM102
+                if len(step_first) == 0 or step_first[j] == chains[c].step:
+                    before[j] = c
+        if len(ids):
+            at = _entry(seen, ids[j])
+            seen[at].id = ids[j]
+            seen[at].chain = j + 1
+
+
+@compiled()
+def _new_chain(state: Records, chains: Records, ids: Array, j: Int) -> Int:
+    """An empty chain for fragment ``j``, in a free slot of ``chains``."""
+    s = state[0]
+    if s.free:
+        # take the first of the list of free slots, which goes on in its ``last``
+        c = s.free - 1
+        s.free = chains[c].last
+    else:
+        c = s.slots
+        s.slots += 1
+    chain = chains[c]
+    chain.id = ids[j] if len(ids) else s.created
+    chain.total = chain.dropped = chain.open = 0
+    chain.last = -1
+    s.created += 1
+    s.live += 1
+    return c
+
+
+@compiled()
+def _attach(state: Records, fragments: Records, chains: Records, c: Int, row: Int, pool: Int) -> None:
+    """Lengthen the last fragment of chain ``c`` if ``row`` comes right after it, else link a new one to it.
+
+    A fragment whose last row has a pool entry is not lengthened: the entry is of a last row.
+    """
+    s = state[0]
+    mask = len(fragments) - 1
+    chain = chains[c]
+    number, last = s.end, chain.last
+    if 0 <= last == number - 1 and fragments[last & mask].pool < 0:
+        fragments[last & mask].pool = pool
+        return
+    s.end += 1
+    f = fragments[number & mask]
+    f.first, f.offset, f.chain, f.pool = row, chain.total, c, pool
+    f.prev = f.jump = f.span = f.next = 0
+    chain.last = number
+    if last < 0:
+        return
+    before = fragments[last & mask]
+    before.next = f.prev = f.jump = number - last
+    f.span = 1
+    # Myers' rule: two jumps of one length in a row become one jump over both
+    far = last - before.jump
+    if far >= s.first and fragments[far & mask].span == before.span:
+        f.jump = number - (far - fragments[far & mask].jump)
+        f.span = 2 * before.span + 1
+
+
+@compiled()
+def publish(
+    state: Records,
+    fragments: Records,
+    chains: Records,
+    table: Records,
+    rows: Int,
+    firsts: Array,
+    ids: Array,
+    done: Array,
+    step_last: Array,
+    before: Array,
+    pool: Array,
+    spare: Array,
+    released: Array,
+    touched: Array,
+) -> None:
+    """Enter ``rows`` copied rows into the index, fragment by fragment.
+
+    Args:
+        fragments, chains, table: with room for the new fragments, chains and ids.
+        rows: how many rows were copied.
+        firsts: the row, counted from 0 in this write, with which each fragment begins.
+        ids, done, step_last: as for :func:`link`.
+        before: what each fragment continues, from :func:`link`.
+        pool: pool entry with the next observation of each fragment's last row, -1 for none; empty for none at all.
+        spare: the free pool entries; those given back are put behind them.
+        released: chains whose last row gives back its pool entry: the row that continues it holds the same.
+        touched: filled with the chain of each fragment.
+    """
+    s = state[0]
+    for c in released:
+        f = fragments[chains[c].last & (len(fragments) - 1)]
+        spare[s.spare] = f.pool
+        s.spare += 1
+        f.pool = -1
+    for j in range(len(firsts)):
+        c = before[j]
+        if c < -1:
+            c = touched[-2 - c]  # the chain that an earlier fragment of this write got
+        elif c == -1:
+            c = _new_chain(state, chains, ids, j)
+        chain = chains[c]
+        _attach(state, fragments, chains, c, s.written + firsts[j], pool[j] if len(pool) else -1)
+        # the fragment's length: up to the next one, or to the end of the write
+        chain.total += (firsts[j + 1] if j + 1 < len(firsts) else rows) - firsts[j]
+        is_open = 0 if done[j] else 1
+        s.open += is_open - chain.open
+        chain.open = is_open
+        if len(step_last):
+            chain.step = step_last[j] + 1
+        if len(ids):
+            at = _entry(table, ids[j])
+            s.ids += table[at].chain == 0
+            table[at].id = ids[j]
+            table[at].chain = c + 1
+        touched[j] = c
+        s.newest = c + 1
+    # last, as readers take rows before ``written`` for readable
+    s.written += rows
+
+
+@compiled()
+def weigh(
+    chains: Records,
+    touched: Array,
+    count: Int,
+    weight: Array,
+    tree: Array,
+    length: Int,
+    start: bool,
+    strict: bool,
+    span: Int,
+) -> None:
+    """Bring the weights of some chains, and the Fenwick tree over all weights, up to date.
+
+    A chain of n live rows (with ``strict``: at least ``length``) weighs 1, or with ``start`` the places of a slice
+    of ``length`` rows, ``n - length + 1 + span``, at least 1.
+
+    Args:
+        chains: the index's.
+        touched, count: chains that have changed, and how many of them to look at.
+        weight: int64, weight of each chain; brought up to date.
+        tree: int64, the Fenwick tree (see `flatroll.kernels.slices.links.draw_chain`); brought up to date.
+        length: rows of a slice.
+        start: whether every place of a slice counts, not every chain.
+        strict: whether chains shorter than a slice weigh 0.
+        span: rows by which slices may reach beyond a chain, at both ends together.
+    """
+    least = length if strict else 1
+    for k in range(count):
+        c = touched[k]
+        n = chains[c].total - chains[c].dropped
+        now = np.int64(0)
+        if n >= least:
+            now = np.int64(max(n - length + 1 + span, 1) if start else 1)
+        change = now - weight[c]
+        if change:
+            weight[c] = now
+            # the tree counts from 1; adding the lowest bit of ``at`` leads to the next sum that contains the weight
+            at = c + 1
+            while at < len(tree):
+                tree[at] += change
+                at += at & -at

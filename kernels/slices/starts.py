@@ -1,0 +1,250 @@
+"""Compiled kernels that list or draw the rows of a trajectory index at which slices begin.
+
+The index is the tables ``state, fragments, chains`` (`flatroll.kernels.rows.records`) of a ring of ``capacity`` rows.
+
+This module imports numba: import it inside the function that needs it.
+"""
+
+import numpy as np
+
+from flatroll.kernels.compiled import Array, Int, Records, compiled
+from flatroll.kernels.slices.links import draw_chain, fragment_holding, fragment_stop, row_in_slot_0, slot_of
+
+
+@compiled()
+def _nearest_mark(
+    state: Records, capacity: Int, fragments: Records, last: Int, marks: Array, offset: Int, limit: Int
+) -> Int:
+    """The marked row nearest to ``offset``, from it to ``limit`` (either way), as an offset in the chain whose last
+    fragment is ``last``; -1 if there is none."""
+    mask = len(fragments) - 1
+    slot_0 = row_in_slot_0(state, capacity)
+    step = 1 if limit >= offset else -1
+    number = fragment_holding(state, fragments, last, offset)
+    while True:
+        f = fragments[number & mask]
+        row = f.first + offset - f.offset
+        # the row number just beyond the fragment, in the direction of the search
+        stop = fragment_stop(state, fragments, number) if step > 0 else f.first - 1
+        while row != stop:
+            if marks[slot_of(row, slot_0, capacity)]:
+                return offset
+            if offset == limit:
+                return -1
+            row += step
+            offset += step
+        number += f.next if step > 0 else -f.prev
+
+
+@compiled()
+def _marked_start(
+    state: Records,
+    capacity: Int,
+    fragments: Records,
+    chain: Records,
+    marks: Array,
+    uniform: float,
+    length: Int,
+    strict: bool,
+) -> Int:
+    """Slot of a marked row of ``chain``, -1 if it has none; see :func:`draw_marked`."""
+    low, high, last = chain.dropped, chain.total, chain.last
+    full = max(high - length, low)  # the last row from which ``length`` rows are there, as an offset
+    if high <= low or (strict and high - low < length):
+        return -1
+    # the last mark that a slice may begin at: the first one from which a slice reaches the end of the chain, else the
+    # last one before
+    final = np.int64(-1)
+    if not strict:
+        final = _nearest_mark(state, capacity, fragments, last, marks, full, high - 1)
+    if final < 0:
+        final = _nearest_mark(state, capacity, fragments, last, marks, full, low)
+    if final < 0:
+        return -1
+    # rows are drawn up to the mark after that one
+    end = high
+    if final + 1 < high:
+        after = _nearest_mark(state, capacity, fragments, last, marks, final + 1, high - 1)
+        end = high if after < 0 else after
+    drawn = low + min(np.int64(uniform * (end - low)), end - low - 1)
+    at = _nearest_mark(state, capacity, fragments, last, marks, drawn, low)
+    if at < 0:
+        at = _nearest_mark(state, capacity, fragments, last, marks, drawn, final)
+    f = fragments[fragment_holding(state, fragments, last, at) & (len(fragments) - 1)]
+    return slot_of(f.first + at - f.offset, row_in_slot_0(state, capacity), capacity)
+
+
+@compiled()
+def draw_marked(
+    state: Records,
+    capacity: Int,
+    fragments: Records,
+    chains: Records,
+    tree: Array,
+    uniform: Array,
+    length: Int,
+    strict: bool,
+    marks: Array,
+    starts: Array,
+) -> Int:
+    """Draw slots where slices of ``length`` rows begin, among those with ``marks[slot]``; how many were found.
+
+    A chain is drawn by weight (one without such a row gives way to the next one), then a row uniformly, and the
+    slice begins at the mark at or before it: the first one of the chain if it has lost that. The rows drawn end
+    where the slice from the last mark that is needed to reach the end of the chain begins; with ``strict``, from
+    the last one with ``length`` rows.
+
+    Args:
+        tree: Fenwick tree of the chains' weights.
+        uniform: float64 in [0, 1), two per slice.
+        length, strict: rows of a slice, and whether it must have them all.
+        marks: bool ``[capacity]``, by slot.
+        starts: int64, the result.
+    """
+    used = state[0].slots
+    for j in range(len(starts)):
+        c, _ = draw_chain(tree, uniform[2 * j])
+        slot = np.int64(-1)
+        for _ in range(used):
+            slot = _marked_start(
+                state, capacity, fragments, chains[c], marks, uniform[2 * j + 1], length, strict
+            )
+            if slot >= 0:
+                break
+            c = c + 1 if c + 1 < used else 0
+        if slot < 0:
+            return j
+        starts[j] = slot
+    return len(starts)
+
+
+@compiled()
+def slice_partition(
+    state: Records,
+    capacity: Int,
+    fragments: Records,
+    chains: Records,
+    begin: Array,
+    length: Int,
+    again: bool,
+    strict: bool,
+    partition: Array,
+) -> Int:
+    """Cut each chain into slices that do not overlap; how many slices.
+
+    Args:
+        begin: rows of each chain before its first slice; a negative number leaves the chain out.
+        length: rows of a slice, or what is there at the end of a chain.
+        again: whether further slices follow the first one to the end of the chain, and what is before it is one, too.
+        strict: whether slices shorter than ``length`` are left out.
+        partition: int64 ``[2, n]``, becomes the first slot and the rows of each slice, in the order of their rows.
+    """
+    s = state[0]
+    mask = len(fragments) - 1
+    slot_0 = row_in_slot_0(state, capacity)
+    count = 0
+    for number in range(s.first, s.end):
+        f = fragments[number & mask]
+        if begin[f.chain] < 0:
+            continue
+        chain = chains[f.chain]
+        # offsets of the fragment's first live row and of the row after its last one, and of the first slice
+        low = max(f.offset, chain.dropped)
+        high = f.offset + fragment_stop(state, fragments, number) - f.first
+        at = chain.dropped + begin[f.chain]
+        if again and not strict and low == chain.dropped and low < at:
+            partition[0, count] = slot_of(f.first + low - f.offset, slot_0, capacity)
+            partition[1, count] = at - low
+            count += 1
+        if again and at < low:
+            # the first slice that begins in this fragment: whole slices of earlier fragments are passed over
+            at += (low - at + length - 1) // length * length
+        while low <= at < high and not (strict and at + length > chain.total):
+            partition[0, count] = slot_of(f.first + at - f.offset, slot_0, capacity)
+            partition[1, count] = min(length, chain.total - at)
+            count += 1
+            if not again:
+                break
+            at += length
+    return count
+
+
+@compiled()
+def _slots_between(
+    state: Records, capacity: Int, fragments: Records, number: Int, low: Int, high: Int, slots: Array, at: Int
+) -> Int:
+    """Write the slots of the offsets ``low ... high`` of a chain to ``slots[at:]``; the position after them.
+
+    ``number`` is a fragment of the chain that holds ``high`` or a later offset.
+    """
+    if low > high:
+        return at
+    slot_0 = row_in_slot_0(state, capacity)
+    number = fragment_holding(state, fragments, number, low)
+    while True:
+        f = fragments[number & (len(fragments) - 1)]
+        row = f.first + low - f.offset
+        take = min(fragment_stop(state, fragments, number) - row, high - low + 1)
+        for i in range(take):
+            slots[at + i] = slot_of(row + i, slot_0, capacity)
+        at += take
+        low += take
+        if low > high:
+            return at
+        number += f.next
+
+
+@compiled()
+def new_starts(
+    state: Records,
+    capacity: Int,
+    fragments: Records,
+    chains: Records,
+    first: Int,
+    length: Int,
+    strict: bool,
+    slots: Array,
+) -> Int:
+    """Slots of the rows that can begin a slice of ``length`` rows since the rows from number ``first`` on were written.
+
+    Unless ``strict``, the first row of each shorter chain that these rows lengthened, too. Returns how many.
+    """
+    s = state[0]
+    mask = len(fragments) - 1
+    # the fragment that holds row ``first``
+    number = s.end - 1
+    while number > s.first and fragments[number & mask].first > first:
+        number -= 1
+    count = 0
+    while number < s.end:
+        f = fragments[number & mask]
+        chain = chains[f.chain]
+        old = f.offset + max(first - f.first, 0)  # rows of the chain before these
+        # a new row completes the slice that begins ``length - 1`` rows before it
+        low = max(old - length + 1, chain.dropped)
+        high = f.offset + fragment_stop(state, fragments, number) - f.first - length
+        if not strict and chain.total - chain.dropped < length:
+            low = high = chain.dropped
+        count = _slots_between(state, capacity, fragments, number, low, high, slots, count)
+        number += 1
+    return count
+
+
+@compiled()
+def shortened_trajectories(
+    state: Records,
+    capacity: Int,
+    fragments: Records,
+    chains: Records,
+    touched: Array,
+    length: Int,
+    slots: Array,
+) -> Int:
+    """Slots of the first rows of those ``touched`` chains that have fewer than ``length`` live rows; how many."""
+    count = 0
+    for c in touched:
+        chain = chains[c]
+        if 0 < chain.total - chain.dropped < length:
+            first = chain.dropped
+            count = _slots_between(state, capacity, fragments, chain.last, first, first, slots, count)
+    return count
