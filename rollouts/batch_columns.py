@@ -23,10 +23,16 @@ from flatroll.layout.keys import (
 from flatroll.rollouts.window import DEAD
 from flatroll.wrappers.arrays import Array
 from flatroll.wrappers.compact import CompactObs, NextObservationDelta
-from flatroll.wrappers.markers import InitTracker, MarkerWrapper, RewardSum, StepCounter, TrajId
-from flatroll.wrappers.primers import RecurrentPrimer
-from flatroll.wrappers.sources import layers
-from flatroll.wrappers.spaces import observation_leaves
+from flatroll.wrappers.markers import (
+    InitTracker,
+    MarkerWrapper,
+    RecurrentPrimer,
+    RewardSum,
+    StepCounter,
+    TrajId,
+)
+from flatroll.wrappers.source import layers
+from flatroll.wrappers.stream import observation_leaves
 
 
 class ColumnKeys:

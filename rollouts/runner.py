@@ -17,13 +17,23 @@ from flatroll.rollouts.flat import FlatLayout
 from flatroll.rollouts.policies import Act, Columns, ModulePolicy, as_act, state_key
 from flatroll.rollouts.random_actions import RandomPolicy
 from flatroll.rollouts.window import DEAD, Window
-from flatroll.wrappers.arrays import Array, Tree, fill_rows, full, leaf_at, map_tree, own, select, to_torch
-from flatroll.wrappers.as_vector_env import as_vector_env, find_stream
+from flatroll.wrappers.adapt_env import find_stream
+from flatroll.wrappers.arrays import (
+    ActionCheck,
+    Array,
+    Tree,
+    fill_rows,
+    full,
+    leaf_at,
+    map_tree,
+    own,
+    select,
+    to_torch,
+)
+from flatroll.wrappers.as_vector_env import as_vector_env
 from flatroll.wrappers.compact import CompactObs, final_of, true_next
-from flatroll.wrappers.markers import InitTracker, MarkerWrapper, TrajId, find_wrapper
-from flatroll.wrappers.primers import RecurrentPrimer
-from flatroll.wrappers.sources import layers
-from flatroll.wrappers.spaces import ActionCheck
+from flatroll.wrappers.markers import InitTracker, MarkerWrapper, RecurrentPrimer, TrajId, find_wrapper
+from flatroll.wrappers.source import layers
 from flatroll.wrappers.stream import VectorStream
 
 

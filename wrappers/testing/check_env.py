@@ -14,8 +14,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
+from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.arrays import Tree, map_tree
-from flatroll.wrappers.as_vector_env import as_vector_env, find_stream
 from flatroll.wrappers.testing.recording import Record, copied, play, same, suspicions
 from flatroll.wrappers.testing.scripted_vector import row
 
@@ -77,14 +77,16 @@ def vector_env_problems(
     'as_vector_env refuses the env: autoreset_mode is needed: '
     """
     try:
-        vector: VectorEnv[Any, Any, Any] = as_vector_env(env)
+        vector = adapt_env(env)
     except (TypeError, ValueError) as error:
         return [f"as_vector_env refuses the env: {error}"]
     found = list(_of_spaces(vector))
     if found:
         return found
+    stream = find_stream(vector)
+    seedable = stream is not None and stream.capabilities.seedable
     try:
-        record, again = (play(vector, steps, seed, actions) for _ in range(2))
+        record, again = (play(vector, steps, seed, actions, seedable) for _ in range(2))
     except Exception as error:  # an env under test may raise anything, and its author wants to read it here
         return [f"reset or step raised {type(error).__name__}: {error}"]
     found += _of_returns(vector, record)

@@ -11,7 +11,6 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import Tensor
 
 from flatroll.wrappers.arrays import Tree, map_tree
-from flatroll.wrappers.as_vector_env import find_stream
 
 #: Entries of ``info`` that say in some dialect that an episode has ended in a row.
 _SAYS_DONE = ("done", "_final_obs", "_final_observation", "_final_info", "_episode")
@@ -68,16 +67,18 @@ class Record:
 
 
 def play(
-    env: VectorEnv[Any, Any, Any], steps: int, seed: int, actions: Callable[[int], Any] | None
+    env: VectorEnv[Any, Any, Any],
+    steps: int,
+    seed: int,
+    actions: Callable[[int], Any] | None,
+    seedable: bool,
 ) -> Record:
     """Reset an adapted env with ``seed``, step it ``steps`` times, keep everything."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         obs, _ = env.reset(seed=seed)
     env.action_space.seed(seed)
-    stream = find_stream(env)
-    seeded = not caught and stream is not None and stream.capabilities.seedable
-    record = Record(AutoresetMode(env.metadata["autoreset_mode"]), seeded)
+    record = Record(AutoresetMode(env.metadata["autoreset_mode"]), seeded=seedable and not caught)
     record.obs.append(record.keep("obs", obs))
     for k in range(steps):
         action = env.action_space.sample() if actions is None else actions(k)
