@@ -1,6 +1,6 @@
 """Arrays in NumPy or torch: trees of them, the few operations that the wrappers need, the check of actions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -75,11 +75,19 @@ def first_leaf(tree: Tree) -> Array:
     return tree
 
 
-def leaf_at(tree: Tree, path: tuple[Any, ...]) -> Array:
-    """The leaf of a tree at a path of keys and positions."""
-    for name in path:
-        tree = tree[name]
-    return tree
+def leaves_at(tree: Tree, paths: Sequence[tuple[Any, ...]]) -> list[Array]:
+    """The leaves of a tree at paths of keys and positions.
+
+    >>> leaves_at({"a": (1, 2), "b": 3}, [("b",), ("a", 1)])
+    [3, 2]
+    """
+    leaves = []
+    for path in paths:
+        leaf = tree
+        for name in path:
+            leaf = leaf[name]
+        leaves.append(leaf)
+    return leaves
 
 
 def to_torch(array: Array, device: torch.device | None = None) -> Tensor:

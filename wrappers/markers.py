@@ -225,11 +225,9 @@ class TrajId(MarkerWrapper):
     def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
         if self._ids is None:
             first = self.stream.first
-            numbers: Any = (
-                torch.arange(self.num_envs, device=first.device)
-                if isinstance(first, Tensor)
-                else np.arange(self.num_envs)
-            )
+            numbers: Any = np.arange(self.num_envs)
+            if isinstance(first, Tensor):
+                numbers = torch.arange(self.num_envs, device=first.device)
             # Writer in the bits from 40 up, below it episode * E + env: adding E gives a row its next episode.
             self._ids = numbers + (self.writer << 40) + self._episode * self.num_envs
         else:

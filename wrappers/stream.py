@@ -297,26 +297,31 @@ def observation_leaves(space: spaces.Space[Any]) -> list[tuple[NestedKey, tuple[
     [('eye', ('eye',)), (('body', 'leg'), ('body', 'leg'))]
     """
     if not isinstance(space, spaces.Dict):
-        return _leaves(space, (OBSERVATION,), ())
+        return space_leaves(space, (OBSERVATION,))
     taken = sorted(RESERVED & set(space.spaces))
     if taken:
         raise ValueError(
             f"observation entries {taken} have names that the batch layout reserves ({sorted(RESERVED)}): "
             "rename them with gymnasium.wrappers.TransformObservation"
         )
-    return [leaf for key, child in space.spaces.items() for leaf in _leaves(child, (key,), (key,))]
+    return [leaf for key, child in space.spaces.items() for leaf in space_leaves(child, (key,), (key,))]
 
 
-def _leaves(
-    space: spaces.Space[Any], key: tuple[str, ...], path: tuple[Any, ...]
+def space_leaves(
+    space: spaces.Space[Any], key: tuple[str, ...], path: tuple[Any, ...] = ()
 ) -> list[tuple[NestedKey, tuple[Any, ...]]]:
+    """The batch key, below ``key``, and the place in the tree, below ``path``, of each leaf of a space.
+
+    >>> space_leaves(spaces.Tuple((spaces.Discrete(2), spaces.Dict(a=spaces.Discrete(3)))), ("action",))
+    [(('action', '0'), (0,)), (('action', '1', 'a'), (1, 'a'))]
+    """
     if isinstance(space, spaces.Dict):
         items: Any = space.spaces.items()
     elif isinstance(space, spaces.Tuple):
         items = enumerate(space.spaces)
     else:
         return [(key[0] if len(key) == 1 else key, path)]
-    return [leaf for name, child in items for leaf in _leaves(child, (*key, str(name)), (*path, name))]
+    return [leaf for name, child in items for leaf in space_leaves(child, (*key, str(name)), (*path, name))]
 
 
 def _restarted_info(info: dict[str, Any], reset_info: dict[str, Any], rows: Array) -> dict[str, Any]:
