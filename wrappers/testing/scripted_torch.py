@@ -15,7 +15,8 @@ from gymnasium.vector.utils import batch_space
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.wrappers.testing.scripted import Clock, Script, overwrite
+from flatroll.wrappers.arrays import map_tree, select
+from flatroll.wrappers.testing.scripted import Clock, Script, overwrite, row
 
 TorchFinalObs: TypeAlias = Literal["dense", "absent", "ids"]
 
@@ -127,30 +128,11 @@ class ScriptedTorchEnv:
         return self._obs
 
     def _keep_final(self, final: Any, done: Tensor) -> None:
-        if self._shown == "dense":
-            _update_where(self._final, final, done)
+        if self._shown == "dense":  # in place: rows that did not end keep the observations of earlier ends
+            map_tree(lambda kept, new: kept.copy_(select(done, new, kept)), self._final, final)
         elif self._shown == "ids":
             ids = done.nonzero().squeeze(-1)
-            self.extras["terminal"] = {"env_ids": ids, "observations": _rows(final, ids)}
-
-
-def _update_where(buffer: Any, value: Any, mask: Tensor) -> None:
-    if isinstance(buffer, dict):
-        for name in buffer:
-            _update_where(buffer[name], value[name], mask)
-    elif isinstance(buffer, tuple):
-        for b, v in zip(buffer, value, strict=True):
-            _update_where(b, v, mask)
-    else:
-        buffer.copy_(torch.where(mask.reshape(-1, *[1] * (value.ndim - 1)), value, buffer))
-
-
-def _rows(tree: Any, ids: Tensor) -> Any:
-    if isinstance(tree, dict):
-        return {name: _rows(leaf, ids) for name, leaf in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(_rows(leaf, ids) for leaf in tree)
-    return tree[ids]
+            self.extras["terminal"] = {"env_ids": ids, "observations": row(final, ids)}
 
 
 class ScriptedRslEnv:
