@@ -43,7 +43,7 @@ class Counts:
                 raise ValueError(f"{name} must be at least {least}{otherwise}, got {count}")
         total, frames = self.total_frames, self.frames_per_batch
         if total > 0 and total % frames:
-            whole = -(-total // frames) * frames
+            whole = -(-total // frames) * frames  # rounded up to whole batches
             warnings.warn(
                 f"total_frames={total} is no multiple of frames_per_batch={frames}: {whole} frames will be "
                 "collected",
@@ -108,26 +108,23 @@ class Delivery:
     buffer: Any
 
 
-def check_splitting(to_buffer: bool) -> None:
-    """Warn of padding; refuse it on the way into a buffer."""
-    if to_buffer:
-        raise ValueError(
-            "split_trajs=True cannot go with a replay_buffer: buffers hold flat rows, and their samplers find the "
-            "trajectories in them. Leave split_trajs out"
-        )
-    warnings.warn(
-        "split_trajs=True pads every trajectory to the longest of the batch and cuts them at its end; "
-        "flat batches need neither (flatroll.layout.split_trajectories does it afterwards)",
-        stacklevel=3,
-    )
-
-
-def check_ids(ids: bool, trajs: int | None, split: bool) -> None:
-    """Refuse what needs trajectory ids without them."""
+def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool) -> None:
+    """Refuse what needs trajectory ids without them, and padding on the way into a buffer; warn of padding."""
     if trajs is not None and not ids:
         raise ValueError("trajs_per_batch needs track_traj_ids=True: trajectories are joined by their ids")
     if split and not ids:
         raise ValueError("split_trajs=True needs track_traj_ids=True: pieces are told apart by their ids")
+    if split and to_buffer:
+        raise ValueError(
+            "split_trajs=True cannot go with a replay_buffer: buffers hold flat rows, and their samplers find the "
+            "trajectories in them. Leave split_trajs out"
+        )
+    if split:
+        warnings.warn(
+            "split_trajs=True pads every trajectory to the longest of the batch and cuts them at its end; "
+            "flat batches need neither (flatroll.layout.split_trajectories does it afterwards)",
+            stacklevel=3,
+        )
 
 
 def check_writer(writer: int, ids: bool, marker: TrajId | None) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.keys import DONE, TRUNCATED
 from flatroll.layout.trajectories import split_trajectories
-from flatroll.rollouts.arguments import Counts, Delivery, check_ids, check_splitting, make_devices, make_env
+from flatroll.rollouts.arguments import Counts, Delivery, check_together, make_devices, make_env
 from flatroll.rollouts.progress import Progress
 from flatroll.rollouts.runner import Runner
 from flatroll.rollouts.whole_trajectories import TrajectoryJoiner
@@ -134,9 +134,7 @@ class Collector:
             max_frames_per_traj=max_frames_per_traj,
             state_stride=state_stride,
         )
-        check_ids(track_traj_ids, trajs_per_batch, split_trajs)
-        if split_trajs:
-            check_splitting(replay_buffer is not None)
+        check_together(track_traj_ids, trajs_per_batch, split_trajs, replay_buffer is not None)
         with ExitStack() as undo:
             env = make_env(create_env_fn, max_frames_per_traj, undo)
             self._runner = runner = Runner(
@@ -187,12 +185,12 @@ class Collector:
         while not self._closed:
             # Whatever goes wrong in env, policy, hook or buffer closes the collector.
             try:
-                made = self._next_batch()
-                batch = None if made is None else self._deliver(*made)
+                collected = self._next_batch()
+                batch = None if collected is None else self._deliver(*collected)
             except BaseException:
                 self.shutdown()
                 raise
-            if made is None:
+            if collected is None:
                 break
             yield batch
         self._close_bar()

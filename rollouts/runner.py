@@ -157,7 +157,9 @@ class Runner:
         self.keys.claim("the policy's recurrent state", *defaults)
         self.keys.states += defaults
         for key, value in defaults.items():
-            self._defaults[key] = value.expand(self.num_envs, *value.shape).contiguous()
+            self._defaults[key] = value.expand(
+                self.num_envs, *value.shape
+            ).contiguous()  # one row for each env
             self.states[key] = self._defaults[key]
 
     def reset(self, seed: int | None = None) -> None:
@@ -228,7 +230,7 @@ class Runner:
     def _restart_states(self) -> None:
         """Restart the states of episodes that begin, and say which rows are to keep theirs."""
         stream = self.stream
-        begins = stream.any_first is not False
+        begins = stream.any_first is not False  # None on a device, where asking would wait: then always
         if self._stride > 1:
             zero = full(stream.first, self.num_envs, 0, torch.int64)
             self._age = zero if self._age is None else self._age + 1
@@ -248,7 +250,7 @@ class Runner:
         policy, obs = self._policy, self._obs
         if isinstance(policy, ModulePolicy):
             columns: Columns = {}
-            for key, value in zip(self._seen_keys, seen, strict=True):
+            for key, value in zip(self._seen_keys, seen, strict=True):  # views of NumPy memory, no copies
                 column = torch.from_numpy(value) if isinstance(value, np.ndarray) else to_torch(value)
                 flat = column.ndim == 1 and key in self.keys.trailing
                 columns[key] = column.unsqueeze(-1) if flat else column
@@ -258,6 +260,7 @@ class Runner:
             columns.update(self.states)
             action, written = policy(columns)
             self.window.put(written, written.values())
+            # What it writes under ("next", state) is what the next step starts from.
             for key in self.states:
                 self.states[key] = written.get(next_key(key), self.states[key])
         else:
@@ -275,7 +278,7 @@ class Runner:
             next_obs = true_next(obs, info, stream)
             window.put(map(keys.next_of.__getitem__, keys.obs), leaves_at(next_obs, keys.obs_paths))
         elif stream.any_ended and (final := final_of(info, stream)) is not None:
-            envs = np.flatnonzero(stream.ended)
+            envs = np.flatnonzero(stream.ended)  # indexing with them copies: the env may reuse its arrays
             for key, leaf in zip(keys.obs, leaves_at(final, keys.obs_paths), strict=True):
                 window.put_final(key, envs, leaf[envs], window.steps)
 

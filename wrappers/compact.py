@@ -66,6 +66,7 @@ class CompactObs(MarkerWrapper):
         """Step, and mark the rows whose last observation is in ``info["final_obs"]``."""
         result = self.env.step(actions)
         info, stream = result[4], self.stream
+        # NEXT_STEP shows the last observation itself. The mask is given away, so it is a copy.
         info.setdefault("final_obs", result[0])
         info["_final_obs"] = own(stream.ended) if stream.known is None else stream.ended & stream.known
         return result
@@ -77,11 +78,7 @@ class ObservationDelta(MarkerWrapper):
     is_column = False
 
     def __init__(
-        self,
-        env: Any,
-        *,
-        in_keys: list[NestedKey] | None = None,
-        delta_dtype: torch.dtype = torch.float16,
+        self, env: Any, *, in_keys: list[NestedKey] | None = None, delta_dtype: torch.dtype = torch.float16
     ) -> None:
         if not delta_dtype.is_floating_point:
             raise ValueError(f"delta_dtype must be a floating dtype such as torch.float16, got {delta_dtype}")

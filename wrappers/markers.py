@@ -125,7 +125,7 @@ class InitTracker(MarkerWrapper):
     def step(self, actions: Tree) -> StepResult:
         """Step, and mark the rows that now show a first observation."""
         result = self.env.step(actions)
-        result[4][self.info_name] = self.stream.first
+        result[4][self.info_name] = self.stream.first  # no copy: the stream makes it afresh at each step
         return result
 
 
@@ -182,13 +182,15 @@ class StepCounter(MarkerWrapper):
     def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
         zero = full(self.stream.first, self.num_envs, 0, torch.int64)
         self._count = zero if self._count is None else select(rows, zero, self._count)
-        info[self.info_name] = own(self._count)
+        info[self.info_name] = own(
+            self._count
+        )  # a copy: what a caller does to its info must not change the count
 
     def step(self, actions: Tree) -> StepResult:
         """Step, and count the rows that go on."""
         result = self.env.step(actions)
         count = self._count + 1
-        if self.stream.any_first is not False:
+        if self.stream.any_first is not False:  # None: on a device, where asking would wait
             fill_rows(count, self.stream.first, 0)
         self._count = count
         result[4][self.info_name] = own(count)
@@ -238,7 +240,7 @@ class TrajId(MarkerWrapper):
         """Step, and give the rows that now show a first observation a new id."""
         result = self.env.step(actions)
         if self.stream.any_first is not False:
-            self._ids = self._ids + self.stream.first * self.num_envs
+            self._ids = self._ids + self.stream.first * self.num_envs  # bool counts as 0 or 1
         result[4][self.info_name] = own(self._ids)
         return result
 
@@ -246,7 +248,7 @@ class TrajId(MarkerWrapper):
         """The highest episode number handed out: after `load_state_dict`, ids go on above it."""
         if self._ids is None:
             return {"writer": self.writer, "episode": self._episode}
-        top = int(self._ids.max()) - (self.writer << 40)
+        top = int(self._ids.max()) - (self.writer << 40)  # episode * E + env of the newest episode
         return {"writer": self.writer, "episode": top // self.num_envs + 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -293,7 +295,7 @@ class RewardSum(MarkerWrapper):
         total = self._sum + reward
         if not stream.same_step and stream.any_first is not False:
             fill_rows(total, stream.first, 0.0)  # a wrapper inside may have paid for the reset row
-        self._sum = own(total)
+        self._sum = own(total)  # `total` goes to the caller, and keeps the ended episodes' whole returns
         if stream.any_ended is not False:
             fill_rows(self._sum, stream.ended, 0.0)
         result[4][self.info_name] = total

@@ -136,8 +136,8 @@ class VectorSource(ABC):
 
 def layers(env: Any) -> list[Any]:
     """The env and everything it wraps, outermost first."""
-    found = [env]
+    stack = [env]
     while isinstance(env, VectorWrapper):
         env = env.env
-        found.append(env)
-    return found
+        stack.append(env)
+    return stack

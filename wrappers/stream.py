@@ -180,7 +180,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         obs, info = self.source.reset(seed, options, rows)
         self.first, self.ended = self.first | rows, self.ended & ~rows
         if self._elapsed is not None:
-            self._elapsed = select(rows, self._elapsed * 0, self._elapsed)
+            self._elapsed = self._elapsed * ~rows  # 0 where reset
         if self._on_host:
             self.any_first, self.any_ended = bool(self.first.any()), bool(self.ended.any())
         return obs, info
@@ -199,10 +199,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         if self._limit is not None:
             self._elapsed = self._elapsed + 1
             hit = self._elapsed >= self._limit
+            # A SAME_STEP env has reset the rows that it ended; any other leaves all of them to this stream.
             resets = hit & ~ended if self._native_same_step else ended | hit
             truncated, ended = truncated | hit, ended | hit
             fill_rows(self._elapsed, ended, 0)
-        # Asking whether any row ended costs nothing in NumPy; on a device it would wait for the step.
+        # Asking whether any row ended is cheap in NumPy (count_nonzero more so than any); a device would wait.
         any_ended = bool(np.count_nonzero(ended)) if self._on_host else None
         if self.same_step:
             # Two arrays: both are given away, and neither may change with the other.
@@ -226,11 +227,12 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         """Put the true last observations into ``info["final_obs"]`` and first ones into the ended rows."""
         final: Tree | None = obs  # what the step returned is final in the rows that are not reset yet
         if self._native_same_step:
-            by_env = ended if resets is None else ended & ~resets
+            by_env = ended if resets is None else ended & ~resets  # the rows that the env has reset
             final = self._native_final(info, obs, by_env)
             self.known = ~by_env if final is None else None
             if resets is not None and self.any_ended is not False:
                 final = obs if final is None else map_tree(lambda o, f: select(resets, o, f), obs, final)
+        # On a device `any` waits, but only where this stream resets rows: such an env is told which ones.
         if resets is not None and self.any_ended is not False and bool(resets.any()):
             fresh, reset_info = self.source.reset(None, None, resets)
             obs = map_tree(lambda new, old: select(resets, new, old), fresh, obs)
@@ -277,7 +279,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
     def _exact_flags(self, reward: Array, terminated: Array, truncated: Array) -> tuple[Array, Array, Array]:
         """Reward float32 and flags bool, all of shape ``(E,)``, whatever the env calls its own."""
         shape = (self.num_envs,)
-        if isinstance(reward, Tensor):
+        if isinstance(reward, Tensor):  # no copies where the dtype fits
             reward, terminated, truncated = reward.float(), terminated.bool(), truncated.bool()
         else:
             reward = np.asarray(reward, dtype=np.float32)
@@ -341,8 +343,8 @@ def _restarted_info(info: dict[str, Any], reset_info: dict[str, Any], rows: Arra
             merged[key] = _emptied(value, rows)
     for key, value in reset_info.items():
         old: Any = info.get(key)
-        array = isinstance(value, np.ndarray | Tensor) and isinstance(old, np.ndarray | Tensor)
-        merged[key] = select(rows, value, old) if array and old.shape == value.shape else value
+        arrays = isinstance(value, np.ndarray | Tensor) and isinstance(old, np.ndarray | Tensor)
+        merged[key] = select(rows, value, old) if arrays and old.shape == value.shape else value
     return merged
 
 

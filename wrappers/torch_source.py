@@ -94,7 +94,7 @@ class TorchSource(VectorSource):
             terminated = done & ~truncated
         else:
             obs, reward, terminated, truncated, extras = result
-            if self._copies:
+            if self._copies:  # (the flags of a 4-tuple are computed, and new already)
                 terminated, truncated = terminated.clone(), truncated.clone()
         if self._copies:
             reward = reward.clone()
@@ -111,6 +111,7 @@ class TorchSource(VectorSource):
         if not isinstance(shown, dict) or "env_ids" not in shown:
             return None
         numbers = shown["env_ids"]
+        # Rows of the ended envs only, written into a copy of the observations that the step returned.
         return map_tree(lambda o, rows: o.index_copy(0, numbers, rows), obs, _plain(shown["observations"]))
 
     @override

@@ -242,6 +242,7 @@ class Clock:
     def __init__(self, script: Script, put: Callable[[npt.NDArray[Any]], Any]) -> None:
         self.script = script
         lengths, ends = script.table("lengths"), script.table("ends")
+        # Episode k of env e is entry k % period[e] of row e of a table padded with zeros.
         codes = [[_ENDS.index(end) for end in row] for row in ends]
         self.env = put(np.arange(script.num_envs))
         self._lengths, self._length_period = (put(x) for x in _padded(lengths))
@@ -254,12 +255,13 @@ class Clock:
 
     def begin(self, mask: Any) -> None:
         """Start the next episode where ``mask`` is True."""
-        self.episode = self.episode + mask
+        self.episode = self.episode + mask  # bool counts as 0 or 1; new arrays, so that shown ones stay
         self.step = self.step * ~mask
 
     def advance(self, live: Any) -> tuple[Any, Any, Any]:
         """One step where ``live`` is True: (reward as integers, terminated, truncated)."""
         self.step = self.step + live
+        # Elementwise and by index only: nothing here reads a value on the host.
         ended = live & (self.step >= self._lengths[self.env, self.episode % self._length_period])
         end = self._ends[self.env, self.episode % self._end_period]
         reward = (100 * self.episode + self.step) * live

@@ -107,6 +107,7 @@ class ScriptedTorchEnv:
         self.actions.append(action)
         clock = self._clock
         reward, terminated, truncated = clock.advance(torch.ones_like(self.terminated_buf))
+        # As simulators do: one memory for all steps.
         self.reward_buf.copy_(reward)
         self.terminated_buf.copy_(terminated)
         self.truncated_buf.copy_(truncated)

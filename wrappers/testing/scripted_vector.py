@@ -93,14 +93,14 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
         if self._record:
             self.actions.append(actions)
         clock, pending = self._clock, self._done
-        live = ~pending
+        live = ~pending  # rows that ended one step ago do not move: NEXT_STEP only resets them
         if self._mode == AutoresetMode.DISABLED and pending.any():
             raise AssertionError(f"envs {np.flatnonzero(pending).tolist()} have ended and were not reset")
         if self._mode == AutoresetMode.NEXT_STEP:
             clock.begin(pending)
         reward, terminated, truncated = clock.advance(live)
         done = terminated | truncated
-        final = clock.observe()
+        final = clock.observe()  # before SAME_STEP begins the next episodes
         self._done = done if self._mode != AutoresetMode.SAME_STEP else np.zeros_like(done)
         info = self._info()
         if self._mode == AutoresetMode.SAME_STEP:
@@ -219,7 +219,7 @@ def expected_rows(
             reward = 100 * episode + step + 1
             table.append((at, env, episode, step, step, reward, terminated, truncated, step == 0))
             done = over or cut
-            at += 2 if done and gap else 1
+            at += 2 if done and gap else 1  # the vector step after an end is no transition
             episode, step = (episode + 1, 0) if done else (episode, step + 1)
     rows = np.array(table, ROW)
     return rows[np.lexsort((rows["env"], rows["vector_step"]))]
