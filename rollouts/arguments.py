@@ -31,9 +31,9 @@ class Counts:
         """Refuse counts that make no sense; warn where the total is no whole number of batches."""
         optional = {"trajs_per_batch", "max_frames_per_traj"}
         for name, count in vars(self).items():
-            if count is None and name in optional:
-                continue
-            if isinstance(count, bool) or not hasattr(count, "__index__"):
+            if count is None or isinstance(count, bool) or not hasattr(count, "__index__"):
+                if count is None and name in optional:
+                    continue
                 raise TypeError(f"{name} must be an integer, got {count!r}")
             if name == "total_frames":
                 if count == 0 or count < -1:
@@ -70,7 +70,6 @@ class Devices:
 
 def make_devices(
     env: torch.device,
-    *,
     device: torch.device | str | None = None,
     env_device: torch.device | str | None = None,
     policy_device: torch.device | str | None = None,
@@ -147,7 +146,7 @@ def make_env(create_env_fn: Any, max_steps: int | None, undo: ExitStack) -> Any:
 
     ``undo`` closes an env that was made here; one that the caller made is the caller's to close.
     """
-    env = create_env_fn
+    env: Any = create_env_fn
     if isinstance(env, (list, tuple)):
         raise TypeError(
             f"create_env_fn must be one env or one function that makes it, got a list of {len(env)}: "
@@ -156,7 +155,7 @@ def make_env(create_env_fn: Any, max_steps: int | None, undo: ExitStack) -> Any:
     if isinstance(env, type) or not (hasattr(env, "step") and hasattr(env, "reset")):
         if not callable(env):
             raise TypeError(f"create_env_fn must be an env or a function that makes one, got {env!r}")
-        env = env()
+        env = create_env_fn()
         if hasattr(env, "close"):
             undo.callback(env.close)
     if max_steps is None:

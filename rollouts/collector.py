@@ -89,7 +89,11 @@ class Collector:
 
     #: With ``compact_obs=True``: of the last batch, the next observations that no row of it holds. A
     #: tensordict ``[K]`` with ``"row"`` (int64, ascending) and the ``("next", obs)`` entries.
-    final: TensorDict | None
+    final: TensorDict | None = None
+    _closed = True  # until the env is there
+    _frames = 0  # rows collected so far
+    _bar: Progress | None = None
+    _iterator: Iterator[TensorDict | None] | None = None  # of __next__
 
     def __init__(
         self,
@@ -123,8 +127,6 @@ class Collector:
         writer: int = 0,
         progress: bool = False,
     ) -> None:
-        self._closed = True  # until the env is there
-        self.final = None
         self._exploration = InteractionType(exploration_type)
         self._counts = Counts(
             frames_per_batch=frames_per_batch,
@@ -137,30 +139,19 @@ class Collector:
         check_together(track_traj_ids, trajs_per_batch, split_trajs, replay_buffer is not None)
         with ExitStack() as undo:
             env = make_env(create_env_fn, max_frames_per_traj, undo)
-            self._runner = runner = Runner(
-                env, info_keys=info_keys, track_traj_ids=track_traj_ids, writer=writer
+            runner = Runner(env, info_keys=info_keys, track_traj_ids=track_traj_ids, writer=writer)
+            devices = make_devices(
+                runner.device, device, env_device, policy_device, storing_device, no_cuda_sync
             )
-            self._devices = make_devices(
-                runner.device,
-                device=device,
-                env_device=env_device,
-                policy_device=policy_device,
-                storing_device=storing_device,
-                no_cuda_sync=no_cuda_sync,
-            )
+            steps = -(-frames_per_batch // runner.num_envs)  # rounded up
+            wires = auto_register_policy_transforms is not False
             runner.start(
-                policy,
-                -(-frames_per_batch // runner.num_envs),  # rounded up
-                devices=self._devices,
-                seed=seed,
-                recurrent=auto_register_policy_transforms is not False,
-                state_stride=state_stride,
+                policy, steps, devices=devices, seed=seed, recurrent=wires, state_stride=state_stride
             )
             undo.pop_all()
-        self.env = runner.env
-        self.policy = policy
-        self.frames_per_batch = frames_per_batch
-        self.total_frames = total_frames
+        self._runner, self._devices = runner, devices
+        self.env, self.policy = runner.env, policy
+        self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
         self._delivery = Delivery(
             set_truncated=set_truncated,
             split_trajs=split_trajs,
@@ -170,13 +161,8 @@ class Collector:
         )
         self._compact = compact_obs or runner.asks_compact
         self._joiner = TrajectoryJoiner(trajs_per_batch, runner.keys.traj) if trajs_per_batch else None
-        self._reset_each_iter = reset_at_each_iter
-        self._pre_hook = pre_collect_hook
-        self._seed = seed
-        self._progress = progress
-        self._bar: Progress | None = None
-        self._frames = 0
-        self._iterator: Iterator[TensorDict | None] | None = None
+        self._reset_each_iter, self._pre_hook = reset_at_each_iter, pre_collect_hook
+        self._seed, self._progress = seed, progress
         self._closed = False
 
     def __iter__(self) -> Iterator[Any]:

@@ -125,7 +125,6 @@ class ActionCheck:
         check_range: bool = False,
     ) -> None:
         self._space = space
-        self._num_envs = num_envs
         self._framework = framework
         self._device = device
         self._children: list[tuple[Any, ActionCheck]] = []
@@ -146,33 +145,43 @@ class ActionCheck:
     def __call__(self, actions: Tree) -> Tree:
         if self._children:
             return self._nested(actions)
-        if self._framework == "torch":
-            return self._torch(actions)
+        on_torch = self._framework == "torch"
         if isinstance(actions, Tensor):
-            plain = actions.is_cpu and not actions.requires_grad
-            array = actions.numpy() if plain else actions.numpy(force=True)
+            array: Array = actions
+            if not on_torch:
+                array = actions.numpy(force=not actions.is_cpu or actions.requires_grad)
         else:
-            array = np.asarray(actions)
+            array = torch.as_tensor(actions) if on_torch else np.asarray(actions)
         if array.shape != self._shape:
-            raise self._shape_error(array.shape)
+            hint = "one row for each env"
+            if (
+                isinstance(self._space, spaces.Discrete)
+                and array.shape[:1] == self._shape
+                and array.ndim == 2
+            ):
+                hint = "one integer for each env: take .argmax(-1) of one-hot actions, .squeeze(-1) of [E, 1]"
+            raise ValueError(f"actions must have shape {self._shape} ({hint}), got {tuple(array.shape)}")
+        if on_torch:
+            if array.dtype == self._torch_dtype or torch.can_cast(array.dtype, self._torch_dtype):
+                return array.detach().to(device=self._device, dtype=self._torch_dtype)
+            raise TypeError(f"actions must be castable to {self._dtype} for {self._space}, got {array.dtype}")
         if array.dtype != self._dtype:
-            whole = (
-                array.dtype.kind in "iu" and self._dtype.kind in "iu"
-            )  # argmax is int64, spaces may be uint8
+            # Integers of any width pass: argmax is int64, spaces may be uint8.
+            whole = array.dtype.kind in "iu" and self._dtype.kind in "iu"
             if not (whole or np.can_cast(array.dtype, self._dtype, "same_kind")):
-                raise self._dtype_error(array.dtype)
+                raise TypeError(
+                    f"actions must be castable to {self._dtype} for {self._space}, got {array.dtype}"
+                )
             array = array.astype(self._dtype)
         if self._limit:
-            self._check_range(array)
+            shifted = array - self._start if self._start else array
+            # Seen as unsigned, what is below the range is far above it: one pass finds both.
+            if np.maximum.reduce(shifted.view(self._unsigned), axis=None) >= self._limit:
+                low, high = self._start, self._start + self._limit - 1
+                raise ValueError(
+                    f"actions must lie in [{low}, {high}] for {self._space}, got {array.min()} to {array.max()}"
+                )
         return array
-
-    def _torch(self, actions: Array) -> Tensor:
-        tensor = actions if isinstance(actions, Tensor) else torch.as_tensor(actions)
-        if tensor.shape != self._shape:
-            raise self._shape_error(tuple(tensor.shape))
-        if tensor.dtype != self._torch_dtype and not torch.can_cast(tensor.dtype, self._torch_dtype):
-            raise self._dtype_error(tensor.dtype)
-        return tensor.detach().to(device=self._device, dtype=self._torch_dtype)
 
     def _nested(self, actions: Tree) -> Tree:
         if isinstance(self._space, spaces.Dict):
@@ -185,21 +194,3 @@ class ActionCheck:
                 f"actions must be a tuple of {len(self._children)} arrays, got {type(actions).__name__}"
             )
         return tuple(check(actions[i]) for i, check in self._children)
-
-    def _check_range(self, array: Array) -> None:
-        shifted = array - self._start if self._start else array
-        # Seen as unsigned, what is below the range is far above it: one pass finds both.
-        if np.maximum.reduce(shifted.view(self._unsigned), axis=None) >= self._limit:
-            low, high = self._start, self._start + self._limit - 1
-            raise ValueError(
-                f"actions must lie in [{low}, {high}] for {self._space}, got {array.min()} to {array.max()}"
-            )
-
-    def _shape_error(self, came: tuple[int, ...]) -> ValueError:
-        hint = "one row for each env"
-        if isinstance(self._space, spaces.Discrete) and len(came) == 2 and came[0] == self._num_envs:
-            hint = "one integer for each env: take .argmax(-1) of one-hot actions, .squeeze(-1) of [E, 1]"
-        return ValueError(f"actions must have shape {self._shape} ({hint}), got {tuple(came)}")
-
-    def _dtype_error(self, came: object) -> TypeError:
-        return TypeError(f"actions must be castable to {self._dtype} for {self._space}, got {came}")
