@@ -1,4 +1,4 @@
-"""What a collector is given: its arguments in groups, checked, and the env itself."""
+"""The arguments of a collector: in groups, checked, and the env made of them."""
 
 import warnings
 from collections.abc import Callable

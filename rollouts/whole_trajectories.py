@@ -1,4 +1,4 @@
-"""Joining what windows cut: complete trajectories out of a stream of flat batches."""
+"""Complete trajectories out of a stream of flat batches that cut them."""
 
 from typing import Any, cast
 

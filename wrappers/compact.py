@@ -1,4 +1,4 @@
-"""Wrappers that say how the next observation is kept: as a small delta, or only where no later row holds it."""
+"""Wrappers for storing next observations: as small differences, or only where no later row holds them."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from flatroll.wrappers.stream import VectorStream, observation_leaves
 
 
 def final_of(info: dict[str, Any], stream: VectorStream) -> Tree | None:
-    """``info["final_obs"]`` of a SAME_STEP env, None if the env hides it.
+    """The last observations of the ended rows of a SAME_STEP env (dense), or None if the env hides them.
 
     Raises:
         ValueError: a wrapper in between made an ``info`` of its own and left it out.

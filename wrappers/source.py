@@ -130,8 +130,9 @@ class VectorSource(ABC):
         return given
 
     def close(self) -> None:
-        """Close the env."""
-        self.env.close()
+        """Close the env, if it can be closed."""
+        if hasattr(self.env, "close"):
+            self.env.close()
 
 
 def layers(env: Any) -> list[Any]:

@@ -114,11 +114,6 @@ class TorchSource(VectorSource):
         # Rows of the ended envs only, written into a copy of the observations that the step returned.
         return map_tree(lambda o, rows: o.index_copy(0, numbers, rows), obs, _plain(shown["observations"]))
 
-    @override
-    def close(self) -> None:
-        if hasattr(self.env, "close"):
-            self.env.close()
-
     def _owned(self, obs: Any) -> Tree:
         tree = _plain(obs)
         return map_tree(Tensor.clone, tree) if self._copies else tree
@@ -160,10 +155,6 @@ class TorchView(VectorSource):
             shown if given is None and not done.any() else self._source.final_obs(info, shown, done, given)
         )
         return None if final is None else self._tensors(final)
-
-    @override
-    def close(self) -> None:
-        self._source.close()
 
     def _tensors(self, tree: Tree) -> Tree:
         return map_tree(lambda leaf: to_torch(leaf, self._device), tree)

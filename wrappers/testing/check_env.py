@@ -1,4 +1,4 @@
-"""A contract kit for vector environments, and the scripted environments that its own tests run on.
+"""Check that an environment keeps the contract of `as_vector_env`: play it, and list what is wrong.
 
 >>> from flatroll.wrappers.testing import Script, ScriptedVectorEnv
 >>> check_vector_env(ScriptedVectorEnv(Script(2, lengths=[[3, 4], [5]])))

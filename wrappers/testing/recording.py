@@ -1,4 +1,4 @@
-"""What a played environment returned, and what looks wrong in it without being proof."""
+"""Play an environment, record all that it returns, and name what looks wrong in it without being proof."""
 
 import warnings
 from collections.abc import Callable, Iterator

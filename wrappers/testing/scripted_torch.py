@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
@@ -69,7 +68,7 @@ class ScriptedTorchEnv:
         self.actions: list[Any] = []
         self.closed = False
         self._shown, self._reuse, self._autoreset = final_obs, reuse_obs, autoreset
-        self._clock = Clock(script, self._put)
+        self._clock = Clock(script, lambda x: torch.from_numpy(np.ascontiguousarray(x)).to(self.device))
         self._obs, self._final = self._clock.observe(), self._clock.observe()
         self.extras: dict[str, Any] = {"log": {}}
         self.reward_buf = torch.zeros(self.num_envs, device=self.device)
@@ -77,9 +76,6 @@ class ScriptedTorchEnv:
         self.truncated_buf = torch.zeros_like(self.terminated_buf)
         if final_obs == "dense":
             self.extras["final_obs"] = self._final
-
-    def _put(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
     @property
     def unwrapped(self) -> "ScriptedTorchEnv":
@@ -113,7 +109,14 @@ class ScriptedTorchEnv:
         self.truncated_buf.copy_(truncated)
         done = terminated | truncated
         if self._autoreset:
-            self._keep_final(clock.observe(), done)
+            final = clock.observe()
+            if (
+                self._shown == "dense"
+            ):  # in place: rows that did not end keep the observations of earlier ends
+                map_tree(lambda kept, new: kept.copy_(select(done, new, kept)), self._final, final)
+            elif self._shown == "ids":
+                ids = done.nonzero().squeeze(-1)
+                self.extras["terminal"] = {"env_ids": ids, "observations": row(final, ids)}
             clock.begin(done)
         return self._observe(), self.reward_buf, self.terminated_buf, self.truncated_buf, self.extras
 
@@ -127,13 +130,6 @@ class ScriptedTorchEnv:
             return obs
         self._obs = overwrite(self._obs, obs)
         return self._obs
-
-    def _keep_final(self, final: Any, done: Tensor) -> None:
-        if self._shown == "dense":  # in place: rows that did not end keep the observations of earlier ends
-            map_tree(lambda kept, new: kept.copy_(select(done, new, kept)), self._final, final)
-        elif self._shown == "ids":
-            ids = done.nonzero().squeeze(-1)
-            self.extras["terminal"] = {"env_ids": ids, "observations": row(final, ids)}
 
 
 class ScriptedRslEnv:
