@@ -49,8 +49,9 @@ class MarkerWrapper(VectorWrapper):
     >>> class TimeLeft(MarkerWrapper):
     ...     def __init__(self, env):
     ...         super().__init__(env, "time_left")
+    ...         self.left = 0
     ...     def _on_reset(self, obs, info, rows):
-    ...         self.left = np.full(self.num_envs, 500)
+    ...         self.left = np.where(rows, 500, self.left)
     ...         info[self.info_name] = self.left.copy()
     ...     def step(self, actions):
     ...         result = self.env.step(actions)
@@ -65,7 +66,7 @@ class MarkerWrapper(VectorWrapper):
 
     #: Whether the entry describes the step just made (and not the returned observation).
     describes_step: ClassVar[bool] = False
-    #: Whether a collector stores the entry as a column of its batches.
+    #: Whether a collector stores the entry as a column of its batches; if not, it is for loops written by hand.
     is_column: ClassVar[bool] = True
 
     def __init__(self, env: Any, key: NestedKey) -> None:
