@@ -1,56 +1,129 @@
-"""What a collector is given: the checks that need no env, and the env itself."""
+"""The arguments of a collector: in groups, checked, and the env made of them."""
 
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from tensordict import TensorDict
 
 from flatroll.wrappers.markers import StepCounter, TrajId, find_wrapper
 
 
-def check_counts(frames: int, total: int, trajs: int | None, random: int, max_steps: int | None) -> None:
-    """Refuse counts that make no sense; warn where ``total`` is no whole number of batches."""
-    counts = {
-        "frames_per_batch": frames,
-        "total_frames": total,
-        "trajs_per_batch": trajs,
-        "init_random_frames": random,
-        "max_frames_per_traj": max_steps,
-    }
-    for name, count in counts.items():
-        if isinstance(count, bool) or not (count is None or hasattr(count, "__index__")):
-            raise TypeError(f"{name} must be an integer, got {count!r}")
-    if frames <= 0:
-        raise ValueError(f"frames_per_batch must be at least 1, got {frames}")
-    if total == 0 or total < -1:
-        raise ValueError(f"total_frames must be positive, or -1 for no end, got {total}")
-    if trajs is not None and trajs <= 0:
-        raise ValueError(f"trajs_per_batch must be at least 1 or None, got {trajs}")
-    if random < 0:
-        raise ValueError(f"init_random_frames must be at least 0, got {random}")
-    if max_steps is not None and max_steps <= 0:
-        raise ValueError(f"max_frames_per_traj must be at least 1 or None, got {max_steps}")
-    if total > 0 and total % frames:
-        whole = -(-total // frames) * frames
-        warnings.warn(
-            f"total_frames={total} is no multiple of frames_per_batch={frames}: {whole} frames will be collected",
-            stacklevel=3,
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """How many rows, trajectories and steps; see `Collector` for each.
+
+    Raises:
+        TypeError, ValueError: a count is no integer, or makes no sense.
+    """
+
+    frames_per_batch: int
+    total_frames: int
+    trajs_per_batch: int | None
+    init_random_frames: int
+    max_frames_per_traj: int | None
+    state_stride: int
+
+    def __post_init__(self) -> None:
+        """Refuse counts that make no sense; warn where the total is no whole number of batches."""
+        optional = {"trajs_per_batch", "max_frames_per_traj"}
+        for name, count in vars(self).items():
+            if count is None or isinstance(count, bool) or not hasattr(count, "__index__"):
+                if count is None and name in optional:
+                    continue
+                raise TypeError(f"{name} must be an integer, got {count!r}")
+            if name == "total_frames":
+                if count == 0 or count < -1:
+                    raise ValueError(f"total_frames must be positive, or -1 for no end, got {count}")
+            elif count < (least := 0 if name == "init_random_frames" else 1):
+                otherwise = " or None" if name in optional else ""
+                raise ValueError(f"{name} must be at least {least}{otherwise}, got {count}")
+        total, frames = self.total_frames, self.frames_per_batch
+        if total > 0 and total % frames:
+            whole = -(-total // frames) * frames  # rounded up to whole batches
+            warnings.warn(
+                f"total_frames={total} is no multiple of frames_per_batch={frames}: {whole} frames will be "
+                "collected",
+                stacklevel=4,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """Where arrays live and go.
+
+    Attributes:
+        env: where the env's arrays live, and so the columns.
+        policy: where the policy wants its input; None: there too.
+        storing: where batches are put; None: they stay.
+        blocking: whether to wait for copies between devices.
+    """
+
+    env: torch.device
+    policy: torch.device | None = None
+    storing: torch.device | None = None
+    blocking: bool = True
+
+
+def make_devices(
+    env: torch.device,
+    device: torch.device | str | None = None,
+    env_device: torch.device | str | None = None,
+    policy_device: torch.device | str | None = None,
+    storing_device: torch.device | str | None = None,
+    no_cuda_sync: bool = False,
+) -> Devices:
+    """The devices of a collector; ``env`` is where the env's arrays are, the others are as `Collector` is given them.
+
+    Raises:
+        ValueError: ``env_device`` is of another type than ``env``.
+    """
+    if env_device is not None and torch.device(env_device).type != env.type:
+        raise ValueError(
+            f"env_device={str(env_device)!r}, but the env's arrays are on {env}: move the env, "
+            "or wrap it with as_vector_env(env, framework='torch', device=...)"
         )
+    policy, storing = policy_device or device, storing_device or device
+    policy = None if policy is None else torch.device(policy)
+    return Devices(
+        env=env,
+        policy=None if policy == env else policy,
+        storing=None if storing is None else torch.device(storing),
+        blocking=not no_cuda_sync,
+    )
 
 
-def check_stride(stride: int) -> None:
-    """Refuse a distance between kept states that is no number of rows."""
-    if isinstance(stride, bool) or not hasattr(stride, "__index__"):
-        raise TypeError(f"state_stride must be an integer, got {stride!r}")
-    if stride < 1:
-        raise ValueError(f"state_stride must be at least 1, got {stride}")
+@dataclass(frozen=True, kw_only=True)
+class Delivery:
+    """What is done with a finished batch, in this order, before it is yielded; see `Collector` for each."""
+
+    set_truncated: bool
+    split_trajs: bool
+    postproc: Callable[[TensorDict], TensorDict] | None
+    hook: Callable[[TensorDict], Any] | None
+    buffer: Any
 
 
-def check_ids(ids: bool, trajs: int | None, split: bool) -> None:
-    """Refuse what needs trajectory ids without them."""
+def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool) -> None:
+    """Refuse what needs trajectory ids without them, and padding on the way into a buffer; warn of padding."""
     if trajs is not None and not ids:
         raise ValueError("trajs_per_batch needs track_traj_ids=True: trajectories are joined by their ids")
     if split and not ids:
         raise ValueError("split_trajs=True needs track_traj_ids=True: pieces are told apart by their ids")
+    if split and to_buffer:
+        raise ValueError(
+            "split_trajs=True cannot go with a replay_buffer: buffers hold flat rows, and their samplers find the "
+            "trajectories in them. Leave split_trajs out"
+        )
+    if split:
+        warnings.warn(
+            "split_trajs=True pads every trajectory to the longest of the batch and cuts them at its end; "
+            "flat batches need neither (flatroll.layout.split_trajectories does it afterwards)",
+            stacklevel=3,
+        )
 
 
 def check_writer(writer: int, ids: bool, marker: TrajId | None) -> None:
@@ -68,28 +141,23 @@ def check_writer(writer: int, ids: bool, marker: TrajId | None) -> None:
         raise ValueError(f"writer={writer} needs track_traj_ids=True: it is a part of the trajectory ids")
 
 
-def check_splitting(to_buffer: bool) -> None:
-    """Warn of padding; refuse it on the way into a buffer."""
-    if to_buffer:
-        raise ValueError(
-            "split_trajs=True cannot go with a replay_buffer: buffers hold flat rows, and their samplers find the "
-            "trajectories in them. Leave split_trajs out"
-        )
-    warnings.warn(
-        "split_trajs=True pads every trajectory to the longest of the batch and cuts them at its end; "
-        "flat batches need neither (flatroll.layout.split_trajectories does it afterwards)",
-        stacklevel=3,
-    )
-
-
 def make_env(create_env_fn: Any, max_steps: int | None, undo: ExitStack) -> Any:
     """The env, or what the function (or class) makes, with a step limit; a TypeError for anything else.
 
     ``undo`` closes an env that was made here; one that the caller made is the caller's to close.
     """
-    env = _env(create_env_fn)
-    if env is not create_env_fn and hasattr(env, "close"):
-        undo.callback(env.close)
+    env: Any = create_env_fn
+    if isinstance(env, (list, tuple)):
+        raise TypeError(
+            f"create_env_fn must be one env or one function that makes it, got a list of {len(env)}: "
+            "put them into one gymnasium.vector env (SyncVectorEnv, or AsyncVectorEnv for one process each)"
+        )
+    if isinstance(env, type) or not (hasattr(env, "step") and hasattr(env, "reset")):
+        if not callable(env):
+            raise TypeError(f"create_env_fn must be an env or a function that makes one, got {env!r}")
+        env = create_env_fn()
+        if hasattr(env, "close"):
+            undo.callback(env.close)
     if max_steps is None:
         return env
     if find_wrapper(env, StepCounter) is not None:
@@ -98,17 +166,3 @@ def make_env(create_env_fn: Any, max_steps: int | None, undo: ExitStack) -> Any:
             "max_steps instead"
         )
     return StepCounter(env, max_steps=max_steps)
-
-
-def _env(create_env_fn: Any) -> Any:
-    if isinstance(create_env_fn, (list, tuple)):
-        raise TypeError(
-            f"create_env_fn must be one env or one function that makes it, got a list of {len(create_env_fn)}: "
-            "put them into one gymnasium.vector env, or use a multi-process collector"
-        )
-    is_class = isinstance(create_env_fn, type)
-    if not is_class and hasattr(create_env_fn, "step") and hasattr(create_env_fn, "reset"):
-        return create_env_fn
-    if not callable(create_env_fn):
-        raise TypeError(f"create_env_fn must be an env or a function that makes one, got {create_env_fn!r}")
-    return create_env_fn()

@@ -20,29 +20,35 @@ from flatroll.layout.keys import (
     as_tuple,
     next_key,
 )
-from flatroll.rollouts.window import DEAD
-from flatroll.wrappers.arrays import Array
-from flatroll.wrappers.compact import CompactObs, NextObservationDelta
 from flatroll.wrappers.markers import InitTracker, MarkerWrapper, RewardSum, StepCounter, TrajId
-from flatroll.wrappers.primers import RecurrentPrimer
-from flatroll.wrappers.sources import layers
-from flatroll.wrappers.spaces import observation_leaves
+from flatroll.wrappers.source import layers
+from flatroll.wrappers.stream import observation_leaves, space_leaves
+
+#: Column of the rows on which the env only reset; never in a batch.
+DEAD = ("collector", "_dead")
 
 
 class ColumnKeys:
     """The keys of a batch, read off a stack of wrappers; no two parts may write one column.
 
+    Args:
+        env: the stack.
+        info_keys: the entries of ``info`` to store.
+        deltas: the observation keys whose next observation is stored as a difference, in ``delta_dtype``.
+
     Attributes:
-        leaves: (key, path in the observation tree) of every observation entry; ``obs`` has the keys alone.
-        roots: (key, name in ``info``) of the markers that describe the observation a row starts from.
-        nexts: the same of those that describe the step.
+        obs, obs_paths: the key and the path in the observation tree of every observation entry.
+        actions, action_paths: the same of every part of the action.
+        roots, root_names: the key and the name in ``info`` of the markers that describe the observation a row
+            starts from.
+        nexts, next_names: the same of those that describe the step.
         counts: the step counters' keys, whose ``("next", key)`` is one more.
+        next_of: ``("next", key)`` of all these keys at the root.
         traj, init: where the ids and first-row marks stand.
-        infos: the entries of ``info`` to store.
-        deltas: the observation keys that a NextObservationDelta treats, in ``delta_dtype``.
         has_ids: whether there are trajectory ids.
         returns: where a RewardSum's returns stand, or None.
         float32: the columns that are float32 whatever a wrapper makes of them.
+        trailing: the columns that stand as ``[N, 1]`` if they are one number for each row.
         states: the recurrent states of the policy, once there is one.
         strided: whether only some rows keep them (``("collector", "has_state")`` says which).
 
@@ -50,42 +56,47 @@ class ColumnKeys:
         ValueError: two parts write one column; the text names both.
     """
 
-    def __init__(self, env: VectorEnv[Any, Any, Any], info_keys: Sequence[str]) -> None:
+    def __init__(
+        self,
+        env: VectorEnv[Any, Any, Any],
+        info_keys: Sequence[str],
+        deltas: Sequence[NestedKey] = (),
+        delta_dtype: torch.dtype = torch.float16,
+    ) -> None:
         if isinstance(info_keys, str):
             raise TypeError(
                 f"info_keys must be a list of names, got the string {info_keys!r}: write [{info_keys!r}]"
             )
-        markers = [layer for layer in layers(env) if isinstance(layer, MarkerWrapper)]
-        silent = CompactObs | NextObservationDelta | RecurrentPrimer  # they add no column of their own
-        plain = [m for m in markers if not isinstance(m, silent)]
-        self.leaves = observation_leaves(env.single_observation_space)
-        self.obs: list[NestedKey] = [key for key, _ in self.leaves]
-        self.roots = [(m.key, m.info_name) for m in plain if not m.describes_step]
-        self.nexts = [(next_key(m.key), m.info_name) for m in plain if m.describes_step]
-        self.counts = [m.key for m in plain if isinstance(m, StepCounter)]
-        self.traj: NestedKey = next((m.key for m in plain if isinstance(m, TrajId)), TRAJ_IDS)
-        self.init: NestedKey = next((m.key for m in plain if isinstance(m, InitTracker)), IS_INIT)
-        self.returns = next((next_key(m.key) for m in plain if isinstance(m, RewardSum)), None)
+        markers = [layer for layer in layers(env) if isinstance(layer, MarkerWrapper) and layer.is_column]
+        self.obs, self.obs_paths = zip(*observation_leaves(env.single_observation_space), strict=True)
+        self.actions, self.action_paths = zip(*space_leaves(env.single_action_space, (ACTION,)), strict=True)
+        self.roots: list[NestedKey] = [m.key for m in markers if not m.describes_step]
+        self.root_names = [m.info_name for m in markers if not m.describes_step]
+        self.nexts: list[NestedKey] = [next_key(m.key) for m in markers if m.describes_step]
+        self.next_names = [m.info_name for m in markers if m.describes_step]
+        self.counts = [m.key for m in markers if isinstance(m, StepCounter)]
+        self.traj: NestedKey = next((m.key for m in markers if isinstance(m, TrajId)), TRAJ_IDS)
+        self.init: NestedKey = next((m.key for m in markers if isinstance(m, InitTracker)), IS_INIT)
+        self.has_ids = any(isinstance(m, TrajId) for m in markers)
+        self.returns = next((next_key(m.key) for m in markers if isinstance(m, RewardSum)), None)
         self.float32: set[NestedKey] = {REWARD} if self.returns is None else {REWARD, self.returns}
-        delta = next((m for m in markers if isinstance(m, NextObservationDelta)), None)
-        self.deltas: list[NestedKey] = [] if delta is None else delta.keys
-        self.delta_dtype = torch.float16 if delta is None else delta.delta_dtype
+        self.deltas, self.delta_dtype = deltas, delta_dtype
+        self.infos = tuple(info_keys)
         self.states: list[NestedKey] = []
         self.strided = False
-        self.has_ids = any(isinstance(m, TrajId) for m in plain)
-        self.infos = tuple(info_keys)
-        #: Columns that are bool or a number for each row, and stand as ``[N, 1]``.
-        self.trailing: set[NestedKey] = {REWARD, TERMINATED, TRUNCATED, *(key for key, _ in self.nexts)}
-        self.trailing |= {key for key, _ in self.roots if key != self.traj}
+        self.trailing: set[NestedKey] = {REWARD, TERMINATED, TRUNCATED, *self.nexts, *self.roots} - {
+            self.traj
+        }
+        self.next_of = {key: next_key(key) for key in (*self.obs, *self.roots)}
         self._writers: dict[tuple[str, ...], str] = {}
         self.claim("the collector", REWARD, TERMINATED, TRUNCATED, DONE, NEXT_KNOWN, DEAD)
         self.claim("the policy's action", ACTION)
-        self.claim("the observation", *self.obs, *(next_key(key) for key in self.obs))
-        for marker in plain:
-            both = isinstance(marker, StepCounter)
+        self.claim("the observation", *self.obs, *(self.next_of[key] for key in self.obs))
+        for marker in markers:
             key = next_key(marker.key) if marker.describes_step else marker.key
-            self.claim(type(marker).__name__, key, *((next_key(key),) if both else ()))
-        if delta is not None:
+            counted = (next_key(key),) if isinstance(marker, StepCounter) else ()
+            self.claim(type(marker).__name__, key, *counted)
+        if deltas:
             self.claim("NextObservationDelta", DELTA)
         for name in self.infos:
             self.claim("info_keys", name, next_key(name))
@@ -94,31 +105,19 @@ class ColumnKeys:
         """Say who writes the columns; a ValueError if another part writes one of them already."""
         for key in map(as_tuple, keys):
             for other, owner in self._writers.items():
-                if key[: len(other)] == other[: len(key)]:
+                if key[: len(other)] == other[: len(key)]:  # the same, or one inside the other
                     raise ValueError(
-                        f"two parts write one column: {owner} writes {plain_key(other)!r}, {writer} writes "
-                        f"{plain_key(key)!r}. Rename one: the marker wrappers take a key argument, policies "
+                        f"two parts write one column: {owner} writes {_plain_key(other)!r}, {writer} writes "
+                        f"{_plain_key(key)!r}. Rename one: the marker wrappers take a key argument, policies "
                         "out_keys, observations gymnasium.wrappers.TransformObservation"
                     )
         self._writers.update((as_tuple(key), writer) for key in keys)
 
 
-def plain_key(key: tuple[str, ...]) -> NestedKey:
+def _plain_key(key: tuple[str, ...]) -> NestedKey:
     """The key as it is mostly written.
 
-    >>> plain_key(("observation",)), plain_key(("next", "reward"))
+    >>> _plain_key(("observation",)), _plain_key(("next", "reward"))
     ('observation', ('next', 'reward'))
     """
     return key if len(key) != 1 else key[0]
-
-
-def tree_leaves(key: NestedKey, tree: Any) -> list[tuple[NestedKey, Array]]:
-    """The leaves of a tree under a key.
-
-    >>> tree_leaves("action", {"move": 1, "press": (2, 3)})
-    [(('action', 'move'), 1), (('action', 'press', '0'), 2), (('action', 'press', '1'), 3)]
-    """
-    if isinstance(tree, (dict, tuple)):
-        items: Any = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        return [leaf for name, child in items for leaf in tree_leaves((*as_tuple(key), str(name)), child)]
-    return [(key, tree)]

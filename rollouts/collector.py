@@ -10,11 +10,14 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 from torch import nn
 
-from flatroll.rollouts.arguments import check_counts, check_ids, check_splitting, check_stride, make_env
-from flatroll.rollouts.delivery import Delivery
+from flatroll.layout.boundaries import run_ends
+from flatroll.layout.keys import DONE, TRUNCATED
+from flatroll.layout.trajectories import split_trajectories
+from flatroll.rollouts.arguments import Counts, Delivery, check_together, make_devices, make_env
 from flatroll.rollouts.progress import Progress
 from flatroll.rollouts.runner import Runner
 from flatroll.rollouts.whole_trajectories import TrajectoryJoiner
+from flatroll.rollouts.window import compact_batch
 from flatroll.wrappers.markers import TrajId, find_wrapper
 from flatroll.wrappers.primers import recurrent_states
 
@@ -86,7 +89,11 @@ class Collector:
 
     #: With ``compact_obs=True``: of the last batch, the next observations that no row of it holds. A
     #: tensordict ``[K]`` with ``"row"`` (int64, ascending) and the ``("next", obs)`` entries.
-    final: TensorDict | None
+    final: TensorDict | None = None
+    _closed = True  # until the env is there
+    _frames = 0  # rows collected so far
+    _bar: Progress | None = None
+    _iterator: Iterator[TensorDict | None] | None = None  # of __next__
 
     def __init__(
         self,
@@ -120,61 +127,43 @@ class Collector:
         writer: int = 0,
         progress: bool = False,
     ) -> None:
-        self._closed = True  # until the env is there
-        self.final = None
-        check_counts(frames_per_batch, total_frames, trajs_per_batch, init_random_frames, max_frames_per_traj)
-        check_stride(state_stride)
-        check_ids(track_traj_ids, trajs_per_batch, split_trajs)
-        if split_trajs:
-            check_splitting(replay_buffer is not None)
-        self.frames_per_batch = frames_per_batch
-        self.total_frames = total_frames
-        self.policy = policy
         self._exploration = InteractionType(exploration_type)
+        self._counts = Counts(
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            trajs_per_batch=trajs_per_batch,
+            init_random_frames=init_random_frames,
+            max_frames_per_traj=max_frames_per_traj,
+            state_stride=state_stride,
+        )
+        check_together(track_traj_ids, trajs_per_batch, split_trajs, replay_buffer is not None)
         with ExitStack() as undo:
             env = make_env(create_env_fn, max_frames_per_traj, undo)
-            self._runner = runner = Runner(
-                env, info_keys=info_keys, track_traj_ids=track_traj_ids, writer=writer
+            runner = Runner(env, info_keys=info_keys, track_traj_ids=track_traj_ids, writer=writer)
+            devices = make_devices(
+                runner.device, device, env_device, policy_device, storing_device, no_cuda_sync
             )
-            self._compact = compact_obs or runner.asks_compact
-            if env_device is not None and torch.device(env_device).type != runner.device.type:
-                raise ValueError(
-                    f"env_device={str(env_device)!r}, but the env's arrays are on {runner.device}: move the env, "
-                    "or wrap it with as_vector_env(env, framework='torch', device=...)"
-                )
+            steps = -(-frames_per_batch // runner.num_envs)  # rounded up
+            wires = auto_register_policy_transforms is not False
             runner.start(
-                policy,
-                -(-frames_per_batch // runner.num_envs),
-                device=policy_device or device,
-                seed=seed,
-                blocking=not no_cuda_sync,
-                recurrent=auto_register_policy_transforms is not False,
-                state_stride=state_stride,
+                policy, steps, devices=devices, seed=seed, recurrent=wires, state_stride=state_stride
             )
-            target = storing_device or device
-            storing = None if target is None else torch.device(target)
             undo.pop_all()
-        self.env = runner.env
-        self._closed = False
-        self._joiner = TrajectoryJoiner(trajs_per_batch, runner.keys.traj) if trajs_per_batch else None
-        self._random_frames = init_random_frames
-        self._reset_each = reset_at_each_iter
-        self._pre_hook = pre_collect_hook
+        self._runner, self._devices = runner, devices
+        self.env, self.policy = runner.env, policy
+        self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
         self._delivery = Delivery(
-            runner.keys,
-            set_truncated,
-            storing,
-            not no_cuda_sync,
-            split_trajs,
-            postproc,
-            post_collect_hook,
-            replay_buffer,
+            set_truncated=set_truncated,
+            split_trajs=split_trajs,
+            postproc=postproc,
+            hook=post_collect_hook,
+            buffer=replay_buffer,
         )
-        self._seed = seed
-        self._progress = progress
-        self._bar: Progress | None = None
-        self._frames = 0
-        self._iterator: Iterator[TensorDict | None] | None = None
+        self._compact = compact_obs or runner.asks_compact
+        self._joiner = TrajectoryJoiner(trajs_per_batch, runner.keys.traj) if trajs_per_batch else None
+        self._reset_each_iter, self._pre_hook = reset_at_each_iter, pre_collect_hook
+        self._seed, self._progress = seed, progress
+        self._closed = False
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches (or None with a replay buffer) until ``total_frames`` are collected."""
@@ -182,12 +171,12 @@ class Collector:
         while not self._closed:
             # Whatever goes wrong in env, policy, hook or buffer closes the collector.
             try:
-                made = self._next_batch()
-                batch = None if made is None else self._deliver(*made)
+                collected = self._next_batch()
+                batch = None if collected is None else self._deliver(*collected)
             except BaseException:
                 self.shutdown()
                 raise
-            if made is None:
+            if collected is None:
                 break
             yield batch
         self._close_bar()
@@ -275,55 +264,79 @@ class Collector:
 
     def _next_batch(self) -> tuple[TensorDict, TensorDict | None] | None:
         """The next window, or the next joined trajectories, with its *final*; None after the last."""
-        joiner = self._joiner
+        joiner, keys = self._joiner, self._runner.keys
         while True:
-            if joiner is not None and (joined := joiner.pop()) is not None:
-                return self._compacted(joined)
-            if 0 < self.total_frames <= self._frames:
-                rest = None if joiner is None else joiner.rest()
-                return None if rest is None else self._compacted(rest)
+            ends = 0 < self.total_frames <= self._frames
+            if joiner is not None:
+                joined = joiner.pop()
+                if joined is None and ends:
+                    joined = joiner.rest()
+                if joined is not None:
+                    return compact_batch(joined, keys) if self._compact else (joined, None)
+            if ends:
+                return None
             batch, final = self._collect()
             if joiner is None:
                 return batch, final
             joiner.add(batch)
-            if self._reset_each:
+            if self._reset_each_iter:
                 joiner.drop_open_but(self._runner.waiting_ids())
-
-    def _compacted(self, joined: TensorDict) -> tuple[TensorDict, TensorDict | None]:
-        return self._runner.layout.compact(joined) if self._compact else (joined, None)
 
     def _collect(self) -> tuple[TensorDict, TensorDict | None]:
         """One window of ``frames_per_batch`` rows."""
         if self._pre_hook is not None:
             self._pre_hook()
-        runner = self._runner
+        runner, frames, random_frames = self._runner, self.frames_per_batch, self._counts.init_random_frames
         with torch.no_grad(), set_interaction_type(self._exploration):
             if not runner.started:
-                runner.reset(self._first_seed())
-            elif self._reset_each and runner.count() < self.frames_per_batch:
+                seed = self._seed
+                if (
+                    seed is not None and self._frames
+                ):  # a run that goes on: other episodes than its first ones
+                    seed = int(np.random.SeedSequence((seed, self._frames)).generate_state(1)[0] >> 1)
+                runner.reset(seed)
+            elif self._reset_each_iter and runner.window.count() < frames:
                 runner.reset()
-            perhaps_random = self._frames < self._random_frames
-            while (missing := self.frames_per_batch - runner.count()) > 0:
+            may_be_random = self._frames < random_frames
+            while (missing := frames - runner.window.count()) > 0:
+                # So many vector steps are needed at least; rows on which an env only resets may need more.
                 for _ in range(-(-missing // runner.num_envs)):
-                    runner.step(random=perhaps_random and self._acts_randomly())
-            made = runner.take(self.frames_per_batch, self._compact and self._joiner is None)
-        self._frames += self.frames_per_batch
+                    # Counting the rows may wait for the device: it is done only while some have to be random.
+                    random = may_be_random and self._frames + runner.window.count() < random_frames
+                    runner.step(random)
+            batch, final = runner.take(frames, self._compact and self._joiner is None)
         if self._progress:
             if self._bar is None:
-                self._bar = Progress(
-                    self.total_frames, self._frames - self.frames_per_batch, self._runner.keys.returns
-                )
-            self._bar.show(made[0])
-        return made
+                self._bar = Progress(self.total_frames, self._frames, runner.keys.returns)
+            self._bar.show(batch)
+        self._frames += frames
+        return batch, final
 
     def _deliver(self, batch: TensorDict, final: TensorDict | None) -> TensorDict | None:
-        batch, self.final = self._delivery.prepare(batch, final)
-        return self._delivery.finish(batch, self.final)
-
-    def _first_seed(self) -> int | None:
-        if self._seed is None or not self._frames:
-            return self._seed
-        return int(np.random.SeedSequence((self._seed, self._frames)).generate_state(1)[0] >> 1)
-
-    def _acts_randomly(self) -> bool:
-        return self._frames + self._runner.count() < self._random_frames
+        """What is yielded: the batch with cut marks, moved and processed; None where a buffer took it."""
+        wanted, keys = self._delivery, self._runner.keys
+        if wanted.set_truncated:
+            ends = run_ends(batch, is_init_key=keys.init, traj_key=keys.traj).unsqueeze(-1)
+            cut = ends & ~batch.get(DONE)
+            batch.set(TRUNCATED, batch.get(TRUNCATED) | cut)
+            batch.set(DONE, batch.get(DONE) | cut)
+        storing, wait = self._devices.storing, not self._devices.blocking
+        if storing is not None:
+            batch = batch.to(storing, non_blocking=wait)
+            final = None if final is None else final.to(storing, non_blocking=wait)
+        self.final = final
+        if wanted.split_trajs:
+            batch = split_trajectories(batch, trajectory_key=keys.traj)
+        if wanted.postproc is not None:
+            batch = wanted.postproc(batch)
+            if batch is None:
+                raise TypeError("postproc returned None: it must return the batch")
+        if wanted.hook is not None:
+            wanted.hook(batch)
+        if wanted.buffer is None:
+            return batch
+        if final is None:
+            wanted.buffer.extend(batch)
+        else:
+            wanted.buffer.extend(batch, final=final)
+        return None

@@ -82,9 +82,11 @@ class RandomPolicy:
         below, above = self._here(space.bounded_below) > 0, self._here(space.bounded_above) > 0
         whole = np.issubdtype(space.dtype, np.integer)
         uniform = self._uniform(shape)
+        # Weighted ends, not low + (high - low) * u, which overflows for the widest bounds. Whole numbers reach high
+        # because the floor is taken below one more.
         drawn = torch.where(below & above, low * (1 - uniform) + (high + int(whole)) * uniform, 0.0)
         if not bool((below & above).all()):
-            away = -torch.log1p(-uniform)
+            away = -torch.log1p(-uniform)  # exponential with mean 1
             drawn = torch.where(below & ~above, low + away, drawn)
             drawn = torch.where(above & ~below, high - away, drawn)
             normal = torch.randn(shape, generator=self.generator, device=self.generator.device)

@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 
+from flatroll.rollouts.arguments import make_devices
 from flatroll.rollouts.runner import Runner
 
 
@@ -51,14 +52,16 @@ def rollout(
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}")
     runner = Runner(env, info_keys=info_keys, writer=writer)
-    runner.start(policy, num_steps, device=policy_device, seed=seed)
+    devices = make_devices(runner.device, policy_device=policy_device)
+    runner.start(policy, num_steps, devices=devices, seed=seed)
     missing = num_steps
     with torch.no_grad(), set_interaction_type(exploration_type):
         runner.reset(seed)
         while missing > 0:
             for _ in range(missing):
                 runner.step()
-            missing = num_steps - int(runner.valid().sum(axis=0).min())
-    mask = runner.valid()
+            missing = num_steps - int(runner.window.valid().sum(axis=0).min())
+    mask = runner.window.valid()
+    # The first num_steps transitions of each env: bool [steps, E].
     mask &= np.cumsum(mask, axis=0) <= num_steps
     return runner.lay_out(mask, compact=False)[0]

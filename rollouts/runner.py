@@ -1,29 +1,36 @@
 """The runner: one env, one policy, one window; the loop that `rollout` and `Collector` share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from gymnasium.vector import VectorObservationWrapper, VectorRewardWrapper
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.layout.keys import ACTION, HAS_STATE, NEXT_KNOWN, REWARD, TERMINATED, TRUNCATED, next_key
-from flatroll.rollouts.arguments import check_writer
-from flatroll.rollouts.batch_columns import ColumnKeys, tree_leaves
-from flatroll.rollouts.flat import FlatLayout
-from flatroll.rollouts.policies import Act, Columns, ModulePolicy, as_act, state_key
+from flatroll.layout.keys import HAS_STATE, NEXT_KNOWN, REWARD, TERMINATED, TRUNCATED, next_key
+from flatroll.rollouts.arguments import Devices, check_writer
+from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
+from flatroll.rollouts.policies import Columns, ModulePolicy, as_function_of_obs
 from flatroll.rollouts.random_actions import RandomPolicy
-from flatroll.rollouts.window import DEAD, Window
-from flatroll.wrappers.arrays import Array, Tree, fill_rows, full, leaf_at, map_tree, own, select, to_torch
-from flatroll.wrappers.as_vector_env import as_vector_env, find_stream
-from flatroll.wrappers.compact import CompactObs, final_of, true_next
-from flatroll.wrappers.markers import InitTracker, MarkerWrapper, TrajId, find_wrapper
-from flatroll.wrappers.primers import RecurrentPrimer
-from flatroll.wrappers.sources import layers
-from flatroll.wrappers.spaces import ActionCheck
+from flatroll.rollouts.window import Window
+from flatroll.wrappers.adapt_env import adapt_env, find_stream
+from flatroll.wrappers.arrays import (
+    ActionCheck,
+    Array,
+    Tree,
+    fill_rows,
+    full,
+    leaves_at,
+    map_tree,
+    own,
+    select,
+    to_torch,
+)
+from flatroll.wrappers.compact import CompactObs, ObservationDelta, final_of, true_next
+from flatroll.wrappers.markers import InitTracker, MarkerWrapper, RecurrentPrimer, TrajId, find_wrapper
+from flatroll.wrappers.source import layers
 from flatroll.wrappers.stream import VectorStream
 
 
@@ -42,7 +49,7 @@ class Runner:
     def __init__(
         self, env: Any, *, info_keys: Sequence[str] = (), track_traj_ids: bool = True, writer: int = 0
     ) -> None:
-        env = as_vector_env(env)
+        env = adapt_env(env)
         if find_wrapper(env, InitTracker) is None:
             env = InitTracker(env)
         check_writer(writer, track_traj_ids, find_wrapper(env, TrajId))
@@ -54,27 +61,31 @@ class Runner:
         self.stream: VectorStream = stream
         self.num_envs: int = env.num_envs
         self.device = stream.capabilities.device
-        self.keys = ColumnKeys(env, info_keys)
+        delta = find_wrapper(env, ObservationDelta)
+        deltas = () if delta is None else (delta.keys, delta.delta_dtype)
+        self.keys = ColumnKeys(env, info_keys, *deltas)
         self.asks_compact = find_wrapper(env, CompactObs) is not None
         space = env.single_action_space
-        # The adapted env checks its actions and keeps them; a wrapper in between may take others.
-        self._check_actions = (
-            None
-            if _actions_pass(env)
-            else ActionCheck(space, self.num_envs, stream.capabilities.framework, self.device)
-        )
-        self._leaves, self._roots, self._nexts = self.keys.leaves, self.keys.roots, self.keys.nexts
-        self._infos = self.keys.infos
-        self._one_action = not isinstance(space, spaces.Dict | spaces.Tuple)
-        # A SAME_STEP env returns the reset observation in an ended row; the final one has to be kept apart.
-        self._keeps_finals = self._never_invalid = stream.same_step
+        keys = self.keys
+        self._one_obs, self._one_action = keys.obs_paths == ((),), keys.action_paths == ((),)
+        self._seen_keys = (*keys.obs, *keys.roots)
+        self._result_keys = (REWARD, TERMINATED, TRUNCATED, *keys.actions, *keys.nexts)
+        if not stream.same_step:
+            self._result_keys += (DEAD,)
         self._on_host = stream.capabilities.framework == "numpy"
-        self._dense_finals = self._keeps_finals and not self._on_host
-        self.layout = FlatLayout(self.keys, self.num_envs, self.device, self._dense_finals)
+        # The adapted env checks its actions and keeps them; a wrapper in between may take others.
+        passing = (VectorStream, MarkerWrapper, VectorObservationWrapper, VectorRewardWrapper)
+        self._check_actions: ActionCheck | None = None
+        if not all(isinstance(layer, passing) for layer in layers(env)):
+            framework = stream.capabilities.framework
+            self._check_actions = ActionCheck(space, self.num_envs, framework, self.device)
+        # A SAME_STEP env returns the reset observation in an ended row; the final one has to be kept apart.
+        self._dense_finals = stream.same_step and not self._on_host
         self.window = self._new_window(1)
+        #: The recurrent states ``[E, ...]`` that the next step starts from.
         self.states: Columns = {}
         self._defaults: Columns = {}
-        self._act: Act | None = None
+        self._policy: ModulePolicy | Callable[[Any], Any] | None = None
         self._stride = 1
         self._age: Array = None  # steps since the episode's first row
         self._obs: Tree = None
@@ -86,9 +97,8 @@ class Runner:
         policy: Any,
         steps: int,
         *,
-        device: torch.device | str | None = None,
+        devices: Devices,
         seed: int | None = None,
-        blocking: bool = True,
         recurrent: bool = True,
         state_stride: int = 1,
     ) -> None:
@@ -97,28 +107,22 @@ class Runner:
         Args:
             policy: a tensordict module, a callable from observation to action, or None for random actions.
             steps: vector steps to have room for.
-            device: where the policy wants its input. Default: where the env's arrays are.
+            devices: where the policy wants its input.
             seed: of random actions.
-            blocking: wait for copies between devices.
             recurrent: wire the recurrent states that the policy declares.
             state_stride: keep them in every so many rows of a trajectory, and in the first rows of runs.
         """
         space = self.env.single_action_space
         self.random = RandomPolicy(space, self.num_envs, self.device, seed)
-        if policy is not None:
-            act = as_act(
-                policy,
-                space,
-                self.num_envs,
-                self.device,
-                device=device,
-                blocking=blocking,
-                recurrent=recurrent,
-                primed=None if (primer := find_wrapper(self.env, RecurrentPrimer)) is None else primer.states,
-            )
-            self.keys.claim("the policy", *act.writes)
-            self._act = act
-            self._carry(act.defaults)
+        if hasattr(policy, "in_keys") and hasattr(policy, "out_keys"):
+            primer = find_wrapper(self.env, RecurrentPrimer)
+            primed = None if primer is None else primer.states
+            module = ModulePolicy(policy, space, self.num_envs, devices, recurrent=recurrent, primed=primed)
+            self.keys.claim("the policy", *module.writes)
+            self._policy = module
+            self._carry(module.defaults)
+        elif policy is not None:
+            self._policy = as_function_of_obs(policy, space, devices)
         if state_stride > 1:
             if not self.states:
                 raise ValueError(
@@ -136,11 +140,11 @@ class Runner:
         Raises:
             RuntimeError: the env has been stepped without them.
         """
-        if not isinstance(self._act, ModulePolicy):
+        if not isinstance(self._policy, ModulePolicy):
             return
-        before = set(self._act.defaults)
-        self._act.prime(states)
-        fresh = {key: value for key, value in self._act.defaults.items() if key not in before}
+        before = set(self._policy.defaults)
+        self._policy.prime(states)
+        fresh = {key: value for key, value in self._policy.defaults.items() if key not in before}
         if fresh and self.started:
             raise RuntimeError(
                 f"the recurrent states {sorted(map(repr, fresh))} are new, and rows were collected without them: "
@@ -153,23 +157,33 @@ class Runner:
         self.keys.claim("the policy's recurrent state", *defaults)
         self.keys.states += defaults
         for key, value in defaults.items():
-            self._defaults[key] = value.expand(self.num_envs, *value.shape).contiguous()
+            self._defaults[key] = value.expand(
+                self.num_envs, *value.shape
+            ).contiguous()  # one row for each env
             self.states[key] = self._defaults[key]
 
     def reset(self, seed: int | None = None) -> None:
         """Reset the env: every open trajectory is cut here."""
         window = self.window
         if window.steps and not self._dense_finals:
-            # Rows that wait in the window lose the next step, which has held their next observations.
+            # Rows that wait in the window lose the next step, which has held their next observations. (Under
+            # SAME_STEP those of ended rows are kept already.)
             waiting = ~self.stream.ended if self.stream.same_step else self.stream.ended | True
             envs = np.flatnonzero(to_torch(waiting).numpy(force=True))
-            for key, path in self._leaves:
-                values = to_torch(leaf_at(self._obs, path)).numpy(force=True)[envs]
-                window.put_final(key, envs, values, step=window.steps - 1)
+            for key, leaf in zip(self.keys.obs, leaves_at(self._obs, self.keys.obs_paths), strict=True):
+                values = to_torch(leaf).numpy(force=True)[envs]
+                window.put_final(key, envs, values, window.steps - 1)
         self._obs, self._info = self.env.reset(seed=seed)
 
     def _new_window(self, steps: int) -> Window:
-        return Window(self.num_envs, steps, self.keys.float32)
+        return Window(
+            self.keys,
+            self.num_envs,
+            steps,
+            device=self.device,
+            same_step=self.stream.same_step,
+            dense_finals=self._dense_finals,
+        )
 
     @property
     def started(self) -> bool:
@@ -184,103 +198,101 @@ class Runner:
 
     def step(self, random: bool = False) -> None:
         """One vector step: record what the policy sees, act, step, record what came of it."""
-        window, stream = self.window, self.stream
-        self._record_roots()
+        window, stream, keys = self.window, self.stream, self.keys
+        info = self._info
+        seen = [self._obs] if self._one_obs else leaves_at(self._obs, keys.obs_paths)
+        seen += [info[name] for name in keys.root_names]
+        window.put(self._seen_keys, seen)
+        for name in keys.infos:
+            window.put_loose(name, self._array(info.get(name)))
         if self.states:
             self._restart_states()
-        action = self._action(random)
+        action = self.random() if self._policy is None else self._choose_action(seen, random)
         if self._check_actions is not None:
             action = self._check_actions(action)
         obs, reward, terminated, truncated, info = self.env.step(action)
         taken = stream.actions if self._check_actions is None else action
-        actions = [(ACTION, taken)] if self._one_action else tree_leaves(ACTION, taken)
-        window.put_all((REWARD, reward), (TERMINATED, terminated), (TRUNCATED, truncated), *actions)
-        if not self._never_invalid:
-            window.put(DEAD, stream.first)
-        if self._nexts:
-            window.put_named(self._nexts, info)
-        if self._keeps_finals:
+        results = [reward, terminated, truncated, taken]
+        if not self._one_action:
+            results[3:] = leaves_at(taken, keys.action_paths)
+        if keys.next_names:
+            results += [info[name] for name in keys.next_names]
+        if stream.same_step:
             self._record_finals(obs, info)
-        if self._infos:
+        else:
+            results.append(stream.first)
+        window.put(self._result_keys, results)
+        if keys.infos:
             self._record_infos(info)
         self._obs, self._info = obs, info
         window.advance()
 
-    def _record_roots(self) -> None:
-        window, obs, info = self.window, self._obs, self._info
-        for key, path in self._leaves:
-            window.put(key, leaf_at(obs, path) if path else obs)
-        window.put_named(self._roots, info)
-        for name in self._infos:
-            window.put_loose(name, self._array(info.get(name)))
-
     def _restart_states(self) -> None:
         """Restart the states of episodes that begin, and say which rows are to keep theirs."""
+        stream = self.stream
+        begins = stream.any_first is not False  # None on a device, where asking would wait: then always
         if self._stride > 1:
-            age = (
-                full(self.stream.first, self.num_envs, 0, torch.int64) if self._age is None else self._age + 1
-            )
-            if self.stream.any_first is not False:
-                fill_rows(age, self.stream.first, 0)
-            self._age = age
-            self.window.put(HAS_STATE, age % self._stride == 0)
-        for key, state in self.states.items():
-            if self.stream.any_first is not False:
-                state = select(to_torch(self.stream.first), self._defaults[key], state)
-                self.states[key] = state
+            zero = full(stream.first, self.num_envs, 0, torch.int64)
+            self._age = zero if self._age is None else self._age + 1
+            if begins:
+                fill_rows(self._age, stream.first, 0)
+            self.window.put((HAS_STATE,), (self._age % self._stride == 0,))
+        if begins:
+            first = to_torch(stream.first)
+            for key, state in self.states.items():
+                self.states[key] = select(first, self._defaults[key], state)
 
-    def _action(self, random: bool) -> Any:
-        if self._act is None:
-            return self.random()
-        obs = self._obs
-        seen = torch.from_numpy(obs) if isinstance(obs, np.ndarray) else map_tree(to_torch, obs)
-        action, written = self._act(self._policy_columns, seen)
-        for key, value in written.items():
-            carried = state_key(key)
-            if carried is not None and carried in self.states:
-                self.states[carried] = value
-            self.window.put(key, value)
+    def _choose_action(self, seen: list[Array], random: bool) -> Any:
+        """Ask the policy; a module's further outputs are recorded, and its states go to the next step.
+
+        ``seen`` are the observations and markers of this step.
+        """
+        policy, obs = self._policy, self._obs
+        if isinstance(policy, ModulePolicy):
+            columns: Columns = {}
+            for key, value in zip(self._seen_keys, seen, strict=True):  # views of NumPy memory, no copies
+                column = torch.from_numpy(value) if isinstance(value, np.ndarray) else to_torch(value)
+                flat = column.ndim == 1 and key in self.keys.trailing
+                columns[key] = column.unsqueeze(-1) if flat else column
+            for name in self.keys.infos:
+                if name in self._info:
+                    columns[name] = to_torch(self._array(self._info[name]))
+            columns.update(self.states)
+            action, written = policy(columns)
+            self.window.put(written, written.values())
+            # What it writes under ("next", state) is what the next step starts from.
+            for key in self.states:
+                self.states[key] = written.get(next_key(key), self.states[key])
+        else:
+            assert policy is not None
+            action = policy(torch.from_numpy(obs) if isinstance(obs, np.ndarray) else map_tree(to_torch, obs))
         return self.random() if random else action
-
-    def _policy_columns(self) -> Columns:
-        columns: Columns = {key: to_torch(leaf_at(self._obs, path)) for key, path in self._leaves}
-        for key, name in self._roots:
-            value = to_torch(self._info[name])
-            columns[key] = value.unsqueeze(-1) if key in self.keys.trailing else value
-        for name in self._infos:
-            if name in self._info:
-                columns[name] = to_torch(self._array(self._info[name]))
-        columns.update(self.states)
-        return columns
 
     def _record_finals(self, obs: Tree, info: dict[str, Any]) -> None:
         """Keep the true next observations of ended rows: dense on a device, only their rows on the host."""
-        stream, window = self.stream, self.window
+        stream, window, keys = self.stream, self.window, self.keys
         if stream.hides_final_obs:
             known = stream.known
-            window.put(NEXT_KNOWN, stream.ended | True if known is None else known)
+            window.put((NEXT_KNOWN,), (stream.ended | True if known is None else known,))
         if self._dense_finals:
-            following = true_next(obs, info, stream)
-            for key, path in self._leaves:
-                window.put(next_key(key), leaf_at(following, path))
+            next_obs = true_next(obs, info, stream)
+            window.put(map(keys.next_of.__getitem__, keys.obs), leaves_at(next_obs, keys.obs_paths))
         elif stream.any_ended and (final := final_of(info, stream)) is not None:
-            envs = np.flatnonzero(stream.ended)
-            for key, path in self._leaves:
-                window.put_final(key, envs, leaf_at(final, path)[envs])
+            envs = np.flatnonzero(stream.ended)  # indexing with them copies: the env may reuse its arrays
+            for key, leaf in zip(keys.obs, leaves_at(final, keys.obs_paths), strict=True):
+                window.put_final(key, envs, leaf[envs], window.steps)
 
     def _record_infos(self, info: dict[str, Any]) -> None:
         """Entries of the step just made; Gymnasium moves those of ended SAME_STEP rows to ``final_info``."""
-        window = self.window
-        final = info.get("final_info") if self._keeps_finals else None
-        for name in self._infos:
+        window, stream = self.window, self.stream
+        final = info.get("final_info") if stream.same_step else None
+        for name in self.keys.infos:
             value = self._array(info.get(name))
             if isinstance(final, dict) and name in final:
                 last = self._array(final[name])
-                value = last if value is None else select(self.stream.ended, last, value)
+                value = last if value is None else select(stream.ended, last, value)
             elif final is not None and value is not None and value.shape[:1] == (self.num_envs,):
-                value = fill_rows(
-                    own(value), self.stream.ended, False
-                )  # it belongs to the next episode's reset
+                value = fill_rows(own(value), stream.ended, False)  # it belongs to the next episode's reset
             window.put_loose(next_key(name), value)
             if value is not None and name not in self._infos_seen:
                 self._infos_seen.add(name)
@@ -296,54 +308,30 @@ class Runner:
             return value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
         return to_torch(value, self.device)
 
-    def count(self) -> int:
-        """How many transitions wait in the window. Waits for the device only if the env has dead rows."""
-        window = self.window
-        if not window.steps:
-            return 0
-        if self._never_invalid:
-            return window.steps * self.num_envs - window.taken
-        return int(np.count_nonzero(window.valid(False)))
-
-    def valid(self) -> Array:
-        """Which cells of the window are transitions not yet taken: bool ``[steps, E]`` on the host."""
-        return self.window.valid(self._never_invalid)
-
     def waiting_ids(self) -> Tensor:
-        """The trajectories of the transitions that wait in the window."""
+        """The trajectories (int64 ``[n]``) of the transitions that wait in the window."""
         window = self.window
         if not window.steps:
             return torch.empty(0, dtype=torch.int64, device=self.device)
-        return window.gather(self.keys.traj, torch.from_numpy(window.cells(self.valid())).to(self.device))
+        cells = torch.from_numpy(np.flatnonzero(window.valid())).to(self.device)
+        return window.gather(self.keys.traj, cells)
 
     def take(self, frames: int, compact: bool) -> tuple[TensorDict, TensorDict | None]:
         """The first ``frames`` transitions in order of time as a flat batch; the rest stay."""
-        mask, reached = self.window.first_cells(self.valid(), frames)
+        mask, reached = self.window.first_cells(frames)
         batch = self.lay_out(mask, compact)
         self.window.restart(reached)
         return batch
 
     def lay_out(self, mask: Array, compact: bool) -> tuple[TensorDict, TensorDict | None]:
         """The True cells as one flat batch, trajectory after trajectory, and its *final* if compact."""
-        for key, path in self._leaves:  # what follows the last step
-            self.window.put(key, leaf_at(self._obs, path))
-        self._check_infos()
-        return self.layout.lay_out(self.window, mask, compact)
-
-    def _check_infos(self) -> None:
-        missing = [name for name in self._infos if name not in self._infos_seen]
+        missing = [name for name in self.keys.infos if name not in self._infos_seen]
         if missing:
-            there = sorted(key for key in self._info if not key.startswith("_"))
+            names = sorted(key for key in self._info if not key.startswith("_"))
             raise KeyError(
-                f"info_keys={missing} were in no step's info; the last one had {there}. An entry that comes only "
+                f"info_keys={missing} were in no step's info; the last one had {names}. An entry that comes only "
                 "now and then must come in the first batch: take more frames_per_batch"
             )
-
-
-def _actions_pass(env: Any) -> bool:
-    """Whether actions reach the adapted env as they are."""
-    harmless = (VectorStream, MarkerWrapper, VectorObservationWrapper, VectorRewardWrapper)
-    return all(isinstance(layer, harmless) for layer in layers(env))
-
-
-__all__ = ["Runner"]
+        # The observations after the last step are the next ones of its rows.
+        self.window.put(self.keys.obs, leaves_at(self._obs, self.keys.obs_paths))
+        return self.window.lay_out(mask, compact)

@@ -1,4 +1,4 @@
-"""Joining what windows cut: complete trajectories out of a stream of flat batches."""
+"""Complete trajectories out of a stream of flat batches that cut them."""
 
 from typing import Any, cast
 
@@ -28,10 +28,11 @@ class TrajectoryJoiner:
 
     def add(self, batch: TensorDict) -> None:
         """Take a window in."""
-        rows = batch if self._open is None else _cat([self._open, batch])
+        rows = batch if self._open is None else cast(TensorDict, TensorDict.cat([self._open, batch]))
         # Stable: the rows of one trajectory keep their order in time.
         rows = rows[require(rows, self._traj_key).argsort(stable=True)]
         ids = require(rows, self._traj_key)
+        # Rows are sorted by id: the last row of each trajectory, bool [N], and how many rows each has.
         last = torch.ones_like(ids, dtype=torch.bool)
         last[:-1] = ids[1:] != ids[:-1]
         lengths = last.nonzero().squeeze(-1).diff(prepend=ids.new_tensor([-1]))
@@ -39,7 +40,7 @@ class TrajectoryJoiner:
         if not bool(complete.any()):
             self._open = rows
             return
-        mask = complete.repeat_interleave(lengths)
+        mask = complete.repeat_interleave(lengths)  # from one bool per trajectory to one per row
         self._open = rows[~mask]
         pieces: Any = rows[mask].split(lengths[complete].tolist())
         self._ready.extend(pieces)
@@ -48,15 +49,13 @@ class TrajectoryJoiner:
         """The next batch of ``per_batch`` complete trajectories, or None."""
         if len(self._ready) < self._per_batch:
             return None
-        batch = _cat(self._ready[: self._per_batch])
-        del self._ready[: self._per_batch]
-        return batch
+        ready, self._ready = self._ready[: self._per_batch], self._ready[self._per_batch :]
+        return cast(TensorDict, TensorDict.cat(ready))
 
     def rest(self) -> TensorDict | None:
         """The complete trajectories that do not fill a batch as a last, smaller one, or None."""
-        batch = _cat(self._ready) if self._ready else None
-        self._ready = []
-        return batch
+        ready, self._ready = self._ready, []
+        return cast(TensorDict, TensorDict.cat(ready)) if ready else None
 
     def drop_open_but(self, ids: Tensor) -> None:
         """Drop the open trajectories that are not among these: a reset has cut them."""
@@ -66,7 +65,3 @@ class TrajectoryJoiner:
     def forget(self) -> None:
         """Drop everything."""
         self._open, self._ready = None, []
-
-
-def _cat(parts: list[TensorDict]) -> TensorDict:
-    return cast(TensorDict, TensorDict.cat(parts))

@@ -1,49 +1,83 @@
-"""The window: what the last vector steps gave, time-major as it came, and its flat batches, run after run.
+"""The window: the last vector steps, time-major as they came, and the flat batches made of them, run after run.
 
 Every column is one array ``[steps, E, ...]`` written in place, one row for each vector step. Nothing is dropped,
-joined or sorted while stepping; `Window.rows` and `Window.gather` do it once for each batch.
+joined or sorted while stepping; `Window.lay_out` does it once for each batch. A *cell* is one row of one step; its
+number is ``step * E + env``.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.layout.keys import NestedKey
-from flatroll.wrappers.arrays import Array, to_torch
-
-#: Column of the rows on which the env only reset; never in a batch.
-DEAD = ("collector", "_dead")
+from flatroll.layout.boundaries import run_ends, run_starts
+from flatroll.layout.delta import check_delta, encode_delta
+from flatroll.layout.keys import (
+    DELTA,
+    DONE,
+    HAS_STATE,
+    NEXT_KNOWN,
+    TERMINATED,
+    TRUNCATED,
+    NestedKey,
+    as_tuple,
+    next_key,
+)
+from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
+from flatroll.wrappers.arrays import Array, select, to_torch
 
 
 class Window:
-    """Columns ``[steps, E, ...]`` that grow, and a selection of their cells in env-major order.
+    """Columns ``[steps, E, ...]`` that grow, and flat batches of the cells that are transitions.
 
     Args:
+        keys: the columns of a batch.
         num_envs: E.
         steps: how many vector steps to have room for at first (one more is kept, for what follows the last).
-        float32: columns that are float32 whatever numbers come.
+        device: where the columns are.
+        same_step: whether every cell is a transition, as in a SAME_STEP env; else the column `DEAD` says which
+            are not.
+        dense_finals: whether the true next observations stand in columns of their own (on a device, where
+            picking the ended rows would wait); else next observations are the observations one step later,
+            but for those given to `put_final`.
     """
 
-    def __init__(self, num_envs: int, steps: int, float32: Collection[NestedKey] = ()) -> None:
+    def __init__(
+        self,
+        keys: ColumnKeys,
+        num_envs: int,
+        steps: int,
+        *,
+        device: torch.device,
+        same_step: bool,
+        dense_finals: bool,
+    ) -> None:
         self.num_envs = num_envs
+        #: Vector steps in the window.
         self.steps = 0
-        self.columns: dict[NestedKey, Array] = {}
-        self._room = steps + 2
-        self._float32 = float32
-        #: Next observations that the next step does not hold, on the host: key -> (cell numbers, values).
-        self._finals: dict[NestedKey, list[tuple[Array, Array]]] = {}
         #: Cells of step 0 that an earlier batch has taken: all envs below this number.
         self.taken = 0
+        self.columns: dict[NestedKey, Array] = {}
+        self._keys = keys
+        self._device = device
+        self._all_valid = same_step
+        self._dense_finals = dense_finals
+        self._room = steps + 2
+        self._not_gathered: set[NestedKey] = {DEAD, *(keys.next_of[key] for key in keys.obs)}
+        #: Next observations that the next step does not hold, on the host: key -> (cell numbers, values).
+        self._finals: dict[NestedKey, list[tuple[Array, Array]]] = {}
 
-    def put(self, key: NestedKey, value: Array) -> None:
-        """Write ``value`` ``[E, ...]`` at the current step."""
-        try:
-            self.columns[key][self.steps] = value
-        except KeyError:
-            self._allocate(key, value)[self.steps] = value
+    def put(self, keys: Iterable[NestedKey], values: Iterable[Any]) -> None:
+        """Write values ``[E, ...]`` at the current step, each into the column of its key."""
+        columns, step = self.columns, self.steps
+        for key, value in zip(keys, values):  # noqa: B905 (strict costs as much as a column)
+            try:
+                columns[key][step] = value
+            except KeyError:
+                self._allocate(key, value)[step] = value
 
     def put_loose(self, key: NestedKey, value: Any) -> None:
         """`put` for a value that may change its dtype between steps, or be None: then the cells become 0."""
@@ -55,42 +89,39 @@ class Window:
         if not isinstance(value, Tensor):
             value = np.asarray(value)
         if column is not None and column.dtype != value.dtype:
-            self.columns[key] = _widened(column, value)
-        self.put(key, value)
+            # An int 0 at reset must not truncate the floats after it.
+            if isinstance(column, Tensor):
+                self.columns[key] = column.to(torch.promote_types(column.dtype, to_torch(value).dtype))
+            else:
+                self.columns[key] = column.astype(np.promote_types(column.dtype, np.asarray(value).dtype))
+        self.put((key,), (value,))
 
-    def put_all(self, *entries: tuple[NestedKey, Array]) -> None:
-        """`put` for several columns: less overhead for what every step writes."""
-        columns, step = self.columns, self.steps
-        for key, value in entries:
-            try:
-                columns[key][step] = value
-            except KeyError:
-                self.put(key, value)
-
-    def put_named(self, names: Sequence[tuple[NestedKey, str]], values: dict[str, Any]) -> None:
-        """`put` for entries of ``values``: which name goes into which column."""
-        columns, step = self.columns, self.steps
-        for key, name in names:
-            value = values[name]
-            try:
-                columns[key][step] = value
-            except KeyError:
-                self.put(key, value)
-
-    def put_final(self, key: NestedKey, envs: Array, values: Array, step: int | None = None) -> None:
-        """Keep the true next observations of the given envs at a step, the current one by default."""
-        first = (self.steps if step is None else step) * self.num_envs
-        self._finals.setdefault(key, []).append((envs + first, values))
+    def put_final(self, key: NestedKey, envs: Array, values: Array, step: int) -> None:
+        """Keep the true next observations of the given envs at a step."""
+        self._finals.setdefault(key, []).append((envs + step * self.num_envs, values))
 
     def advance(self) -> None:
         """The current step is complete."""
         self.steps += 1
-        if self.steps + 1 >= self._room:
-            self._grow()
+        if self.steps + 1 < self._room:  # one row is kept for what follows the last step
+            return
+        self._room += max(8, self._room // 4)
+        for key, column in self.columns.items():
+            wide = _zeros_like(column, (self._room, *column.shape[1:]))
+            wide[: len(column)] = column
+            self.columns[key] = wide
 
-    def valid(self, never_invalid: bool) -> Array:
+    def count(self) -> int:
+        """How many transitions wait in the window. Waits for the device only if the env has dead rows."""
+        if not self.steps:
+            return 0
+        if self._all_valid:
+            return self.steps * self.num_envs - self.taken
+        return int(np.count_nonzero(self.valid()))
+
+    def valid(self) -> Array:
         """Which cells are transitions not yet taken: bool ``[steps, E]`` on the host."""
-        if never_invalid:
+        if self._all_valid:
             mask = np.ones((self.steps, self.num_envs), dtype=bool)
         else:
             dead = self.columns[DEAD][: self.steps]
@@ -98,69 +129,115 @@ class Window:
         mask[0, : self.taken] = False
         return mask
 
-    def first_cells(self, mask: Array, count: int) -> tuple[Array, int]:
-        """The first ``count`` True cells in order of time, and how many envs of the last step they reach.
+    def first_cells(self, count: int) -> tuple[Array, int]:
+        """The first ``count`` transitions in order of time: bool ``[steps, E]``, and where the last step is cut.
 
-        All the other True cells lie in the last step.
+        That is the number of envs of the last step that they reach; all transitions left over lie beyond it.
         """
-        last = self.steps - 1
+        mask, last = self.valid(), self.steps - 1
         wanted = count - int(np.count_nonzero(mask[:last]))
         in_last = np.flatnonzero(mask[last])
         reached = self.num_envs if wanted == len(in_last) else int(in_last[wanted])
-        mask = mask.copy()
         mask[last, reached:] = False
         return mask, reached
 
-    def cells(self, mask: Array) -> Array:
-        """Numbers ``step * E + env`` of the True cells, env after env, each in order of time (int64 ``[N]``)."""
-        cells: Array = np.arange(mask.size).reshape(mask.shape).T[mask.T]
-        return cells
+    def lay_out(self, mask: Array, compact: bool) -> tuple[TensorDict, TensorDict | None]:
+        """The True cells as one flat batch ``[N]``, trajectory after trajectory, and its *final* if compact."""
+        keys = self._keys
+        # Numbers of the True cells, env after env, each in order of time: int64 [N].
+        host_cells: Array = np.arange(mask.size).reshape(mask.shape).T[mask.T]
+        cells = torch.from_numpy(host_cells).to(self._device, non_blocking=True)
+        columns: dict[NestedKey, Tensor] = {}
+        for key in self.columns:
+            if key not in self._not_gathered:
+                column = self.gather(key, cells)
+                columns[key] = column.unsqueeze(-1) if column.ndim == 1 and key in keys.trailing else column
+        columns[DONE] = columns[TERMINATED] | columns[TRUNCATED]
+        if not keys.has_ids and self.num_envs > 1:
+            # Nothing else tells a row that goes on from another env's row that was cut.
+            starts = torch.from_numpy(np.diff(host_cells % self.num_envs, prepend=-1) != 0)
+            columns[keys.init] |= starts.to(self._device, non_blocking=True).unsqueeze(-1)
+        next_obs = self._gather_next(cells, host_cells, columns)
+        batch = TensorDict({}, batch_size=[len(host_cells)], device=None)
+        for key, column in columns.items():
+            batch.set(key, column)
+        for key in keys.counts:
+            batch.set(keys.next_of[key], columns[key] + 1)
+        if keys.strided:
+            _thin_states(batch, keys)
+        for key in keys.deltas:
+            column = next_obs.pop(key)
+            delta = encode_delta(columns[key], column, keys.delta_dtype)
+            check_delta(delta, columns[key], column, key)
+            batch.set((*DELTA, *as_tuple(key)), delta)
+        if compact:
+            return compact_batch(batch, keys, next_obs)
+        for key, column in next_obs.items():
+            batch.set(keys.next_of[key], column)
+        return batch, None
 
-    def gather(self, key: NestedKey, cells: Tensor, shift: int = 0) -> Tensor:
-        """Rows of a column at the cells (``shift`` steps later), in new memory."""
-        column = to_torch(self.columns[key])
-        flat = column.reshape(-1, *column.shape[2:])
-        return flat.index_select(0, cells + shift * self.num_envs if shift else cells)
+    def gather(self, key: NestedKey, cells: Tensor) -> Tensor:
+        """Rows of a column at the cells (numbers int64 ``[N]``), in new memory."""
+        column = self.columns[key]
+        if not isinstance(column, Tensor):
+            column = torch.from_numpy(column)  # a view: index_select makes the copy
+        return column.reshape(-1, *column.shape[2:]).index_select(0, cells)
 
-    def patch_finals(self, key: NestedKey, cells: Array, gathered: Tensor) -> None:
-        """Put the kept final observations into the gathered next observations."""
-        kept = self._finals.get(key)
-        if not kept:
-            return
-        numbers = np.concatenate([number for number, _ in kept])
-        values = np.concatenate([value for _, value in kept])
-        position = np.full(self.steps * self.num_envs, -1)
-        position[cells] = np.arange(len(cells))
-        at = position[numbers]
-        there = at >= 0
+    def _gather_next(
+        self, cells: Tensor, host_cells: Array, columns: dict[NestedKey, Tensor]
+    ) -> dict[NestedKey, Tensor]:
+        """The true next observation of each cell; where the env hides it NaN, or the cell's own observation."""
+        next_obs: dict[NestedKey, Tensor] = {}
+        known = columns.get(NEXT_KNOWN)
+        for key in self._keys.obs:
+            if self._dense_finals:
+                column = self.gather(self._keys.next_of[key], cells)
+            else:
+                # One step later stands E cells further on; a reset has overwritten it where finals were kept.
+                column = self.gather(key, cells + self.num_envs)
+                if self._finals.get(key):
+                    self._patch_finals(self._finals[key], host_cells, column)
+            if known is not None and column.is_floating_point():
+                column.masked_fill_(~known.view(-1, *(1,) * (column.ndim - 1)), torch.nan)
+            elif known is not None:
+                column = select(known, column, columns[key])
+            next_obs[key] = column
+        return next_obs
+
+    def _patch_finals(self, finals: list[tuple[Array, Array]], cells: Array, gathered: Tensor) -> None:
+        """Write the kept final observations into the gathered next observations ``[N, ...]``, in place."""
+        numbers = np.concatenate([number for number, _ in finals])
+        values = np.concatenate([value for _, value in finals])
+        # The row of each cell in the batch, -1 for cells that are not in it.
+        row_of_cell = np.full(self.steps * self.num_envs, -1)
+        row_of_cell[cells] = np.arange(len(cells))
+        rows = row_of_cell[numbers]
+        rows, values = rows[rows >= 0], values[rows >= 0]
         if gathered.device.type == "cpu":
-            gathered.numpy()[at[there]] = values[there]  # torch cannot index unsigned integers
-            return
-        rows, rows_values = torch.from_numpy(at[there]), torch.from_numpy(values[there])
-        gathered[rows.to(gathered.device)] = rows_values.to(gathered.device)
+            gathered.numpy()[rows] = values  # torch cannot index unsigned integers
+        else:
+            gathered[torch.from_numpy(rows).to(gathered.device)] = torch.from_numpy(values).to(
+                gathered.device
+            )
 
     def restart(self, surplus_from: int) -> None:
         """Begin anew. The cells of the last step from this env on stay, as step 0."""
         last = self.steps - 1
-        surplus = surplus_from < self.num_envs
-        kept: dict[NestedKey, list[tuple[Array, Array]]] = {}
-        if surplus:
-            for column in self.columns.values():
-                column[0] = column[last]
-            first = last * self.num_envs
-            for key, finals in self._finals.items():
-                tail = [
-                    (numbers - first, values)
-                    for numbers, values in finals
-                    if len(numbers) and numbers[0] >= first
-                ]
-                if tail:
-                    kept[key] = tail
-        self._finals = kept
-        self.steps = 1 if surplus else 0
-        self.taken = surplus_from if surplus else 0
+        first = last * self.num_envs  # number of the last step's first cell
+        self.steps = self.taken = 0
+        finals, self._finals = self._finals, {}
+        if surplus_from == self.num_envs:
+            return
+        for column in self.columns.values():
+            column[0] = column[last]
+        for key, kept in finals.items():
+            for numbers, values in kept:
+                if len(numbers) and numbers[0] >= first:
+                    self._finals.setdefault(key, []).append((numbers - first, values))
+        self.steps, self.taken = 1, surplus_from
 
-    def _allocate(self, key: NestedKey, value: Array) -> Array:
+    def _allocate(self, key: NestedKey, value: Any) -> Array:
+        """A new column of zeros for values like this one."""
         if not hasattr(value, "dtype"):
             value = np.asarray(value)
         is_number = isinstance(value, Tensor) or value.dtype.kind in "biufc"
@@ -169,32 +246,46 @@ class Window:
                 f"column {key!r} must be numbers with one row for each of {self.num_envs} envs, got "
                 f"{value.dtype} of shape {tuple(value.shape)}"
             )
-        shape = (self._room, *value.shape)
-        column: Any
-        if key in self._float32:  # later rows are cast as they are written
+        if key in self._keys.float32:  # later rows are cast as they are written
             value = value.float() if isinstance(value, Tensor) else value.astype(np.float32)
-        if isinstance(value, Tensor):
-            column = torch.zeros(shape, dtype=value.dtype, device=value.device)
-        else:
-            column = np.zeros(shape, dtype=value.dtype)
-        self.columns[key] = column
-        return column
-
-    def _grow(self) -> None:
-        self._room += max(8, self._room // 4)
-        for key, column in self.columns.items():
-            shape = (self._room, *column.shape[1:])
-            wide: Any = (
-                torch.zeros(shape, dtype=column.dtype, device=column.device)
-                if isinstance(column, Tensor)
-                else np.zeros(shape, dtype=column.dtype)
-            )
-            wide[: len(column)] = column
-            self.columns[key] = wide
+        self.columns[key] = _zeros_like(value, (self._room, *value.shape))
+        return self.columns[key]
 
 
-def _widened(column: Array, value: Array) -> Array:
-    """The column in a dtype that holds the value too: an int 0 at reset must not truncate the floats after it."""
-    if isinstance(column, Tensor):
-        return column.to(torch.promote_types(column.dtype, to_torch(value).dtype))
-    return column.astype(np.promote_types(column.dtype, np.asarray(value).dtype))
+def _zeros_like(array: Array, shape: tuple[int, ...]) -> Array:
+    """Zeros of a shape, in the framework, dtype and place of ``array``."""
+    if isinstance(array, Tensor):
+        return torch.zeros(shape, dtype=array.dtype, device=array.device)
+    return np.zeros(shape, dtype=array.dtype)
+
+
+def _thin_states(batch: TensorDict, keys: ColumnKeys) -> None:
+    """Zeros for the states of rows that are not to keep theirs; the first rows of runs always do."""
+    has_state = batch.get(HAS_STATE) | run_starts(batch, is_init_key=keys.init, traj_key=keys.traj)
+    batch.set(HAS_STATE, has_state)
+    for key in keys.states:
+        state = batch.get(key)
+        state.masked_fill_(~has_state.view(-1, *(1,) * (state.ndim - 1)), 0)
+        batch.exclude(next_key(key), inplace=True)
+
+
+def compact_batch(
+    batch: TensorDict, keys: ColumnKeys, next_obs: dict[NestedKey, Tensor] | None = None
+) -> tuple[TensorDict, TensorDict]:
+    """The batch without what its own later rows say, and its *final*: the observations ``[K]`` no row holds.
+
+    Args:
+        batch: a flat batch.
+        keys: its columns.
+        next_obs: its next observations; None: they stand in the batch.
+    """
+    if next_obs is None:
+        next_obs = {key: batch.get(next_key(key)) for key in keys.obs if key not in keys.deltas}
+    ends = run_ends(batch, is_init_key=keys.init, traj_key=keys.traj)
+    known = batch.get(NEXT_KNOWN, None)
+    rows = (ends if known is None else ends & known).nonzero().squeeze(-1)
+    final = TensorDict({"row": rows}, batch_size=[len(rows)])
+    for key, column in next_obs.items():
+        final.set(next_key(key), column.index_select(0, rows))
+    repeated = [*keys.obs, *keys.counts, *keys.states]
+    return batch.exclude(*(next_key(key) for key in repeated)), final

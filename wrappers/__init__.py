@@ -1,18 +1,20 @@
 """Gymnasium vector wrappers that mark rows, and `as_vector_env`, which puts any env under one contract."""
 
+from flatroll.wrappers.adapt_env import find_stream
 from flatroll.wrappers.arrays import map_tree
-from flatroll.wrappers.as_vector_env import as_vector_env, find_stream
+from flatroll.wrappers.as_vector_env import as_vector_env, set_recurrent_primers_from
 from flatroll.wrappers.compact import CompactObs, NextObservationDelta
 from flatroll.wrappers.markers import (
     InitTracker,
     MarkerWrapper,
+    RecurrentPrimer,
     RewardSum,
     StepCounter,
     TrajId,
     find_wrapper,
 )
-from flatroll.wrappers.primers import RecurrentPrimer, recurrent_states, set_recurrent_primers_from
-from flatroll.wrappers.sources import Capabilities
+from flatroll.wrappers.primers import recurrent_states
+from flatroll.wrappers.source import Capabilities, VectorSource
 from flatroll.wrappers.stream import VectorStream
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "RewardSum",
     "StepCounter",
     "TrajId",
+    "VectorSource",
     "VectorStream",
     "as_vector_env",
     "find_stream",

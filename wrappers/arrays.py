@@ -1,16 +1,24 @@
-"""The few array operations the wrappers need, one spelling for NumPy and torch; trees of arrays."""
+"""Arrays in NumPy or torch: trees of them, the few operations that the wrappers need, the check of actions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from gymnasium import spaces
 from torch import Tensor
 
 #: A NumPy array or a torch tensor, with one row for each environment.
 Array: TypeAlias = Any
 #: An array, or dicts and tuples of them, as a Gymnasium space nests them.
 Tree: TypeAlias = Any
+
+
+_NUMPY_DTYPES: dict[torch.dtype, Any] = {
+    torch.bool: np.bool_,
+    torch.float32: np.float32,
+    torch.int64: np.int64,
+}
 
 
 def map_tree(fn: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
@@ -56,13 +64,6 @@ def full(like: Array, size: int, value: float, dtype: torch.dtype) -> Array:
     return np.full(size, value, dtype=_NUMPY_DTYPES[dtype])
 
 
-def rows_of(like: Array, size: int) -> Array:
-    """``0 .. size - 1`` as int64 in the framework and on the device of ``like``."""
-    if isinstance(like, Tensor):
-        return torch.arange(size, device=like.device)
-    return np.arange(size, dtype=np.int64)
-
-
 def first_leaf(tree: Tree) -> Array:
     """Any one leaf: it tells the framework and the device.
 
@@ -74,11 +75,19 @@ def first_leaf(tree: Tree) -> Array:
     return tree
 
 
-def leaf_at(tree: Tree, path: tuple[Any, ...]) -> Array:
-    """The leaf of a tree at a path of keys and positions."""
-    for name in path:
-        tree = tree[name]
-    return tree
+def leaves_at(tree: Tree, paths: Sequence[tuple[Any, ...]]) -> list[Array]:
+    """The leaves of a tree at paths of keys and positions.
+
+    >>> leaves_at({"a": (1, 2), "b": 3}, [("b",), ("a", 1)])
+    [3, 2]
+    """
+    leaves = []
+    for path in paths:
+        leaf = tree
+        for name in path:
+            leaf = leaf[name]
+        leaves.append(leaf)
+    return leaves
 
 
 def to_torch(array: Array, device: torch.device | None = None) -> Tensor:
@@ -90,8 +99,98 @@ def to_torch(array: Array, device: torch.device | None = None) -> Tensor:
     return tensor if device is None else tensor.to(device)
 
 
-_NUMPY_DTYPES: dict[torch.dtype, Any] = {
-    torch.bool: np.bool_,
-    torch.float32: np.float32,
-    torch.int64: np.int64,
-}
+class ActionCheck:
+    """Turns what a policy gave into what the env takes, or says what is wrong with it.
+
+    Accepts NumPy arrays, torch tensors and lists; casts to the single space's dtype where that loses no kind
+    (int to float, float64 to float32, never float to int); checks the row count and the shape.
+
+    Args:
+        space: the single action space.
+        num_envs: how many rows an action has.
+        framework: ``"numpy"`` or ``"torch"``, what the env takes.
+        device: where a torch env wants its actions; None leaves them.
+        check_range: refuse discrete actions outside the space (for envs that would read out of bounds).
+
+    >>> ActionCheck(spaces.Discrete(2), 3, "numpy")(torch.tensor([0, 1, 1]))
+    array([0, 1, 1])
+    """
+
+    def __init__(
+        self,
+        space: spaces.Space[Any],
+        num_envs: int,
+        framework: str,
+        device: torch.device | None = None,
+        check_range: bool = False,
+    ) -> None:
+        self._space = space
+        self._framework = framework
+        self._device = device
+        self._children: list[tuple[Any, ActionCheck]] = []
+        if isinstance(space, (spaces.Dict, spaces.Tuple)):
+            items = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+            self._children = [
+                (key, ActionCheck(child, num_envs, framework, device, check_range)) for key, child in items
+            ]
+            return
+        assert space.shape is not None and space.dtype is not None
+        self._shape = (num_envs, *space.shape)
+        self._dtype = np.dtype(space.dtype)
+        self._torch_dtype = torch.from_numpy(np.zeros(0, self._dtype)).dtype
+        self._limit = int(space.n) if check_range and isinstance(space, spaces.Discrete) else 0
+        self._start = int(space.start) if isinstance(space, spaces.Discrete) else 0
+        self._unsigned = f"u{self._dtype.itemsize}"
+
+    def __call__(self, actions: Tree) -> Tree:
+        if self._children:
+            return self._nested(actions)
+        on_torch = self._framework == "torch"
+        if isinstance(actions, Tensor):
+            array: Array = actions
+            if not on_torch:
+                array = actions.numpy(force=not actions.is_cpu or actions.requires_grad)
+        else:
+            array = torch.as_tensor(actions) if on_torch else np.asarray(actions)
+        if array.shape != self._shape:
+            hint = "one row for each env"
+            if (
+                isinstance(self._space, spaces.Discrete)
+                and array.shape[:1] == self._shape
+                and array.ndim == 2
+            ):
+                hint = "one integer for each env: take .argmax(-1) of one-hot actions, .squeeze(-1) of [E, 1]"
+            raise ValueError(f"actions must have shape {self._shape} ({hint}), got {tuple(array.shape)}")
+        if on_torch:
+            if array.dtype == self._torch_dtype or torch.can_cast(array.dtype, self._torch_dtype):
+                return array.detach().to(device=self._device, dtype=self._torch_dtype)
+            raise TypeError(f"actions must be castable to {self._dtype} for {self._space}, got {array.dtype}")
+        if array.dtype != self._dtype:
+            # Integers of any width pass: argmax is int64, spaces may be uint8.
+            whole = array.dtype.kind in "iu" and self._dtype.kind in "iu"
+            if not (whole or np.can_cast(array.dtype, self._dtype, "same_kind")):
+                raise TypeError(
+                    f"actions must be castable to {self._dtype} for {self._space}, got {array.dtype}"
+                )
+            array = array.astype(self._dtype)
+        if self._limit:
+            shifted = array - self._start if self._start else array
+            # Seen as unsigned, what is below the range is far above it: one pass finds both.
+            if np.maximum.reduce(shifted.view(self._unsigned), axis=None) >= self._limit:
+                low, high = self._start, self._start + self._limit - 1
+                raise ValueError(
+                    f"actions must lie in [{low}, {high}] for {self._space}, got {array.min()} to {array.max()}"
+                )
+        return array
+
+    def _nested(self, actions: Tree) -> Tree:
+        if isinstance(self._space, spaces.Dict):
+            if not isinstance(actions, dict) or set(actions) != set(self._space.spaces):
+                came = sorted(actions) if isinstance(actions, dict) else type(actions).__name__
+                raise ValueError(f"actions must be a dict with keys {sorted(self._space.spaces)}, got {came}")
+            return {key: check(actions[key]) for key, check in self._children}
+        if not isinstance(actions, tuple) or len(actions) != len(self._children):
+            raise ValueError(
+                f"actions must be a tuple of {len(self._children)} arrays, got {type(actions).__name__}"
+            )
+        return tuple(check(actions[i]) for i, check in self._children)

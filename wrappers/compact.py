@@ -1,4 +1,4 @@
-"""Wrappers that say how the next observation is kept: as a small delta, or only where no later row holds it."""
+"""Wrappers for storing next observations: as small differences, or only where no later row holds them."""
 
 from typing import Any
 
@@ -9,12 +9,11 @@ from flatroll.layout.delta import check_delta, encode_delta
 from flatroll.layout.keys import OBSERVATION, NestedKey
 from flatroll.wrappers.arrays import Array, Tree, full, map_tree, own, select, to_torch
 from flatroll.wrappers.markers import MarkerWrapper, StepResult
-from flatroll.wrappers.spaces import observation_leaves
-from flatroll.wrappers.stream import VectorStream
+from flatroll.wrappers.stream import VectorStream, observation_leaves
 
 
 def final_of(info: dict[str, Any], stream: VectorStream) -> Tree | None:
-    """``info["final_obs"]`` of a SAME_STEP env, None if the env hides it.
+    """The last observations of the ended rows of a SAME_STEP env (dense), or None if the env hides them.
 
     Raises:
         ValueError: a wrapper in between made an ``info`` of its own and left it out.
@@ -55,6 +54,8 @@ class CompactObs(MarkerWrapper):
     ((2, 4), array([False, False]))
     """
 
+    is_column = False
+
     def __init__(self, env: Any) -> None:
         super().__init__(env, "final_obs")
 
@@ -65,12 +66,70 @@ class CompactObs(MarkerWrapper):
         """Step, and mark the rows whose last observation is in ``info["final_obs"]``."""
         result = self.env.step(actions)
         info, stream = result[4], self.stream
+        # NEXT_STEP shows the last observation itself. The mask is given away, so it is a copy.
         info.setdefault("final_obs", result[0])
         info["_final_obs"] = own(stream.ended) if stream.known is None else stream.ended & stream.known
         return result
 
 
-class NextObservationDelta(MarkerWrapper):
+class ObservationDelta(MarkerWrapper):
+    """Adds ``info["delta"]``; `NextObservationDelta` is its public name, with the arguments."""
+
+    is_column = False
+
+    def __init__(
+        self, env: Any, *, in_keys: list[NestedKey] | None = None, delta_dtype: torch.dtype = torch.float16
+    ) -> None:
+        if not delta_dtype.is_floating_point:
+            raise ValueError(f"delta_dtype must be a floating dtype such as torch.float16, got {delta_dtype}")
+        super().__init__(env, "delta")
+        entries = [key for key, _ in observation_leaves(self.single_observation_space)]
+        #: The observation entries that get a delta.
+        self.keys = entries if in_keys is None else [key for key in entries if key in in_keys]
+        unknown = [key for key in in_keys or () if key not in entries]
+        if unknown:
+            raise ValueError(f"in_keys has {unknown}, and the observation's entries are {entries}")
+        self.delta_dtype = delta_dtype
+        self._obs: Tree = None
+
+    def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
+        self._obs = obs
+
+    def step(self, actions: Tree) -> StepResult:
+        """Step, and subtract."""
+        result = self.env.step(actions)
+        obs, info, stream = result[0], result[4], self.stream
+        next_obs = true_next(obs, info, stream)
+        if not stream.same_step and stream.any_first is not False:
+            # Rows on which the env only reset are no transition: the difference of an observation to itself, 0.
+            next_obs = map_tree(lambda n, o: select(stream.first, o, n), next_obs, self._obs)
+        if stream.known is not None:  # the env hides the last observation: NaN, or 0 where there is no NaN
+            lost = map_tree(lambda o: o * float("nan") if "float" in str(o.dtype) else o, self._obs)
+            next_obs = map_tree(lambda n, o: select(stream.known, n, o), next_obs, lost)
+        root = (OBSERVATION,) if isinstance(obs, tuple) else ()
+        info["delta"] = self._delta(root, self._obs, next_obs)
+        self._obs = obs
+        return result
+
+    def _delta(self, path: tuple[str, ...], obs: Tree, next_obs: Tree) -> Tree:
+        """The differences of the chosen leaves as a tree; None for a leaf that is not chosen."""
+        if isinstance(obs, tuple):
+            return tuple(self._delta((*path, str(i)), leaf, next_obs[i]) for i, leaf in enumerate(obs))
+        if isinstance(obs, dict):
+            deltas = {name: self._delta((*path, name), leaf, next_obs[name]) for name, leaf in obs.items()}
+            return {name: delta for name, delta in deltas.items() if delta is not None}
+        key: NestedKey = path if len(path) > 1 else path[0] if path else OBSERVATION
+        if key not in self.keys:
+            return None
+        before, after = to_torch(obs), to_torch(next_obs)
+        delta = encode_delta(before, after, self.delta_dtype)
+        if isinstance(obs, torch.Tensor):
+            return delta  # on a device check_delta would wait: a collector asks it once for each batch
+        check_delta(delta, before, after, key)
+        return delta.numpy()
+
+
+class NextObservationDelta(ObservationDelta):
     """Adds ``info["delta"]``: the true next observation minus the one before, in low precision.
 
     Floating leaves are subtracted in their own dtype and cast once to ``delta_dtype``; integer and bool leaves
@@ -100,58 +159,3 @@ class NextObservationDelta(MarkerWrapper):
     def __new__(cls, env: Any = None, *args: Any, **kwargs: Any) -> Any:
         """The wrapper around ``env``; without an env the buffer-side transform of the same name."""
         return DeltaTransform(**kwargs) if env is None else super().__new__(cls)
-
-    def __init__(
-        self,
-        env: Any,
-        *,
-        in_keys: list[NestedKey] | None = None,
-        delta_dtype: torch.dtype = torch.float16,
-    ) -> None:
-        if not delta_dtype.is_floating_point:
-            raise ValueError(f"delta_dtype must be a floating dtype such as torch.float16, got {delta_dtype}")
-        super().__init__(env, "delta")
-        there = [key for key, _ in observation_leaves(self.single_observation_space)]
-        #: The observation entries that get a delta.
-        self.keys = there if in_keys is None else [key for key in there if key in in_keys]
-        unknown = [key for key in in_keys or () if key not in there]
-        if unknown:
-            raise ValueError(f"in_keys has {unknown}, and the observation's entries are {there}")
-        self.delta_dtype = delta_dtype
-        self._obs: Tree = None
-
-    def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
-        self._obs = obs
-
-    def step(self, actions: Tree) -> StepResult:
-        """Step, and subtract."""
-        result = self.env.step(actions)
-        obs, info = result[0], result[4]
-        following = true_next(obs, info, self.stream)
-        if not self.stream.same_step and self.stream.any_first is not False:
-            first = self.stream.first  # rows on which the env only reset: no transition, no difference
-            following = map_tree(lambda f, o: select(first, o, f), following, self._obs)
-        if self.stream.known is not None:  # the env hides the last observation: nothing to subtract from
-            known = self.stream.known
-            lost = map_tree(lambda o: o * float("nan") if "float" in str(o.dtype) else o, self._obs)
-            following = map_tree(lambda f, o: select(known, f, o), following, lost)
-        root = (OBSERVATION,) if isinstance(obs, tuple) else ()
-        info["delta"] = self._delta(root, self._obs, following)
-        self._obs = obs
-        return result
-
-    def _delta(self, path: tuple[str, ...], obs: Tree, following: Tree) -> Tree:
-        if isinstance(obs, tuple):
-            return tuple(self._delta((*path, str(i)), leaf, following[i]) for i, leaf in enumerate(obs))
-        if isinstance(obs, dict):
-            made = {name: self._delta((*path, name), leaf, following[name]) for name, leaf in obs.items()}
-            return {name: delta for name, delta in made.items() if delta is not None}
-        key: NestedKey = path if len(path) > 1 else path[0] if path else OBSERVATION
-        if key not in self.keys:
-            return None
-        here, there = to_torch(obs), to_torch(following)
-        delta = encode_delta(here, there, self.delta_dtype)
-        if isinstance(obs, torch.Tensor):
-            return delta
-        check_delta(delta, here, there, key)
-        return delta.numpy()

@@ -13,16 +13,30 @@ from gymnasium.vector import VectorEnv, VectorObservationWrapper, VectorWrapper
 from torch import Tensor
 
 from flatroll.layout.keys import EPISODE_REWARD, IS_INIT, STEP_COUNT, TRAJ_IDS, NestedKey, as_tuple
-from flatroll.wrappers.arrays import Array, Tree, fill_rows, full, own, rows_of, select
-from flatroll.wrappers.as_vector_env import as_vector_env, find_stream
-from flatroll.wrappers.sources import layers
+from flatroll.wrappers.adapt_env import adapt_env, find_stream
+from flatroll.wrappers.arrays import Array, Tree, fill_rows, full, own, select
+from flatroll.wrappers.primers import recurrent_states
+from flatroll.wrappers.source import layers
 from flatroll.wrappers.stream import VectorStream
 
 StepResult = tuple[Tree, Array, Array, Array, dict[str, Any]]
 
 
 class MarkerWrapper(VectorWrapper):
-    """Base of the wrappers: finds or makes the adapted env below, and refuses a second copy of itself.
+    """Base of the wrappers that mark rows; for markers of your own, too.
+
+    It finds or makes the adapted env below, ``self.stream``, and refuses a second copy of itself. A subclass
+    implements two methods, and each must put an array with one row for each env, ``[E]`` or ``[E, ...]``, of its own
+    memory, into ``info[self.info_name]``:
+
+    * ``_on_reset(obs, info, rows)``: rows of bool ``[E]`` were reset (all, or some): start them afresh.
+    * ``step(actions)``: call ``self.env.step(actions)``, add the entry to its info, and return all five.
+
+    What it needs to know of the step stands in ``self.stream`` (a `VectorStream`), bool ``[E]`` each: ``first``, the
+    observation now shown is the first of an episode; ``ended``, the step was the last of one; ``valid``, the step was
+    a transition (None: all are). A collector stores the entry under ``key``: ``[E]`` as ``[N, 1]``, ``[E, ...]`` as
+    ``[N, ...]``, beside the observation that it came with, or with ``describes_step = True`` under
+    ``("next", key)`` beside the reward.
 
     Args:
         env: anything `as_vector_env` takes, or a stack of wrappers around it.
@@ -30,13 +44,33 @@ class MarkerWrapper(VectorWrapper):
 
     Raises:
         ValueError: a wrapper of this kind is in the stack already.
+
+    >>> import gymnasium as gym
+    >>> class TimeLeft(MarkerWrapper):
+    ...     def __init__(self, env):
+    ...         super().__init__(env, "time_left")
+    ...         self.left = 0
+    ...     def _on_reset(self, obs, info, rows):
+    ...         self.left = np.where(rows, 500, self.left)
+    ...         info[self.info_name] = self.left.copy()
+    ...     def step(self, actions):
+    ...         result = self.env.step(actions)
+    ...         self.left = np.where(self.stream.first, 500, self.left - 1)
+    ...         result[4][self.info_name] = self.left.copy()
+    ...         return result
+    >>> env = TimeLeft(gym.make_vec("CartPole-v1", num_envs=2))
+    >>> _ = env.reset(seed=0)
+    >>> env.step([0, 1])[4]["time_left"]
+    array([499, 499])
     """
 
     #: Whether the entry describes the step just made (and not the returned observation).
     describes_step: ClassVar[bool] = False
+    #: Whether a collector stores the entry as a column of its batches; if not, it is for loops written by hand.
+    is_column: ClassVar[bool] = True
 
     def __init__(self, env: Any, key: NestedKey) -> None:
-        adapted = as_vector_env(env)
+        adapted = adapt_env(env)
         if any(type(layer) is type(self) for layer in layers(adapted)):
             name = type(self).__name__
             raise ValueError(f"{name} is in this stack already: {name} once is enough, wherever it stands")
@@ -63,7 +97,7 @@ class MarkerWrapper(VectorWrapper):
         return obs, info
 
     def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
-        """Start the masked rows afresh and add the entry to ``info``."""
+        """Start the masked rows (bool ``[E]``) afresh and add the entry to ``info``."""
         raise NotImplementedError
 
 
@@ -92,7 +126,7 @@ class InitTracker(MarkerWrapper):
     def step(self, actions: Tree) -> StepResult:
         """Step, and mark the rows that now show a first observation."""
         result = self.env.step(actions)
-        result[4][self.info_name] = self.stream.first
+        result[4][self.info_name] = self.stream.first  # no copy: the stream makes it afresh at each step
         return result
 
 
@@ -149,13 +183,15 @@ class StepCounter(MarkerWrapper):
     def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
         zero = full(self.stream.first, self.num_envs, 0, torch.int64)
         self._count = zero if self._count is None else select(rows, zero, self._count)
-        info[self.info_name] = own(self._count)
+        info[self.info_name] = own(
+            self._count
+        )  # a copy: what a caller does to its info must not change the count
 
     def step(self, actions: Tree) -> StepResult:
         """Step, and count the rows that go on."""
         result = self.env.step(actions)
         count = self._count + 1
-        if self.stream.any_first is not False:
+        if self.stream.any_first is not False:  # None: on a device, where asking would wait
             fill_rows(count, self.stream.first, 0)
         self._count = count
         result[4][self.info_name] = own(count)
@@ -191,8 +227,12 @@ class TrajId(MarkerWrapper):
 
     def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
         if self._ids is None:
-            start = (self.writer << 40) + self._episode * self.num_envs
-            self._ids = rows_of(self.stream.first, self.num_envs) + start
+            first = self.stream.first
+            numbers: Any = np.arange(self.num_envs)
+            if isinstance(first, Tensor):
+                numbers = torch.arange(self.num_envs, device=first.device)
+            # Writer in the bits from 40 up, below it episode * E + env: adding E gives a row its next episode.
+            self._ids = numbers + (self.writer << 40) + self._episode * self.num_envs
         else:
             self._ids = self._ids + rows * self.num_envs
         info[self.info_name] = own(self._ids)
@@ -201,7 +241,7 @@ class TrajId(MarkerWrapper):
         """Step, and give the rows that now show a first observation a new id."""
         result = self.env.step(actions)
         if self.stream.any_first is not False:
-            self._ids = self._ids + self.stream.first * self.num_envs
+            self._ids = self._ids + self.stream.first * self.num_envs  # bool counts as 0 or 1
         result[4][self.info_name] = own(self._ids)
         return result
 
@@ -209,7 +249,7 @@ class TrajId(MarkerWrapper):
         """The highest episode number handed out: after `load_state_dict`, ids go on above it."""
         if self._ids is None:
             return {"writer": self.writer, "episode": self._episode}
-        top = int(self._ids.max()) - (self.writer << 40)
+        top = int(self._ids.max()) - (self.writer << 40)  # episode * E + env of the newest episode
         return {"writer": self.writer, "episode": top // self.num_envs + 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -256,10 +296,53 @@ class RewardSum(MarkerWrapper):
         total = self._sum + reward
         if not stream.same_step and stream.any_first is not False:
             fill_rows(total, stream.first, 0.0)  # a wrapper inside may have paid for the reset row
-        self._sum = own(total)
+        self._sum = own(total)  # `total` goes to the caller, and keeps the ended episodes' whole returns
         if stream.any_ended is not False:
             fill_rows(self._sum, stream.ended, 0.0)
         result[4][self.info_name] = total
+        return result
+
+
+class RecurrentPrimer(MarkerWrapper):
+    """Adds the states that a policy's episodes start from to the ``info`` of each reset, one row for each env.
+
+    A state under a nested key stands in dicts: ``info["agent"]["h"]`` for ``("agent", "h")``.
+
+    For loops written by hand: the first step reads its states there, and every later one the states that the policy
+    wrote under ``"next"``; recurrent modules restart them by themselves where ``is_init`` is set. A collector keeps
+    the states itself, and takes what they start from here if its policy does not say.
+    `set_recurrent_primers_from` adds this wrapper.
+
+    Args:
+        env: anything `as_vector_env` takes.
+        policy: a policy with recurrent parts.
+
+    Raises:
+        ValueError: the policy has none.
+    """
+
+    is_column = False
+
+    def __init__(self, env: Any, policy: Any) -> None:
+        states = recurrent_states(policy)
+        if not states:
+            raise ValueError("policy has no recurrent part: no module of it has make_tensordict_primer()")
+        super().__init__(env, next(iter(states)))
+        self.states = states
+
+    def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
+        device = self.stream.capabilities.device
+        for key, value in self.states.items():
+            primed = value.to(device).expand(self.num_envs, *value.shape).clone()
+            *parents, name = as_tuple(key)
+            place = info
+            for parent in parents:
+                place = place.setdefault(parent, {})
+            place[name] = primed
+
+    def step(self, actions: Tree) -> StepResult:
+        """Step; the states go from the policy to itself."""
+        result: StepResult = self.env.step(actions)
         return result
 
 

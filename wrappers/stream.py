@@ -1,7 +1,7 @@
 """The one transition stream: every vector env under one contract, with the row facts all markers share."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,30 +10,22 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
-from flatroll.wrappers.arrays import Array, Tree, fill_rows, first_leaf, full, map_tree, own, select
-from flatroll.wrappers.sources import Capabilities, Step
-from flatroll.wrappers.spaces import ActionCheck, check_space
+from flatroll.layout.keys import OBSERVATION, RESERVED, NestedKey
+from flatroll.wrappers.arrays import (
+    ActionCheck,
+    Array,
+    Tree,
+    fill_rows,
+    first_leaf,
+    full,
+    map_tree,
+    own,
+    select,
+)
+from flatroll.wrappers.source import VectorSource
+from flatroll.wrappers.spaces import check_space
 
 FinalObs = str | Callable[[dict[str, Any], Array], Tree] | None
-
-
-class Source(Protocol):
-    """What a family of environments must answer; see `flatroll.wrappers.sources`."""
-
-    env: Any
-    num_envs: int
-    single_observation_space: spaces.Space[Any]
-    single_action_space: spaces.Space[Any]
-    capabilities: Capabilities
-
-    def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Tree, dict[str, Any]]: ...
-    def reset_rows(
-        self, mask: Array, options: dict[str, Any] | None = None, seed: Any = None
-    ) -> tuple[Tree, dict[str, Any]]: ...
-    def step(self, actions: Tree) -> Step: ...
-    def final_obs(self, info: dict[str, Any], obs: Tree, done: Array) -> Tree | None: ...
-    def dense(self, given: Any, obs: Tree, done: Array) -> Tree: ...
-    def close(self) -> None: ...
 
 
 class VectorStream(VectorEnv[Any, Any, Any]):
@@ -41,6 +33,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 
     Besides Gymnasium's interface it has the *row facts* of the last ``reset`` or ``step``, arrays of shape
     ``(E,)`` on the env's device, made afresh each time, so that they may be kept:
+
+    Args:
+        source: the adapter of the env, see `VectorSource`.
+        mode: how the source resets rows whose episode has ended.
+        final_obs: where a SAME_STEP env leaves its final observations, see `as_vector_env`.
 
     Attributes:
         first: the returned observation is the first of an episode.
@@ -50,17 +47,13 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         known: the true next observation of the step is known; None if it is in every row.
         has_final: ``info["final_obs"]`` was there when the step left this env.
         any_first, any_ended: whether any row is; None on a device where asking would wait for it.
+        same_step: the returned observation of an ended row is already the next episode's first.
+        hides_final_obs: `known` can be less than every row: the env may hide its final observations.
         actions: what the env was given at the last step, after the checks and casts.
         capabilities: see `Capabilities`.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        mode: AutoresetMode,
-        *,
-        final_obs: FinalObs = "auto",
-    ) -> None:
+    def __init__(self, source: VectorSource, mode: AutoresetMode, *, final_obs: FinalObs = "auto") -> None:
         self.source = source
         self.num_envs = source.num_envs
         check_space(source.single_observation_space, "observation_space")
@@ -71,34 +64,35 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.render_mode = getattr(source.env, "render_mode", None)
         self.spec = getattr(source.env, "spec", None)
-        self.capabilities = source.capabilities
+        self.capabilities = can = source.capabilities
         self._check_actions = ActionCheck(
             self.single_action_space,
             self.num_envs,
-            source.capabilities.framework,
-            source.capabilities.device,
-            check_range=source.capabilities.checks_range is False,
+            can.framework,
+            can.device,
+            check_range=can.checks_range is False,
         )
-        self._on_host = source.capabilities.framework == "numpy"
-        self._exact_flags = source.capabilities.exact_flags
+        self._on_host = can.framework == "numpy"
         self._final = final_obs
         if final_obs != "auto" and mode is not AutoresetMode.SAME_STEP:
             raise ValueError(
                 f"final_obs={final_obs!r} is for envs with autoreset_mode=SAME_STEP; in {mode.name} the step itself "
                 "returns the last observation"
             )
-        self._folds = mode is AutoresetMode.DISABLED  # this stream resets the ended rows in the same step
-        self._next_step = mode is AutoresetMode.NEXT_STEP
-        self._native_same_step = mode is AutoresetMode.SAME_STEP
-        if self._folds and not source.capabilities.partial_reset:
+        if mode is AutoresetMode.DISABLED and not can.partial_reset:
             raise ValueError(
                 "an env with autoreset_mode=DISABLED must be able to reset chosen rows, and "
                 f"{type(source.env).__name__} takes neither reset(options={{'reset_mask': ...}}) nor "
                 "reset(env_ids=...): use one of its autoresetting modes"
             )
-        self._declare()
+        self._folds = mode is AutoresetMode.DISABLED  # this stream resets the ended rows in the same step
+        self._native_same_step = mode is AutoresetMode.SAME_STEP
+        self.hides_final_obs = self._native_same_step and (
+            final_obs is None or (final_obs == "auto" and can.hides_final_obs)
+        )
+        self._declare(AutoresetMode.NEXT_STEP if mode is AutoresetMode.NEXT_STEP else AutoresetMode.SAME_STEP)
         self._limit: int | None = None
-        self._elapsed: Array = None
+        self._elapsed: Array = None  # with a limit: transitions made in each row's episode, int64 (E,)
         self._started = self._stepped = False
         self.actions: Tree = None
         self.first: Array = None
@@ -108,26 +102,14 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self.any_first: bool | None = True
         self.any_ended: bool | None = False
 
-    def _declare(self) -> None:
-        mode = AutoresetMode.NEXT_STEP if self._next_step else AutoresetMode.SAME_STEP
+    def _declare(self, mode: AutoresetMode) -> None:
+        self.same_step = mode is AutoresetMode.SAME_STEP
         self.metadata = {**(getattr(self.source.env, "metadata", None) or {}), "autoreset_mode": mode}
 
     @property
     def valid(self) -> Array | None:
         """Which rows of the step just made are transitions; None if all are (see the class)."""
-        return ~self.first if self._next_step and self._stepped else None
-
-    @property
-    def hides_final_obs(self) -> bool:
-        """Whether `known` can be less than every row: an env that may hide its final observations."""
-        return self._native_same_step and (
-            self._final is None or (self._final == "auto" and self.capabilities.hides_final_obs)
-        )
-
-    @property
-    def same_step(self) -> bool:
-        """Whether the returned observation of an ended row is already the next episode's first."""
-        return not self._next_step
+        return None if self.same_step or not self._stepped else ~self.first
 
     @property
     def unwrapped(self) -> Any:
@@ -165,8 +147,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         if self._started:
             raise ValueError(f"max_steps={max_steps} must be set before the env's first reset")
         self._limit = max_steps if self._limit is None else min(max_steps, self._limit)
-        self._next_step = False
-        self._declare()
+        self._declare(AutoresetMode.SAME_STEP)
 
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
@@ -178,17 +159,30 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         """
         options = dict(options) if options else None
         mask = options.pop("reset_mask", None) if options else None
-        if mask is not None:
-            return self._reset_rows(self.as_mask(mask), options, seed)
-        obs, info = self.source.reset(seed, options)
-        like = first_leaf(obs)
-        self.first = full(like, self.num_envs, True, torch.bool)
-        self.ended = full(like, self.num_envs, False, torch.bool)
-        self._elapsed = full(like, self.num_envs, 0, torch.int64) if self._limit else None
-        self.known = None
-        self._stepped = False
-        self.any_first, self.any_ended = self._host(True), self._host(False)
-        self._started = True
+        if mask is None:
+            obs, info = self.source.reset(seed, options)
+            like = first_leaf(obs)
+            self.first = full(like, self.num_envs, True, torch.bool)
+            self.ended = full(like, self.num_envs, False, torch.bool)
+            self._elapsed = full(like, self.num_envs, 0, torch.int64) if self._limit else None
+            self.known = None
+            self._started, self._stepped = True, False
+            self.any_first, self.any_ended = (True, False) if self._on_host else (None, None)
+            return obs, info
+        rows = self.as_mask(mask)
+        if not self.capabilities.partial_reset:
+            raise ValueError(
+                f"options['reset_mask'] is not possible here: {type(self.source.env).__name__} cannot reset "
+                "chosen rows (it would reset all of them)"
+            )
+        if not self._started:
+            raise RuntimeError("options['reset_mask'] was given to the first reset: reset all rows first")
+        obs, info = self.source.reset(seed, options, rows)
+        self.first, self.ended = self.first | rows, self.ended & ~rows
+        if self._elapsed is not None:
+            self._elapsed = self._elapsed * ~rows  # 0 where reset
+        if self._on_host:
+            self.any_first, self.any_ended = bool(self.first.any()), bool(self.ended.any())
         return obs, info
 
     def step(self, actions: Tree) -> tuple[Tree, Array, Array, Array, dict[str, Any]]:
@@ -198,24 +192,27 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self._stepped = True
         self.actions = self._check_actions(actions)
         obs, reward, terminated, truncated, info = self.source.step(self.actions)
-        if not self._exact_flags:
-            reward, terminated, truncated = self._flags(reward, terminated, truncated)
+        if not self.capabilities.exact_flags:
+            reward, terminated, truncated = self._exact_flags(reward, terminated, truncated)
         ended: Array = terminated | truncated
         resets = ended if self._folds else None  # the rows that this stream has to reset itself
         if self._limit is not None:
             self._elapsed = self._elapsed + 1
             hit = self._elapsed >= self._limit
+            # A SAME_STEP env has reset the rows that it ended; any other leaves all of them to this stream.
             resets = hit & ~ended if self._native_same_step else ended | hit
             truncated, ended = truncated | hit, ended | hit
             fill_rows(self._elapsed, ended, 0)
-        if self._next_step:
-            self.first, self.any_first = self.ended, self.any_ended
-            self.ended = ended
-            self.any_ended = self._any(ended)
-        else:
+        # Asking whether any row ended is cheap in NumPy (count_nonzero more so than any); a device would wait.
+        any_ended = bool(np.count_nonzero(ended)) if self._on_host else None
+        if self.same_step:
+            # Two arrays: both are given away, and neither may change with the other.
             self.first, self.ended = own(ended), ended
-            self.any_first = self.any_ended = self._any(ended)
+            self.any_first = self.any_ended = any_ended
             obs, info = self._restart(obs, info, ended, resets)
+        else:  # NEXT_STEP: the rows that ended one step ago have only reset, and show a first observation
+            self.first, self.any_first = self.ended, self.any_ended
+            self.ended, self.any_ended = ended, any_ended
         return obs, reward, terminated, truncated, info
 
     def close_extras(self, **kwargs: Any) -> None:
@@ -230,13 +227,14 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         """Put the true last observations into ``info["final_obs"]`` and first ones into the ended rows."""
         final: Tree | None = obs  # what the step returned is final in the rows that are not reset yet
         if self._native_same_step:
-            by_env = ended if resets is None else ended & ~resets
+            by_env = ended if resets is None else ended & ~resets  # the rows that the env has reset
             final = self._native_final(info, obs, by_env)
             self.known = ~by_env if final is None else None
             if resets is not None and self.any_ended is not False:
                 final = obs if final is None else map_tree(lambda o, f: select(resets, o, f), obs, final)
+        # On a device `any` waits, but only where this stream resets rows: such an env is told which ones.
         if resets is not None and self.any_ended is not False and bool(resets.any()):
-            fresh, reset_info = self.source.reset_rows(resets)
+            fresh, reset_info = self.source.reset(None, None, resets)
             obs = map_tree(lambda new, old: select(resets, new, old), fresh, obs)
             info = _restarted_info(info, reset_info, resets)
         self.has_final = final is not None
@@ -247,6 +245,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         return obs, info
 
     def _native_final(self, info: dict[str, Any], obs: Tree, ended: Array) -> Tree | None:
+        """The last observations that a SAME_STEP env shows, as `as_vector_env`'s ``final_obs`` says."""
         if self._final is None:
             return None
         if self.any_ended is False:
@@ -255,30 +254,12 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             return self.source.final_obs(info, obs, ended)
         given = self._final(info, ended) if callable(self._final) else info.get(self._final)
         if given is None:
-            there = sorted(key for key in info if not key.startswith("_"))
+            names = sorted(key for key in info if not key.startswith("_"))
             raise ValueError(
                 f"final_obs={self._final!r} gave no final observations in a step that may end episodes; info has "
-                f"{there}. Name the key, or pass final_obs='auto' (look for it) or None (it hides them)"
+                f"{names}. Name the key, or pass final_obs='auto' (look for it) or None (it hides them)"
             )
-        return self.source.dense(given, obs, ended)
-
-    def _reset_rows(
-        self, mask: Array, options: dict[str, Any] | None, seed: Any
-    ) -> tuple[Tree, dict[str, Any]]:
-        if not self.capabilities.partial_reset:
-            raise ValueError(
-                f"options['reset_mask'] is not possible here: {type(self.source.env).__name__} cannot reset "
-                "chosen rows (it would reset all of them)"
-            )
-        if not self._started:
-            raise RuntimeError("options['reset_mask'] was given to the first reset: reset all rows first")
-        obs, info = self.source.reset_rows(mask, options, seed)
-        self.first = self.first | mask
-        self.ended = self.ended & ~mask
-        if self._elapsed is not None:
-            self._elapsed = select(mask, self._elapsed * 0, self._elapsed)
-        self.any_first, self.any_ended = self._any(self.first), self._any(self.ended)
-        return obs, info
+        return self.source.final_obs(info, obs, ended, given)
 
     def as_mask(self, mask: Array) -> Array:
         """A reset mask in the env's framework; ValueError unless bool of shape ``(E,)``."""
@@ -295,23 +276,54 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             )
         return mask
 
-    def _flags(self, reward: Array, terminated: Array, truncated: Array) -> tuple[Array, Array, Array]:
+    def _exact_flags(self, reward: Array, terminated: Array, truncated: Array) -> tuple[Array, Array, Array]:
         """Reward float32 and flags bool, all of shape ``(E,)``, whatever the env calls its own."""
         shape = (self.num_envs,)
-        if isinstance(reward, Tensor):
+        if isinstance(reward, Tensor):  # no copies where the dtype fits
             reward, terminated, truncated = reward.float(), terminated.bool(), truncated.bool()
         else:
             reward = np.asarray(reward, dtype=np.float32)
             terminated, truncated = np.asarray(terminated, dtype=bool), np.asarray(truncated, dtype=bool)
         if reward.shape != shape or terminated.shape != shape or truncated.shape != shape:
-            reward, terminated, truncated = (x.reshape(shape) for x in (reward, terminated, truncated))
+            return reward.reshape(shape), terminated.reshape(shape), truncated.reshape(shape)
         return reward, terminated, truncated
 
-    def _any(self, mask: Array) -> bool | None:
-        return bool(np.count_nonzero(mask)) if self._on_host else None
 
-    def _host(self, value: bool) -> bool | None:
-        return value if self._on_host else None
+def observation_leaves(space: spaces.Space[Any]) -> list[tuple[NestedKey, tuple[Any, ...]]]:
+    """The batch key and the place in the tree of each observation entry.
+
+    >>> from gymnasium.spaces import Box, Dict
+    >>> observation_leaves(Box(0, 1, (2,)))
+    [('observation', ())]
+    >>> observation_leaves(Dict(eye=Box(0, 1, (2,)), body=Dict(leg=Box(0, 1))))
+    [('eye', ('eye',)), (('body', 'leg'), ('body', 'leg'))]
+    """
+    if not isinstance(space, spaces.Dict):
+        return space_leaves(space, (OBSERVATION,))
+    taken = sorted(RESERVED & set(space.spaces))
+    if taken:
+        raise ValueError(
+            f"observation entries {taken} have names that the batch layout reserves ({sorted(RESERVED)}): "
+            "rename them with gymnasium.wrappers.TransformObservation"
+        )
+    return [leaf for key, child in space.spaces.items() for leaf in space_leaves(child, (key,), (key,))]
+
+
+def space_leaves(
+    space: spaces.Space[Any], key: tuple[str, ...], path: tuple[Any, ...] = ()
+) -> list[tuple[NestedKey, tuple[Any, ...]]]:
+    """The batch key, below ``key``, and the place in the tree, below ``path``, of each leaf of a space.
+
+    >>> space_leaves(spaces.Tuple((spaces.Discrete(2), spaces.Dict(a=spaces.Discrete(3)))), ("action",))
+    [(('action', '0'), (0,)), (('action', '1', 'a'), (1, 'a'))]
+    """
+    if isinstance(space, spaces.Dict):
+        items: Any = space.spaces.items()
+    elif isinstance(space, spaces.Tuple):
+        items = enumerate(space.spaces)
+    else:
+        return [(key[0] if len(key) == 1 else key, path)]
+    return [leaf for name, child in items for leaf in space_leaves(child, (*key, str(name)), (*path, name))]
 
 
 def _restarted_info(info: dict[str, Any], reset_info: dict[str, Any], rows: Array) -> dict[str, Any]:
@@ -331,8 +343,8 @@ def _restarted_info(info: dict[str, Any], reset_info: dict[str, Any], rows: Arra
             merged[key] = _emptied(value, rows)
     for key, value in reset_info.items():
         old: Any = info.get(key)
-        array = isinstance(value, np.ndarray | Tensor) and isinstance(old, np.ndarray | Tensor)
-        merged[key] = select(rows, value, old) if array and old.shape == value.shape else value
+        arrays = isinstance(value, np.ndarray | Tensor) and isinstance(old, np.ndarray | Tensor)
+        merged[key] = select(rows, value, old) if arrays and old.shape == value.shape else value
     return merged
 
 

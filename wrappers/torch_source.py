@@ -1,4 +1,4 @@
-"""The source for GPU simulators and other vector environments that speak torch (duck-typed).
+"""The adapter for GPU simulators and other vector environments that return tensors (duck-typed).
 
 Isaac Lab, mjlab, ManiSkill, Genesis and rsl_rl's `VecEnv` have no base class in common; what they share is
 `num_envs`, tensors, and habits: reward and flag buffers that are written into again at every step, one `extras`
@@ -16,13 +16,13 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import override
 
-from flatroll.wrappers.arrays import Array, Tree, first_leaf, map_tree, to_torch
-from flatroll.wrappers.sources import Capabilities, Step
-from flatroll.wrappers.spaces import ActionCheck
+from flatroll.wrappers.arrays import ActionCheck, Array, Tree, first_leaf, map_tree, to_torch
+from flatroll.wrappers.source import Capabilities, Step, VectorSource
 
 
-class TorchSource:
+class TorchSource(VectorSource):
     """A vector env that returns tensors: 5-tuples, or rsl_rl's 4-tuples with ``extras["time_outs"]``.
 
     Args:
@@ -35,48 +35,54 @@ class TorchSource:
     def __init__(
         self, env: Any, mode: AutoresetMode, device: torch.device | None, own_buffers: bool | str
     ) -> None:
-        self.env = env
-        self.num_envs = int(env.num_envs)
         base = getattr(env, "unwrapped", env)
         self._device = torch.device(device if device is not None else getattr(base, "device", "cpu"))
+        # These envs overwrite reward, flags and often observations at every step: what they return is copied.
         self._copies = bool(own_buffers)
         parameters = inspect.signature(env.reset).parameters
-        anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        self._takes_seed = anything or "seed" in parameters
-        self._takes_options = anything or "options" in parameters
-        self._takes_ids = "env_ids" in parameters
-        self._takes_idx = type(base).__module__.startswith("mani_skill")
-        self.single_observation_space = self._space("observation")
-        self.single_action_space = self._space("action")
-        self.capabilities = Capabilities(
+        takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        self._takes_seed = takes_all or "seed" in parameters
+        self._takes_options = takes_all or "options" in parameters
+        self._is_maniskill = type(base).__module__.startswith("mani_skill")
+        capabilities = Capabilities(
             self._device,
             "torch",
             hides_final_obs=mode is AutoresetMode.SAME_STEP,
-            partial_reset=self._takes_ids or self._takes_idx,
+            partial_reset="env_ids" in parameters or self._is_maniskill,
             reuses_buffers=self._copies,
             seedable=self._takes_seed,
         )
+        single = _space_of(env, "observation"), _space_of(env, "action")
+        super().__init__(env, int(env.num_envs), *single, capabilities)
 
-    def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Tree, dict[str, Any]]:
-        arguments = self._seeding(seed)
-        if options and self._takes_options:
-            arguments["options"] = options
+    @override
+    def reset(
+        self, seed: Any, options: dict[str, Any] | None, rows: Array | None = None
+    ) -> tuple[Tree, dict[str, Any]]:
+        arguments: dict[str, Any] = {}
+        if seed is not None and self._takes_seed:
+            arguments["seed"] = seed
+        elif seed is not None:
+            warnings.warn(
+                f"{type(self.env).__name__}.reset takes no seed: reset(seed={seed!r}) has no effect; seed the env "
+                "when you make it",
+                stacklevel=4,
+            )
+        if rows is None:
+            if options and self._takes_options:
+                arguments["options"] = options
+        else:
+            # These envs take row numbers: counting them waits for the device.
+            numbers = torch.as_tensor(rows, device=self._device).nonzero().squeeze(-1)
+            if self._is_maniskill:
+                arguments["options"] = {**(options or {}), "env_idx": numbers}
+            else:
+                arguments["env_ids"] = numbers
         result = self.env.reset(**arguments)
         obs, info = result if isinstance(result, tuple) else (result, {})
         return self._owned(obs), dict(info)
 
-    def reset_rows(
-        self, mask: Array, options: dict[str, Any] | None = None, seed: Any = None
-    ) -> tuple[Tree, dict[str, Any]]:
-        """Reset the masked rows. These envs take row numbers, so this reads the mask on the host."""
-        ids = torch.as_tensor(mask, device=self._device).nonzero().squeeze(-1)
-        if self._takes_idx:
-            obs, info = self.env.reset(seed=seed, options={**(options or {}), "env_idx": ids})
-        else:
-            result = self.env.reset(env_ids=ids, **self._seeding(seed))
-            obs, info = result if isinstance(result, tuple) else (result, {})
-        return self._owned(obs), dict(info)
-
+    @override
     def step(self, actions: Tree) -> Step:
         result = self.env.step(actions)
         if len(result) == 4:
@@ -88,123 +94,104 @@ class TorchSource:
             terminated = done & ~truncated
         else:
             obs, reward, terminated, truncated, extras = result
-            if self._copies:
+            if self._copies:  # (the flags of a 4-tuple are computed, and new already)
                 terminated, truncated = terminated.clone(), truncated.clone()
         if self._copies:
             reward = reward.clone()
         return self._owned(obs), reward, terminated, truncated, dict(extras)
 
-    def final_obs(self, info: dict[str, Any], obs: Tree, done: Array) -> Tree | None:
+    @override
+    def final_obs(self, info: dict[str, Any], obs: Tree, ended: Array, given: Any = None) -> Tree | None:
         """The final observations of this step: dense, or as mjlab's env_ids and rows, or None if hidden."""
-        given = info.get("final_obs", info.get("final_observation"))
+        if given is None:
+            given = info.get("final_obs", info.get("final_observation"))
         if given is not None:
             return self._owned(given)
-        ended = info.get("terminal")
-        if not isinstance(ended, dict) or "env_ids" not in ended:
+        shown = info.get("terminal")
+        if not isinstance(shown, dict) or "env_ids" not in shown:
             return None
-        ids = ended["env_ids"]
-        return map_tree(lambda o, rows: o.index_copy(0, ids, rows), obs, plain(ended["observations"]))
-
-    def dense(self, given: Any, obs: Tree, done: Array) -> Tree:
-        return self._owned(given)
-
-    def _seeding(self, seed: Any) -> dict[str, Any]:
-        if seed is None or self._takes_seed:
-            return {} if seed is None else {"seed": seed}
-        warnings.warn(
-            f"{type(self.env).__name__}.reset takes no seed: reset(seed={seed!r}) has no effect; seed the env "
-            "when you make it",
-            stacklevel=5,
-        )
-        return {}
-
-    def close(self) -> None:
-        if hasattr(self.env, "close"):
-            self.env.close()
+        numbers = shown["env_ids"]
+        # Rows of the ended envs only, written into a copy of the observations that the step returned.
+        return map_tree(lambda o, rows: o.index_copy(0, numbers, rows), obs, _plain(shown["observations"]))
 
     def _owned(self, obs: Any) -> Tree:
-        tree = plain(obs)
+        tree = _plain(obs)
         return map_tree(Tensor.clone, tree) if self._copies else tree
 
-    def _space(self, kind: str) -> spaces.Space[Any]:
-        declared = getattr(self.env, f"single_{kind}_space", None)
-        if declared is not None:
-            return space_like(declared)
-        if kind == "action" and hasattr(self.env, "num_actions"):
-            return spaces.Box(-np.inf, np.inf, (int(self.env.num_actions),))
-        if kind == "observation" and hasattr(self.env, "get_observations"):
-            seen = self.env.get_observations()
-            tree = plain(seen[0] if isinstance(seen, tuple) else seen)
-            if isinstance(tree, dict):
-                return spaces.Dict({key: _box(value) for key, value in tree.items()})
-            return _box(first_leaf(tree))
-        raise TypeError(
-            f"env must have single_{kind}_space (a Gymnasium space of one env's {kind}), and "
-            f"{type(self.env).__name__} has none: set it on the env before you wrap it"
-        )
 
-
-class TorchView:
+class TorchView(VectorSource):
     """A NumPy source seen as a torch one: the same env, its arrays as tensors on ``device``."""
 
-    def __init__(self, source: Any, device: torch.device | None) -> None:
-        self.source = source
-        self.env = source.env
-        self.num_envs = source.num_envs
-        self.single_observation_space = source.single_observation_space
-        self.single_action_space = source.single_action_space
+    def __init__(self, source: VectorSource, device: torch.device | None) -> None:
+        self._source = source
         self._device = device or torch.device("cpu")
-        in_range = source.capabilities.checks_range
+        space, native = source.single_action_space, source.capabilities
         self._check_actions = ActionCheck(
-            source.single_action_space, source.num_envs, "numpy", check_range=not in_range
+            space, source.num_envs, "numpy", check_range=not native.checks_range
         )
-        self.capabilities = replace(source.capabilities, framework="torch", device=self._device)
+        capabilities = replace(native, framework="torch", device=self._device)
+        super().__init__(source.env, source.num_envs, source.single_observation_space, space, capabilities)
 
-    def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Tree, dict[str, Any]]:
-        obs, info = self.source.reset(seed, options)
-        return self._tensors(obs), info
-
-    def reset_rows(
-        self, mask: Array, options: dict[str, Any] | None = None, seed: Any = None
+    @override
+    def reset(
+        self, seed: Any, options: dict[str, Any] | None, rows: Array | None = None
     ) -> tuple[Tree, dict[str, Any]]:
-        obs, info = self.source.reset_rows(mask.cpu().numpy(), options, seed)
+        mask = None if rows is None else rows.cpu().numpy()
+        obs, info = self._source.reset(seed, options, mask)
         return self._tensors(obs), info
 
+    @override
     def step(self, actions: Tree) -> Step:
-        obs, reward, terminated, truncated, info = self.source.step(self._check_actions(actions))
-        self._seen = obs, np.asarray(terminated) | np.asarray(truncated)
-        reward, terminated, truncated = (
-            self._tensors(np.asarray(x)) for x in (reward, terminated, truncated)
+        obs, reward, terminated, truncated, info = self._source.step(self._check_actions(actions))
+        terminated, truncated = np.asarray(terminated), np.asarray(truncated)
+        self._seen = obs, terminated | truncated  # in NumPy, as the source's final_obs wants them
+        flags = (self._tensors(np.asarray(x)) for x in (reward, terminated, truncated))
+        return self._tensors(obs), *flags, info
+
+    @override
+    def final_obs(self, info: dict[str, Any], obs: Tree, ended: Array, given: Any = None) -> Tree | None:
+        shown, done = self._seen
+        final = (
+            shown if given is None and not done.any() else self._source.final_obs(info, shown, done, given)
         )
-        return self._tensors(obs), reward, terminated, truncated, info
-
-    def final_obs(self, info: dict[str, Any], obs: Tree, done: Array) -> Tree | None:
-        given = self.source.final_obs(info, *self._seen) if self._seen[1].any() else self._seen[0]
-        return None if given is None else self._tensors(given)
-
-    def dense(self, given: Any, obs: Tree, done: Array) -> Tree:
-        return self._tensors(self.source.dense(given, *self._seen))
-
-    def close(self) -> None:
-        self.source.close()
+        return None if final is None else self._tensors(final)
 
     def _tensors(self, tree: Tree) -> Tree:
-        return map_tree(lambda x: to_torch(x, self._device), tree)
+        return map_tree(lambda leaf: to_torch(leaf, self._device), tree)
 
 
-def plain(obs: Any) -> Tree:
+def _space_of(env: Any, kind: str) -> spaces.Space[Any]:
+    """The space of one row's ``"observation"`` or ``"action"``: declared, or read off rsl_rl's attributes."""
+    declared = getattr(env, f"single_{kind}_space", None)
+    if declared is not None:
+        return _space_like(declared)
+    if kind == "action" and hasattr(env, "num_actions"):
+        return spaces.Box(-np.inf, np.inf, (int(env.num_actions),))
+    if kind == "observation" and hasattr(env, "get_observations"):
+        seen = env.get_observations()
+        tree = _plain(seen[0] if isinstance(seen, tuple) else seen)
+        if isinstance(tree, dict):
+            return spaces.Dict({key: _box(value) for key, value in tree.items()})
+        return _box(first_leaf(tree))
+    raise TypeError(
+        f"env must have single_{kind}_space (a Gymnasium space of one env's {kind}), and "
+        f"{type(env).__name__} has none: set it on the env before you wrap it"
+    )
+
+
+def _plain(obs: Any) -> Tree:
     """A tensordict as a plain dict; other trees as they are."""
     if isinstance(obs, TensorDictBase):
-        return {key: plain(value) for key, value in obs.items()}
+        return {key: _plain(value) for key, value in obs.items()}
     return obs
 
 
-def space_like(space: Any) -> spaces.Space[Any]:
+def _space_like(space: Any) -> spaces.Space[Any]:
     """The Gymnasium space that says what a foreign space object says (mjlab has its own classes)."""
     if isinstance(space, spaces.Space):
         return space
     if isinstance(getattr(space, "spaces", None), dict):
-        return spaces.Dict({key: space_like(child) for key, child in space.spaces.items()})
+        return spaces.Dict({key: _space_like(child) for key, child in space.spaces.items()})
     shape = getattr(space, "shape", None)
     if shape is None:
         raise TypeError(f"env's spaces must be Gymnasium spaces or have a shape, got {type(space).__name__}")

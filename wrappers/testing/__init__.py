@@ -1,4 +1,4 @@
-"""Scripted environments whose observations say where they stand, and a contract check for any vector environment."""
+"""Test kit for vector environments: `check_vector_env` checks one of yours, scripted ones are known step by step."""
 
 from flatroll.wrappers.testing.check_env import ContractError, check_vector_env, vector_env_problems
 from flatroll.wrappers.testing.scripted import Script, ScriptedEnv, decode, encode

@@ -1,4 +1,4 @@
-"""A contract kit for vector environments, and the scripted environments that its own tests run on.
+"""Check that an environment keeps the contract of `as_vector_env`: play it, and list what is wrong.
 
 >>> from flatroll.wrappers.testing import Script, ScriptedVectorEnv
 >>> check_vector_env(ScriptedVectorEnv(Script(2, lengths=[[3, 4], [5]])))
@@ -14,10 +14,10 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
+from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.arrays import Tree, map_tree
-from flatroll.wrappers.as_vector_env import as_vector_env, find_stream
 from flatroll.wrappers.testing.recording import Record, copied, play, same, suspicions
-from flatroll.wrappers.testing.scripted_vector import row
+from flatroll.wrappers.testing.scripted import row
 
 _SUSPICION = "suspicion: "
 
@@ -35,10 +35,7 @@ def check_vector_env(
     ended episode, episodes that all terminate at one length) is given as a warning.
 
     Args:
-        env: the env; this and the others as for :func:`vector_env_problems`.
-        steps: vector steps to play, default 200.
-        seed: seed of the env and of the random actions, default 0.
-        actions: the batched action of each vector step, from its number; None draws random ones.
+        env, steps, seed, actions: as for :func:`vector_env_problems`.
 
     Raises:
         ContractError: the contract is broken; every problem is listed.
@@ -46,10 +43,10 @@ def check_vector_env(
     >>> from flatroll.wrappers.testing import Script, ScriptedTorchEnv
     >>> check_vector_env(ScriptedTorchEnv(Script(3)))
     """
-    found = vector_env_problems(env, steps=steps, seed=seed, actions=actions)
-    if any(not text.startswith(_SUSPICION) for text in found):
-        raise ContractError("the env breaks the contract:\n" + "\n".join(f"- {text}" for text in found))
-    for text in found:
+    problems = vector_env_problems(env, steps=steps, seed=seed, actions=actions)
+    if any(not text.startswith(_SUSPICION) for text in problems):
+        raise ContractError("the env breaks the contract:\n" + "\n".join(f"- {text}" for text in problems))
+    for text in problems:
         warnings.warn(text, UserWarning, stacklevel=2)
 
 
@@ -77,26 +74,28 @@ def vector_env_problems(
     'as_vector_env refuses the env: autoreset_mode is needed: '
     """
     try:
-        vector: VectorEnv[Any, Any, Any] = as_vector_env(env)
+        vector = adapt_env(env)
     except (TypeError, ValueError) as error:
         return [f"as_vector_env refuses the env: {error}"]
-    found = list(_of_spaces(vector))
-    if found:
-        return found
+    problems = list(_of_spaces(vector))
+    if problems:
+        return problems
+    stream = find_stream(vector)
+    seedable = stream is not None and stream.capabilities.seedable
     try:
-        record, again = (play(vector, steps, seed, actions) for _ in range(2))
+        record, again = (play(vector, steps, seed, actions, seedable) for _ in range(2))
     except Exception as error:  # an env under test may raise anything, and its author wants to read it here
         return [f"reset or step raised {type(error).__name__}: {error}"]
-    found += _of_returns(vector, record)
-    found += _of_ownership(record)
-    if not found:  # the checks below rely on the shapes
-        found += _of_rows_after_the_end(record)
-        found += _of_final_observations(record)
-        found += _of_reproduction(record, again)
-        found += _of_masked_reset(vector)
-        found += (f"{_SUSPICION}{text}" for text in suspicions(record))
-    found += _of_action_count(vector)
-    return found
+    problems += _of_returns(vector, record)
+    problems += _of_ownership(record)
+    if not problems:  # the checks below rely on the shapes
+        problems += _of_rows_after_the_end(record)
+        problems += _of_final_observations(record)
+        problems += _of_reproduction(record, again)
+        problems += _of_masked_reset(vector)
+        problems += (f"{_SUSPICION}{text}" for text in suspicions(record))
+    problems += _of_action_count(vector)
+    return problems
 
 
 def _of_spaces(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
@@ -139,46 +138,46 @@ def _of_tree(
     if isinstance(space, spaces.Dict | spaces.Tuple):
         items = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
         parts: dict[Any, spaces.Space[Any]] = dict(items)
-        have = (
-            list(tree) if isinstance(tree, dict) else list(range(len(tree) if isinstance(tree, tuple) else 0))
-        )
-        if set(have) != set(parts):
+        entries = list(tree) if isinstance(tree, dict) else []
+        if isinstance(tree, tuple):
+            entries = list(range(len(tree)))
+        if set(entries) != set(parts):
             kind = type(tree).__name__
-            yield f"{name} must have the entries {list(parts)} as its space says, it is {kind} {have}"
+            yield f"{name} must have the entries {list(parts)} as its space says, it is {kind} {entries}"
             return
         for key, part in parts.items():
             yield from _of_tree(part, tree[key], f"{name}[{key!r}]", rows)
     elif tree.shape != space.shape or tree.dtype != space.dtype:
         yield f"{name} must be {space.dtype} {space.shape} as its space says, it is {tree.dtype} {tree.shape}"
     else:
-        low, high = _bounds(space)
+        if isinstance(space, spaces.MultiDiscrete):
+            low, high = space.start, space.start + space.nvec - 1
+        else:  # a MultiBinary is batched to a Box
+            assert isinstance(space, spaces.Box)
+            low, high = space.low, space.high
+        # bool [E]: all values of the row are in bounds
         inside = ((tree >= low) & (tree <= high)).reshape(len(tree), -1).all(1)
         if not (inside if rows is None else inside | ~rows).all():
             yield f"{name} has values outside its space {space}"
 
 
-def _bounds(space: spaces.Space[Any]) -> tuple[Any, Any]:
-    """Lowest and highest values of a batched leaf (one MultiBinary is batched to a Box)."""
-    if isinstance(space, spaces.MultiDiscrete):
-        return space.start, space.start + space.nvec - 1
-    assert isinstance(space, spaces.Box)
-    return space.low, space.high
-
-
 def _of_ownership(record: Record) -> Iterator[str]:
     changed: dict[str, int] = {}
-    for name, returned, copy in record.kept:
-        if not same(map_tree(copied, returned), copy):
+    # Each array that came back was copied at once: is it still what it was?
+    for name, array, copy in record.returned:
+        if not same(map_tree(copied, array), copy):
             changed[name] = changed.get(name, 0) + 1
     for name, times in changed.items():
         yield f"{name} changed after it was returned ({times} times): the env writes into the same memory"
 
 
 def _of_rows_after_the_end(record: Record) -> Iterator[str]:
+    """Under NEXT_STEP the step after an episode's end only resets the row: no reward, no end."""
     if record.mode != AutoresetMode.NEXT_STEP:
         return
     ended = record.ended()
     for name, column in (("pays a reward", record.reward), ("ends an episode", list(ended))):
+        # bool [steps - 1, E]: the row ended in step k, and step k + 1 has something there
         bad = ended[:-1] & (np.stack(column)[1:] != 0)
         if bad.any():
             k, i = np.argwhere(bad)[0]
@@ -196,7 +195,7 @@ def _of_final_observations(record: Record) -> Iterator[str]:
     if not shown.all():
         yield f"info['final_obs'] is in {shown.sum()} of {len(shown)} steps: it must be in all or in none"
         return
-    rows = np.argwhere(ended)
+    rows = np.argwhere(ended)  # (step, row) of every ended episode; obs[step + 1] came back from that step
     if len(rows) > 2 and all(same(row(record.final[k], i), row(record.obs[k + 1], i)) for k, i in rows):
         yield (
             f"info['final_obs'] equals the returned observation in all {len(rows)} ended rows: it is the "

@@ -1,4 +1,4 @@
-"""What a played environment returned, and what looks wrong in it without being proof."""
+"""Play an environment, record all that it returns, and name what looks wrong in it without being proof."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,7 +11,6 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import Tensor
 
 from flatroll.wrappers.arrays import Tree, map_tree
-from flatroll.wrappers.as_vector_env import find_stream
 
 #: Entries of ``info`` that say in some dialect that an episode has ended in a row.
 _SAYS_DONE = ("done", "_final_obs", "_final_observation", "_final_info", "_episode")
@@ -31,7 +30,7 @@ class Record:
         obs: observations; ``obs[k + 1]`` came back from step k.
         final: ``info["final_obs"]``, or None where there was none.
         infos: the info dicts, not copied.
-        kept: (what it was, the object returned, a copy made at once).
+        returned: (what it was, the object returned, a copy made at once).
     """
 
     mode: AutoresetMode
@@ -42,7 +41,7 @@ class Record:
     truncated: list[npt.NDArray[Any]] = field(default_factory=list)
     final: list[Tree | None] = field(default_factory=list)
     infos: list[dict[str, Any]] = field(default_factory=list)
-    kept: list[tuple[str, Tree, Tree]] = field(default_factory=list)
+    returned: list[tuple[str, Tree, Tree]] = field(default_factory=list)
 
     def ended(self) -> npt.NDArray[np.bool_]:
         """bool ``[steps, E]``: terminated or truncated."""
@@ -54,6 +53,7 @@ class Record:
         ended = self.ended()
         starts = np.zeros((len(self.obs), ended.shape[1]), np.bool_)
         starts[0] = True
+        # obs[k + 1] came back from step k: SAME_STEP shows the first observation at once, NEXT_STEP one step later.
         if self.mode == AutoresetMode.SAME_STEP:
             starts[1:] = ended
         else:
@@ -63,29 +63,27 @@ class Record:
     def keep(self, name: str, tree: Tree) -> Tree:
         """Remember the returned object and give a NumPy copy of it."""
         copy = map_tree(copied, tree)
-        self.kept.append((name, tree, copy))
+        self.returned.append((name, tree, copy))
         return copy
 
 
 def play(
-    env: VectorEnv[Any, Any, Any], steps: int, seed: int, actions: Callable[[int], Any] | None
+    env: VectorEnv[Any, Any, Any], steps: int, seed: int, actions: Callable[[int], Any] | None, seedable: bool
 ) -> Record:
     """Reset an adapted env with ``seed``, step it ``steps`` times, keep everything."""
+    # A warning at reset(seed=...) says that the seed has no effect.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         obs, _ = env.reset(seed=seed)
     env.action_space.seed(seed)
-    stream = find_stream(env)
-    seeded = not caught and stream is not None and stream.capabilities.seedable
-    record = Record(AutoresetMode(env.metadata["autoreset_mode"]), seeded)
+    record = Record(AutoresetMode(env.metadata["autoreset_mode"]), seeded=seedable and not caught)
     record.obs.append(record.keep("obs", obs))
     for k in range(steps):
         action = env.action_space.sample() if actions is None else actions(k)
         obs, reward, terminated, truncated, info = env.step(action)
         record.obs.append(record.keep("obs", obs))
-        record.reward.append(record.keep("reward", reward))
-        record.terminated.append(record.keep("terminated", terminated))
-        record.truncated.append(record.keep("truncated", truncated))
+        for name, flag in (("reward", reward), ("terminated", terminated), ("truncated", truncated)):
+            getattr(record, name).append(record.keep(name, flag))
         final = info.get("final_obs") if record.mode == AutoresetMode.SAME_STEP else None
         record.final.append(None if final is None else record.keep("info['final_obs']", final))
         record.infos.append(info)
@@ -122,6 +120,7 @@ def _silent_resets(record: Record) -> Iterator[str]:
     obs = np.stack([_features(tree) for tree in record.obs])
     first, ended = record.first(), record.ended()
     starts = obs[first]
+    # bool [steps + 1, E]: in the box around all first observations; and how far each step leads, [steps, E]
     inside = ((obs >= starts.min(0)) & (obs <= starts.max(0))).all(-1)
     length = np.linalg.norm(np.diff(obs, axis=0), axis=-1)
     ordinary = ~ended & ~first[1:]
@@ -138,6 +137,7 @@ def _silent_resets(record: Record) -> Iterator[str]:
 
 
 def _features(tree: Tree) -> npt.NDArray[np.float64]:
+    """About `_FEATURES` numbers of each row, evenly spaced over its leaves: ``[E, F]``."""
     leaves: list[npt.NDArray[Any]] = []
     map_tree(lambda leaf: leaves.append(leaf.reshape(len(leaf), -1)), tree)
     stride = -(-max(leaf.shape[1] for leaf in leaves) * len(leaves) // _FEATURES)
@@ -159,7 +159,7 @@ def _unflagged_ends(record: Record) -> Iterator[str]:
 
 
 def _one_length(record: Record) -> Iterator[str]:
-    elapsed = np.zeros(record.ended().shape[1], np.int64)
+    elapsed = np.zeros(record.ended().shape[1], np.int64)  # steps made in each row's episode
     lengths: list[int] = []
     starts = record.first()[:-1]
     for first, terminated, truncated in zip(starts, record.terminated, record.truncated, strict=True):

@@ -17,6 +17,8 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from flatroll.wrappers.arrays import map_tree
+
 ObsKind: TypeAlias = Literal["float32", "float64", "uint8", "int64", "discrete", "dict", "tuple"]
 ActionKind: TypeAlias = Literal["discrete", "box", "dict"]
 End: TypeAlias = Literal["terminated", "truncated", "both"]
@@ -80,7 +82,19 @@ class Script:
     @property
     def observation_space(self) -> spaces.Space[Any]:
         """The space of one env's observation."""
-        return _observation_space(self.obs)
+        box = {kind: spaces.Box(-np.inf, np.inf, (3,), kind) for kind in (np.float32, np.float64)}
+        image, code = spaces.Box(0, 255, (3, 2, 2), np.uint8), spaces.Discrete(1_000_000)
+        nested = spaces.Dict({"code": code, "image": image})
+        table: dict[ObsKind, spaces.Space[Any]] = {
+            "float32": box[np.float32],
+            "float64": box[np.float64],
+            "uint8": image,
+            "int64": spaces.MultiDiscrete([2**20] * 3),
+            "discrete": code,
+            "dict": spaces.Dict({"policy": box[np.float32], "critic": nested}),
+            "tuple": spaces.Tuple((box[np.float32], code)),
+        }
+        return table[self.obs]
 
     @property
     def action_space(self) -> spaces.Space[Any]:
@@ -101,23 +115,6 @@ def _per_env(name: str, value: Any, num_envs: int) -> tuple[tuple[Any, ...], ...
     return (items,) * num_envs
 
 
-def _observation_space(kind: ObsKind) -> spaces.Space[Any]:
-    if kind in ("float32", "float64"):
-        return spaces.Box(-np.inf, np.inf, (3,), np.dtype(kind).type)
-    if kind == "uint8":
-        return spaces.Box(0, 255, (3, 2, 2), np.uint8)
-    if kind == "int64":
-        return spaces.MultiDiscrete([2**20] * 3)
-    if kind == "discrete":
-        return spaces.Discrete(1_000_000)
-    vector, code = _observation_space("float32"), _observation_space("discrete")
-    if kind == "dict":
-        return spaces.Dict(
-            {"policy": vector, "critic": spaces.Dict({"code": code, "image": _observation_space("uint8")})}
-        )
-    return spaces.Tuple((vector, code))
-
-
 def encode(kind: ObsKind, env: Any, episode: Any, step: Any) -> Any:
     """The observation of (env, episode, step): NumPy or torch, any leading shape.
 
@@ -133,14 +130,10 @@ def encode(kind: ObsKind, env: Any, episode: Any, step: Any) -> Any:
         return (env % 100) * 10_000 + (episode % 100) * 100 + step % 100
     if isinstance(step, Tensor):
         vector = torch.stack([env, episode, step], -1)
-        if kind == "uint8":
-            return (
-                (vector % 256)
-                .to(torch.uint8)[..., None, None]
-                .repeat_interleave(2, -1)
-                .repeat_interleave(2, -2)
-            )
-        return vector.to(getattr(torch, kind))
+        if kind != "uint8":
+            return vector.to(getattr(torch, kind))
+        # [..., 3] to an image [..., 3, 2, 2] of constant planes
+        return (vector % 256).to(torch.uint8)[..., None, None].expand(*vector.shape, 2, 2).clone()
     array = np.stack([env, episode, step], -1)
     if kind == "uint8":
         return (array % 256).astype(np.uint8)[..., None, None].repeat(2, -1).repeat(2, -2)
@@ -164,19 +157,26 @@ def decode(kind: ObsKind, obs: Any) -> npt.NDArray[np.int64]:
 
 
 def overwrite(buffer: Any, value: Any) -> Any:
-    """Write the tree ``value`` into the arrays of ``buffer`` and return it, as a careless env does."""
-    if isinstance(value, dict):
-        for name in value:
-            buffer[name] = overwrite(buffer[name], value[name])
-        return buffer
-    if isinstance(value, tuple):
-        return tuple(overwrite(b, v) for b, v in zip(buffer, value, strict=True))
-    if isinstance(value, Tensor):
-        return buffer.copy_(value)
-    if isinstance(value, np.ndarray) and value.ndim:
-        np.copyto(buffer, value)
-        return buffer
-    return value
+    """The tree ``value``, written into the arrays of ``buffer`` as a careless env does; scalars as they are."""
+
+    def write(old: Any, new: Any) -> Any:
+        if isinstance(new, Tensor):
+            return old.copy_(new)
+        if not (isinstance(new, np.ndarray) and new.ndim):
+            return new
+        np.copyto(old, new)
+        return old
+
+    return map_tree(write, buffer, value)
+
+
+def row(tree: Any, i: Any) -> Any:
+    """Row ``i``, or rows ``i``, of every leaf of a batched observation.
+
+    >>> row({"a": np.arange(4).reshape(2, 2), "b": (np.eye(2),)}, 1)
+    {'a': array([2, 3]), 'b': (array([0., 1.]),)}
+    """
+    return map_tree(lambda leaf: leaf[i], tree)
 
 
 class ScriptedEnv(gymnasium.Env[Any, Any]):
@@ -242,6 +242,7 @@ class Clock:
     def __init__(self, script: Script, put: Callable[[npt.NDArray[Any]], Any]) -> None:
         self.script = script
         lengths, ends = script.table("lengths"), script.table("ends")
+        # Episode k of env e is entry k % period[e] of row e of a table padded with zeros.
         codes = [[_ENDS.index(end) for end in row] for row in ends]
         self.env = put(np.arange(script.num_envs))
         self._lengths, self._length_period = (put(x) for x in _padded(lengths))
@@ -254,12 +255,13 @@ class Clock:
 
     def begin(self, mask: Any) -> None:
         """Start the next episode where ``mask`` is True."""
-        self.episode = self.episode + mask
+        self.episode = self.episode + mask  # bool counts as 0 or 1; new arrays, so that shown ones stay
         self.step = self.step * ~mask
 
     def advance(self, live: Any) -> tuple[Any, Any, Any]:
         """One step where ``live`` is True: (reward as integers, terminated, truncated)."""
         self.step = self.step + live
+        # Elementwise and by index only: nothing here reads a value on the host.
         ended = live & (self.step >= self._lengths[self.env, self.episode % self._length_period])
         end = self._ends[self.env, self.episode % self._end_period]
         reward = (100 * self.episode + self.step) * live

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.wrappers.testing.scripted import Clock, Script, overwrite
+from flatroll.wrappers.arrays import map_tree, select
+from flatroll.wrappers.testing.scripted import Clock, Script, overwrite, row
 
 TorchFinalObs: TypeAlias = Literal["dense", "absent", "ids"]
 
@@ -68,7 +68,7 @@ class ScriptedTorchEnv:
         self.actions: list[Any] = []
         self.closed = False
         self._shown, self._reuse, self._autoreset = final_obs, reuse_obs, autoreset
-        self._clock = Clock(script, self._put)
+        self._clock = Clock(script, lambda x: torch.from_numpy(np.ascontiguousarray(x)).to(self.device))
         self._obs, self._final = self._clock.observe(), self._clock.observe()
         self.extras: dict[str, Any] = {"log": {}}
         self.reward_buf = torch.zeros(self.num_envs, device=self.device)
@@ -76,9 +76,6 @@ class ScriptedTorchEnv:
         self.truncated_buf = torch.zeros_like(self.terminated_buf)
         if final_obs == "dense":
             self.extras["final_obs"] = self._final
-
-    def _put(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
     @property
     def unwrapped(self) -> "ScriptedTorchEnv":
@@ -106,12 +103,20 @@ class ScriptedTorchEnv:
         self.actions.append(action)
         clock = self._clock
         reward, terminated, truncated = clock.advance(torch.ones_like(self.terminated_buf))
+        # As simulators do: one memory for all steps.
         self.reward_buf.copy_(reward)
         self.terminated_buf.copy_(terminated)
         self.truncated_buf.copy_(truncated)
         done = terminated | truncated
         if self._autoreset:
-            self._keep_final(clock.observe(), done)
+            final = clock.observe()
+            if (
+                self._shown == "dense"
+            ):  # in place: rows that did not end keep the observations of earlier ends
+                map_tree(lambda kept, new: kept.copy_(select(done, new, kept)), self._final, final)
+            elif self._shown == "ids":
+                ids = done.nonzero().squeeze(-1)
+                self.extras["terminal"] = {"env_ids": ids, "observations": row(final, ids)}
             clock.begin(done)
         return self._observe(), self.reward_buf, self.terminated_buf, self.truncated_buf, self.extras
 
@@ -125,32 +130,6 @@ class ScriptedTorchEnv:
             return obs
         self._obs = overwrite(self._obs, obs)
         return self._obs
-
-    def _keep_final(self, final: Any, done: Tensor) -> None:
-        if self._shown == "dense":
-            _update_where(self._final, final, done)
-        elif self._shown == "ids":
-            ids = done.nonzero().squeeze(-1)
-            self.extras["terminal"] = {"env_ids": ids, "observations": _rows(final, ids)}
-
-
-def _update_where(buffer: Any, value: Any, mask: Tensor) -> None:
-    if isinstance(buffer, dict):
-        for name in buffer:
-            _update_where(buffer[name], value[name], mask)
-    elif isinstance(buffer, tuple):
-        for b, v in zip(buffer, value, strict=True):
-            _update_where(b, v, mask)
-    else:
-        buffer.copy_(torch.where(mask.reshape(-1, *[1] * (value.ndim - 1)), value, buffer))
-
-
-def _rows(tree: Any, ids: Tensor) -> Any:
-    if isinstance(tree, dict):
-        return {name: _rows(leaf, ids) for name, leaf in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(_rows(leaf, ids) for leaf in tree)
-    return tree[ids]
 
 
 class ScriptedRslEnv:

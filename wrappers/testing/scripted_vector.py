@@ -10,7 +10,7 @@ import numpy.typing as npt
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from flatroll.wrappers.testing.scripted import Clock, Script, ScriptedEnv, overwrite
+from flatroll.wrappers.testing.scripted import Clock, Script, ScriptedEnv, overwrite, row
 
 Backend: TypeAlias = Literal["sync", "async", "native"]
 Mode: TypeAlias = AutoresetMode | Literal["NextStep", "SameStep", "Disabled"]
@@ -87,16 +87,20 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """One vector step of the declared mode."""
-        self._take(actions)
+        leaf = actions["press"] if self.script.action == "dict" else actions
+        if len(leaf) != self.num_envs:
+            raise ValueError(f"expected actions for {self.num_envs} envs, got {len(leaf)}")
+        if self._record:
+            self.actions.append(actions)
         clock, pending = self._clock, self._done
-        live = ~pending
+        live = ~pending  # rows that ended one step ago do not move: NEXT_STEP only resets them
         if self._mode == AutoresetMode.DISABLED and pending.any():
             raise AssertionError(f"envs {np.flatnonzero(pending).tolist()} have ended and were not reset")
         if self._mode == AutoresetMode.NEXT_STEP:
             clock.begin(pending)
         reward, terminated, truncated = clock.advance(live)
         done = terminated | truncated
-        final = clock.observe()
+        final = clock.observe()  # before SAME_STEP begins the next episodes
         self._done = done if self._mode != AutoresetMode.SAME_STEP else np.zeros_like(done)
         info = self._info()
         if self._mode == AutoresetMode.SAME_STEP:
@@ -107,13 +111,6 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
             (obs, reward.astype(np.float32), terminated, truncated)
         )
         return obs, reward, terminated, truncated, info
-
-    def _take(self, actions: Any) -> None:
-        leaf = actions["press"] if self.script.action == "dict" else actions
-        if len(leaf) != self.num_envs:
-            raise ValueError(f"expected actions for {self.num_envs} envs, got {len(leaf)}")
-        if self._record:
-            self.actions.append(actions)
 
     def _info(self) -> dict[str, Any]:
         return {"t": self._clock.step.copy(), "_t": np.ones(self.num_envs, np.bool_)}
@@ -130,29 +127,13 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
         return {"final_obs": rows, "_final_obs": done.copy()}
 
     def _owned(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The values (observation, reward, flags), or the buffers that they overwrite."""
         if not self._reuse:
             return values
         if self._buffers is None:
-            zeros = (
-                np.zeros(self.num_envs, np.float32),
-                *(np.zeros(self.num_envs, np.bool_) for _ in range(2)),
-            )
-            self._buffers = (self._clock.observe(), *zeros)
-        self._buffers = tuple(overwrite(self._buffers, values + self._buffers[len(values) :]))
-        return self._buffers[: len(values)]
-
-
-def row(tree: Any, i: int) -> Any:
-    """Row ``i`` of every leaf of a batched observation.
-
-    >>> row({"a": np.arange(4).reshape(2, 2), "b": (np.eye(2),)}, 1)
-    {'a': array([2, 3]), 'b': (array([0., 1.]),)}
-    """
-    if isinstance(tree, dict):
-        return {name: row(leaf, i) for name, leaf in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(row(leaf, i) for leaf in tree)
-    return tree[i]
+            flags = [np.zeros(self.num_envs, np.bool_) for _ in range(2)]
+            self._buffers = (self._clock.observe(), np.zeros(self.num_envs, np.float32), *flags)
+        return tuple(overwrite(self._buffers[: len(values)], values))
 
 
 def make_scripted(
@@ -238,7 +219,7 @@ def expected_rows(
             reward = 100 * episode + step + 1
             table.append((at, env, episode, step, step, reward, terminated, truncated, step == 0))
             done = over or cut
-            at += 2 if done and gap else 1
+            at += 2 if done and gap else 1  # the vector step after an end is no transition
             episode, step = (episode + 1, 0) if done else (episode, step + 1)
     rows = np.array(table, ROW)
     return rows[np.lexsort((rows["env"], rows["vector_step"]))]

@@ -1,0 +1,199 @@
+"""Iterating, closing, saving and loading a collector."""
+
+import contextlib
+import io
+
+import pytest
+import torch
+from list_collector import (
+    IDS,
+    ListCollector,
+    cartpole,
+    check,
+    make,
+    script,
+)
+
+from flatroll.layout import audit
+from flatroll.rollouts import Collector
+from flatroll.wrappers import (
+    RewardSum,
+    StepCounter,
+)
+from flatroll.wrappers.testing import Script, ScriptedVectorEnv
+
+
+def test_next_and_iteration_share_one_stream():
+    oracle = ListCollector(script(), "SameStep", 10)
+    collector = Collector(StepCounter(make("SameStep")), frames_per_batch=10, total_frames=50, seed=0)
+    batches = [next(collector)]
+    for batch in collector:
+        batches.append(batch)
+        if len(batches) == 3:
+            break
+    batches += [next(collector), *collector]
+    for batch in batches:
+        check(batch, oracle.window())
+    assert len(batches) == 5
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(collector)
+    assert list(collector) == []
+
+
+class Closing(ScriptedVectorEnv):
+    """Counts how often it was closed."""
+
+    closings = 0
+
+    def close_extras(self, **kwargs):
+        self.closings += 1
+
+
+def test_shutdown_closes_the_env_once():
+    env = Closing(script(), autoreset_mode="SameStep")
+    collector = Collector(env, frames_per_batch=10)
+    next(collector)
+    collector.shutdown()
+    collector.shutdown()
+    assert env.closings == 1
+    for use in (lambda: next(collector), lambda: next(iter(collector)), lambda: list(collector)):
+        with pytest.raises(RuntimeError, match=r"the collector is closed .* make a new one"):
+            use()
+
+
+def test_a_context_closes_the_env():
+    env = Closing(script(), autoreset_mode="SameStep")
+    with Collector(env, frames_per_batch=10) as collector:
+        next(collector)
+    assert env.closings == 1
+
+
+def test_shutdown_inside_the_loop_ends_it():
+    collector = Collector(make("SameStep"), frames_per_batch=10)
+    for count, _ in enumerate(collector):
+        if count == 2:
+            collector.shutdown()
+    assert count == 2
+
+
+def test_leaving_the_loop_does_not_close():
+    env = Closing(script(), autoreset_mode="SameStep")
+    collector = Collector(env, frames_per_batch=10)
+    for _ in collector:
+        break
+    with contextlib.suppress(ZeroDivisionError):
+        for _ in collector:
+            raise ZeroDivisionError  # the reader's own trouble
+    assert env.closings == 0
+    assert len(next(collector)) == 10
+
+
+def test_a_file_of_the_state_goes_on_with_new_ids_and_the_same_random_actions(tmp_path):
+    def collector():
+        return Collector(make("SameStep"), frames_per_batch=30, total_frames=120, seed=3)
+
+    whole = list(collector())
+    first = collector()
+    begun = [next(first), next(first)]
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    second = collector()
+    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    rest = list(second)
+    assert second.frames == 120 and len(rest) == 2
+    old, new = (torch.cat([batch[IDS] for batch in part]) for part in (begun, rest))
+    assert not torch.isin(new, old).any()
+    assert new.min() > old.max()
+    assert rest[0]["is_init"][rest[0]["observation"][:, 2] == 0].all()
+    assert [batch["action"].tolist() for batch in rest] == [batch["action"].tolist() for batch in whole[2:]]
+
+
+def test_a_run_that_goes_on_does_not_meet_its_first_episodes_again():
+    first = cartpole(3)
+    start = next(first)
+    state = first.state_dict()
+    again = []
+    for _ in range(2):
+        second = cartpole(3)
+        second.load_state_dict(state)
+        again.append(next(second))
+    assert (again[0] == again[1]).all()
+    heads = [batch["observation"][batch["is_init"].squeeze(-1)] for batch in (start, again[0])]
+    assert not torch.isin(heads[1], heads[0]).any()
+
+
+def test_loading_into_a_running_collector_drops_what_waits():
+    collector = Collector(
+        StepCounter(make("SameStep")), frames_per_batch=10, total_frames=50, trajs_per_batch=20, seed=0
+    )
+    state = collector.state_dict()
+    assert sum(1 for _ in collector) == 1  # the last, smaller batch
+    collector.load_state_dict(state)
+    rows = torch.cat(list(collector))
+    assert audit(rows) == []
+    assert collector.frames == 50
+    expected = ListCollector(script(), "SameStep", 10).trajectories(5, 20)
+    assert len(rows) == len(expected[0])
+
+
+def test_loading_drops_the_open_trajectories():
+    """Their ids are handed out once more, and their heads must not get the new tails."""
+    collector = Collector(
+        StepCounter(make("SameStep", Script(2, lengths=[[5], [9]]))),
+        frames_per_batch=8,
+        total_frames=160,
+        trajs_per_batch=1,
+    )
+    next(collector)
+    state = collector.state_dict()
+    for _ in range(3):
+        next(collector)
+    collector.load_state_dict(state)
+    for batch in collector:
+        assert batch["step_count"].squeeze(-1).tolist() == list(range(len(batch)))
+        assert batch["observation"][:, 2].tolist() == list(range(len(batch)))
+
+
+def test_a_collector_at_its_end_goes_on_after_loading():
+    collector = Collector(make("SameStep"), frames_per_batch=10, total_frames=20)
+    state = collector.state_dict()
+    for _ in range(2):
+        assert [len(next(collector)) for _ in range(2)] == [10, 10]
+        with pytest.raises(StopIteration):
+            next(collector)
+        collector.load_state_dict(state)
+
+
+def test_the_parameters_of_a_policy_are_in_the_state():
+    def build():
+        torch.manual_seed(0)
+        policy = torch.nn.Sequential(torch.nn.Linear(3, 5), ArgMax())
+        return policy, Collector(make("SameStep"), policy, frames_per_batch=10)
+
+    policy, collector = build()
+    with torch.no_grad():
+        policy[0].weight.fill_(0.25)
+    other, fresh = build()
+    fresh.load_state_dict(collector.state_dict())
+    assert torch.equal(other[0].weight, policy[0].weight)
+
+
+class ArgMax(torch.nn.Module):
+    def forward(self, x):
+        return x.argmax(-1)
+
+
+def test_the_progress_bar_counts_rows_and_tells_returns():
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text):
+        collector = Collector(
+            RewardSum(make("SameStep")), frames_per_batch=20, total_frames=60, progress=True, seed=0
+        )
+        list(collector)
+    shown = text.getvalue()
+    assert "60.0/60.0" in shown and "frame/s" in shown
+    assert "return=" in shown
+    silent = io.StringIO()
+    with contextlib.redirect_stderr(silent):
+        list(Collector(make("SameStep"), frames_per_batch=20, total_frames=60))
+    assert silent.getvalue() == ""

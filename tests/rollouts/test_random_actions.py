@@ -1,0 +1,55 @@
+"""Random actions, their first rows, and seeds."""
+
+import torch
+from list_collector import Counter, cartpole, make
+
+from flatroll.rollouts import Collector
+
+
+def test_a_seed_makes_env_and_random_actions_reproducible():
+    one, same, other = (list(cartpole(seed)) for seed in (5, 5, 6))
+    assert all((a == b).all() for a, b in zip(one, same, strict=True))
+    assert not torch.equal(one[0]["observation"], other[0]["observation"])
+    assert not torch.equal(one[0]["action"], other[0]["action"])
+
+
+def test_without_a_seed_torch_reproduces_the_random_actions():
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(next(Collector(make("SameStep"), frames_per_batch=60))["action"])
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+    torch.manual_seed(1)
+    one, other = (next(Collector(make("SameStep"), frames_per_batch=60))["action"] for _ in range(2))
+    assert not torch.equal(one, other)
+
+
+def test_windows_change_no_random_action():
+    runs = []
+    for frames in (3, 300):
+        collector = Collector(make("SameStep"), frames_per_batch=frames, total_frames=600, seed=1)
+        batch = torch.cat(list(collector))
+        runs.append(batch["action"][batch["observation"][:, 0] == 1])
+    assert torch.equal(*runs)
+
+
+def test_random_frames_of_a_random_policy_change_nothing():
+    one, other = (
+        torch.cat(
+            list(
+                Collector(make("SameStep"), frames_per_batch=9, total_frames=90, seed=1, init_random_frames=n)
+            )
+        )
+        for n in (0, 40)
+    )
+    assert (one == other).all()
+
+
+def test_the_policy_sees_the_random_rows_too():
+    """Its states go on and its other outputs are recorded, so columns are there from the first row on."""
+    module = Counter()
+    module.script_action = True
+    collector = Collector(make("SameStep"), module, frames_per_batch=30, init_random_frames=15, seed=0)
+    batch = next(collector)
+    assert torch.equal(batch["state"].squeeze(-1), 7 + batch["observation"][:, 2])

@@ -1,0 +1,105 @@
+"""The adapter for envpool in its synchronous mode."""
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from typing_extensions import override
+
+from flatroll.wrappers.arrays import Array, Tree, map_tree
+from flatroll.wrappers.source import Capabilities, Step, VectorSource
+from flatroll.wrappers.spaces import mend_bounds
+
+
+class EnvPoolSource(VectorSource):
+    """envpool in sync mode. Its arrays are fresh at each step, its autoreset is strictly NEXT_STEP."""
+
+    def __init__(self, env: Any) -> None:
+        config: Any = getattr(env, "config", {})
+        num_envs = int(config["num_envs"] if config else env.num_envs)
+        batch = int((config and config.get("batch_size")) or num_envs)
+        if batch != num_envs:
+            raise ValueError(
+                f"env must be an envpool in sync mode (batch_size == num_envs), got batch_size={batch} and "
+                f"num_envs={num_envs}: an async pool returns other rows at every step"
+            )
+        with warnings.catch_warnings():
+            # envpool makes its bounds from float64 numbers, and Gymnasium warns of the cast.
+            warnings.filterwarnings("ignore", message=".*precision lowered by casting", category=UserWarning)
+            # envpool's observation_space and action_space are the single ones.
+            single = mend_bounds(env.observation_space), mend_bounds(env.action_space)
+        capabilities = Capabilities(
+            torch.device("cpu"),
+            "numpy",
+            fork_safe=False,
+            both_flags=False,
+            seedable=False,
+            checks_range=False,
+            exact_flags=True,
+        )
+        super().__init__(env, num_envs, *single, capabilities)
+        self._shown: Tree = None  # the observations returned last, for the rows that a partial reset leaves
+        self._casts = _has_discrete(single[0])
+
+    @override
+    def reset(
+        self, seed: Any, options: dict[str, Any] | None, rows: Array | None = None
+    ) -> tuple[Tree, dict[str, Any]]:
+        if seed is not None:
+            warnings.warn(
+                "envpool takes its seed when it is made (envpool.make_gymnasium(..., seed=...)): "
+                f"reset(seed={seed!r}) has no effect",
+                stacklevel=4,
+            )
+        if options:
+            raise ValueError(f"envpool takes no reset options but reset_mask, got {sorted(options)}")
+        if rows is None:
+            obs, info = self.env.reset()
+            self._shown = self._cast(obs)
+            return self._shown, info
+        # envpool returns only the rows it reset, in order of their numbers.
+        part, info = self.env.reset(options={"reset_mask": rows})
+        self._shown = map_tree(
+            lambda whole, some: _scatter(some, rows, np.array(whole)), self._shown, self._cast(part)
+        )
+        whole: dict[str, Any] = {"env_id": np.arange(self.num_envs)}
+        for key, value in info.items():
+            if key != "env_id" and isinstance(value, np.ndarray) and value.shape[:1] == (int(rows.sum()),):
+                whole[key] = _scatter(value, rows, np.zeros((self.num_envs, *value.shape[1:]), value.dtype))
+                whole[f"_{key}"] = np.array(rows)  # Gymnasium's mask of the rows that have the entry
+        return self._shown, whole
+
+    @override
+    def step(self, actions: Tree) -> Step:
+        if not (isinstance(actions, np.ndarray) and actions.flags.c_contiguous):
+            actions = map_tree(np.ascontiguousarray, actions)
+        obs, reward, terminated, truncated, info = self.env.step(actions)
+        self._shown = obs = self._cast(obs)
+        return obs, reward, terminated, truncated, info
+
+    def _cast(self, obs: Tree) -> Tree:
+        return _cast_discrete(obs, self.single_observation_space) if self._casts else obs
+
+
+def _scatter(some: Array, rows: Array, whole: Array) -> Array:
+    """``whole`` ``[E, ...]`` with ``some`` ``[k, ...]`` written into the k rows where ``rows`` is True."""
+    whole[rows] = some
+    return whole
+
+
+def _has_discrete(space: spaces.Space[Any]) -> bool:
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        children = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
+        return any(map(_has_discrete, children))
+    return isinstance(space, spaces.Discrete)
+
+
+def _cast_discrete(obs: Tree, space: spaces.Space[Any]) -> Tree:
+    """Discrete observations arrive as int32 where the space says int64."""
+    if isinstance(space, spaces.Dict):
+        return {key: _cast_discrete(obs[key], child) for key, child in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_cast_discrete(obs[i], child) for i, child in enumerate(space.spaces))
+    return obs.astype(space.dtype, copy=False) if isinstance(space, spaces.Discrete) else obs

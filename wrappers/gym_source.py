@@ -1,0 +1,124 @@
+"""The adapter for Gymnasium's vector environments: Sync, Async, native and custom ones."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from typing_extensions import override
+
+from flatroll.wrappers.arrays import Array, Tree, map_tree, own
+from flatroll.wrappers.source import Capabilities, Step, VectorSource, layers
+
+
+class GymSource(VectorSource):
+    """A Gymnasium vector env (Sync, Async, native, custom), possibly under Gymnasium's own wrappers."""
+
+    def __init__(self, env: VectorEnv[Any, Any, Any], mode: AutoresetMode, own_buffers: bool | str) -> None:
+        base = env.unwrapped
+        gymnasiums_own = all(type(layer).__module__.startswith("gymnasium.") for layer in layers(env))
+        fresh = gymnasiums_own and getattr(base, "copy", True) is not False
+        # Foreign envs may write into the arrays they return: what they return is copied at once.
+        self._copies = not fresh if own_buffers == "auto" else bool(own_buffers)
+        known_base = isinstance(base, (SyncVectorEnv, AsyncVectorEnv))
+        self._checks_reuse = mode is AutoresetMode.SAME_STEP and known_base and own_buffers == "auto"
+        # Rows of an Async env whose final and reset observations have been seen to differ.
+        self._proven = np.zeros(env.num_envs, dtype=bool)
+        # A worker of AsyncVectorEnv(shared_memory=False) keeps its pending autoreset through a reset, and
+        # resets once more at the next step.
+        self._keeps_pending = isinstance(base, AsyncVectorEnv) and not base.shared_memory
+        self._pending = np.zeros(env.num_envs, dtype=bool)
+        self._next_step = mode is AutoresetMode.NEXT_STEP
+        partial = known_base or mode is AutoresetMode.DISABLED
+        capabilities = Capabilities(
+            torch.device("cpu"),
+            "numpy",
+            hides_final_obs=mode is AutoresetMode.SAME_STEP and not known_base,
+            partial_reset=partial and not (self._keeps_pending and self._next_step),
+            reuses_buffers=self._copies,
+        )
+        spaces = env.single_observation_space, env.single_action_space
+        super().__init__(env, env.num_envs, *spaces, capabilities)
+
+    @override
+    def reset(
+        self, seed: Any, options: dict[str, Any] | None, rows: Array | None = None
+    ) -> tuple[Tree, dict[str, Any]]:
+        if rows is not None:
+            options = {**(options or {}), "reset_mask": rows}
+        else:
+            if self._keeps_pending and self._next_step and self._pending.any():
+                self.env.step(self.env.action_space.sample())  # lets the workers do their pending autoresets
+            self._pending[:] = False
+        obs, info = self.env.reset(seed=seed, options=options)
+        return map_tree(own, obs) if self._copies else obs, dict(info)
+
+    @override
+    def step(self, actions: Tree) -> Step:
+        obs, reward, terminated, truncated, info = self.env.step(actions)
+        if self._copies:
+            obs, info = map_tree(own, obs), dict(info)
+            reward, terminated, truncated = own(reward), own(terminated), own(truncated)
+        if self._keeps_pending:
+            self._pending = np.asarray(terminated) | np.asarray(truncated)
+        return obs, reward, terminated, truncated, info
+
+    @override
+    def final_obs(self, info: dict[str, Any], obs: Tree, ended: Array, given: Any = None) -> Tree | None:
+        if given is None:
+            given = info.get("final_obs", info.get("final_observation"))
+        if (
+            isinstance(given, np.ndarray) and given.dtype == object
+        ):  # Gymnasium's: one tree for each ended row
+            rows = np.flatnonzero(ended)
+            if self._checks_reuse:
+                self._refuse_reused(given, obs, rows)
+            return _with_rows(obs, rows, [given[i] for i in rows])
+        return map_tree(own, given) if self._copies and given is not None else given
+
+    def _refuse_reused(self, given: Array, obs: Tree, rows: Array) -> None:
+        """SAME_STEP keeps the final observation by reference: an env that reuses its array overwrites it.
+
+        Sync shows the reset observations themselves: do they share memory? From an Async worker only values
+        come back: until one ended episode of an env differs from what follows it, equal ones are refused.
+        """
+        resets = getattr(self.env.unwrapped, "_env_obs", None)
+        if resets is not None:
+            reused = any(any(_compare(_share_memory, given[i], resets[i])) for i in rows)
+        else:
+            rows = [i for i in rows if not self._proven[i]]
+            shown = [map_tree(lambda leaf, i=i: leaf[i], obs) for i in rows]
+            reused = any(
+                all(_compare(np.array_equal, given[i], row)) for i, row in zip(rows, shown, strict=True)
+            )
+            self._proven[rows] = True
+        if reused:
+            raise ValueError(
+                "the env writes each observation into the same array, and autoreset_mode=SAME_STEP then loses "
+                "the final ones (final_obs is the reset observation). Make the vector env with "
+                "autoreset_mode='NextStep' or 'Disabled'; if its final and reset observations really are "
+                "equal, pass own_buffers=False to as_vector_env to skip this check"
+            )
+
+
+def _compare(test: Any, one: Tree, other: Tree) -> list[bool]:
+    """What ``test`` says of each pair of leaves of two equally nested trees."""
+    answers: list[bool] = []
+    map_tree(lambda a, b: answers.append(bool(test(a, b))), one, other)
+    return answers
+
+
+def _share_memory(one: Any, other: Any) -> bool:
+    return isinstance(one, np.ndarray) and np.shares_memory(one, other)
+
+
+def _with_rows(obs: Tree, rows: Array, values: list[Any]) -> Tree:
+    """A copy of the batched tree ``obs`` whose ``rows`` hold the single observations ``values``."""
+    if isinstance(obs, dict):
+        return {key: _with_rows(child, rows, [value[key] for value in values]) for key, child in obs.items()}
+    if isinstance(obs, tuple):
+        return tuple(_with_rows(child, rows, [value[i] for value in values]) for i, child in enumerate(obs))
+    dense = np.array(obs)
+    if len(rows):
+        dense[rows] = np.stack(values)
+    return dense

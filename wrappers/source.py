@@ -1,0 +1,144 @@
+"""`VectorSource`, the base class of environment adapters, and `Capabilities`, which says what an adapted env can do."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from gymnasium import spaces
+from gymnasium.vector import VectorWrapper
+
+#: A NumPy array or a torch tensor, with one row for each environment.
+Array: TypeAlias = Any
+#: An array, or dicts and tuples of them, as a Gymnasium space nests them.
+Tree: TypeAlias = Any
+#: What a step returns: observations, rewards ``(E,)``, terminated ``(E,)``, truncated ``(E,)``, info.
+Step = tuple[Tree, Array, Array, Array, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an adapted env can do.
+
+    Attributes:
+        device: where its arrays live.
+        framework: ``"numpy"`` or ``"torch"``.
+        hides_final_obs: whether a SAME_STEP env may keep the last observation of an episode to itself.
+        partial_reset: whether chosen rows can be reset alone.
+        reuses_buffers: whether its arrays had to be copied because the env writes into them again.
+        fork_safe: whether it survives a fork (envpool hangs in a forked child).
+        both_flags: whether an env may report terminated and truncated in one step (envpool reports only
+            truncated then, so such an end is bootstrapped).
+        seedable: whether ``reset(seed=...)`` has an effect.
+        checks_range: whether the env itself refuses discrete actions outside its space.
+        exact_flags: whether reward is float32 and flags are bool, all ``(E,)``, as they come.
+    """
+
+    device: torch.device
+    framework: Literal["numpy", "torch"]
+    hides_final_obs: bool = False
+    partial_reset: bool = True
+    reuses_buffers: bool = False
+    fork_safe: bool = True
+    both_flags: bool = True
+    seedable: bool = True
+    checks_range: bool = True
+    exact_flags: bool = False
+
+
+class VectorSource(ABC):
+    """Base of the adapters: one subclass for each family of vector environments.
+
+    A subclass speaks its env's own dialect: it must implement `reset` and `step`, and `final_obs` if the env resets
+    ended rows in the same step and shows their last observations. All arrays it returns belong to the caller: an
+    array that the env writes into again is copied here. ``VectorStream(source, mode)`` makes of it an env under the
+    contract of `as_vector_env`; it checks the actions, keeps to the one rule for boundaries and autoreset, and calls
+    `reset` for the ended rows of a DISABLED env.
+
+    Args:
+        env: the environment.
+        num_envs: E, its number of rows.
+        observation_space, action_space: the Gymnasium spaces of one row.
+        capabilities: what it can do.
+
+    >>> import numpy as np
+    >>> from gymnasium.vector import AutoresetMode
+    >>> from flatroll.wrappers import VectorStream
+    >>> class Walk(VectorSource):
+    ...     def __init__(self, num_envs):
+    ...         box, steps = spaces.Box(-9, 9, (1,)), spaces.Discrete(2)
+    ...         super().__init__(None, num_envs, box, steps, Capabilities(torch.device("cpu"), "numpy"))
+    ...     def reset(self, seed, options, rows=None):
+    ...         if rows is None:
+    ...             self.at = np.zeros((self.num_envs, 1), np.float32)
+    ...         else:
+    ...             self.at[rows] = 0
+    ...         return self.at.copy(), {}
+    ...     def step(self, actions):
+    ...         self.at[:, 0] += 2 * actions - 1
+    ...         home = np.abs(self.at[:, 0]) == 2
+    ...         return self.at.copy(), home, home, np.zeros_like(home), {}
+    >>> env = VectorStream(Walk(2), AutoresetMode.DISABLED)
+    >>> _ = env.reset(seed=0), env.step([0, 1])
+    >>> obs, reward, terminated, truncated, info = env.step([0, 0])
+    >>> obs.tolist(), reward, terminated, info["final_obs"].tolist()
+    ([[0.0], [0.0]], array([1., 0.], dtype=float32), array([ True, False]), [[-2.0], [0.0]])
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        num_envs: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        capabilities: Capabilities,
+    ) -> None:
+        self.env = env
+        self.num_envs = num_envs
+        self.single_observation_space = observation_space
+        self.single_action_space = action_space
+        self.capabilities = capabilities
+
+    @abstractmethod
+    def reset(
+        self, seed: Any, options: dict[str, Any] | None, rows: Array | None = None
+    ) -> tuple[Tree, dict[str, Any]]:
+        """Reset all rows, or those where ``rows`` (bool ``(E,)``, in the env's framework) is True.
+
+        Returns:
+            The observations of all E rows (those not reset show what they showed before), and info.
+        """
+
+    @abstractmethod
+    def step(self, actions: Tree) -> Step:
+        """Step all rows; the actions have the space's shape and dtype, one row for each env."""
+
+    def final_obs(self, info: dict[str, Any], obs: Tree, ended: Array, given: Any = None) -> Tree | None:
+        """The last observations of the rows that the step just made has ended and the env has reset.
+
+        Only asked of a SAME_STEP env. The default: ``given``, or else none is shown.
+
+        Args:
+            info: the info of the step.
+            obs: the observations that the step returned.
+            ended: bool ``(E,)``, the rows that ended.
+            given: what the user's ``final_obs=`` has found, in the env's dialect; None: look for it.
+
+        Returns:
+            A tree like ``obs``, its rows meaningful where ``ended`` is True; None where the env hides them.
+        """
+        return given
+
+    def close(self) -> None:
+        """Close the env, if it can be closed."""
+        if hasattr(self.env, "close"):
+            self.env.close()
+
+
+def layers(env: Any) -> list[Any]:
+    """The env and everything it wraps, outermost first."""
+    stack = [env]
+    while isinstance(env, VectorWrapper):
+        env = env.env
+        stack.append(env)
+    return stack
