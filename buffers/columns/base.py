@@ -13,6 +13,8 @@ from flatroll.layout.keys import NestedKey
 
 Columns = dict[NestedKey, Tensor]
 
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 class After(NamedTuple):
     """Which new rows continue stored ones: row ``rows[j]`` of the written values comes right after ``slots[j]``.
@@ -98,6 +100,19 @@ def take_rows(column: Tensor, slots: Tensor) -> Tensor:
     else:
         rows = plain.index_select(0, slots)
     return rows if plain is column else rows.view(column.dtype)
+
+
+def differ(left: Tensor, right: Tensor) -> Tensor:
+    """Rows in which two tensors of one shape and dtype differ in any bit (so a NaN equals itself); bool ``[N]``.
+
+    >>> differ(torch.tensor([0.0, torch.nan, 1.0]), torch.tensor([-0.0, torch.nan, 1.0]))
+    tensor([ True, False, False])
+    """
+    if left.is_complex():
+        left, right = torch.view_as_real(left), torch.view_as_real(right)
+    word = _WORDS[left.element_size()]
+    different = left.view(word).ne(right.view(word))
+    return different if different.ndim == 1 else different.flatten(1).any(1)
 
 
 class TensorColumn(Column):

@@ -10,6 +10,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
 from flatroll.buffers.columns.base import Columns
 from flatroll.layout.keys import NestedKey, as_tuple
@@ -59,8 +60,8 @@ class TensorDicts(Structure):
     def __init__(self, inner: torch.Size) -> None:
         self.inner = inner
 
+    @override
     def columns(self, batch: Any) -> Columns:
-        """See `Structure`."""
         if not isinstance(batch, TensorDictBase):
             raise TypeError(f"the storage holds tensordicts, got {type(batch).__name__}")
         if batch.batch_size[1:] != self.inner:
@@ -71,16 +72,16 @@ class TensorDicts(Structure):
             )
         return leaves(batch)
 
+    @override
     def build(self, columns: Columns, shape: torch.Size) -> Any:
-        """See `Structure`."""
         return nest(columns, torch.Size([*shape, *self.inner]))
 
 
 class Tensors(Structure):
     """Single tensors."""
 
+    @override
     def columns(self, batch: Any) -> Columns:
-        """See `Structure`."""
         if not isinstance(batch, _SINGLE):
             raise TypeError(f"the storage holds single tensors, got {type(batch).__name__}")
         values = as_tensor(batch)
@@ -88,8 +89,8 @@ class Tensors(Structure):
             raise ValueError("a batch needs a leading dimension, got a single number: use add")
         return {VALUE: values}
 
+    @override
     def build(self, columns: Columns, shape: torch.Size) -> Any:
-        """See `Structure`."""
         return columns[VALUE]
 
 
@@ -103,8 +104,8 @@ class Trees(Structure):
         if len(set(self.keys)) != len(self.keys):
             self.keys = [str(i) for i in range(len(self.keys))]
 
+    @override
     def columns(self, batch: Any) -> Columns:
-        """See `Structure`."""
         leaves, spec = pytree.tree_flatten(batch)
         if spec != self.spec:
             raise ValueError(f"the storage holds items of the form {self.spec}, got {spec}")
@@ -117,8 +118,8 @@ class Trees(Structure):
             )
         return columns
 
+    @override
     def build(self, columns: Columns, shape: torch.Size) -> Any:
-        """See `Structure`."""
         return pytree.tree_unflatten([columns[key] for key in self.keys], self.spec)
 
     def __getstate__(self) -> Any:
@@ -318,11 +319,6 @@ def entry(batch: Any, names: tuple[Any, ...]) -> Any:
 def like(column: Tensor) -> tuple[torch.dtype, torch.Size]:
     """What all rows of a column have in common."""
     return column.dtype, column.shape[1:]
-
-
-def row_bytes(dtype: torch.dtype, shape: torch.Size) -> int:
-    """Bytes of one value."""
-    return math.prod(shape) * dtype.itemsize
 
 
 def shown(key: NestedKey) -> str:

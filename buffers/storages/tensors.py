@@ -1,29 +1,29 @@
-"""Where rows are kept in memory: in columns allocated from the first batch, or given by the caller."""
+"""Storages in memory: columns allocated from the first batch, or tensors that the caller made."""
 
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import override
 
 from flatroll.buffers.columns.base import Column, TensorColumn
-from flatroll.buffers.columns.sparse import SparseColumn, checked_sparse
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.storages.base import Rows
 from flatroll.buffers.storages.columns import ColumnStorage
-from flatroll.buffers.storages.encodings import checked_encodings, encoded, encoded_bytes
+from flatroll.buffers.storages.encodings import Encodings
 from flatroll.buffers.storages.free_space import check_memory
 from flatroll.buffers.storages.item_kinds import Structure, map_rows
 from flatroll.layout.keys import NestedKey, next_key
 
 
 class LazyTensorStorage(ColumnStorage):
-    """Rows in contiguous tensors, one per entry, allocated at the first extend.
+    """Rows in memory, one tensor per entry of the batch, allocated at the first ``extend``.
 
-    Every batch must have the entries, shapes and dtypes of the first one; nothing is dropped or cast silently.
+    Every batch must have the entries, shapes and dtypes of the first one; nothing is dropped or cast silently. To
+    keep an entry in a form of your own, as bfloat16 say, override :meth:`make_column`.
 
     Args:
         max_size: number of rows; with ``ndim`` of 2 or more, of all lanes together.
@@ -71,51 +71,65 @@ class LazyTensorStorage(ColumnStorage):
         sparse: Collection[NestedKey] = (),
     ) -> None:
         super().__init__(max_size, device=device, ndim=ndim, compact_obs=compact_obs)
-        self.frame_stack, self.codec = checked_encodings(frame_stack, codec)
-        self.sparse = checked_sparse(sparse)
-        if both := self.sparse & {*self.frame_stack, *self.codec}:
-            raise ValueError(
-                f"sparse names {sorted(map(repr, both))}, which frame_stack or codec keep already"
-            )
+        self._encodings = Encodings(frame_stack, codec, sparse)
+        self.frame_stack, self.codec = self._encodings.frame_stack, self._encodings.codec
+        self.sparse = self._encodings.sparse
         self.shares = bool(self.frame_stack)
 
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
-        sizes = encoded_bytes(like, self.frame_stack, self.codec) | dict.fromkeys(self.sparse, 4)
-        if absent := self.sparse - set(like):
-            raise ValueError(
-                f"sparse names {sorted(map(repr, absent))}, which the batch does not have: it has "
-                f"{sorted(map(repr, like))}"
-            )
-        check_memory(self.capacity, sum(sizes.values()), self.device, self._ways_out(like))
-        columns: dict[NestedKey, Column] = {}
-        for key, (dtype, shape) in like.items():
-            if key in self.sparse:
-                columns[key] = SparseColumn(self.capacity, shape, dtype, self.device)
-                continue
-            stack, codec = self.frame_stack.get(key), self.codec.get(key)
-            columns[key] = encoded(self.capacity, dtype, shape, self.device, stack, codec) or TensorColumn(
-                _empty((self.capacity, *shape), dtype, self.device)
-            )
-        return columns
-
-    def _ways_out(self, like: Mapping[NestedKey, Any]) -> list[str]:
-        """What takes less memory than this storage, for errors."""
-        ways = ["LazyMemmapStorage" if self.device.type == "cpu" else "device='cpu'"]
+        instead = ["LazyMemmapStorage" if self.device.type == "cpu" else "device='cpu'"]
         if not self.compact_obs and any(next_key(key) in like for key in like):
-            ways.append("compact_obs=True")
+            instead.append("compact_obs=True")
         if not self.frame_stack and not self.codec:
-            ways.append("frame_stack and codec for images")
-        return ways
+            instead.append("frame_stack and codec for images")
+        check_memory(self.capacity, self._encodings.row_bytes(like), self.device, instead)
+        return {key: self.make_column(key, dtype, shape) for key, (dtype, shape) in like.items()}
+
+    def make_column(self, key: NestedKey, dtype: torch.dtype, shape: torch.Size) -> Column:
+        """The column that will keep the entry ``key``; override it to keep an entry in a form of your own.
+
+        It is called once per entry, at the first extend, and by ``load_state_dict`` of an empty storage. A column is
+        a `flatroll.buffers.columns.base.Column`, which says what it must do: ``capacity`` rows, read and written as
+        ``dtype`` and ``shape``, kept however it likes.
+
+        Args:
+            key: as in the batch, ``"observation"`` or ``("next", "reward")``.
+            dtype: of the values that are written, and that samples must have.
+            shape: of one row's value.
+
+        Observations kept as bfloat16, half the memory of float32:
+
+        >>> from flatroll.buffers.columns.base import TensorColumn
+        >>> class BFloat16Column(TensorColumn):
+        ...     def __init__(self, rows, shape):
+        ...         super().__init__(torch.zeros(rows, *shape, dtype=torch.bfloat16))
+        ...         self.dtype = torch.float32  # of what is written and read; writing a slice rounds by itself
+        ...     def put(self, slots, values, after=None):
+        ...         super().put(slots, values.bfloat16())
+        ...     def take(self, slots):
+        ...         return super().take(slots).float()
+        >>> class SmallObservations(LazyTensorStorage):
+        ...     def make_column(self, key, dtype, shape):
+        ...         small = key in ("observation", ("next", "observation"))
+        ...         return BFloat16Column(self.capacity, shape) if small else super().make_column(key, dtype, shape)
+        >>> from flatroll.buffers import ReplayBuffer
+        >>> from tensordict import TensorDict
+        >>> buffer = ReplayBuffer(storage=SmallObservations(100))
+        >>> rows = buffer.extend(TensorDict({"observation": torch.tensor([1.0, 1.001, 1.01])}, [3]))
+        >>> buffer[:]["observation"], buffer.storage.nbytes
+        (tensor([1.0000, 1.0000, 1.0078]), 200)
+        """
+        return self._encodings.column(key, self.capacity, dtype, shape, self.device)
 
 
 class TensorStorage(ColumnStorage):
-    """Rows in tensors that the caller made: a tensordict, a tensor or a tree of tensors with one leading size.
+    """Rows in tensors that you already have, a dataset say: a tensordict, a tensor or a tree of tensors.
 
     Nothing is copied: the buffer reads and writes the caller's tensors. All rows count as stored from the start, so
     a dataset can be sampled at once; the first row written overwrites row 0. Start empty with ``buffer.empty()``.
 
     Args:
-        storage: the data, ``[max_size, ...]``.
+        storage: the data, all of one leading size, ``[max_size, ...]``.
         max_size: number of rows to use, default all.
         device: where the tensors must be, default where they are.
         ndim: number of batch dimensions of ``storage``, time first, default 1.
@@ -157,51 +171,36 @@ class TensorStorage(ColumnStorage):
             ndim=ndim,
             compact_obs=compact_obs,
         )
-        wrong = [
-            key for key, c in columns.items() if c.device != first.device or c.device.type != self.device.type
-        ]
-        if wrong:
-            raise ValueError(
-                f"storage's {wrong[0]!r} is on {columns[wrong[0]].device}, expected {self.device}"
-            )
+        for key, column in columns.items():
+            if column.device != first.device or column.device.type != self.device.type:
+                raise ValueError(f"storage's {key!r} is on {column.device}, expected {self.device}")
         self.lanes = first.shape[1:ndim]
-        self._given: dict[NestedKey, Tensor] = {}
+        # The caller's data laid flat, views of whole steps of all lanes; None once a batch has made columns of them.
         steps = self.capacity // self.lanes.numel()
-        self._contents: Any = _flattened(storage, steps, ndim)
+        if ndim == 1:
+            self._contents: Any = map_rows(storage, lambda t: t[:steps])
+        elif isinstance(storage, TensorDictBase):
+            self._contents = storage[:steps].view(-1, *storage.batch_size[ndim:])
+        else:
+            self._contents = map_rows(storage, lambda t: t[:steps].view(-1, *t.shape[ndim:]))
+        self._first_columns: dict[NestedKey, Tensor] = {}
 
     @property
+    @override
     def contents(self) -> Any:
-        """See `Storage`."""
         return self._contents
 
+    @override
     def prepare(
         self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
     ) -> Rows:
-        """See `ColumnStorage`; the storage's own contents come first and are not copied."""
+        # The first batch is the storage's own contents: its tensors become the columns, and nothing is copied.
         if self.columns or self._contents is None:
             return super().prepare(batch, final, keys, whole)
-        self._given = Structure.of(batch).columns(batch)
+        self._first_columns = Structure.of(batch).columns(batch)
         rows = super().prepare(batch, final, keys)
-        self._given, self._contents = {}, None
+        self._first_columns, self._contents = {}, None
         return rows
 
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
-        return {key: TensorColumn(self._given[key]) for key in like}
-
-
-def _flattened(storage: Any, steps: int, ndim: int) -> Any:
-    if ndim == 1:
-        return map_rows(storage, lambda t: t[:steps])
-    if isinstance(storage, TensorDictBase):
-        return storage[:steps].view(-1, *storage.batch_size[ndim:])
-    return map_rows(storage, lambda t: t[:steps].view(-1, *t.shape[ndim:]))
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Unset memory; on the host from NumPy, which asks the system for large pages where they pay."""
-    if device.type != "cpu":
-        return torch.empty(shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + 64, np.uint8)
-    first = -memory.ctypes.data % 64  # the start of a cache line
-    return torch.from_numpy(memory[first : first + size]).view(dtype).view(shape)
+        return {key: TensorColumn(self._first_columns[key]) for key in like}
