@@ -1,9 +1,10 @@
-"""Slices drawn in proportion to the priority of their first row."""
+"""Prioritized replay of slices: a slice is drawn in proportion to the priority of its first row."""
 
 from dataclasses import replace
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
@@ -13,7 +14,7 @@ from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
 
 
 class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
-    """Slices of consecutive rows, drawn in proportion to the priority of their first row.
+    """Prioritized replay of slices of trajectories, drawn in proportion to the priority of their first row.
 
     The slices are those of `SliceSampler`, marked as there; the priorities and the info are those of
     `PrioritizedSampler`. A priority is that of the slices that start at its row: rows that cannot start a slice are
@@ -85,6 +86,9 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         span: Span = False,
         max_priority_within_buffer: bool = False,
     ) -> None:
+        before, after = span if isinstance(span, tuple) and len(span) == 2 else (False, span)
+        if before:
+            raise ValueError(f"span[0] must be False: a slice starts at the row that was drawn, got {span!r}")
         SliceSampler.__init__(
             self,
             num_slices=num_slices,
@@ -94,35 +98,41 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
             truncated_key=truncated_key,
             strict_length=strict_length,
             init_key=init_key,
-            span=_after(span),
+            span=(False, after),
         )
         PrioritizedSampler.__init__(
             self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer
         )
-        self._least: int | None = None  # rows that must be there from a start on
+        self._least: int | None = None  # rows of its trajectory that must be stored from a start on
 
+    # Only rows that can start a slice are drawable. A write changes few of them: the index says which.
+
+    @override
     def _lost(self, ring: Ring) -> None:
         if self._least is not None and not self.strict_length and isinstance(ring, TrajectoryIndex):
             self._priorities.allow(ring.beheaded(self._least, self._head))
 
+    @override
     def _gained(self, ring: Ring, first: int) -> None:
         if self._least is not None and isinstance(ring, TrajectoryIndex):
             self._priorities.allow(ring.begun(first, self._least, strict=self.strict_length))
 
+    @override
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
-        """``batch_size`` rows in slices, fewer if slices are short.
+        """Draw ``batch_size`` rows in slices, fewer if slices are short.
 
         Raises:
             RuntimeError: nothing is stored, no trajectory is long enough, or all priorities are 0 and so is ``eps``.
         """
         index, length = indexed(ring, self), self._length(batch_size)
         least = length - spans(self.span, length)[1]
-        if least != self._least:
+        if least != self._least:  # other starts than before: all are looked for again
             self._least, self._changing = least, True
-        self._follow(ring)
+        self._catch_up(ring)
         starts, weights, _ = self._choose(ring, batch_size // length, generator)
         draw = index.slices_from(starts, length, follow=follow)
         assert draw.firsts is not None and draw.lasts is not None
+        # Every row gets the weight of its slice, and its own generation.
         each, generation = torch.empty(len(draw.slots), dtype=torch.float32), torch.empty_like(draw.slots)
         self._priorities.kernels.spread(
             ring.head,
@@ -136,15 +146,8 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         )
         return replace(draw, info={"priority_weight": each, "index_generation": generation})
 
+    @override
     def _nothing(self, ring: Ring) -> RuntimeError:
         if isinstance(ring, TrajectoryIndex) and not self._priorities.drawable.any():
             return ring.too_short(self._least or 1)
         return super()._nothing(ring)
-
-
-def _after(span: Span) -> Span:
-    """``span`` at the end of trajectories alone."""
-    before, after = span if isinstance(span, tuple) and len(span) == 2 else (False, span)
-    if before:
-        raise ValueError(f"span[0] must be False: a slice starts at the row that was drawn, got {span!r}")
-    return False, after
