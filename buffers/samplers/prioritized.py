@@ -24,9 +24,10 @@ class PrioritizedSampler(RandomSampler):
     """Prioritized replay: draws rows in proportion to ``(priority + eps) ** alpha``, with replacement.
 
     Each row of a sample is marked as a run of its own, as by `RandomSampler`. A new row gets the highest priority
-    there was so far (1 at first), so that it is soon drawn. The sample's info has ``"priority_weight"``, float32 ``[N]``: ``(P / min P) ** -beta``, where P is ``(priority + eps) ** alpha``
-    and the minimum is over the rows that can be drawn, so the largest possible weight is 1; and
-    ``"index_generation"``, int64 ``[N]``, by which `update_priority` knows rows that were overwritten since.
+    there was so far (1 at first), so that it is soon drawn. The sample's info has ``"priority_weight"``, float32
+    ``[N]``: ``(P / min P) ** -beta``, where P is ``(priority + eps) ** alpha`` and the minimum is over the rows that
+    can be drawn, so the largest possible weight is 1; and ``"index_generation"``, int64 ``[N]``, by which
+    `update_priority` knows rows that were overwritten since.
 
     Schaul, Quan, Antonoglou, Silver: "Prioritized experience replay" (2015), the proportional variant; draws are
     independent, not stratified. Weights are kept in a float64 sum tree: a draw or an update costs time in the
