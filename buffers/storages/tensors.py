@@ -23,7 +23,7 @@ class LazyTensorStorage(ColumnStorage):
     """Rows in memory, one tensor per entry of the batch, allocated at the first ``extend``.
 
     Every batch must have the entries, shapes and dtypes of the first one; nothing is dropped or cast silently. To
-    keep an entry in a form of your own, as bfloat16 say, override :meth:`make_column`.
+    keep an entry in a form of your own, as bfloat16 say, override ``make_column`` (see `ColumnStorage`).
 
     Args:
         max_size: number of rows; with ``ndim`` of 2 or more, of all lanes together.
@@ -83,43 +83,10 @@ class LazyTensorStorage(ColumnStorage):
         if not self.frame_stack and not self.codec:
             instead.append("frame_stack and codec for images")
         check_memory(self.capacity, self._encodings.row_bytes(like), self.device, instead)
-        return {key: self.make_column(key, dtype, shape) for key, (dtype, shape) in like.items()}
-
-    def make_column(self, key: NestedKey, dtype: torch.dtype, shape: torch.Size) -> Column:
-        """The column that will keep the entry ``key``; override it to keep an entry in a form of your own.
-
-        It is called once per entry, at the first extend, and by ``load_state_dict`` of an empty storage. A column is
-        a `flatroll.buffers.columns.base.Column`, which says what it must do: ``capacity`` rows, read and written as
-        ``dtype`` and ``shape``, kept however it likes.
-
-        Args:
-            key: as in the batch, ``"observation"`` or ``("next", "reward")``.
-            dtype: of the values that are written, and that samples must have.
-            shape: of one row's value.
-
-        Observations kept as bfloat16, half the memory of float32:
-
-        >>> from flatroll.buffers.columns.base import TensorColumn
-        >>> class BFloat16Column(TensorColumn):
-        ...     def __init__(self, rows, shape):
-        ...         super().__init__(torch.zeros(rows, *shape, dtype=torch.bfloat16))
-        ...         self.dtype = torch.float32  # of what is written and read; writing a slice rounds by itself
-        ...     def put(self, slots, values, after=None):
-        ...         super().put(slots, values.bfloat16())
-        ...     def take(self, slots):
-        ...         return super().take(slots).float()
-        >>> class SmallObservations(LazyTensorStorage):
-        ...     def make_column(self, key, dtype, shape):
-        ...         small = key in ("observation", ("next", "observation"))
-        ...         return BFloat16Column(self.capacity, shape) if small else super().make_column(key, dtype, shape)
-        >>> from flatroll.buffers import ReplayBuffer
-        >>> from tensordict import TensorDict
-        >>> buffer = ReplayBuffer(storage=SmallObservations(100))
-        >>> rows = buffer.extend(TensorDict({"observation": torch.tensor([1.0, 1.001, 1.01])}, [3]))
-        >>> buffer[:]["observation"], buffer.storage.nbytes
-        (tensor([1.0000, 1.0000, 1.0078]), 200)
-        """
-        return self._encodings.column(key, self.capacity, dtype, shape, self.device)
+        return {
+            key: self._encodings.column(key, self.capacity, dtype, shape, self.device)
+            for key, (dtype, shape) in like.items()
+        }
 
 
 class TensorStorage(ColumnStorage):
