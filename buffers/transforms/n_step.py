@@ -85,8 +85,8 @@ class NStep:
         deltas: dict[NestedKey, NestedKey] = {}
         for key in moved:
             if as_tuple(key)[:2] == DELTA:
-                root = as_tuple(key)[2:]
-                deltas[key] = root[0] if len(root) == 1 else root
+                names = as_tuple(key)[2:]
+                deltas[key] = names[0] if len(names) == 1 else names
         known = [NEXT_KNOWN] if NEXT_KNOWN in columns else []
         reached = get(last, [*moved, *known, *deltas.values()])
         changed = {key: column for key, column in columns.items() if key not in deltas}
