@@ -68,13 +68,9 @@ class ZstdColumn(Column):
         # Zeros compressed without the dictionary: every decoder reads them, whichever dictionary comes later.
         self._blank: bytes = _zstandard().ZstdCompressor().compress(bytes(self.value_bytes))
         # bytes objects, each replaced as a whole: a reader gets the old row or the new one, never a mixture.
-        self._rows = self._blanks(rows)
+        self._rows: Array = np.empty(0, object)
         self._filled, self._bytes = 0, 0
-
-    def _blanks(self, rows: int) -> Array:
-        blanks: Array = np.empty(rows, object)
-        blanks.fill(self._blank)
-        return blanks
+        self.grow(rows)
 
     @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
@@ -106,8 +102,9 @@ class ZstdColumn(Column):
     @override
     def grow(self, rows: int) -> None:
         if rows > len(self._rows):
-            larger = self._blanks(rows)
+            larger: Array = np.empty(rows, object)
             larger[: len(self._rows)] = self._rows
+            larger[len(self._rows) :].fill(self._blank)
             self._rows = larger
 
     @property

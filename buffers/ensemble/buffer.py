@@ -202,9 +202,11 @@ class ReplayBufferEnsemble:
         if self.collate_fn is None:
             sample = collate_members(parts, members, stack)
         else:
-            sample = self.collate_fn(
-                [_with_id(part, member) for part, member in zip(parts, members, strict=True)]
-            )
+            for i, part in enumerate(parts):
+                if isinstance(part, TensorDictBase):
+                    parts[i] = part.clone(recurse=False)
+                    _set_ids(parts[i], torch.tensor(members[i]))
+            sample = self.collate_fn(parts)
         entries = [key for key in infos[0] if all(key in info for info in infos)]
         info = {key: collate_members([each[key] for each in infos], members, stack) for key in entries}
         # The member of each row, and the rows that the next row of the sample does not follow: members' last ones.
@@ -369,15 +371,6 @@ def _members(
         )
         for i, storage in enumerate(storages)
     )
-
-
-def _with_id(part: Any, member: int) -> Any:
-    """A member's sample with the member's number, if it is a tensordict."""
-    if not isinstance(part, TensorDictBase):
-        return part
-    numbered: TensorDictBase = part.clone(recurse=False)
-    _set_ids(numbered, torch.tensor(member))
-    return numbered
 
 
 def _set_ids(sample: TensorDictBase, ids: Tensor) -> None:

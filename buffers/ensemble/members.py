@@ -1,7 +1,7 @@
 """The parts of an ensemble's members, the choice among the members, and putting their samples together."""
 
-from collections.abc import Iterable, Iterator
-from typing import Any, Generic, Literal, TypeAlias, TypeVar, overload
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 import torch
 from tensordict import TensorDictBase
@@ -22,7 +22,7 @@ Part = TypeVar("Part")
 Form = dict[Any, tuple[Any, torch.Size]]
 
 
-class _Parts(Generic[Part]):
+class _Parts(Sequence[Part]):
     """One part of each member of an ensemble, in order."""
 
     def __init__(self, *parts: Part) -> None:
@@ -42,9 +42,6 @@ class _Parts(Generic[Part]):
     def __getitem__(self, index: int | slice) -> Part | list[Part]:
         """The part of member ``index``, or of several members."""
         return list(self.parts[index]) if isinstance(index, slice) else self.parts[index]
-
-    def __iter__(self) -> Iterator[Part]:
-        return iter(self.parts)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(type(part).__name__ for part in self.parts)})"

@@ -222,20 +222,13 @@ class PrioritizedSampler(RandomSampler):
         if not tree.total > 0:
             raise self._nothing(ring)
         # A uniform number times the sum of all weights falls into the weight of one slot; the tree finds which.
-        uniform = torch.rand(count, dtype=torch.float64, generator=generator)
-        slots, generation = torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.int64)
-        ratios = torch.empty(count, dtype=torch.float32)
-        self._priorities.kernels.draw(
-            tree.nodes,
-            tree.levels,
-            ring.head,
-            ring.capacity,
-            uniform.numpy(),
-            slots.numpy(),
-            ratios.numpy(),
-            generation.numpy(),
-        )
-        return slots, ratios.pow_(-self._beta), generation  # ratios are P / min P
+        uniform = torch.rand(count, dtype=torch.float64, generator=generator).numpy()
+        slots, generation = np.empty(count, np.int64), np.empty(count, np.int64)
+        ratios = np.empty(count, np.float32)  # P / min P
+        draw, head, capacity = self._priorities.kernels.draw, ring.head, ring.capacity
+        draw(tree.nodes, tree.levels, head, capacity, uniform, slots, ratios, generation)
+        weights = torch.from_numpy(ratios).pow_(-self._beta)
+        return torch.from_numpy(slots), weights, torch.from_numpy(generation)
 
     def _nothing(self, ring: Ring) -> RuntimeError:
         """The error where no row has a weight."""
@@ -344,7 +337,6 @@ class Priorities:
         within_buffer: new rows get the highest priority of the rows stored, not the highest there ever was.
 
     Attributes:
-        values: the priorities, 0 where no row is stored.
         drawable: bool, the slots with a weight.
         alpha: may be set; the weights follow at the next :meth:`weigh_all`.
         ever: the highest priority there ever was, at least 1.
@@ -364,18 +356,14 @@ class Priorities:
         # The priorities in blocks of 256 slots, and the highest of each block: a change looks at its blocks only.
         self._blocks: Array = np.zeros((-(-capacity // _BLOCK), _BLOCK), _DTYPES[dtype])
         self._highest: Array = np.zeros(len(self._blocks), _DTYPES[dtype])
-        self.values: Array = self._blocks.reshape(-1)[:capacity]
         self.drawable: Array = np.zeros(capacity, np.bool_)
         self._used = alpha  # the exponent of the weights in the tree
         self.ever = 1.0
 
-    def __getstate__(self) -> dict[str, Any]:
-        # ``values`` is a view of the blocks, which a copy must make of its own blocks.
-        return {name: value for name, value in self.__dict__.items() if name != "values"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.values = self._blocks.reshape(-1)[: len(self.drawable)]
+    @property
+    def values(self) -> Array:
+        """The priorities of all slots, 0 where no row is stored; a view to be written to."""
+        return self._blocks.reshape(-1)[: len(self.drawable)]
 
     @property
     def kernels(self) -> ModuleType:

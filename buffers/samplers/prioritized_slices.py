@@ -25,26 +25,14 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     Every row of a slice has the weight of its first row in ``info["priority_weight"]``.
 
     Args:
-        max_capacity: see `PrioritizedSampler`, as all up to ``reduction``.
-        alpha: exponent of the priorities.
-        beta: exponent of the weights.
-        eps: added to priorities.
-        dtype: of the priorities kept.
-        reduction: makes one priority of several per row.
-        num_slices: see `SliceSampler`, as all up to ``cache_values``. The length is then ``batch_size // num_slices``;
-            a draw of another length than the last one takes time in the capacity.
-        slice_len: rows per slice.
-        end_key: marks the last row of an episode.
-        traj_key: constant within a trajectory.
-        truncated_key: marked at the end of slices.
-        init_key: marked at the start of slices.
+        max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer: see `PrioritizedSampler`.
+        num_slices, slice_len, end_key, traj_key, truncated_key, init_key: see `SliceSampler`. With ``num_slices``, the
+            length is ``batch_size // num_slices``; a draw of another length than the last takes time in the capacity.
         strict_length: a slice starts only where ``slice_len`` rows (less ``span``) are there. Default False: the first
             stored row of a shorter trajectory starts a slice, too, a short one.
-        cache_values: accepted and without effect.
-        compile: accepted and without effect: what can be compiled is.
+        cache_values, compile: accepted and without effect.
         span: the end of a trajectory may cut slices short: to one row with True, by up to ``span`` rows with an
             integer. Of a pair (before, after), the first must be False: a slice starts at the row that was drawn.
-        max_priority_within_buffer: see `PrioritizedSampler`.
 
     Raises:
         TypeError, ValueError: as `SliceSampler` and `PrioritizedSampler`.
@@ -133,17 +121,11 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         draw = index.slices_from(starts, length, follow=follow)
         assert draw.firsts is not None and draw.lasts is not None
         # Every row gets the weight of its slice, and its own generation.
-        each, generation = torch.empty(len(draw.slots), dtype=torch.float32), torch.empty_like(draw.slots)
-        self._priorities.kernels.spread(
-            ring.head,
-            ring.capacity,
-            weights.numpy(),
-            draw.firsts.numpy(),
-            draw.lasts.numpy(),
-            draw.slots.numpy(),
-            each.numpy(),
-            generation.numpy(),
-        )
+        each = torch.empty(len(draw.slots), dtype=torch.float32)
+        generation = torch.empty_like(draw.slots)
+        firsts, lasts, slots = draw.firsts.numpy(), draw.lasts.numpy(), draw.slots.numpy()
+        spread, head, capacity = self._priorities.kernels.spread, ring.head, ring.capacity
+        spread(head, capacity, weights.numpy(), firsts, lasts, slots, each.numpy(), generation.numpy())
         return replace(draw, info={"priority_weight": each, "index_generation": generation})
 
     @override

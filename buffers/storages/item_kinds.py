@@ -317,8 +317,8 @@ def entry(batch: Any, names: tuple[Any, ...]) -> Any:
             raise TypeError(
                 f"there is no entry {name!r}: the rows are {type(batch).__name__}s, not tensordicts"
             )
-        by_field = isinstance(batch, tuple) and isinstance(name, str)  # of a named tuple
-        batch = getattr(batch, name) if by_field else batch[name]
+        # A named tuple's entries are known by their fields' names, too.
+        batch = getattr(batch, name) if isinstance(batch, tuple) and isinstance(name, str) else batch[name]
     return batch
 
 

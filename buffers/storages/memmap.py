@@ -203,9 +203,6 @@ class LazyMemmapStorage(ColumnStorage):
 
     @override
     def enter_process(self) -> None:
-        self._check_handing_over()
-
-    def _check_handing_over(self) -> None:
         if not self.columns:
             raise RuntimeError(
                 "the storage has no files yet, so other processes would make their own: extend the buffer once "
@@ -220,7 +217,7 @@ class LazyMemmapStorage(ColumnStorage):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy for another process maps the same files, and leaves it to the maker to remove them.
-        self._check_handing_over()
+        self.enter_process()  # raises if the copy would not work there
         return super().__getstate__() | {"_counters": None, "auto_cleanup": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -39,9 +39,10 @@ class NStep:
         self,
         n_steps: int,
         gamma: float,
-        reward_keys: NestedKey | Sequence[NestedKey] | None,
-        done_key: NestedKey | None,
-        mask_key: NestedKey | None,
+        *,
+        reward_keys: NestedKey | Sequence[NestedKey] | None = None,
+        done_key: NestedKey | None = None,
+        mask_key: NestedKey | None = None,
     ) -> None:
         if not 0.0 <= float(gamma) <= 1.0:
             raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
@@ -203,9 +204,7 @@ class MultiStep(NStep):
     Args:
         gamma: discount in [0, 1].
         n_steps: rows to look ahead, at least 1. 1 leaves rewards and next entries as they are.
-        reward_keys: entries under ``"next"`` to sum, default ``["reward"]``.
-        done_key: bool entry under ``"next"`` that ends a trajectory, default ``"done"``.
-        mask_key: bool entry, False at padding, default ``("collector", "mask")``; used if it is there.
+        reward_keys, done_key, mask_key: see `MultiStepTransform`.
         traj_key: integer entry, constant within a trajectory.
         is_init_key: bool entry, True at the first row of a trajectory.
 
@@ -237,7 +236,7 @@ class MultiStep(NStep):
         traj_key: NestedKey = TRAJ_IDS,
         is_init_key: NestedKey = IS_INIT,
     ) -> None:
-        super().__init__(n_steps, gamma, reward_keys, done_key, mask_key)
+        super().__init__(n_steps, gamma, reward_keys=reward_keys, done_key=done_key, mask_key=mask_key)
         self.traj_key = traj_key
         self.is_init_key = is_init_key
 
@@ -310,17 +309,6 @@ class MultiStepTransform(NStep):
     >>> sample["next", "reward"].flatten(), sample["next", "obs"], sample["steps_to_next_obs"].flatten()
     (tensor([1.7500, 1.0000]), tensor([3, 4]), tensor([3, 1]))
     """
-
-    def __init__(
-        self,
-        n_steps: int,
-        gamma: float,
-        *,
-        reward_keys: NestedKey | Sequence[NestedKey] | None = None,
-        done_key: NestedKey | None = None,
-        mask_key: NestedKey | None = None,
-    ) -> None:
-        super().__init__(n_steps, gamma, reward_keys, done_key, mask_key)
 
     wants_ends = True
 
