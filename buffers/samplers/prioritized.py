@@ -337,6 +337,7 @@ class Priorities:
         within_buffer: new rows get the highest priority of the rows stored, not the highest there ever was.
 
     Attributes:
+        values: the priorities, 0 where no row is stored.
         drawable: bool, the slots with a weight.
         alpha: may be set; the weights follow at the next :meth:`weigh_all`.
         ever: the highest priority there ever was, at least 1.
@@ -356,14 +357,18 @@ class Priorities:
         # The priorities in blocks of 256 slots, and the highest of each block: a change looks at its blocks only.
         self._blocks: Array = np.zeros((-(-capacity // _BLOCK), _BLOCK), _DTYPES[dtype])
         self._highest: Array = np.zeros(len(self._blocks), _DTYPES[dtype])
+        self.values: Array = self._blocks.reshape(-1)[:capacity]
         self.drawable: Array = np.zeros(capacity, np.bool_)
         self._used = alpha  # the exponent of the weights in the tree
         self.ever = 1.0
 
-    @property
-    def values(self) -> Array:
-        """The priorities of all slots, 0 where no row is stored; a view to be written to."""
-        return self._blocks.reshape(-1)[: len(self.drawable)]
+    def __getstate__(self) -> dict[str, Any]:
+        # ``values`` is a view of the blocks, which a copy must make of its own blocks.
+        return {name: value for name, value in self.__dict__.items() if name != "values"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.values = self._blocks.reshape(-1)[: len(self.drawable)]
 
     @property
     def kernels(self) -> ModuleType:
