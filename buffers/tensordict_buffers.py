@@ -274,11 +274,11 @@ def _one_each(entry: Tensor, dims: int, inner: int) -> Tensor:
 
     ValueError if an item has different values, which then are of several rows of the buffer.
     """
-    each = entry.reshape(math.prod(entry.shape[:dims]), *entry.shape[dims:])
+    items = entry.reshape(math.prod(entry.shape[:dims]), *entry.shape[dims:])
     if not inner:
-        return each
-    first = each.flatten(1, inner)[:, 0]
-    if not bool((each == _spread(first, each.shape[1 : 1 + inner])).all()):
+        return items
+    first = items.flatten(1, inner)[:, 0]
+    if not bool((items == _spread(first, items.shape[1 : 1 + inner])).all()):
         raise ValueError(
             f"data has several rows of the buffer along its last {inner} batch dimensions, where an item has one: "
             "give the sample in its shape [N, T]"

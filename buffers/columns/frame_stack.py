@@ -117,11 +117,13 @@ class FrameColumn(Column):
             self._refs = larger
 
     @property
+    @override
     def nbytes(self) -> int:
         """Bytes of the frame numbers, and for the main column of the whole pool of frames."""
         return int(self._refs.nbytes) + (self._frames.nbytes if self._main is self else 0)
 
     @property
+    @override
     def row_bytes(self) -> int:
         """Bytes of a row that shares all frames but one."""
         return self._frames.row_bytes + 4 * self.shape[0]
@@ -223,13 +225,15 @@ class FramePool:
         return flat.view(rows, stack, *self._shape)
 
     def look_up(self, refs: Array) -> tuple[Tensor, Array]:
-        """Frames ``[F, words]``, and where in them the frames ``refs`` ``[K, stack]`` stand, the oldest left out."""
+        """Frames ``[F, words]``, and the positions in them of the frames ``refs`` ``[K, stack]``, but the oldest."""
         memory = self._host_memory()
         if memory is not None:  # all frames, in place
             return memory, refs
-        at = np.zeros_like(refs)
-        at[:, 1:] = np.arange(at[:, 1:].size).reshape(at[:, 1:].shape)
-        return self.take(refs[:, 1:]), at
+        # Copies of the newer frames of each stack, one after the other; the oldest is looked at by nobody.
+        copies = self.take(refs[:, 1:])
+        positions = np.zeros_like(refs)
+        positions[:, 1:] = np.arange(len(copies)).reshape(len(refs), refs.shape[1] - 1)
+        return copies, positions
 
     def take(self, refs: Array) -> Tensor:
         """Copies of the frames ``refs``, int32 of any shape: ``[refs.size, words]`` on the device."""
@@ -263,7 +267,7 @@ class FramePool:
             column.put(rows, words.index_select(0, torch.from_numpy(source)[at].to(words.device)))
 
     def _host_memory(self) -> Tensor | None:
-        """The frames ``[F, words]`` if they stand in one piece of host memory, which the kernels need; else None."""
+        """The frames ``[F, words]`` if they are in one piece of host memory, which the kernels need; else None."""
         column = self._columns[0][1]
         if len(self._columns) > 1 or not isinstance(column, TensorColumn) or self._device.type != "cpu":
             return None

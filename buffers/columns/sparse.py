@@ -91,13 +91,15 @@ class SparseColumn(Column):
         return sum(t.numel() * t.element_size() for t in (self._place, self._entries, self._spare))
 
     @property
+    @override
     def row_bytes(self) -> int:
         """Bytes of a row: the mean of those written."""
         used = len(self._entries) - 1 - len(self._spare)
         return self._place.element_size() + self.value_bytes * used // max(1, self._written)
 
+    @override
     def state_dict(self, rows: int) -> dict[str, Any]:
-        """The rows that are not zeros, and where they stand."""
+        """The rows that are not zeros, and their slots."""
         filled = self._place[:rows].nonzero().squeeze(1)
         return {"rows": rows, "filled": filled, "values": self.take(filled)}
 

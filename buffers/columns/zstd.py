@@ -80,19 +80,21 @@ class ZstdColumn(Column):
     def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> None:
         self._store(slots.numpy(force=True), values)
 
+    @override
     def take(self, slots: Tensor) -> Tensor:
         """Copies of the rows in ``slots``, ``[N, *shape]``; rows never written are zeros."""
-        asked, copies_of = slots.numpy(force=True), None
-        if len(asked) > _FEW_ROWS:
-            distinct, inverse = np.unique(asked, return_inverse=True)
-            if 4 * len(distinct) < 3 * len(asked):  # else copying what was decoded once costs more
-                asked, copies_of = distinct, inverse
-        values = self._codec.decode(self._rows[asked], self.value_bytes)
-        if copies_of is not None:
-            values = values.take(copies_of, 0)
+        distinct, inverse = slots.numpy(force=True), None
+        if len(slots) > _FEW_ROWS:
+            unique, positions = np.unique(distinct, return_inverse=True)
+            if 4 * len(unique) < 3 * len(slots):  # else copying what was decoded once costs more
+                distinct, inverse = unique, positions
+        values = self._codec.decode(self._rows[distinct], self.value_bytes)
+        if inverse is not None:
+            values = values.take(inverse, 0)
         shaped = torch.from_numpy(values).view(-1).view(self.dtype).view(len(slots), *self.shape)
         return shaped.to(self.device)
 
+    @override
     def pool(self) -> "ZstdColumn":
         side = object.__new__(ZstdColumn)  # shares the dictionary
         side.dtype, side.shape, side.device, side._codec = self.dtype, self.shape, self.device, self._codec
@@ -108,15 +110,18 @@ class ZstdColumn(Column):
             self._rows = larger
 
     @property
+    @override
     def nbytes(self) -> int:
         """Bytes of the compressed rows and of the pointers to all."""
         return _POINTER * len(self._rows) + _HEADER * self._filled + self._bytes
 
     @property
+    @override
     def row_bytes(self) -> int:
         """Bytes of a compressed row: the mean of those written, 0 before there are any."""
         return self._filled and _POINTER + _HEADER + self._bytes // self._filled
 
+    @override
     def state_dict(self, rows: int) -> dict[str, Any]:
         # The compressed rows end to end, and their sizes to cut them apart again.
         compressed = self._rows[:rows].tolist()
@@ -127,6 +132,7 @@ class ZstdColumn(Column):
         dictionary = torch.tensor(list(self._codec.prefix), dtype=torch.uint8)
         return {"rows": joined, "sizes": sizes, "dictionary": dictionary}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hold what the column that gave ``state`` held; rows of another dictionary are compressed anew."""
         joined, sizes = state["rows"].numpy(force=True).tobytes(), state["sizes"].tolist()

@@ -37,12 +37,9 @@ class ReplayBufferEnsemble:
         samplers: the members' samplers, with ``p``, ``sample_from_all`` and ``num_buffer_sampled``; default a
             `RandomSampler` each.
         writers: the members' writers, default a `RoundRobinWriter` each.
-        transform: applied to samples, see :meth:`append_transform`.
-        batch_size: rows per sample; ``sample(batch_size)`` overrides it.
+        transform, batch_size: see `ReplayBuffer`.
         collate_fn: makes a sample of the list of the members' samples, instead of stacking them.
-        p: how likely each member is, see `SamplerEnsemble`.
-        sample_from_all: take each member once.
-        num_buffer_sampled: how many members a sample is made of, default as many as there are.
+        p, sample_from_all, num_buffer_sampled: which members a sample is made of, see `SamplerEnsemble`.
         stack: whether samples are stacked, default True. With False the members' samples may have different numbers
             of rows, as slices of short trajectories do.
         generator: CPU random generator of all draws, those of members that have none of their own included.

@@ -121,12 +121,12 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         draw = index.slices_from(starts, length, follow=follow)
         assert draw.firsts is not None and draw.lasts is not None
         # Every row gets the weight of its slice, and its own generation.
-        each = torch.empty(len(draw.slots), dtype=torch.float32)
+        row_weights = torch.empty(len(draw.slots), dtype=torch.float32)
         generation = torch.empty_like(draw.slots)
         firsts, lasts, slots = draw.firsts.numpy(), draw.lasts.numpy(), draw.slots.numpy()
         spread, head, capacity = self._priorities.kernels.spread, ring.head, ring.capacity
-        spread(head, capacity, weights.numpy(), firsts, lasts, slots, each.numpy(), generation.numpy())
-        return replace(draw, info={"priority_weight": each, "index_generation": generation})
+        spread(head, capacity, weights.numpy(), firsts, lasts, slots, row_weights.numpy(), generation.numpy())
+        return replace(draw, info={"priority_weight": row_weights, "index_generation": generation})
 
     @override
     def _nothing(self, ring: Ring) -> RuntimeError:

@@ -60,7 +60,7 @@ class MappedColumn(TensorColumn):
 
     @override
     def pool(self) -> "MappedColumn":
-        # Next observations that no row holds stand in a file of their own beside the column's.
+        # Next observations that no row holds go to a file of their own beside the column's.
         return MappedColumn(pool_file(self.path), 0, self.dtype, self.shape)
 
     @override
@@ -100,7 +100,7 @@ class FrameFiles:
     """Makes the files of a pool of frames, which grows by whole files.
 
     Args:
-        path: the first file; further ones stand beside it, numbered.
+        path: the first file; further ones are beside it, numbered.
         files: the list to which each file is added, so that all are removed in the end.
     """
 
@@ -167,7 +167,7 @@ def file_names(keys: Iterable[NestedKey]) -> dict[NestedKey, str]:
     names: dict[NestedKey, str] = {}
     taken: set[str] = set()
     for key in keys:
-        # "." joins the names of a nested key and "~" numbers equal stems, so neither may stand in a name.
+        # "." joins the names of a nested key and "~" numbers equal stems, so neither may be in a name.
         parts = [quote(part, safe="").replace(".", "%2E").replace("~", "%7E") for part in as_tuple(key)]
         stem = name = ".".join(parts)[:180]  # file names have at most 255 bytes
         for number in itertools.count(1):

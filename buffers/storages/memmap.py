@@ -108,12 +108,13 @@ class LazyMemmapStorage(ColumnStorage):
         self.auto_cleanup = scratch_dir is None if auto_cleanup is None else auto_cleanup
         self.folder: Path | None = None  # of the files, once they are there
         self._counters: Array | None = None  # uint8, of the ring, in a file; None before the first extend
-        self._alone: str | None = None  # the component of the buffer that other processes cannot see
-        self._taken = False  # whether a buffer has this storage
+        self._unshareable: str | None = None  # name of the component that other processes cannot see
+        self._has_buffer = False
         self._large = False  # whether the rows are likely to be on disk only
         if self.scratch_dir is not None and not existsok and _counter_file(self.scratch_dir).exists():
             raise _already_there(_counter_file(self.scratch_dir))
 
+    @override
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
         size = self._encodings.row_bytes(like)
         instead = ["another scratch_dir", *([] if self.compact_obs else ["compact_obs=True"])]
@@ -156,7 +157,7 @@ class LazyMemmapStorage(ColumnStorage):
                 raise OSError(error.errno, refusal(self.capacity, size, available, instead)) from None
             raise
         self.folder, self._large = folder, self.capacity * size > free_memory(self.device)
-        if self.auto_cleanup:
+        if self.auto_cleanup:  # `files` goes on growing as FrameFiles makes more
             weakref.finalize(self, remove_files, files, folder if made else None, os.getpid())
         return columns
 
@@ -181,24 +182,25 @@ class LazyMemmapStorage(ColumnStorage):
 
     # -- sharing -----------------------------------------------------------------------------------------------
 
+    @override
     def write_lock(self) -> AbstractContextManager[Any]:
-        """A lock that one thread of one process holds at a time."""
+        # Held by one thread of one process at a time. The file is there from the first extend on.
         return FileLock(lambda: None if self.folder is None else self.folder / _LOCK)
 
     @override
     def attach(self, ring: Ring, alone: str | None, first: bool = False) -> None:
-        if first and self._taken:
+        if first and self._has_buffer:
             raise ValueError(
                 "the storage belongs to another buffer already: make one LazyMemmapStorage per buffer"
             )
-        self._taken, self._alone = True, alone or ("a frame_stack" if self.frame_stack else None)
+        self._has_buffer, self._unshareable = True, alone or ("a frame_stack" if self.frame_stack else None)
         # The ring's counters move to the file, where other processes see which rows are stored.
-        if self._alone is None and self._counters is not None:
+        if self._unshareable is None and self._counters is not None:
             ring.move(self._counters)
 
     @override
     def reattach(self, ring: Ring) -> None:
-        if self._taken and self._alone is None and self._counters is not None:
+        if self._has_buffer and self._unshareable is None and self._counters is not None:
             ring.adopt(self._counters)
 
     @override
@@ -208,9 +210,9 @@ class LazyMemmapStorage(ColumnStorage):
                 "the storage has no files yet, so other processes would make their own: extend the buffer once "
                 "before handing it over, or make it in the process that uses it"
             )
-        if self._alone is not None:
+        if self._unshareable is not None:
             raise RuntimeError(
-                f"the buffer has {self._alone}, which other processes cannot see: hand over state_dict(), use "
+                f"the buffer has {self._unshareable}, which other processes cannot see: hand over state_dict(), use "
                 "the buffer in the process that made it, or share one with RandomSampler, RoundRobinWriter and "
                 "compact_obs=False"
             )
@@ -232,7 +234,7 @@ class LazyMemmapStorage(ColumnStorage):
             raise TypeError("frame stacks in files cannot be copied: load state_dict() into another buffer")
         other = LazyMemmapStorage(self.max_size, ndim=self.ndim, compact_obs=self.compact_obs)
         other.lanes, other.structure = self.lanes, self.structure
-        other._taken, other._alone = self._taken, self._alone
+        other._has_buffer, other._unshareable = self._has_buffer, self._unshareable
         if self.columns:
             with self.write_lock():
                 other.columns = other._allocate(self._like())
@@ -245,6 +247,7 @@ class LazyMemmapStorage(ColumnStorage):
                     _copy(self.pool.entries, other.pool.entries)
         return other
 
+    @override
     def state_dict(self, rows: int, pool_rows: int = 0) -> dict[str, Any]:
         """The rows, in memory; MemoryError if they do not fit there."""
         check_memory(rows, self.bytes_per_row, self.device, ())

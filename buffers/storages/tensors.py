@@ -30,7 +30,7 @@ class LazyTensorStorage(ColumnStorage):
         device: where the tensors are kept, default ``"cpu"``.
         ndim: number of batch dimensions, default 1 (flat batches). With 2, batches are ``[lanes, time]`` and the
             storage is ``[max_size // lanes, lanes]``; rows of a lane follow each other.
-        compact_obs: keep each observation once. Every entry that stands both at the root and under ``"next"``
+        compact_obs: keep each observation once. Every entry that is both at the root and under ``"next"``
             (observations, step counts, recurrent states) is stored at the root only; ``("next", ...)`` of a row
             is read from the row that follows it, or from a side pool where no stored row agrees with it bit by
             bit (ends of trajectories and of interrupted writes). Samples are bit-equal to those of a full storage.
@@ -76,6 +76,7 @@ class LazyTensorStorage(ColumnStorage):
         self.sparse = self._encodings.sparse
         self.shares = bool(self.frame_stack)
 
+    @override
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
         instead = ["LazyMemmapStorage" if self.device.type == "cpu" else "device='cpu'"]
         if not self.compact_obs and any(next_key(key) in like for key in like):
@@ -169,5 +170,6 @@ class TensorStorage(ColumnStorage):
         self._first_columns, self._contents = {}, None
         return rows
 
+    @override
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
         return {key: TensorColumn(self._first_columns[key]) for key in like}

@@ -33,7 +33,7 @@ STEPS, GAMMA, NONTERMINAL = "steps_to_next_obs", "gamma", "nonterminal"
 
 
 class NStep:
-    """The rule behind `MultiStep` and `MultiStepTransform`, which say where the rows after each row stand."""
+    """The rule behind `MultiStep` and `MultiStepTransform`, which know where the rows after each row are."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class NStep:
         device = columns[self.reward_keys[0]].device
         ahead = ahead.to(device)
         used = ahead >= 0
-        # All windows are read at once, [N * n] rows; where there is no row, the window's first one stands in.
+        # All windows are read at once, [N * n] rows; where there is no row, the window's first one is read.
         done_keys = [self.done_key] if self.done_key in columns else []
         window = get(torch.where(used, ahead, ahead[:, :1]).flatten(), [*self.reward_keys, *done_keys])
         if done_keys:
@@ -139,11 +139,11 @@ class NStep:
         steps = used.sum(1, keepdim=True)
         sums: Columns = {}
         for key in self.reward_keys:
-            each = window[key].reshape(rows, n, *window[key].shape[1:])
-            dtype = each.dtype if each.is_floating_point() else torch.float32
+            values = window[key].reshape(rows, n, *window[key].shape[1:])
+            dtype = values.dtype if values.is_floating_point() else torch.float32
             weight = (self.gamma ** torch.arange(n, device=device, dtype=torch.float64)).to(dtype)
-            shape = (-1, n, *[1] * (each.ndim - 2))
-            sums[key] = torch.where(used.view(shape), each * weight.view(shape), 0.0).sum(1)
+            shape = (-1, n, *[1] * (values.ndim - 2))
+            sums[key] = torch.where(used.view(shape), values * weight.view(shape), 0.0).sum(1)
         return steps, ahead.gather(1, steps - 1).squeeze(1), sums
 
     def _check_next(self, columns: Columns, rows: int) -> None:

@@ -21,7 +21,7 @@ class NextStateReconstructor:
     A storage with ``compact_obs=True`` gives the exact next observation at every row and needs none of this.
 
     Args:
-        keys: root entries to put back, a list or tuple of keys; one string is one key. A nested key stands
+        keys: root entries to put back, a list or tuple of keys; one string is one key. A nested key goes
             inside a list: ``[("agents", "obs")]``.
         traj_key: integer entry, constant within a trajectory.
         done_key: bool entry, True at the last row of an episode.
