@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.columns.base import After, Column, Columns, TensorColumn, differ
+from flatroll.buffers.columns.base import After, Column, Columns, TensorColumn
 from flatroll.buffers.columns.host_block import PlainColumns
 from flatroll.buffers.index.fragments import BoundaryKeys, Runs
 from flatroll.buffers.index.ring import Draw, Follow
@@ -17,6 +17,7 @@ from flatroll.buffers.storages.item_kinds import Structure, like, shown
 from flatroll.buffers.storages.next_pool import (
     NextPool,
     check_final_covers,
+    differ,
     final_columns,
     mostly_shared,
     next_columns,

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.columns.base import After, Column, Columns, differ
+from flatroll.buffers.columns.base import After, Column, Columns
 from flatroll.buffers.index.fragments import Runs
 from flatroll.buffers.index.ring import Array, Follow
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
@@ -16,6 +16,20 @@ from flatroll.layout.keys import NEXT, NEXT_KNOWN, NestedKey, as_tuple, next_key
 
 #: Entries under "next" that are facts about the step, not the state after it.
 _OF_THE_STEP = {"reward", "done", "terminated", "truncated"}
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def differ(left: Tensor, right: Tensor) -> Tensor:
+    """Rows in which two tensors of one shape and dtype differ in any bit (so a NaN equals itself); bool ``[N]``.
+
+    >>> differ(torch.tensor([0.0, torch.nan, 1.0]), torch.tensor([-0.0, torch.nan, 1.0]))
+    tensor([ True, False, False])
+    """
+    if left.is_complex():
+        left, right = torch.view_as_real(left), torch.view_as_real(right)
+    word = _WORDS[left.element_size()]
+    different = left.view(word).ne(right.view(word))
+    return different if different.ndim == 1 else different.flatten(1).any(1)
 
 
 def state_pairs(columns: Columns) -> list[NestedKey]:
