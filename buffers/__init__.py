@@ -16,8 +16,8 @@ from flatroll.buffers.tensordict_buffers import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from flatroll.buffers.transforms.base import NextStateReconstructor
-from flatroll.buffers.transforms.multi_step import MultiStep, MultiStepTransform
+from flatroll.buffers.transforms.n_step import MultiStep, MultiStepTransform
+from flatroll.buffers.transforms.next_state import NextStateReconstructor
 from flatroll.buffers.transforms.random_crop import RandomCropTensorDict
 from flatroll.buffers.writers import (
     ImmutableDatasetWriter,

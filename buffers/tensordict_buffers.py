@@ -1,4 +1,4 @@
-"""The replay buffer under its other names: for tensordicts, and with priorities."""
+"""Replay buffers for tensordicts, whose samples carry their positions, and with prioritized sampling."""
 
 import math
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import override
 
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.replay_buffer import ReplayBuffer
@@ -20,12 +21,12 @@ from flatroll.layout.keys import NestedKey
 
 _INDEX, _GENERATION = "index", "index_generation"
 
-#: Entries that samples carry; in a batch to store they come from an earlier sample, and are left out.
-_GIVEN = (_INDEX, "priority_weight", _GENERATION)
+#: Entries that the buffer writes into samples. A batch to store that has them was a sample: they are left out.
+_SAMPLE_ENTRIES = (_INDEX, "priority_weight", _GENERATION)
 
 
 class Options(TypedDict, total=False):
-    """What all kinds of replay buffer take, see `ReplayBuffer`."""
+    """Arguments that all kinds of replay buffer take; `ReplayBuffer` says what they mean."""
 
     writer: Writer | None
     collate_fn: Callable[[Any], Any] | None
@@ -37,12 +38,12 @@ class Options(TypedDict, total=False):
 
 
 class TensorDictReplayBuffer(ReplayBuffer):
-    """A `ReplayBuffer` of tensordicts whose samples say where their rows stand.
+    """A `ReplayBuffer` of tensordicts that writes the positions of a sample's rows into the sample.
 
     A sample has the entry ``"index"`` (int64 ``[N]``, or ``[N, ndim]``), the positions of its rows, and, with a
-    prioritized sampler, ``"priority_weight"`` and ``"index_generation"``. They are written before transforms see the
-    sample. These three names are the buffer's own: batches to store may have them, as samples do, but they are not
-    stored.
+    prioritized sampler, ``"priority_weight"`` (float32 ``[N]``) and ``"index_generation"`` (int64 ``[N]``). They are
+    written before transforms see the sample. These three names are the buffer's own: batches to store may have them,
+    as samples do, but they are not stored.
 
     With a prioritized sampler, a batch to store that has the entry ``priority_key`` sets the priorities of its rows,
     and `update_tensordict_priority` takes a sample as it is. Several values per row are reduced to one by the
@@ -50,9 +51,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     Args:
         priority_key: entry of the priorities, default ``"td_error"``.
-        storage: as in `ReplayBuffer`.
-        sampler: as in `ReplayBuffer`.
-        options: the other arguments of `ReplayBuffer`; the default writer is `TensorDictRoundRobinWriter`.
+        storage, sampler, options: the arguments of `ReplayBuffer`; the default writer is `TensorDictRoundRobinWriter`.
 
     Raises:
         TypeError: at ``extend`` and ``add``, data that are no tensordicts.
@@ -81,51 +80,55 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     # -- writing -----------------------------------------------------------------------------------------------
 
+    @override
     def _write(self, data: Any, final: TensorDictBase | None) -> Tensor:
         check_tensordicts(data, type(self).__name__, "ReplayBuffer takes anything")
-        return super()._write(_without_given(data), final)
+        return super()._write(_without_sample_entries(data), final)
 
+    @override
     def _store(self, ring: Ring, rows: Rows, filled: bool) -> Tensor:
-        priorities = self._priorities(rows)
+        priorities = self._given_priorities(rows)  # checked before anything is stored
         slots = super()._store(ring, rows, filled)
         with self._lock:
-            for at, priority in priorities:
-                self.sampler.update_priority(ring, slots[at], priority, None)
+            for part, priority in priorities:
+                self.sampler.update_priority(ring, slots[part], priority, None)
         return slots
 
-    def _priorities(self, rows: Rows) -> list[tuple[slice, Tensor]]:
-        """The priorities that new rows come with: which rows, and their values ``[n, ...]``."""
+    def _given_priorities(self, rows: Rows) -> list[tuple[slice, Tensor]]:
+        """The priorities that new rows come with, checked: (which rows, their values ``[n, ...]``)."""
         if not has_priorities(self.sampler):
             return []
         if not rows.items:
             column = rows.columns.get(self.priority_key)
-            found = [] if column is None else [(slice(None), column)]
-        else:
-            each = [(i, item.get(self.priority_key, None)) for i, item in enumerate(rows.items)]
-            found = [(slice(i, i + 1), value[None]) for i, value in each if value is not None]
-        for at, priority in found:
+            priorities = [] if column is None else [(slice(None), column)]
+        else:  # of a ListStorage, each item its own
+            values = [item.get(self.priority_key, None) for item in rows.items]
+            priorities = [
+                (slice(i, i + 1), value[None]) for i, value in enumerate(values) if value is not None
+            ]
+        for part, priority in priorities:
             if not bool(((priority >= 0) & (priority < math.inf)).all()):
                 raise ValueError(
                     f"batch[{self.priority_key!r}] must be finite and not negative, got "
-                    f"{float(priority.min())} ... {float(priority.max())} in rows {at}: it is the priority_key, give "
+                    f"{float(priority.min())} ... {float(priority.max())} in rows {part}: it is the priority_key, give "
                     "abs(td_error), or another priority_key"
                 )
-        return found
+        return priorities
 
+    @override
     def __setitem__(self, index: Any, data: Any) -> None:
-        """As in `ReplayBuffer`; the entries that only samples have are left out."""
-        super().__setitem__(index, _without_given(data))
+        super().__setitem__(index, _without_sample_entries(data))
 
     # -- reading -----------------------------------------------------------------------------------------------
 
+    @override
     def _inform(self, values: Any, info: dict[str, Tensor]) -> Any:
-        if isinstance(values, list):  # items of a ListStorage, which stay as they are
-            return [
-                item.clone(recurse=False).update(
-                    {key: _spread(entry[i : i + 1], item.batch_size)[0] for key, entry in info.items()}
-                )
-                for i, item in enumerate(values)
-            ]
+        if isinstance(values, list):  # items of a ListStorage: the stored ones stay as they are
+            informed = []
+            for i, item in enumerate(values):
+                entries = {key: _spread(entry[i : i + 1], item.batch_size)[0] for key, entry in info.items()}
+                informed.append(item.clone(recurse=False).update(entries))
+            return informed
         assert isinstance(self.storage.structure, TensorDicts)
         device = next(iter(values.values())).device
         for key, entry in info.items():
@@ -150,7 +153,12 @@ class TensorDictReplayBuffer(ReplayBuffer):
         check_tensordicts(data, "update_tensordict_priority", "update_priority takes index and priority")
         index, priority = self._entry(data, _INDEX), self._entry(data, self.priority_key)
         generation = data.get(_GENERATION, None)
-        inner = self._item_dims(index)
+        # Batch dimensions of one stored item: 0 for rows, 1 for whole trajectories.
+        inner, structure = 0, self.storage.structure
+        if isinstance(structure, TensorDicts):
+            inner = len(structure.inner)
+        elif isinstance(self.storage, ListStorage) and index.numel():
+            inner = len(self.storage.get(index.reshape(-1)[:1])[0].batch_size)
         dims = data.batch_dims - inner
         if dims < 0:
             raise ValueError(
@@ -164,6 +172,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         )
 
     def _entry(self, data: TensorDictBase, key: NestedKey) -> Tensor:
+        """An entry that a sample must have; KeyError without it."""
         value: Tensor | None = data.get(key, None)
         if value is None:
             raise KeyError(
@@ -171,16 +180,6 @@ class TensorDictReplayBuffer(ReplayBuffer):
                 f"{_INDEX!r} and with the new priorities in {self.priority_key!r} (priority_key)"
             )
         return value
-
-    def _item_dims(self, index: Tensor) -> int:
-        """Batch dimensions of one stored item: 0 for rows, 1 for trajectories."""
-        structure = self.storage.structure
-        if isinstance(structure, TensorDicts):
-            return len(structure.inner)
-        if not isinstance(self.storage, ListStorage) or not index.numel():
-            return 0
-        item: TensorDictBase = self.storage.get(index.reshape(-1)[:1])[0]
-        return len(item.batch_size)
 
 
 class PrioritizedReplayBuffer(ReplayBuffer):
@@ -190,10 +189,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     ``info["index_generation"]``, which ``update_priority`` takes.
 
     Args:
-        alpha: how much priorities count, 0 for uniform draws.
-        beta: how much of the bias the weights take back.
-        eps: added to priorities, default 1e-8.
-        dtype: of the priorities kept, default ``torch.float``.
+        alpha, beta, eps, dtype: see `PrioritizedSampler`.
         storage: default ``ListStorage(1000)``.
         options: the other arguments of `ReplayBuffer` but ``sampler``.
 
@@ -223,12 +219,9 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
     """A `TensorDictReplayBuffer` with a `PrioritizedSampler`.
 
     Args:
-        alpha: how much priorities count, 0 for uniform draws.
-        beta: how much of the bias the weights take back.
-        priority_key: entry of the priorities, default ``"td_error"``.
-        eps: added to priorities, default 1e-8.
+        alpha, beta, eps, reduction: see `PrioritizedSampler`.
+        priority_key: see `TensorDictReplayBuffer`.
         storage: default ``ListStorage(1000)``.
-        reduction: makes one priority of several per row: ``"max"`` (default), ``"min"``, ``"median"`` or ``"mean"``.
         options: the other arguments of `ReplayBuffer` but ``sampler``.
 
     >>> from tensordict import TensorDict
@@ -259,17 +252,17 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         super().__init__(priority_key=priority_key, storage=storage, sampler=sampler, **options)
 
 
-def _without_given(data: Any) -> Any:
-    """``data`` without the entries that only samples have."""
+def _without_sample_entries(data: Any) -> Any:
+    """``data`` without the entries that the buffer writes into samples."""
     if isinstance(data, list):
-        return [_without_given(item) for item in data]
-    if isinstance(data, TensorDictBase) and any(data.get(key, None) is not None for key in _GIVEN):
-        return data.exclude(*_GIVEN)
+        return [_without_sample_entries(item) for item in data]
+    if isinstance(data, TensorDictBase) and any(data.get(key, None) is not None for key in _SAMPLE_ENTRIES):
+        return data.exclude(*_SAMPLE_ENTRIES)
     return data
 
 
 def _spread(entry: Tensor, inner: torch.Size) -> Tensor:
-    """``entry`` ``[N, ...]``, the same at all places of an item of batch size ``inner``: ``[N, *inner, ...]``."""
+    """``entry`` ``[N, ...]`` repeated over the batch size ``inner`` of an item: ``[N, *inner, ...]``."""
     if not inner:
         return entry
     spread = entry.reshape(len(entry), *[1] * len(inner), *entry.shape[1:])
@@ -277,12 +270,15 @@ def _spread(entry: Tensor, inner: torch.Size) -> Tensor:
 
 
 def _one_each(entry: Tensor, dims: int, inner: int) -> Tensor:
-    """The inverse of `_spread`, of ``entry`` with ``dims`` batch dimensions before ``inner`` ones: ``[N, ...]``."""
-    each = entry.reshape(math.prod(entry.shape[:dims]), *entry.shape[dims:])
+    """The inverse of `_spread`: ``[N, ...]`` of ``entry`` with ``dims`` batch dimensions and ``inner`` ones of items.
+
+    ValueError if an item has different values, which then are of several rows of the buffer.
+    """
+    items = entry.reshape(math.prod(entry.shape[:dims]), *entry.shape[dims:])
     if not inner:
-        return each
-    first = each.flatten(1, inner)[:, 0]
-    if not bool((each == _spread(first, each.shape[1 : 1 + inner])).all()):
+        return items
+    first = items.flatten(1, inner)[:, 0]
+    if not bool((items == _spread(first, items.shape[1 : 1 + inner])).all()):
         raise ValueError(
             f"data has several rows of the buffer along its last {inner} batch dimensions, where an item has one: "
             "give the sample in its shape [N, T]"

@@ -1,22 +1,38 @@
-"""Frame stacks kept as single frames, each once."""
+"""A column for stacks of frames that stores each single frame once, however many rows show it."""
 
 import math
+from collections.abc import Callable, Iterator
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from flatroll.buffers.columns.base import After, Column
-from flatroll.buffers.columns.frame_pool import FramePool, Make, in_memory, kernels, match
+from flatroll.buffers.columns.base import After, Column, TensorColumn
 from flatroll.buffers.index.ring import Array
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import NestedKey
 
+#: Makes a column of frames, given (number of frames, shape of a frame in words, integer dtype of a word).
+Make = Callable[[int, tuple[int, ...], torch.dtype], Column]
+
+_STATE = np.dtype(
+    [
+        ("high", "i8"),  # frames ever used, the blank one included
+        ("free", "i8"),  # first frame of the free list, 0 if the list is empty
+        ("last", "i8"),  # last frame of the free list
+        ("spare", "i8"),  # length of the free list
+    ]
+)
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
+_NOTHING, _STORED, _BEFORE = 0, 1, 2  # as in kernels.rows.frame_rows, which needs numba
+
 
 class FrameColumn(Column):
-    """Stacks of ``stack`` frames per row, kept as a pool of single frames and the numbers of each row's frames.
+    """A column of stacks ``[stack, *frame]`` that keeps single frames and, per row, the numbers of its frames.
 
     A row's stack shares all frames but its newest with the row written just before it, or with the stored row that
     `After` names, where they agree bit by bit; frames that equal the one before them in their stack (the repeated
@@ -24,8 +40,9 @@ class FrameColumn(Column):
     about the stacks, and what is read is bit-equal to what was written. Frames that no row names any more are used
     again. A row costs one frame and ``4 * stack + 4`` bytes where stacks roll on.
 
-    Frames are kept as integers as wide as divides them, whatever their dtype, on the device; who names them is
-    kept on the host. Readers need no lock: they see the frames of some moment, never a number out of range.
+    The frames are kept on the device as integers of the widest type that divides them, whatever their dtype; the
+    rows' frame numbers are kept on the host. Readers need no lock: they see the frames of some moment, never a
+    number out of range.
 
     Args:
         rows: number of rows.
@@ -33,8 +50,8 @@ class FrameColumn(Column):
         shape: of one row's value, ``[stack, *frame]``.
         dtype: of the values, any.
         device: of the frames, default ``"cpu"``.
-        make: makes a column of so many frames, given (frames, shape of the words, integer dtype); default is a
-            `TensorColumn` in memory. It is called again when the pool is full, for more of them.
+        make: makes a column of frames, given (frames, shape in words, integer dtype); default is a `TensorColumn`
+            in memory. It is called again when the pool is full, for more frames.
 
     Raises:
         ValueError: a stack of less than 2, or values whose first axis is not the stack.
@@ -58,50 +75,55 @@ class FrameColumn(Column):
     ) -> None:
         check_stack(stack, shape)
         self.dtype, self.shape = dtype, torch.Size(shape)
-        size = math.prod(shape[1:]) * dtype.itemsize
-        where = torch.device(device)
-        make = partial(in_memory, device=where) if make is None else make
-        self._frames = FramePool(rows + rows // 50 + 64, size, where, make)
+        frame_bytes = math.prod(shape[1:]) * dtype.itemsize
+        device = torch.device(device)
+        make = partial(_in_memory, device=device) if make is None else make
+        # One frame per row, and 2 % more for the first frames of episodes; the pool grows when that is too little.
+        self._frames = FramePool(rows + rows // 50 + 64, frame_bytes, device, make)
         self._main = self
-        self._refs: Array = np.zeros((rows, stack), np.int32)
+        self._refs: Array = np.zeros((rows, stack), np.int32)  # frame numbers of each row, oldest first
 
+    @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
-        """See `Column`; the first row may also continue the slot before it."""
         slots = np.arange(slot, slot + len(values))
+        # The slot before the first one (around the ring) is a candidate without a hint, too.
         self._store(slots, values, after, (slot - 1) % len(self._refs) if self._main is self else None)
 
+    @override
     def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> None:
-        """See `Column`."""
         self._store(slots.numpy(force=True), values, after)
 
+    @override
     def take(self, slots: Tensor) -> Tensor:
-        """See `Column`."""
         # The numbers first, the frames after them: a pool that has grown in between is larger, not smaller.
         refs = self._refs.take(slots.numpy(force=True), 0)
         words = self._frames.take(refs)
         return words.view(-1).view(self.dtype).view(len(slots), *self.shape)
 
+    @override
     def pool(self) -> "FrameColumn":
-        """A side column that shares the frames; its `After` names slots of the main column."""
+        # A side column names frames of the same pool; its `After` still names slots of the main column.
         side = object.__new__(FrameColumn)
         side.dtype, side.shape = self.dtype, self.shape
         side._frames, side._main = self._frames, self._main
         side._refs = np.zeros((0, self._refs.shape[1]), np.int32)
         return side
 
+    @override
     def grow(self, rows: int) -> None:
-        """See `Column`; the frames grow when they are needed."""
-        if rows > len(self._refs):
+        if rows > len(self._refs):  # the pool of frames grows when frames are needed
             larger = np.zeros((rows, self._refs.shape[1]), np.int32)
             larger[: len(self._refs)] = self._refs
             self._refs = larger
 
     @property
+    @override
     def nbytes(self) -> int:
-        """Bytes of the numbers, and for the main column of the whole pool of frames."""
+        """Bytes of the frame numbers, and for the main column of the whole pool of frames."""
         return int(self._refs.nbytes) + (self._frames.nbytes if self._main is self else 0)
 
     @property
+    @override
     def row_bytes(self) -> int:
         """Bytes of a row that shares all frames but one."""
         return self._frames.row_bytes + 4 * self.shape[0]
@@ -109,42 +131,260 @@ class FrameColumn(Column):
     @property
     def frames_in_use(self) -> int:
         """Frames that rows name, those of side columns included."""
-        return self._frames.in_use
+        return int(self._frames.state["high"][0] - self._frames.state["spare"][0]) - 1
 
+    @override
     def state_dict(self, rows: int) -> dict[str, Any]:
-        """See `Column`; side columns give values, so that each state stands alone."""
-        if self._main is not self:
+        if self._main is not self:  # a side column gives values, so that each state stands alone
             return super().state_dict(rows)
         return {"refs": torch.from_numpy(self._refs[:rows].copy()), "frames": self._frames.state_dict()}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Column`. Side columns made before are void: make new ones."""
+        """Hold what the column that gave ``state`` held. Side columns made before are void: make new ones."""
         if self._main is not self:
             return super().load_state_dict(state)
         refs = state["refs"].numpy(force=True)
         self.grow(len(refs))
+        # Rows name the blank frame while the pool is replaced, so that a reader finds every number in it.
         self._refs[:] = 0
         self._frames.load_state_dict(state["frames"], refs)
         self._refs[: len(refs)] = refs
 
-    def _store(self, slots: Array, values: Tensor, after: After | None, before: int | None = None) -> None:
+    def _store(
+        self, slots: Array, values: Tensor, after: After | None, slot_before: int | None = None
+    ) -> None:
+        """Write ``values`` ``[N, *shape]`` to ``slots`` int64 ``[N]``, sharing frames with the rows before."""
         if not len(slots):
             return
-        rows, stack = len(slots), self._refs.shape[1]
-        words = self._frames.words(values, rows, stack)
-        hint, at = np.full(rows, -1), np.zeros(0, np.int64)
+        pool, rows, stack = self._frames, len(slots), self._refs.shape[1]
+        words = pool.words(values, rows, stack)
+        # hint[j]: which of the stored rows ``candidates`` new row j may continue, -1 for none.
+        hint, candidates = np.full(rows, -1), np.zeros(0, np.int64)
         if after is not None:
             hint[after.rows.numpy(force=True)] = np.arange(len(after.rows))
-            at = after.slots.numpy(force=True)
-        if before is not None and hint[0] < 0:
-            hint[0], at = len(at), np.append(at, before)
-        held = self._main._refs.take(at, 0)
-        shares, repeats, new = match(words, *self._frames.look_up(held), hint)
-        pool = self._frames
+            candidates = after.slots.numpy(force=True)
+        if slot_before is not None and hint[0] < 0:
+            hint[0], candidates = len(candidates), np.append(candidates, slot_before)
+        held = self._main._refs.take(candidates, 0)
+        shares, repeats, new = match(words, *pool.look_up(held), hint)
+        # Frames that new rows share are counted before the old rows' are given up: they may be the same ones.
         kernels().replace(pool.state, pool.counts, self._refs, slots, hint, held, shares)
         frames, source = pool.allocate(new), np.empty(new, np.int64)
         kernels().assign(pool.counts, self._refs, slots, shares, repeats, frames, source)
         pool.put(frames, words.flatten(0, 1), source)
+
+
+class FramePool:
+    """Single frames, and how often the rows of `FrameColumn` s name each. Frame 0 is blank and never given up.
+
+    Frames are integers ``[words]``. Frames that nobody names form a free list, linked through ``counts``: see
+    `flatroll.kernels.rows.frame_rows`.
+
+    Args:
+        frames: room at first, the blank frame included.
+        frame_bytes: bytes of a frame.
+        device: where frames are kept.
+        make: makes a column of so many frames, given (frames, shape in words, integer dtype).
+
+    Attributes:
+        state: the counters of the free list, one record.
+        counts: int32, how often each frame is named, or the next frame of the free list.
+    """
+
+    def __init__(self, frames: int, frame_bytes: int, device: torch.device, make: Make) -> None:
+        # Whole words are compared and copied: int64 where 8 divides the frame, else the widest that does.
+        self._word = next(word for word in _WORDS if frame_bytes % word.itemsize == 0)
+        self._frame_bytes, self._shape = frame_bytes, (frame_bytes // self._word.itemsize,)
+        self._device, self._make, self._first_size = device, make, frames
+        self.state: Array = np.zeros(1, _STATE)
+        self.state["high"] = 1
+        self.counts: Array = np.zeros(frames, np.int32)
+        column = make(frames, self._shape, self._word)
+        column.write(0, torch.zeros((1, *self._shape), dtype=self._word))
+        # (first frame, column); a tuple that is replaced as a whole, so that a reader sees one or the other
+        self._columns: tuple[tuple[int, Column], ...] = ((0, column),)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the frames, free ones included, and the counts."""
+        return sum(column.nbytes for _, column in self._columns) + int(self.counts.nbytes)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one frame and its count."""
+        return self._columns[0][1].row_bytes + self.counts.itemsize
+
+    def words(self, values: Tensor, rows: int, stack: int) -> Tensor:
+        """``values`` ``[rows, stack, *frame]`` as integers ``[rows, stack, words]`` on the device, aligned."""
+        flat, wide = values.detach().to(self._device).contiguous(), self._word.itemsize
+        # A view as wider words needs an address that is a multiple of the word, which a slice need not have.
+        if flat.storage_offset() * flat.element_size() % wide or flat.data_ptr() % wide:
+            flat = flat.clone()
+        flat = flat.view(rows * stack, self._frame_bytes // flat.element_size()).view(self._word)
+        return flat.view(rows, stack, *self._shape)
+
+    def look_up(self, refs: Array) -> tuple[Tensor, Array]:
+        """Frames ``[F, words]``, and the positions in them of the frames ``refs`` ``[K, stack]``, but the oldest."""
+        memory = self._host_memory()
+        if memory is not None:  # all frames, in place
+            return memory, refs
+        # Copies of the newer frames of each stack, one after the other; the oldest is looked at by nobody.
+        copies = self.take(refs[:, 1:])
+        positions = np.zeros_like(refs)
+        positions[:, 1:] = np.arange(len(copies)).reshape(len(refs), refs.shape[1] - 1)
+        return copies, positions
+
+    def take(self, refs: Array) -> Tensor:
+        """Copies of the frames ``refs``, int32 of any shape: ``[refs.size, words]`` on the device."""
+        memory, flat = self._host_memory(), refs.reshape(-1)
+        if memory is not None:
+            # Memory from NumPy, which asks the system for large pages where torch does not.
+            copies = torch.from_numpy(np.empty((len(flat), *self._shape), f"i{self._word.itemsize}"))
+            if torch.get_num_threads() > 1:
+                return torch.index_select(memory, 0, torch.from_numpy(flat), out=copies)
+            # One thread copies faster if it asks for the next frame before it copies this one.
+            frame_bytes = self._shape[0] * self._word.itemsize
+            kernels().gather(memory.data_ptr(), copies.data_ptr(), frame_bytes, flat)
+            return copies
+        frames = flat.astype(np.int64)
+        (_, first), *more = self._columns
+        if not more:
+            return first.take(torch.from_numpy(frames))
+        # Most frames are in the first column: read all from there (the blank one for the others), then patch.
+        values = first.take(torch.from_numpy(np.where(frames < more[0][0], frames, 0)))
+        for at, column, rows in self._by_column(frames, 1):
+            values.index_copy_(0, at.to(values.device), column.take(rows))
+        return values
+
+    def put(self, frames: Array, words: Tensor, source: Array) -> None:
+        """Copy ``words[source]`` into ``frames`` (both int64 ``[N]``)."""
+        memory = self._host_memory()
+        if memory is not None:
+            kernels().copy(words.numpy(), source, memory.numpy(), frames)
+            return
+        for at, column, rows in self._by_column(frames):
+            column.put(rows, words.index_select(0, torch.from_numpy(source)[at].to(words.device)))
+
+    def _host_memory(self) -> Tensor | None:
+        """The frames ``[F, words]`` if they are in one piece of host memory, which the kernels need; else None."""
+        column = self._columns[0][1]
+        if len(self._columns) > 1 or not isinstance(column, TensorColumn) or self._device.type != "cpu":
+            return None
+        return column.data
+
+    def _by_column(self, frames: Array, skip: int = 0) -> Iterator[tuple[Tensor, Column, Tensor]]:
+        """Per column that holds any of ``frames``: their positions in ``frames``, the column, their rows in it."""
+        columns = self._columns[skip:]
+        # Column c holds the frames begin ... end - 1, where end is the next column's begin.
+        ends = [begin for begin, _ in columns[1:]] + [len(self.counts)]
+        for (begin, column), end in zip(columns, ends, strict=True):
+            at = np.flatnonzero((frames >= begin) & (frames < end))
+            if len(at):
+                yield torch.from_numpy(at), column, torch.from_numpy(frames[at] - begin)
+
+    def allocate(self, count: int) -> Array:
+        """``count`` frames that nobody names, int64; the pool grows by another column if it has not as many.
+
+        The columns stay where they are: growing copies nothing, and a reader loses nothing.
+        """
+        # high - spare frames are in use (the blank one too); all others of counts are free.
+        missing = int(self.state["high"][0] - self.state["spare"][0]) + count - len(self.counts)
+        if missing > 0:
+            more = max(missing, len(self.counts) // 16)
+            column = self._make(more, self._shape, self._word)
+            self._columns = (*self._columns, (len(self.counts), column))
+            self.counts = np.concatenate([self.counts, np.zeros(more, np.int32)])
+        frames = np.empty(count, np.int64)
+        kernels().allocate(self.state, self.counts, frames)
+        return frames
+
+    def state_dict(self) -> dict[str, Any]:
+        """The frames ever used, column by column."""
+        high = int(self.state["high"][0])
+        begins = [begin for begin, _ in self._columns]
+        sizes = np.diff([*begins, len(self.counts)]).tolist()
+        # Of each column only the frames below ``high`` were ever written.
+        used = [min(size, max(0, high - begin)) for size, begin in zip(sizes, begins, strict=True)]
+        columns = [column.state_dict(n) for n, (_, column) in zip(used, self._columns, strict=True)]
+        return {"sizes": sizes, "columns": columns}
+
+    def load_state_dict(self, state: dict[str, Any], refs: Array) -> None:
+        """Hold the frames of ``state``, named by ``refs`` (int32 ``[rows, stack]``) and by nothing else."""
+        sizes: list[int] = state["sizes"]
+        begins = np.cumsum([0, *sizes]).tolist()
+        reused = [self._columns[0][1]] if sizes[0] == self._first_size else []
+        columns = reused + [self._make(size, self._shape, self._word) for size in sizes[len(reused) :]]
+        for column, column_state in zip(columns, state["columns"], strict=True):
+            column.load_state_dict(column_state)
+        counts = np.bincount(refs.reshape(-1), minlength=begins[-1]).astype(np.int32)
+        counts[0] = 0
+        named = np.flatnonzero(counts)
+        high = int(named[-1]) + 1 if len(named) else 1
+        # Frames below ``high`` that nobody names become the free list: each holds -1 - (the next one), 0 at the end.
+        free = np.flatnonzero(counts[1:high] == 0) + 1
+        counts[free] = -1 - np.append(free[1:], 0)
+        self.state[0] = (high, free[0], free[-1], len(free)) if len(free) else (high, 0, 0, 0)
+        self.counts, self._first_size = counts, sizes[0]
+        self._columns = tuple(zip(begins[:-1], columns, strict=True))
+
+
+def match(words: Tensor, stored: Tensor, held: Array, hint: Array) -> tuple[Array, Array, int]:
+    """Find which frames of new stacks are stored already.
+
+    Args:
+        words: the new stacks, integers ``[N, stack, words]``.
+        stored: frames ``[F, words]`` on the same device.
+        held: which of ``stored`` are the stacks of some stored rows, ``[K, stack]``; the oldest is not looked at.
+        hint: which of the K stored rows each new row may continue, -1 for none; int64 ``[N]``.
+
+    Returns:
+        What each row shares all frames but the newest with, int8 ``[N]``: nothing, a stored row, or the row before
+        it in the batch (0, 1, 2); whether each frame equals the one before it in its stack, bool ``[N, stack]``
+        (False where it is shared); how many frames are left, which are new.
+    """
+    rows, stack = words.shape[:2]
+    shares, repeats = np.zeros(rows, np.int8), np.zeros((rows, stack), np.bool_)
+    if words.device.type == "cpu":
+        new: int = kernels().match(words.numpy(), stored.numpy(), held, hint, shares, repeats)
+        return shares, repeats, new
+    return match_by_torch(words, stored, held, hint)
+
+
+def match_by_torch(words: Tensor, stored: Tensor, held: Array, hint: Array) -> tuple[Array, Array, int]:
+    """`match` on any device; one wait for the device."""
+    rows, stack = words.shape[:2]
+    hinted = np.flatnonzero(hint >= 0)
+    at, picked = (torch.from_numpy(a).to(words.device) for a in (hinted, held[hint[hinted], 1:].reshape(-1)))
+    # A row continues another if its frames 0 ... S - 2 are the other's frames 1 ... S - 1.
+    oldest = words[:, :-1].index_select(0, at)
+    continues = ~oldest.ne(stored.index_select(0, picked).view_as(oldest)).flatten(1).any(1)
+    rolls = ~words[1:, :-1].ne(words[:-1, 1:]).flatten(1).any(1)
+    equal = ~words[:, 1:].ne(words[:, :-1]).any(2)
+    flags = torch.cat([continues, rolls, equal.flatten()]).numpy(force=True)  # the one wait
+    continues_, rolls_, equal_ = np.split(flags, [len(hinted), len(hinted) + rows - 1])
+    shares, repeats = np.zeros(rows, np.int8), np.zeros((rows, stack), np.bool_)
+    shares[1:][rolls_] = _BEFORE
+    shares[hinted[continues_]] = _STORED  # wins over the row before
+    repeats[:, 1:] = equal_.reshape(rows, stack - 1)
+    repeats[shares != _NOTHING, :-1] = False
+    new = int(np.where(shares == _NOTHING, stack, 1).sum() - repeats.sum())
+    return shares, repeats, new
+
+
+def _in_memory(frames: int, shape: tuple[int, ...], word: torch.dtype, device: torch.device) -> Column:
+    """A column whose memory is taken only as it is touched."""
+    if device.type == "cpu":
+        # From NumPy, which asks the system for large pages where torch does not.
+        return TensorColumn(torch.from_numpy(np.empty((frames, *shape), f"i{word.itemsize}")))
+    return TensorColumn(torch.empty((frames, *shape), dtype=word, device=device))
+
+
+def kernels() -> ModuleType:
+    """The compiled kernels of the pool, imported late: numba takes 0.3 s, and only where frames are kept."""
+    from flatroll.kernels.rows import frame_rows
+
+    return frame_rows
 
 
 def check_stack(stack: int, shape: torch.Size, key: NestedKey | None = None) -> None:

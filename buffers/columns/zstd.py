@@ -1,4 +1,4 @@
-"""Columns compressed row by row, without loss."""
+"""A column that compresses each row with zstd, without loss."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,18 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from flatroll.buffers.columns.base import After, Column
 from flatroll.buffers.index.ring import Array
 
-_SHARE = 2**23  # bytes of values that are worth a thread of their own
-_LONGEST = 2**14  # bytes of the dictionary: longer ones compress no better, and slower
-_FEW = 16  # rows among which to look for the same ones takes longer than to decode them
-_SLOT, _HEADER = 8, 33  # bytes of a pointer, and of a Python bytes object besides its contents
+_THREAD_BYTES = 2**23  # bytes of values that are worth a thread of their own
+_DICTIONARY_BYTES = 2**14  # longer dictionaries compress no better, and slower
+_FEW_ROWS = 16  # up to here, decoding a repeated row again is faster than looking for repeated rows
+_POINTER, _HEADER = 8, 33  # bytes of a pointer, and of a Python bytes object besides its contents
 
 
 class ZstdColumn(Column):
-    """A column that keeps each row as one zstd frame.
+    """A column that keeps each row as one zstd frame, a Python ``bytes`` object.
 
     The first value written that is not all zeros (its last 16 KiB) is the dictionary of all rows: what later rows
     have in common with it takes next to no space, which makes Atari frames smaller by a third to two thirds. Rows
@@ -64,72 +65,76 @@ class ZstdColumn(Column):
         self._start(rows)
 
     def _start(self, rows: int) -> None:
-        self._blank = self._codec.blank(self.value_bytes)
-        self._rows = self._blanks(rows)  # bytes objects, replaced as wholes
+        # Zeros compressed without the dictionary: every decoder reads them, whichever dictionary comes later.
+        self._blank: bytes = _zstandard().ZstdCompressor().compress(bytes(self.value_bytes))
+        # bytes objects, each replaced as a whole: a reader gets the old row or the new one, never a mixture.
+        self._rows: Array = np.empty(0, object)
         self._filled, self._bytes = 0, 0
+        self.grow(rows)
 
-    def _blanks(self, rows: int) -> Array:
-        blanks: Array = np.empty(rows, object)
-        blanks.fill(self._blank)
-        return blanks
-
+    @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
-        """See `Column`."""
         self._store(slice(slot, slot + len(values)), values)
 
+    @override
     def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> None:
-        """See `Column`."""
         self._store(slots.numpy(force=True), values)
 
+    @override
     def take(self, slots: Tensor) -> Tensor:
-        """See `Column`; rows never written are zeros."""
-        asked, where = slots.numpy(force=True), None
-        if len(asked) > _FEW:
-            distinct, inverse = np.unique(asked, return_inverse=True)
-            if 4 * len(distinct) < 3 * len(asked):  # else copying what was decoded once costs more
-                asked, where = distinct, inverse
-        values = self._codec.decode(self._rows[asked], self.value_bytes)
-        if where is not None:
-            values = values.take(where, 0)
+        """Copies of the rows in ``slots``, ``[N, *shape]``; rows never written are zeros."""
+        distinct, inverse = slots.numpy(force=True), None
+        if len(slots) > _FEW_ROWS:
+            unique, positions = np.unique(distinct, return_inverse=True)
+            if 4 * len(unique) < 3 * len(slots):  # else copying what was decoded once costs more
+                distinct, inverse = unique, positions
+        values = self._codec.decode(self._rows[distinct], self.value_bytes)
+        if inverse is not None:
+            values = values.take(inverse, 0)
         shaped = torch.from_numpy(values).view(-1).view(self.dtype).view(len(slots), *self.shape)
         return shaped.to(self.device)
 
+    @override
     def pool(self) -> "ZstdColumn":
-        """See `Column`; it shares the dictionary."""
-        side = object.__new__(ZstdColumn)
+        side = object.__new__(ZstdColumn)  # shares the dictionary
         side.dtype, side.shape, side.device, side._codec = self.dtype, self.shape, self.device, self._codec
         side._start(0)
         return side
 
+    @override
     def grow(self, rows: int) -> None:
-        """See `Column`."""
         if rows > len(self._rows):
-            larger = self._blanks(rows)
+            larger: Array = np.empty(rows, object)
             larger[: len(self._rows)] = self._rows
+            larger[len(self._rows) :].fill(self._blank)
             self._rows = larger
 
     @property
+    @override
     def nbytes(self) -> int:
         """Bytes of the compressed rows and of the pointers to all."""
-        return _SLOT * len(self._rows) + _HEADER * self._filled + self._bytes
+        return _POINTER * len(self._rows) + _HEADER * self._filled + self._bytes
 
     @property
+    @override
     def row_bytes(self) -> int:
         """Bytes of a compressed row: the mean of those written, 0 before there are any."""
-        return self._filled and _SLOT + _HEADER + self._bytes // self._filled
+        return self._filled and _POINTER + _HEADER + self._bytes // self._filled
 
+    @override
     def state_dict(self, rows: int) -> dict[str, Any]:
-        """See `Column`; the rows as they are kept."""
-        kept = self._rows[:rows].tolist()
-        joined = (
-            torch.frombuffer(bytearray(b"".join(kept)), dtype=torch.uint8) if kept else torch.zeros(0).byte()
-        )
-        sizes = torch.tensor([len(row) for row in kept], dtype=torch.int64)
+        # The compressed rows end to end, and their sizes to cut them apart again.
+        compressed = self._rows[:rows].tolist()
+        joined = torch.zeros(0).byte()
+        if compressed:
+            joined = torch.frombuffer(bytearray(b"".join(compressed)), dtype=torch.uint8)
+        sizes = torch.tensor([len(row) for row in compressed], dtype=torch.int64)
         dictionary = torch.tensor(list(self._codec.prefix), dtype=torch.uint8)
         return {"rows": joined, "sizes": sizes, "dictionary": dictionary}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Column`; rows that were compressed with another dictionary are compressed anew."""
+        """Hold what the column that gave ``state`` held; rows of another dictionary are compressed anew."""
         joined, sizes = state["rows"].numpy(force=True).tobytes(), state["sizes"].tolist()
         ends = np.cumsum(sizes).tolist()
         rows = _objects([joined[end - size : end] for end, size in zip(ends, sizes, strict=True)])
@@ -137,33 +142,34 @@ class ZstdColumn(Column):
         prefix = state["dictionary"].numpy(force=True).tobytes()
         self._codec.begin(prefix)
         if self._codec.prefix == prefix:
-            self._enter(slice(0, len(rows)), rows)
+            self._replace(slice(0, len(rows)), rows)
             return
         other = _Codec(self._codec.level, self._codec.threads, prefix)
-        step = max(1, 4 * _SHARE // max(1, self.value_bytes))
+        step = max(1, 4 * _THREAD_BYTES // max(1, self.value_bytes))  # rows decoded at a time
         for first in range(0, len(rows), step):
             values = other.decode(rows[first : first + step], self.value_bytes)
-            self._enter(slice(first, first + len(values)), self._codec.encode(values))
+            self._replace(slice(first, first + len(values)), self._codec.encode(values))
 
-    def _store(self, where: Array | slice, values: Tensor) -> None:
+    def _store(self, slots: Array | slice, values: Tensor) -> None:
+        """Compress ``values`` ``[N, *shape]`` into ``slots``."""
         if not len(values):
             return
-        flat = (
-            values.detach().cpu().contiguous().view(-1).view(torch.uint8).view(len(values), self.value_bytes)
-        )
+        as_bytes = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        rows = as_bytes.view(len(values), self.value_bytes)
         if not self._codec.prefix:
-            self._codec.begin(flat[0, -_LONGEST:].numpy().tobytes())
-        self._enter(where, self._codec.encode(flat.numpy()))
+            self._codec.begin(rows[0, -_DICTIONARY_BYTES:].numpy().tobytes())
+        self._replace(slots, self._codec.encode(rows.numpy()))
 
-    def _enter(self, where: Array | slice, rows: Array) -> None:
-        before = [row for row in self._rows[where] if row is not self._blank]
-        self._filled += len(rows) - len(before)
-        self._bytes += sum(map(len, rows)) - sum(map(len, before))
-        self._rows[where] = rows
+    def _replace(self, slots: Array | slice, rows: Array) -> None:
+        """Put compressed ``rows`` into ``slots`` and count the bytes that come and go."""
+        replaced = [row for row in self._rows[slots] if row is not self._blank]
+        self._filled += len(rows) - len(replaced)
+        self._bytes += sum(map(len, rows)) - sum(map(len, replaced))
+        self._rows[slots] = rows
 
 
 class _Codec:
-    """zstd with a dictionary that is the same for all rows, and work spread over threads."""
+    """zstd with one dictionary for all rows, in threads where there is enough to do."""
 
     def __init__(self, level: int, threads: int | None, prefix: bytes = b"") -> None:
         if isinstance(level, bool) or not isinstance(level, int) or not 1 <= level <= 22:
@@ -171,7 +177,7 @@ class _Codec:
         _zstandard()
         self.level, self.threads, self.prefix = level, threads, b""
         self._dictionary: Any = None
-        # Ready ones, each used by one thread at a time: to make one takes longer than to decode a frame.
+        # Idle ones, each used by one thread at a time: to make one takes longer than to decode a frame.
         self._compressors: list[Any] = []
         self._decompressors: list[Any] = []
         self.begin(prefix)
@@ -186,41 +192,36 @@ class _Codec:
         self._compressors, self._decompressors = [], []
 
     @contextmanager
-    def _one(self, ready: list[Any], make: str, **options: Any) -> Iterator[Any]:
-        """A compressor or decompressor, put back afterwards."""
+    def _borrow(self, idle: list[Any], kind: str, **options: Any) -> Iterator[Any]:
+        """A compressor or decompressor of this thread's own until the block ends."""
         try:
-            one = ready.pop()
+            worker = idle.pop()  # one step: two threads never get the same one
         except IndexError:
-            one = getattr(_zstandard(), make)(dict_data=self._dictionary, **options)
-        yield one
-        ready.append(one)
-
-    def blank(self, size: int) -> bytes:
-        """``size`` zeros, compressed without the dictionary, which every decoder reads."""
-        blank: bytes = _zstandard().ZstdCompressor().compress(bytes(size))
-        return blank
+            worker = getattr(_zstandard(), kind)(dict_data=self._dictionary, **options)
+        yield worker
+        idle.append(worker)
 
     def encode(self, values: Array) -> Array:
         """The rows of ``values`` (uint8 ``[N, size]``) compressed; objects ``[N]``."""
         rows: Array = np.empty(len(values), object)
 
-        def work(first: int, stop: int) -> None:
-            with self._one(self._compressors, "ZstdCompressor", level=self.level) as compressor:
+        def encode_part(first: int, stop: int) -> None:
+            with self._borrow(self._compressors, "ZstdCompressor", level=self.level) as compressor:
                 rows[first:stop] = _objects([compressor.compress(row) for row in values[first:stop]])
 
-        self._spread(work, len(values), values.nbytes)
+        self._in_threads(encode_part, len(values), values.nbytes)
         return rows
 
     def decode(self, rows: Array, size: int) -> Array:
-        """What `encode` was given; uint8 ``[N, size]``."""
+        """The values that `encode` was given; uint8 ``[N, size]``."""
         values: Array = np.empty((len(rows), size), np.uint8)
 
-        def work(first: int, stop: int) -> None:
+        def decode_part(first: int, stop: int) -> None:
             # One call for all rows, straight into their place: 3 times faster than one call per row, and the GIL
             # is not asked for by every row.
             joined = b"".join(rows[first:stop])
             with (
-                self._one(self._decompressors, "ZstdDecompressor") as decompressor,
+                self._borrow(self._decompressors, "ZstdDecompressor") as decompressor,
                 decompressor.stream_reader(joined, read_across_frames=True) as reader,
             ):
                 got = reader.readinto(values[first:stop].reshape(-1))
@@ -228,16 +229,17 @@ class _Codec:
                 raise RuntimeError(f"{stop - first} compressed rows of {size} bytes gave {got} bytes")
 
         if values.size:
-            self._spread(work, len(rows), values.nbytes)
+            self._in_threads(decode_part, len(rows), values.nbytes)
         return values
 
-    def _spread(self, work: Callable[[int, int], None], rows: int, size: int) -> None:
-        """Call ``work(first, stop)`` for all of ``rows``, in as many threads as ``size`` bytes are worth."""
+    def _in_threads(self, work: Callable[[int, int], None], rows: int, size: int) -> None:
+        """Call ``work(first, stop)`` on shares of ``rows``, in as many threads as ``size`` bytes are worth."""
         threads = torch.get_num_threads() if self.threads is None else self.threads
-        parts = max(1, min(threads, size // _SHARE, rows))
+        parts = max(1, min(threads, size // _THREAD_BYTES, rows))
         if parts == 1:
             work(0, rows)
             return
+        # Part i is rows * i // parts ... rows * (i + 1) // parts - 1: sizes differ by one at most.
         bounds = [rows * i // parts for i in range(parts + 1)]
         with ThreadPoolExecutor(parts) as pool:
             list(pool.map(work, bounds[:-1], bounds[1:]))

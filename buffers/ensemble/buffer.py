@@ -1,4 +1,4 @@
-"""Several replay buffers sampled as one."""
+"""An ensemble: several replay buffers, sampled as one."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NoReturn, Self, overload
@@ -7,11 +7,14 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.ensemble.members import SamplerEnsemble, Shares, StorageEnsemble, WriterEnsemble
-from flatroll.buffers.ensemble.together import together
-from flatroll.buffers.reading import Informed
+from flatroll.buffers.ensemble.members import (
+    SamplerEnsemble,
+    Shares,
+    StorageEnsemble,
+    WriterEnsemble,
+    collate_members,
+)
 from flatroll.buffers.replay_buffer import ReplayBuffer
-from flatroll.buffers.tensordict_buffers import TensorDictReplayBuffer
 from flatroll.buffers.transforms.base import TransformLike, apply
 from flatroll.buffers.writers import check_tensordicts, has_priorities
 from flatroll.layout.keys import NestedKey, require
@@ -21,7 +24,7 @@ BUFFER_IDS: NestedKey = ("collector", "buffer_ids")
 
 
 class ReplayBufferEnsemble:
-    """Several replay buffers, sampled as one: several datasets, or demonstrations beside fresh data.
+    """Samples several replay buffers as one: several datasets, say, or demonstrations beside fresh data.
 
     A sample of B rows is made of n = ``num_buffer_sampled`` members' samples of B / n rows each, after the members'
     own transforms: stacked, ``[n, B / n]``, or with ``stack=False`` laid end to end, ``[B]``. Tensordicts have the
@@ -29,17 +32,14 @@ class ReplayBufferEnsemble:
     the ensemble's transforms. Members are written to one by one: ``rb[0].extend(batch)``.
 
     Args:
-        rbs: the members, or instead of them:
-        storages: their storages and transforms.
-        samplers: their samplers, with ``p``, ``sample_from_all`` and ``num_buffer_sampled``; default a
+        rbs: the members. Instead of them ``storages``, ``samplers`` and ``writers`` may be given.
+        storages: the members' storages and transforms.
+        samplers: the members' samplers, with ``p``, ``sample_from_all`` and ``num_buffer_sampled``; default a
             `RandomSampler` each.
-        writers: their writers, default a `RoundRobinWriter` each.
-        transform: applied to samples, see :meth:`append_transform`.
-        batch_size: rows per sample; ``sample(batch_size)`` overrides it.
+        writers: the members' writers, default a `RoundRobinWriter` each.
+        transform, batch_size: see `ReplayBuffer`.
         collate_fn: makes a sample of the list of the members' samples, instead of stacking them.
-        p: how likely each member is, see `SamplerEnsemble`.
-        sample_from_all: take each member once.
-        num_buffer_sampled: how many members a sample is made of, default as many as there are.
+        p, sample_from_all, num_buffer_sampled: which members a sample is made of, see `SamplerEnsemble`.
         stack: whether samples are stacked, default True. With False the members' samples may have different numbers
             of rows, as slices of short trajectories do.
         generator: CPU random generator of all draws, those of members that have none of their own included.
@@ -148,7 +148,9 @@ class ReplayBufferEnsemble:
     def sample(self, batch_size: int | None = None, return_info: Literal[False] = False) -> Any: ...
 
     @overload
-    def sample(self, batch_size: int | None = None, *, return_info: Literal[True]) -> Informed: ...
+    def sample(
+        self, batch_size: int | None = None, *, return_info: Literal[True]
+    ) -> tuple[Any, dict[str, Tensor]]: ...
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """Draw a sample of ``batch_size`` rows in all, ``[n, batch_size / n]`` or ``[batch_size]`` (see the class).
@@ -163,21 +165,21 @@ class ReplayBufferEnsemble:
             RuntimeError: a drawn member is empty, or holds no trajectory long enough.
             ValueError: no batch size, or one that does not fit; samples that cannot be put together.
         """
-        sample, info, _ = self._made(batch_size)
+        sample, info, _ = self._next_sample(batch_size)
         return (sample, info) if return_info else sample
 
     def __iter__(self) -> Iterator[Any]:
         """Samples without end, or, if all members are sampled without replacement, until each ended a pass."""
         ended: set[int] = set()
         while True:
-            sample, _, now = self._made(None)
+            sample, _, now = self._next_sample(None)
             yield sample
             ended |= now
             drawable = self.sampler.weights([len(rb) for rb in self._members]).nonzero().flatten().tolist()
             if ended.issuperset(drawable):
                 return
 
-    def _made(self, batch_size: int | None) -> tuple[Any, dict[str, Tensor], set[int]]:
+    def _next_sample(self, batch_size: int | None) -> tuple[Any, dict[str, Tensor], set[int]]:
         """A sample, its info, and the members of which a pass ended with it."""
         rows = self._rows(batch_size)
         members = self.sampler.draw([len(rb) for rb in self._members], self.generator)
@@ -194,18 +196,21 @@ class ReplayBufferEnsemble:
             parts.append(part)
             infos.append(info)
         stack = self.stack and self.collate_fn is None
-        rows_of = [len(info["index"]) for info in infos]
-        entries = [key for key in infos[0] if all(key in info for info in infos)]
         if self.collate_fn is None:
-            sample = together(parts, members, stack)
+            sample = collate_members(parts, members, stack)
         else:
-            sample = self.collate_fn(
-                [_named(part, member) for part, member in zip(parts, members, strict=True)]
-            )
-        info = {key: together([each[key] for each in infos], members, stack) for key in entries}
-        ids = torch.tensor(members).repeat_interleave(torch.tensor(rows_of))
+            for i, part in enumerate(parts):
+                if isinstance(part, TensorDictBase):
+                    parts[i] = part.clone(recurse=False)
+                    _set_ids(parts[i], torch.tensor(members[i]))
+            sample = self.collate_fn(parts)
+        entries = [key for key in infos[0] if all(key in info for info in infos)]
+        info = {key: collate_members([each[key] for each in infos], members, stack) for key in entries}
+        # The member of each row, and the rows that the next row of the sample does not follow: members' last ones.
+        counts = torch.tensor([len(each["index"]) for each in infos])
+        ids = torch.tensor(members).repeat_interleave(counts)
         ends = torch.zeros(len(ids), dtype=torch.bool)
-        ends[torch.tensor(rows_of).cumsum(0) - 1] = True
+        ends[counts.cumsum(0) - 1] = True
         if stack:
             ids, ends = ids.view(len(members), -1), ends.view(len(members), -1)
         if self.collate_fn is None and isinstance(sample, TensorDictBase):
@@ -216,7 +221,7 @@ class ReplayBufferEnsemble:
         return sample, info, ended
 
     def _rows(self, batch_size: int | None) -> int:
-        """Rows from each member drawn."""
+        """Rows that each drawn member gives; ValueError for a batch size that does not fit."""
         size, count = self.batch_size if batch_size is None else batch_size, self.sampler.num_buffer_sampled
         if size is None:
             raise ValueError("batch_size must be given to ReplayBufferEnsemble(...) or to sample(...)")
@@ -278,8 +283,7 @@ class ReplayBufferEnsemble:
                 )
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """As `TensorDictReplayBuffer.update_tensordict_priority`, member by member; members without priorities are
-        passed over.
+        """Set the priorities of a sample's rows, see `TensorDictReplayBuffer`; members without any are passed over.
 
         Raises:
             TypeError: no member has priorities, or one that has is no `TensorDictReplayBuffer`.
@@ -288,20 +292,23 @@ class ReplayBufferEnsemble:
         """
         self._check_priorities()
         check_tensordicts(data, "update_tensordict_priority", "update_priority takes index and priority")
+        # Each element along the first dimension goes to its member whole; where one has rows of several members
+        # (a sample that was transposed, say), the rows go one by one.
         ids = require(data, BUFFER_IDS)
-        places = ids.reshape(len(ids), -1)
-        if not bool((places == places[:, :1]).all()):
-            data, places = data.reshape(-1), ids.reshape(-1, 1)
+        rows_ids = ids.reshape(len(ids), -1)
+        if not bool((rows_ids == rows_ids[:, :1]).all()):
+            data, rows_ids = data.reshape(-1), ids.reshape(-1, 1)
         for member, rb in enumerate(self._members):
-            mask = places[:, 0] == member
+            mask = rows_ids[:, 0] == member
             if not has_priorities(rb.sampler) or not bool(mask.any()):
                 continue
-            if not isinstance(rb, TensorDictReplayBuffer):
+            update = getattr(rb, "update_tensordict_priority", None)
+            if update is None:
                 raise TypeError(
                     f"member {member} is a {type(rb).__name__}, whose samples have no index: use "
                     "TensorDictReplayBuffer, or update_priority with what the info says"
                 )
-            rb.update_tensordict_priority(data[mask])
+            update(data[mask])
 
     def _check_priorities(self) -> None:
         if not any(has_priorities(rb.sampler) for rb in self._members):
@@ -346,6 +353,7 @@ class ReplayBufferEnsemble:
 def _members(
     storages: StorageEnsemble | None, samplers: SamplerEnsemble | None, writers: WriterEnsemble | None
 ) -> tuple[ReplayBuffer, ...]:
+    """Make the members of their parts."""
     if storages is None:
         raise TypeError("ReplayBufferEnsemble needs its members, or storages")
     for name, parts in (("samplers", samplers), ("writers", writers)):
@@ -362,17 +370,8 @@ def _members(
     )
 
 
-def _named(part: Any, member: int) -> Any:
-    """``part`` with the member's number, if it is a tensordict."""
-    if not isinstance(part, TensorDictBase):
-        return part
-    named: TensorDictBase = part.clone(recurse=False)
-    _set_ids(named, torch.tensor(member))
-    return named
-
-
 def _set_ids(sample: TensorDictBase, ids: Tensor) -> None:
-    """Write ``ids``, of the first of the batch dimensions, on the device of the other entries."""
+    """Write ``ids``, whose dimensions are the sample's first ones, expanded, on the device of the other entries."""
     device = next((value.device for value in sample.values(True, True) if isinstance(value, Tensor)), None)
     ids = ids.reshape(*ids.shape, *[1] * (sample.batch_dims - ids.ndim)).expand(sample.batch_size)
     sample.set(BUFFER_IDS, ids.to(device, copy=True))

@@ -1,22 +1,28 @@
-"""The storages, writers and samplers of an ensemble's members."""
+"""The parts of an ensemble's members, the choice among the members, and putting their samples together."""
 
-from collections.abc import Iterable, Iterator
-from typing import Generic, Literal, TypeAlias, TypeVar, overload
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from flatroll.buffers.samplers.base import Sampler
 from flatroll.buffers.storages.base import Storage
+from flatroll.buffers.storages.item_kinds import leaves, nest
 from flatroll.buffers.transforms.base import TransformLike
 from flatroll.buffers.writers import Writer
+from flatroll.layout.checks import whole_number
 
-#: How likely each member of an ensemble is.
+#: How likely each member of an ensemble is: numbers of any sum, their number of rows, or None for equally.
 Shares: TypeAlias = Iterable[float] | Tensor | Literal["sampleable"] | None
 Part = TypeVar("Part")
+#: Dtype and shape of all that a sample consists of, by key.
+Form = dict[Any, tuple[Any, torch.Size]]
 
 
-class _Parts(Generic[Part]):
+class _Parts(Sequence[Part]):
     """One part of each member of an ensemble, in order."""
 
     def __init__(self, *parts: Part) -> None:
@@ -36,9 +42,6 @@ class _Parts(Generic[Part]):
     def __getitem__(self, index: int | slice) -> Part | list[Part]:
         """The part of member ``index``, or of several members."""
         return list(self.parts[index]) if isinstance(index, slice) else self.parts[index]
-
-    def __iter__(self) -> Iterator[Part]:
-        return iter(self.parts)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(type(part).__name__ for part in self.parts)})"
@@ -78,7 +81,7 @@ class WriterEnsemble(_Parts[Writer]):
 
 
 class SamplerEnsemble(_Parts[Sampler]):
-    """The samplers of an ensemble's members, and which members a sample is made of.
+    """The samplers of an ensemble's members, and how likely each member is.
 
     Args:
         samplers: one per member.
@@ -107,10 +110,7 @@ class SamplerEnsemble(_Parts[Sampler]):
     ) -> None:
         super().__init__(*samplers)
         count = len(samplers) if num_buffer_sampled is None else num_buffer_sampled
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(
-                f"num_buffer_sampled must be an integer of at least 1, got {num_buffer_sampled!r}"
-            )
+        whole_number("num_buffer_sampled", count)
         if sample_from_all and (p is not None or count != len(samplers)):
             raise TypeError(
                 "sample_from_all=True takes each member once: leave p and num_buffer_sampled out, or sample_from_all"
@@ -132,24 +132,21 @@ class SamplerEnsemble(_Parts[Sampler]):
             self._p: Tensor | Literal["sampleable"] | None = value
             return
         shares = torch.as_tensor(value if isinstance(value, Tensor) else list(value), dtype=torch.float64)
-        if (
-            shares.shape != (len(self),)
-            or not bool((shares >= 0).all())
-            or not 0 < float(shares.sum()) < torch.inf
-        ):
+        fits = shares.shape == (len(self),) and bool((shares >= 0).all())
+        if not fits or not 0 < float(shares.sum()) < torch.inf:
             raise ValueError(
                 f"p must have one number per member ({len(self)}), none negative and not all 0, got {value}"
             )
         self._p = shares.cpu() / shares.sum().cpu()
 
     def weights(self, rows: list[int]) -> Tensor:
-        """Probabilities of the members, up to a factor, where they hold ``rows`` rows; float64."""
+        """Probabilities of the members, up to a factor, float64 ``[members]``; ``rows`` is what each holds."""
         if isinstance(self.p, str):
             return torch.tensor(rows, dtype=torch.float64)
         return torch.ones(len(self), dtype=torch.float64) if self.p is None else self.p
 
     def draw(self, rows: list[int], generator: torch.Generator | None = None) -> list[int]:
-        """The members that a sample is made of, where they hold ``rows`` rows."""
+        """Draw the members that a sample is made of; ``rows`` is what each holds."""
         if self.sample_from_all:
             return list(range(len(self)))
         weights = self.weights(rows)
@@ -157,3 +154,86 @@ class SamplerEnsemble(_Parts[Sampler]):
             raise RuntimeError("cannot sample: all members are empty, extend them with rb[i].extend(batch)")
         drawn = torch.multinomial(weights, self.num_buffer_sampled, replacement=True, generator=generator)
         return [int(member) for member in drawn]
+
+
+def collate_members(parts: list[Any], members: list[int], stack: bool) -> Any:
+    """Put the samples of ``members`` together: stacked, ``[n, ...]``, or laid end to end.
+
+    Raises:
+        ValueError: they do not fit; the text names the members, the entry and the way out.
+
+    >>> collate_members([torch.zeros(2), torch.ones(2)], members=[0, 1], stack=False)
+    tensor([0., 0., 1., 1.])
+    """
+    # Lists of items, of a ListStorage
+    listed = [member for member, part in zip(members, parts, strict=True) if isinstance(part, list)]
+    if listed and not stack:
+        return [item for part in parts for item in part]
+    if listed:
+        raise ValueError(
+            f"member {listed[0]} gives a list of items, which cannot be stacked: stack=False gives one list, "
+            "collate_fn makes something else of the members' samples"
+        )
+    join: Any = torch.stack if stack else torch.cat
+    first = parts[0]
+    if not all(isinstance(part, TensorDictBase) for part in parts):
+        _check_alike([_form(part) for part in parts], members, stack)
+        return pytree.tree_map(lambda *of_parts: join(of_parts), *parts)
+    try:
+        columns = [leaves(part) for part in parts]
+    except TypeError:  # entries that are no tensors
+        _check_alike([_form(part) for part in parts], members, stack)
+        return join(parts)
+    _check_alike([{k: (c.dtype, c.shape) for k, c in each.items()} for each in columns], members, stack)
+    joined = {key: join([each[key] for each in columns]) for key in columns[0]}
+    rows = (len(parts), len(first)) if stack else (sum(map(len, parts)),)
+    made = nest(joined, torch.Size([*rows, *first.batch_size[1:]]))
+    return made if first.device is None else made.to(first.device)
+
+
+def _check_alike(forms: list[Form], members: list[int], stack: bool) -> None:
+    """ValueError unless all members' samples have the first one's entries, dtypes and shapes."""
+    first = members[0]
+    for member, form in zip(members, forms, strict=True):
+        if form == forms[0]:
+            continue
+        for key in forms[0] | form:
+            expected, got = forms[0].get(key), form.get(key)
+            if expected is None or got is None:
+                has, lacks = (first, member) if got is None else (member, first)
+                raise ValueError(
+                    f"member {has} gives {_shown(key)} and member {lacks} does not: make their samples alike with "
+                    "transforms of the members (stack=False needs the same entries, too)"
+                )
+            # The number of rows may differ unless they are stacked.
+            if expected[0] != got[0] or expected[1][1:] != got[1][1:] or len(expected[1]) != len(got[1]):
+                raise ValueError(
+                    f"member {first} gives {_shown(key)} as {expected[0]} {list(expected[1])}, member {member} as "
+                    f"{got[0]} {list(got[1])}: make them alike with transforms of the members"
+                )
+            if stack and expected[1] != got[1]:
+                raise ValueError(
+                    f"member {first} gives {expected[1][0]} rows, member {member} {got[1][0]} rows, which cannot be "
+                    "stacked: stack=False lays them end to end"
+                )
+
+
+def _form(part: Any) -> Form:
+    """Dtypes and shapes of a sample of any kind; for entries that are no tensors, their type."""
+    if isinstance(part, TensorDictBase):
+        entries: Any = part.items(True, True)
+    else:
+        entries = pytree.tree_flatten_with_path(part)[0]
+    return {
+        key: (value.dtype, value.shape)
+        if isinstance(value, Tensor)
+        else (type(value).__name__, torch.Size([]))
+        for key, value in entries
+    }
+
+
+def _shown(key: Any) -> str:
+    """The key of an entry, or the path to a leaf of a tree, for an error."""
+    if isinstance(key, str) or (key and isinstance(key[0], str)):
+        return f"the entry {key!r}"
+    return f"the entry {pytree.keystr(key)}" if key else "its data"

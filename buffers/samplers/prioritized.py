@@ -1,28 +1,33 @@
-"""Rows drawn in proportion to their priorities."""
+"""Prioritized experience replay: rows drawn in proportion to their priorities, by a sum tree."""
 
 import math
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from flatroll.buffers.index.ring import Draw, Ring
+from flatroll.buffers.index.ring import Array, Draw, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.samplers.base import RandomSampler
-from flatroll.buffers.samplers.priorities import REDUCTIONS, Priorities, integers, one_each
 from flatroll.layout.checks import whole_number
 
-_NONE = np.zeros(0, np.int64)
+REDUCTIONS = ("max", "min", "median", "mean")
+_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
+_BLOCK = 256  # slots whose highest priority is kept together
+_NO_GENERATIONS = np.zeros(0, np.int64)
 
 
 class PrioritizedSampler(RandomSampler):
-    """Rows drawn in proportion to ``(priority + eps) ** alpha``, with replacement, each a run of its own.
+    """Prioritized replay: draws rows in proportion to ``(priority + eps) ** alpha``, with replacement.
 
-    A new row gets the highest priority there was so far (1 at first), so that it is soon drawn. The sample's info
-    has ``"priority_weight"``, float32 ``[N]``: ``(P / min P) ** -beta``, where P is ``(priority + eps) ** alpha``
-    and the minimum is over the rows that can be drawn, so the largest possible weight is 1; and
-    ``"index_generation"``, int64 ``[N]``, by which `update_priority` knows rows that were overwritten since.
+    Each row of a sample is marked as a run of its own, as by `RandomSampler`. A new row gets the highest priority
+    there was so far (1 at first), so that it is soon drawn. The sample's info has ``"priority_weight"``, float32
+    ``[N]``: ``(P / min P) ** -beta``, where P is ``(priority + eps) ** alpha`` and the minimum is over the rows that
+    can be drawn, so the largest possible weight is 1; and ``"index_generation"``, int64 ``[N]``, by which
+    `update_priority` knows rows that were overwritten since.
 
     Schaul, Quan, Antonoglou, Silver: "Prioritized experience replay" (2015), the proportional variant; draws are
     independent, not stratified. Weights are kept in a float64 sum tree: a draw or an update costs time in the
@@ -75,8 +80,9 @@ class PrioritizedSampler(RandomSampler):
         self._priorities = Priorities(
             max_capacity, _number("alpha", alpha), _number("eps", eps), dtype, max_priority_within_buffer
         )
-        self._head = self._written = 0  # of the ring, as far as the priorities know
-        self._changing = False
+        # The ring's counters up to which the priorities are brought: rows _head ... _written - 1 are in the tree.
+        self._head = self._written = 0
+        self._changing = False  # True during a change, and after one that was interrupted
 
     def __repr__(self) -> str:
         numbers = f"alpha={self.alpha}, beta={self.beta}, eps={self.eps}, reduction={self.reduction!r}"
@@ -119,27 +125,23 @@ class PrioritizedSampler(RandomSampler):
 
     # -- in step with the ring ---------------------------------------------------------------------------------
 
+    @override
     def claimed(self, ring: Ring, first: int, rows: int) -> None:
-        """Take the rows that are about to be overwritten out of the draw.
-
-        Raises:
-            ValueError: the buffer is larger than ``max_capacity``.
-        """
         self._check_capacity(ring)
-        self._follow(ring)
+        self._catch_up(ring)  # the rows about to be overwritten can no longer be drawn
 
+    @override
     def entered(self, ring: Ring, first: int, rows: int) -> None:
-        """Give new rows their priority and let them be drawn."""
-        self._follow(ring)
+        self._catch_up(ring)  # new rows get their priority and can be drawn
 
+    @override
     def emptied(self) -> None:
-        """Forget all priorities, and the highest there ever was."""
         self._priorities.keep([])
         self._priorities.ever = 1.0
         self._priorities.weigh_all()
         self._head = self._written = 0
 
-    #: Whether every stored row may be drawn.
+    #: Whether every stored row may be drawn; if not, `_lost` and `_gained` say which may.
     _every_row = True
 
     def _lost(self, ring: Ring) -> None:
@@ -148,8 +150,8 @@ class PrioritizedSampler(RandomSampler):
     def _gained(self, ring: Ring, first: int) -> None:
         """Let rows be drawn that may be since the rows from number ``first`` on are there."""
 
-    def _follow(self, ring: Ring) -> None:
-        """Bring the priorities in step with the ring, if they are not."""
+    def _catch_up(self, ring: Ring) -> None:
+        """Give the rows written since the last time their priority, and take those dropped out of the tree."""
         head, written = ring.head, ring.written
         in_order = not self._changing and self._priorities.in_step
         if in_order and (self._head, self._written) == (head, written):
@@ -158,12 +160,12 @@ class PrioritizedSampler(RandomSampler):
             self._start_over(ring)
             return
         self._changing = True
-        for slots in _stretches(self._head, head, ring.capacity):
+        for slots in _stretches(self._head, head, ring.capacity):  # rows dropped
             self._priorities.fill(slots, 0.0, drawable=False)
         if head > self._head:
             self._lost(ring)
         default = self._priorities.top(self._written - head)
-        for slots in _stretches(self._written, written, ring.capacity):
+        for slots in _stretches(self._written, written, ring.capacity):  # rows written
             self._priorities.fill(slots, default, drawable=self._every_row)
         if written > self._written:
             self._gained(ring, self._written)
@@ -171,11 +173,12 @@ class PrioritizedSampler(RandomSampler):
         self._changing = False
 
     def _start_over(self, ring: Ring) -> None:
-        """Bring everything in step with ``ring``: after an interrupted change (Ctrl-C), another ``alpha``, a state
-        loaded, or rows that were written before the sampler was there."""
+        """Compute all weights anew from the priorities and the ring: after an interrupted change (Ctrl-C), another
+        ``alpha``, a state loaded, or rows that were written before the sampler was there."""
         self._check_capacity(ring)
         self._changing = True
         head, written, priorities = ring.head, ring.written, self._priorities
+        # Rows head ... known - 1 have a priority already, rows known ... written - 1 are new.
         known = min(max(self._written, head), written)
         priorities.keep(_stretches(head, known, ring.capacity))
         default = priorities.top(known - head)
@@ -197,13 +200,14 @@ class PrioritizedSampler(RandomSampler):
 
     # -- drawing and updating ----------------------------------------------------------------------------------
 
+    @override
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
-        """``batch_size`` rows.
+        """Draw ``batch_size`` rows.
 
         Raises:
             RuntimeError: nothing is stored, or all priorities are 0 and so is ``eps``.
         """
-        self._follow(ring)
+        self._catch_up(ring)
         slots, weights, generation = self._choose(ring, batch_size, generator)
         info = {"priority_weight": weights, "index_generation": generation}
         indexed = follow and isinstance(ring, TrajectoryIndex)
@@ -212,32 +216,28 @@ class PrioritizedSampler(RandomSampler):
     def _choose(
         self, ring: Ring, count: int, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Slots, weights and generations of ``count`` drawable rows, drawn independently."""
+        """Slots, weights and generations of ``count`` drawable rows, drawn independently; each ``[count]``."""
         ring.check_not_empty()
         tree = self._priorities.tree
         if not tree.total > 0:
             raise self._nothing(ring)
-        uniform = torch.rand(count, dtype=torch.float64, generator=generator)
-        slots, generation = torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.int64)
-        ratios = torch.empty(count, dtype=torch.float32)
-        self._priorities.kernels.draw(
-            tree.nodes,
-            tree.levels,
-            ring.head,
-            ring.capacity,
-            uniform.numpy(),
-            slots.numpy(),
-            ratios.numpy(),
-            generation.numpy(),
-        )
-        return slots, ratios.pow_(-self._beta), generation
+        # A uniform number times the sum of all weights falls into the weight of one slot; the tree finds which.
+        uniform = torch.rand(count, dtype=torch.float64, generator=generator).numpy()
+        slots, generation = np.empty(count, np.int64), np.empty(count, np.int64)
+        ratios = np.empty(count, np.float32)  # P / min P
+        draw, head, capacity = self._priorities.kernels.draw, ring.head, ring.capacity
+        draw(tree.nodes, tree.levels, head, capacity, uniform, slots, ratios, generation)
+        weights = torch.from_numpy(ratios).pow_(-self._beta)
+        return torch.from_numpy(slots), weights, torch.from_numpy(generation)
 
     def _nothing(self, ring: Ring) -> RuntimeError:
+        """The error where no row has a weight."""
         return RuntimeError(
             "no row can be drawn: all priorities are 0 and so is eps; update the priorities or give "
             f"{type(self).__name__} eps=1e-8"
         )
 
+    @override
     def update_priority(self, ring: Ring, slots: Tensor, priority: Tensor, generation: Tensor | None) -> None:
         """Set the priorities of the rows in ``slots``; where one comes twice, the last priority stays.
 
@@ -253,18 +253,21 @@ class PrioritizedSampler(RandomSampler):
             TypeError: ``slots`` or ``generation`` are not integers.
             ValueError: a negative or infinite priority or NaN, or sizes that do not fit. Nothing has changed then.
         """
-        index = integers("index", slots)
-        values = one_each(priority, len(index), self.reduction)
-        generations = _NONE if generation is None else integers("generation", generation)
+        index = _host_integers("index", slots)
+        values = _reduced(priority, len(index), self.reduction)
+        generations = _NO_GENERATIONS
+        if generation is not None:
+            generations = _host_integers("generation", generation)
         if generation is not None and len(generations) != len(index):
             raise ValueError(
                 f"generation must have one entry per index, {len(index)}, got {len(generations)}"
             )
-        self._follow(ring)
+        self._catch_up(ring)
         most = self._priorities.most(self.alpha)
-        standing, kept = index.copy(), values.to(self.dtype, copy=True).numpy()
+        # The kernel moves the slots whose rows are still stored, and their priorities, to the front of both arrays.
+        stored, new = index.copy(), values.to(self.dtype, copy=True).numpy()
         count, outside, bad = self._priorities.kernels.standing(
-            ring.head, ring.written, ring.capacity, most, standing, kept, generations
+            ring.head, ring.written, ring.capacity, most, stored, new, generations
         )
         if outside >= 0:
             raise IndexError(
@@ -277,7 +280,7 @@ class PrioritizedSampler(RandomSampler):
                 f"{self.dtype} can hold"
             )
         self._changing = True
-        self._priorities.put(standing[:count], kept[:count])
+        self._priorities.put(stored[:count], new[:count])
         self._changing = False
 
     def mark_update(self, ring: Ring, slots: Tensor) -> None:
@@ -286,6 +289,7 @@ class PrioritizedSampler(RandomSampler):
 
     # -- state -------------------------------------------------------------------------------------------------
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """All priorities, the highest there ever was, and the numbers that may be set; owns its memory."""
         used = min(self._written, self.max_capacity)
@@ -299,6 +303,7 @@ class PrioritizedSampler(RandomSampler):
             "eps": self.eps,
         }
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Draw as the sampler that gave ``state`` would; the buffer must load the state of its ring, too.
 
@@ -318,6 +323,157 @@ class PrioritizedSampler(RandomSampler):
         self._head, self._written = state["head"], state["written"]
 
 
+class Priorities:
+    """One priority per slot, and the weights ``(priority + eps) ** alpha`` of the slots that may be drawn.
+
+    All that is kept follows from the priorities and from which slots may be drawn; :meth:`weigh_all` brings it
+    back in step after an interrupted change.
+
+    Args:
+        capacity: number of slots.
+        alpha: exponent of the weights.
+        eps: added to every priority.
+        dtype: ``torch.float32`` or ``torch.float64``, in which priorities are kept. Weights are float64.
+        within_buffer: new rows get the highest priority of the rows stored, not the highest there ever was.
+
+    Attributes:
+        values: the priorities, 0 where no row is stored.
+        drawable: bool, the slots with a weight.
+        alpha: may be set; the weights follow at the next :meth:`weigh_all`.
+        ever: the highest priority there ever was, at least 1.
+    """
+
+    def __init__(
+        self, capacity: int, alpha: float, eps: float, dtype: torch.dtype, within_buffer: bool
+    ) -> None:
+        from flatroll.kernels.trees.sum_tree import SumTree  # numba: 0.3 s, only where priorities are kept
+
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+        self.alpha = alpha
+        self.eps = eps
+        self.within_buffer = within_buffer
+        self.tree = SumTree(capacity)
+        # The priorities in blocks of 256 slots, and the highest of each block: a change looks at its blocks only.
+        self._blocks: Array = np.zeros((-(-capacity // _BLOCK), _BLOCK), _DTYPES[dtype])
+        self._highest: Array = np.zeros(len(self._blocks), _DTYPES[dtype])
+        self.values: Array = self._blocks.reshape(-1)[:capacity]
+        self.drawable: Array = np.zeros(capacity, np.bool_)
+        self._used = alpha  # the exponent of the weights in the tree
+        self.ever = 1.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # ``values`` is a view of the blocks, which a copy must make of its own blocks.
+        return {name: value for name, value in self.__dict__.items() if name != "values"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.values = self._blocks.reshape(-1)[: len(self.drawable)]
+
+    @property
+    def kernels(self) -> ModuleType:
+        """The compiled kernels of the tree, imported late: numba takes 0.3 s."""
+        from flatroll.kernels.trees import sum_tree
+
+        return sum_tree
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the priorities and of the tree."""
+        return self.tree.nbytes + self._blocks.nbytes + self._highest.nbytes + self.drawable.nbytes
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the weights are those of the present `alpha`."""
+        return self.alpha == self._used
+
+    def top(self, stored: int) -> float:
+        """Priority of a new row, where ``stored`` rows are stored: the highest one, 1 if there was none."""
+        if self.within_buffer:
+            return float(self._highest.max()) if stored else 1.0
+        return self.ever
+
+    def most(self, alpha: float) -> float:
+        """The largest priority whose weight, with exponent ``alpha``, leaves sums finite."""
+        # Weights stay below 10 ** LARGEST, so priorities below 10 ** (LARGEST / alpha); floats end at 10 ** 308.
+        digits = self.kernels.LARGEST / alpha if alpha else math.inf
+        return float(10**digits) if digits < 308 else float(np.finfo(np.float64).max)
+
+    def fill(self, slots: slice, priority: float, drawable: bool) -> None:
+        """Set one priority for a stretch of ``slots``: that of new rows, or 0 and not ``drawable`` for no rows."""
+        self.values[slots] = priority
+        self.drawable[slots] = drawable
+        weight = 0.0
+        if drawable:  # of the priority as it is kept, rounded to float32 say
+            rounded = float(self.values.dtype.type(priority))
+            weight = self.kernels.weight(rounded, self.eps, self._used)
+        self.tree.fill(slots.start, slots.stop - slots.start, weight)
+        if self.within_buffer:
+            # Blocks that the stretch touches: the last one rounded up.
+            blocks = slice(slots.start // _BLOCK, -(-slots.stop // _BLOCK))
+            self._highest[blocks] = self._blocks[blocks].max(1)
+
+    def allow(self, slots: Array) -> None:
+        """Let the rows in ``slots`` (int64) be drawn."""
+        self.drawable[slots] = True
+        self._weigh(slots)
+
+    def put(self, slots: Array, priorities: Array) -> None:
+        """Set the priorities of the rows in ``slots`` (int64); where a slot comes twice, the last one stays."""
+        if not len(slots):
+            return
+        self.values[slots] = priorities
+        self.ever = max(self.ever, float(priorities.max()))
+        if self.within_buffer:
+            blocks = np.unique(slots // _BLOCK)
+            self._highest[blocks] = self._blocks[blocks].max(1)
+        self._weigh(slots)
+
+    def _weigh(self, slots: Array) -> None:
+        """Compute the weights of ``slots`` (int64) and the sums above them."""
+        tree = self.tree
+        self.kernels.weigh(tree.nodes, tree.levels, slots, self.values, self.drawable, self.eps, self._used)
+
+    def keep(self, stretches: list[slice]) -> None:
+        """Set all priorities outside ``stretches`` to 0. No slot is drawable after the next :meth:`weigh_all`."""
+        empty = np.ones(len(self.values), np.bool_)
+        for slots in stretches:
+            empty[slots] = False
+        self.values[empty] = 0
+        self.drawable[:] = False
+        self._highest[:] = self._blocks.max(1)
+
+    def weigh_all(self) -> None:
+        """Compute all weights and sums anew from `values`, `drawable` and `alpha`."""
+        self._used, tree = self.alpha, self.tree
+        self._highest[:] = self._blocks.max(1)
+        self.kernels.weigh_all(tree.nodes, tree.levels, self.values, self.drawable, self.eps, self._used)
+
+
+def _reduced(priority: Tensor, count: int, reduction: str) -> Tensor:
+    """One priority per slot, float64 ``[count]`` in host memory; ``reduction`` makes one of several per slot."""
+    values = priority.detach().to("cpu", torch.float64)
+    if values.numel() == 1:
+        return values.reshape(1).expand(count)
+    if values.numel() == count:
+        return values.reshape(-1)
+    if values.ndim < 2 or len(values) != count:
+        raise ValueError(
+            f"priority must be a number or have one entry per index, got {list(priority.shape)} for {count}"
+        )
+    values = values.flatten(1)
+    reduced = getattr(values, reduction)(1)
+    return reduced if isinstance(reduced, Tensor) else reduced.values
+
+
+def _host_integers(name: str, values: Tensor) -> Array:
+    """Integers of any shape and device as int64 ``[N]`` in host memory; TypeError for other numbers."""
+    if values.numel() and (values.is_floating_point() or values.is_complex() or values.dtype is torch.bool):
+        raise TypeError(f"{name} must be integers, got {values.dtype}")
+    integers: Array = values.detach().reshape(-1).to("cpu", torch.int64).numpy()
+    return integers
+
+
 def _number(name: str, value: float) -> float:
     if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
         raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
@@ -325,8 +481,8 @@ def _number(name: str, value: float) -> float:
 
 
 def _stretches(first: int, stop: int, capacity: int) -> list[slice]:
-    """Slots of the rows ``first ... stop - 1``, of which there are at most ``capacity``."""
+    """Slots of the rows ``first ... stop - 1``, of which there are at most ``capacity``: up to two stretches."""
     count, slot = stop - first, first % capacity
-    if slot + count > capacity:
+    if slot + count > capacity:  # around the end of the ring
         return [slice(slot, capacity), slice(0, slot + count - capacity)]
     return [slice(slot, slot + count)] if count else []

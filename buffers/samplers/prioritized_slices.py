@@ -1,9 +1,10 @@
-"""Slices drawn in proportion to the priority of their first row."""
+"""Prioritized replay of slices: a slice is drawn in proportion to the priority of its first row."""
 
 from dataclasses import replace
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
@@ -13,7 +14,7 @@ from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
 
 
 class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
-    """Slices of consecutive rows, drawn in proportion to the priority of their first row.
+    """Prioritized replay of slices of trajectories, drawn in proportion to the priority of their first row.
 
     The slices are those of `SliceSampler`, marked as there; the priorities and the info are those of
     `PrioritizedSampler`. A priority is that of the slices that start at its row: rows that cannot start a slice are
@@ -24,26 +25,14 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     Every row of a slice has the weight of its first row in ``info["priority_weight"]``.
 
     Args:
-        max_capacity: see `PrioritizedSampler`, as all up to ``reduction``.
-        alpha: exponent of the priorities.
-        beta: exponent of the weights.
-        eps: added to priorities.
-        dtype: of the priorities kept.
-        reduction: makes one priority of several per row.
-        num_slices: see `SliceSampler`, as all up to ``cache_values``. The length is then ``batch_size // num_slices``;
-            a draw of another length than the last one takes time in the capacity.
-        slice_len: rows per slice.
-        end_key: marks the last row of an episode.
-        traj_key: constant within a trajectory.
-        truncated_key: marked at the end of slices.
-        init_key: marked at the start of slices.
+        max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer: see `PrioritizedSampler`.
+        num_slices, slice_len, end_key, traj_key, truncated_key, init_key: see `SliceSampler`. With ``num_slices``, the
+            length is ``batch_size // num_slices``; a draw of another length than the last takes time in the capacity.
         strict_length: a slice starts only where ``slice_len`` rows (less ``span``) are there. Default False: the first
             stored row of a shorter trajectory starts a slice, too, a short one.
-        cache_values: accepted and without effect.
-        compile: accepted and without effect: what can be compiled is.
+        cache_values, compile: accepted and without effect.
         span: the end of a trajectory may cut slices short: to one row with True, by up to ``span`` rows with an
             integer. Of a pair (before, after), the first must be False: a slice starts at the row that was drawn.
-        max_priority_within_buffer: see `PrioritizedSampler`.
 
     Raises:
         TypeError, ValueError: as `SliceSampler` and `PrioritizedSampler`.
@@ -85,6 +74,9 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         span: Span = False,
         max_priority_within_buffer: bool = False,
     ) -> None:
+        before, after = span if isinstance(span, tuple) and len(span) == 2 else (False, span)
+        if before:
+            raise ValueError(f"span[0] must be False: a slice starts at the row that was drawn, got {span!r}")
         SliceSampler.__init__(
             self,
             num_slices=num_slices,
@@ -94,57 +86,50 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
             truncated_key=truncated_key,
             strict_length=strict_length,
             init_key=init_key,
-            span=_after(span),
+            span=(False, after),
         )
         PrioritizedSampler.__init__(
             self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer
         )
-        self._least: int | None = None  # rows that must be there from a start on
+        self._least: int | None = None  # rows of its trajectory that must be stored from a start on
 
+    # Only rows that can start a slice are drawable. A write changes few of them: the index says which.
+
+    @override
     def _lost(self, ring: Ring) -> None:
         if self._least is not None and not self.strict_length and isinstance(ring, TrajectoryIndex):
             self._priorities.allow(ring.beheaded(self._least, self._head))
 
+    @override
     def _gained(self, ring: Ring, first: int) -> None:
         if self._least is not None and isinstance(ring, TrajectoryIndex):
             self._priorities.allow(ring.begun(first, self._least, strict=self.strict_length))
 
+    @override
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
-        """``batch_size`` rows in slices, fewer if slices are short.
+        """Draw ``batch_size`` rows in slices, fewer if slices are short.
 
         Raises:
             RuntimeError: nothing is stored, no trajectory is long enough, or all priorities are 0 and so is ``eps``.
         """
         index, length = indexed(ring, self), self._length(batch_size)
         least = length - spans(self.span, length)[1]
-        if least != self._least:
+        if least != self._least:  # other starts than before: all are looked for again
             self._least, self._changing = least, True
-        self._follow(ring)
+        self._catch_up(ring)
         starts, weights, _ = self._choose(ring, batch_size // length, generator)
         draw = index.slices_from(starts, length, follow=follow)
         assert draw.firsts is not None and draw.lasts is not None
-        each, generation = torch.empty(len(draw.slots), dtype=torch.float32), torch.empty_like(draw.slots)
-        self._priorities.kernels.spread(
-            ring.head,
-            ring.capacity,
-            weights.numpy(),
-            draw.firsts.numpy(),
-            draw.lasts.numpy(),
-            draw.slots.numpy(),
-            each.numpy(),
-            generation.numpy(),
-        )
-        return replace(draw, info={"priority_weight": each, "index_generation": generation})
+        # Every row gets the weight of its slice, and its own generation.
+        row_weights = torch.empty(len(draw.slots), dtype=torch.float32)
+        generation = torch.empty_like(draw.slots)
+        firsts, lasts, slots = draw.firsts.numpy(), draw.lasts.numpy(), draw.slots.numpy()
+        spread, head, capacity = self._priorities.kernels.spread, ring.head, ring.capacity
+        spread(head, capacity, weights.numpy(), firsts, lasts, slots, row_weights.numpy(), generation.numpy())
+        return replace(draw, info={"priority_weight": row_weights, "index_generation": generation})
 
+    @override
     def _nothing(self, ring: Ring) -> RuntimeError:
         if isinstance(ring, TrajectoryIndex) and not self._priorities.drawable.any():
             return ring.too_short(self._least or 1)
         return super()._nothing(ring)
-
-
-def _after(span: Span) -> Span:
-    """``span`` at the end of trajectories alone."""
-    before, after = span if isinstance(span, tuple) and len(span) == 2 else (False, span)
-    if before:
-        raise ValueError(f"span[0] must be False: a slice starts at the row that was drawn, got {span!r}")
-    return False, after

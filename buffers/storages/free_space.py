@@ -1,7 +1,7 @@
-"""Whether what a storage asks for is there, asked before it is taken."""
+"""Checks that the memory or the disk has room for a storage, before anything is taken."""
 
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -24,28 +24,30 @@ def check_memory(
 ) -> None:
     """MemoryError if ``rows`` rows of ``row_bytes`` bytes cannot be held on ``device``.
 
-    Devices other than the host and CUDA are not asked. ``ways`` are ways out for the message, besides a smaller
+    Devices other than the host and CUDA are not asked. ``ways`` are what the message proposes, besides a smaller
     ``max_size``.
     """
     if device.type not in ("cpu", "cuda"):
         return
     free = free_memory(device)
     if rows * row_bytes > free:
-        there = f"{shown_size(free)} of memory are free on {device}"
-        raise MemoryError(refusal(rows, row_bytes, there, ways))
+        available = f"{shown_size(free)} of memory are free on {device}"
+        raise MemoryError(refusal(rows, row_bytes, available, ways))
 
 
 def check_disk(rows: int, row_bytes: int, folder: Path, ways: Sequence[str] = (), spare: int = 0) -> None:
-    """OSError if ``rows`` rows of ``row_bytes`` bytes do not fit on the disk of ``folder``, which need not be there
-    yet; ``spare`` bytes come free first."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(there).free + spare
+    """OSError if ``rows`` rows of ``row_bytes`` bytes do not fit on the disk of ``folder``.
+
+    The folder need not exist yet; ``spare`` bytes will be freed first.
+    """
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free + spare
     if rows * row_bytes > free:
         raise OSError(refusal(rows, row_bytes, f"{shown_size(free)} are free on the disk of {folder}", ways))
 
 
-def refusal(rows: int, row_bytes: int, there: str, ways: Sequence[str]) -> str:
-    """What is asked for, what is there, and the ways out.
+def refusal(rows: int, row_bytes: int, available: str, ways: Sequence[str]) -> str:
+    """The error text: what is asked for, what is available, and the ways out.
 
     >>> refusal(1000, 2048, "1 MiB are free", ["compact_obs=True"])  # doctest: +NORMALIZE_WHITESPACE
     'the storage needs 1.953 MiB (1000 rows of 2048 bytes), 1 MiB are free: use a smaller max_size or compact_obs=True'
@@ -53,11 +55,11 @@ def refusal(rows: int, row_bytes: int, there: str, ways: Sequence[str]) -> str:
     *most, last = ["a smaller max_size", *ways]
     instead = f"{', '.join(most)} or {last}" if most else last
     needed = f"{shown_size(rows * row_bytes)} ({rows} rows of {row_bytes} bytes)"
-    return f"the storage needs {needed}, {there}: use {instead}"
+    return f"the storage needs {needed}, {available}: use {instead}"
 
 
 def shown_size(count: int) -> str:
-    """A number of bytes for people.
+    """A number of bytes with the unit that people would use.
 
     >>> shown_size(1000), shown_size(3 << 29)
     ('1000 bytes', '1.5 GiB')
@@ -71,7 +73,7 @@ def shown_size(count: int) -> str:
 
 
 def _process_limits() -> Iterator[int]:
-    """What is left of the limits of this process, where it has any."""
+    """Bytes left of the limits of this process (``ulimit``), where it has any."""
     try:
         import resource
     except ImportError:  # no POSIX system
@@ -86,10 +88,10 @@ def _process_limits() -> Iterator[int]:
 def _group_limits(
     groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[int]:
-    """What is left in the Linux control groups of this process, where they are limited; cached files count as free."""
+    """Bytes left in the Linux control groups of this process, where they are limited; cached files count as free."""
     try:
         lines = groups.read_text().splitlines()
-    except OSError:
+    except OSError:  # no Linux
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -101,6 +103,7 @@ def _group_limits(
 
 
 def _room(root: Path, path: str, limit: str, usage: str, cached: str) -> Iterator[int]:
+    """Bytes left in the group ``path`` and in each group around it, up to ``root``, as their files say."""
     folder = root / path.lstrip("/")
     for group in (folder, *folder.parents):
         if group != root and root not in group.parents:
@@ -109,10 +112,8 @@ def _room(root: Path, path: str, limit: str, usage: str, cached: str) -> Iterato
             most, used = (group / limit).read_text(), int((group / usage).read_text())
             if most.strip() == "max":
                 continue
-            yield int(most) - used + _number((group / "memory.stat").read_text().splitlines(), cached)
+            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            # The cache of files is given up when memory is asked for.
+            yield int(most) - used + int(statistics.get(cached, 0))
         except (OSError, ValueError):  # no such group in this view, or no limits at this level
             continue
-
-
-def _number(lines: Iterable[str], name: str) -> int:
-    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)

@@ -1,4 +1,7 @@
-"""What kind of data a storage holds: tensordicts, single tensors, or trees of tensors."""
+"""What kind of items a storage of columns holds: tensordicts, single tensors, or trees of tensors.
+
+A `Structure` turns a batch of its kind into columns, tensors ``[N, ...]`` by key, and columns into a batch.
+"""
 
 import math
 from abc import ABC, abstractmethod
@@ -10,17 +13,18 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
 from flatroll.buffers.columns.base import Columns
 from flatroll.layout.keys import NestedKey, as_tuple
 
 VALUE: NestedKey = "_value"  # the one column of data that are single tensors
 
-_SINGLE = (Tensor, np.ndarray, np.generic, bool, int, float)
+_SINGLE = (Tensor, np.ndarray, np.generic, bool, int, float)  # types that count as one tensor
 
 
 class Structure(ABC):
-    """How items of one kind become columns and back."""
+    """Turns items of one kind into columns and back."""
 
     @abstractmethod
     def columns(self, batch: Any) -> Columns:
@@ -28,12 +32,16 @@ class Structure(ABC):
 
     @abstractmethod
     def build(self, columns: Columns, shape: torch.Size) -> Any:
-        """Data of batch shape ``shape`` from columns ``[*shape, ...]``."""
+        """A batch of batch shape ``shape`` from columns ``[*shape, ...]``."""
 
     def columns_of_rows(self, data: Any, shape: torch.Size) -> Columns:
         """The tensors of ``data`` of batch shape ``shape`` (``[]`` for one item), laid flat: ``[N, ...]``."""
-        flat = one_row(data) if not shape else map_rows(data, lambda t: _flat(t, len(shape)))
-        return self.columns(flat)
+
+        def flat(leaf: Any) -> Any:
+            leaf = leaf if isinstance(leaf, TensorDictBase) else as_tensor(leaf)
+            return leaf.reshape(math.prod(leaf.shape[: len(shape)]), *leaf.shape[len(shape) :])
+
+        return self.columns(map_rows(data, flat) if shape else one_row(data))
 
     @staticmethod
     def of(batch: Any) -> "Structure":
@@ -59,8 +67,8 @@ class TensorDicts(Structure):
     def __init__(self, inner: torch.Size) -> None:
         self.inner = inner
 
+    @override
     def columns(self, batch: Any) -> Columns:
-        """See `Structure`."""
         if not isinstance(batch, TensorDictBase):
             raise TypeError(f"the storage holds tensordicts, got {type(batch).__name__}")
         if batch.batch_size[1:] != self.inner:
@@ -71,16 +79,16 @@ class TensorDicts(Structure):
             )
         return leaves(batch)
 
+    @override
     def build(self, columns: Columns, shape: torch.Size) -> Any:
-        """See `Structure`."""
         return nest(columns, torch.Size([*shape, *self.inner]))
 
 
 class Tensors(Structure):
     """Single tensors."""
 
+    @override
     def columns(self, batch: Any) -> Columns:
-        """See `Structure`."""
         if not isinstance(batch, _SINGLE):
             raise TypeError(f"the storage holds single tensors, got {type(batch).__name__}")
         values = as_tensor(batch)
@@ -88,8 +96,8 @@ class Tensors(Structure):
             raise ValueError("a batch needs a leading dimension, got a single number: use add")
         return {VALUE: values}
 
+    @override
     def build(self, columns: Columns, shape: torch.Size) -> Any:
-        """See `Structure`."""
         return columns[VALUE]
 
 
@@ -98,13 +106,19 @@ class Trees(Structure):
 
     def __init__(self, spec: pytree.TreeSpec) -> None:
         self.spec = spec
+        # Each leaf's column has its path as key, ("a", "1") for tree["a"][1]; a tree that is one leaf has VALUE.
         paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
-        self.keys: list[NestedKey] = [_path(path) for path, _ in paths]
-        if len(set(self.keys)) != len(self.keys):
+        self.keys: list[NestedKey] = []
+        for path, _ in paths:
+            names = tuple(
+                str(getattr(step, "key", getattr(step, "idx", getattr(step, "name", step)))) for step in path
+            )
+            self.keys.append(names[0] if len(names) == 1 else names or VALUE)
+        if len(set(self.keys)) != len(self.keys):  # {1: ..., "1": ...}
             self.keys = [str(i) for i in range(len(self.keys))]
 
+    @override
     def columns(self, batch: Any) -> Columns:
-        """See `Structure`."""
         leaves, spec = pytree.tree_flatten(batch)
         if spec != self.spec:
             raise ValueError(f"the storage holds items of the form {self.spec}, got {spec}")
@@ -117,21 +131,23 @@ class Trees(Structure):
             )
         return columns
 
+    @override
     def build(self, columns: Columns, shape: torch.Size) -> Any:
-        """See `Structure`."""
         return pytree.tree_unflatten([columns[key] for key in self.keys], self.spec)
 
     def __getstate__(self) -> Any:
-        return {
-            "form": pytree.tree_unflatten(list(range(self.spec.num_leaves)), self.spec)
-        }  # torch's spec may change
+        # An example tree instead of the spec, whose form may change with torch's version.
+        return {"form": pytree.tree_unflatten(list(range(self.spec.num_leaves)), self.spec)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Trees.__init__(self, pytree.tree_structure(state["form"]))
 
 
 def batched(items: list[Any]) -> Any:
-    """A batch of several items of one kind: tensordicts, tensors or trees of tensors are stacked.
+    """Stack several items of one kind, tensordicts, tensors or trees of tensors, into a batch.
+
+    Raises:
+        ValueError: items of different forms, shapes or dtypes.
 
     >>> batched([(torch.zeros(2), 1), (torch.ones(2), 2)])[1]
     tensor([1, 2])
@@ -150,17 +166,17 @@ def batched(items: list[Any]) -> Any:
                 f"items must be of one form to be stored in tensors: item 0 is {spec}, item {i} {other}"
             )
         rows.append([as_tensor(leaf) for leaf in leaves])
-        for here, leaf in zip(rows[0], rows[-1], strict=True):
-            if here.shape != leaf.shape or here.dtype is not leaf.dtype:
+        for expected, got in zip(rows[0], rows[-1], strict=True):
+            if expected.shape != got.shape or expected.dtype is not got.dtype:
                 raise ValueError(
-                    f"items must have the same shapes and dtypes to be stored in tensors: item 0 has {here.dtype} "
-                    f"{list(here.shape)} where item {i} has {leaf.dtype} {list(leaf.shape)}"
+                    f"items must have the same shapes and dtypes to be stored in tensors: item 0 has {expected.dtype} "
+                    f"{list(expected.shape)} where item {i} has {got.dtype} {list(got.shape)}"
                 )
     return pytree.tree_unflatten([torch.stack(column) for column in zip(*rows, strict=True)], spec)
 
 
 def stacked(items: list[Any]) -> Any:
-    """Items one above the other if all are tensors, tensordicts or trees of tensors of one form, else ``items``.
+    """Stack items if all are tensors, tensordicts or trees of tensors of one form; else give the list back.
 
     >>> stacked(["a", 1]), stacked([torch.zeros(1), torch.ones(1)])
     (['a', 1], tensor([[0.],
@@ -182,11 +198,11 @@ def stacked(items: list[Any]) -> Any:
 
 
 def apart(batch: Any) -> list[Any]:
-    """The items of a batch: those of a list, or what stands at each place of the leading dimension."""
+    """The items of a batch: those of a list, or the slices of tensors along their leading dimension."""
     if isinstance(batch, list):
         return batch
     if isinstance(batch, (TensorDictBase, Tensor)):
-        return list(batch.clone().unbind(0))  # the caller may write into the batch
+        return list(batch.clone().unbind(0))  # copies: the caller may write into the batch later
     tree, spec = pytree.tree_flatten(batch)
     columns = [as_tensor(leaf).clone() for leaf in tree]
     if not columns or any(c.ndim == 0 or len(c) != len(columns[0]) for c in columns):
@@ -210,6 +226,7 @@ def dense(batch: Any) -> Any:
 
 
 def _check_alike(items: list[Any]) -> None:
+    """ValueError unless all items are tensordicts with the first one's entries."""
     form = _forms(items[0]) if items else None
     for i, item in enumerate(items):
         if not isinstance(item, TensorDictBase) or _forms(item) != form:
@@ -220,6 +237,7 @@ def _check_alike(items: list[Any]) -> None:
 
 
 def _forms(item: TensorDictBase) -> frozenset[Any]:
+    """Key, shape and dtype of all entries."""
     return frozenset(
         (key, getattr(value, "shape", None), getattr(value, "dtype", None))
         for key, value in item.items(True, True)
@@ -231,11 +249,6 @@ def one_row(item: Any) -> Any:
     if isinstance(item, TensorDictBase):
         return item.unsqueeze(0)
     return pytree.tree_map(lambda leaf: as_tensor(leaf).unsqueeze(0), item)
-
-
-def _flat(rows: Any, dims: int) -> Any:
-    rows = rows if isinstance(rows, TensorDictBase) else as_tensor(rows)
-    return rows.reshape(math.prod(rows.shape[:dims]), *rows.shape[dims:])
 
 
 def map_rows(batch: Any, change: Callable[[Any], Any]) -> Any:
@@ -252,13 +265,6 @@ def as_tensor(leaf: Any) -> Tensor:
     raise TypeError(
         f"a {type(leaf).__name__} cannot be kept in tensors: use ListStorage, which takes any Python object"
     )
-
-
-def _path(path: tuple[Any, ...]) -> NestedKey:
-    names = tuple(
-        str(getattr(step, "key", getattr(step, "idx", getattr(step, "name", step)))) for step in path
-    )
-    return names[0] if len(names) == 1 else names or VALUE
 
 
 def leaves(batch: TensorDictBase, path: tuple[str, ...] = ()) -> Columns:
@@ -285,7 +291,7 @@ def nest(columns: Columns, shape: torch.Size) -> TensorDict:
     >>> nest({"a": torch.zeros(2), ("next", "a"): torch.ones(2)}, torch.Size([2]))["next", "a"]
     tensor([1., 1.])
     """
-    root: dict[str, Any] = {}
+    root: dict[str, Any] = {}  # nested as the keys are
     for key, column in columns.items():
         if isinstance(key, str):
             root[key] = column
@@ -311,18 +317,14 @@ def entry(batch: Any, names: tuple[Any, ...]) -> Any:
             raise TypeError(
                 f"there is no entry {name!r}: the rows are {type(batch).__name__}s, not tensordicts"
             )
+        # A named tuple's entries are known by their fields' names, too.
         batch = getattr(batch, name) if isinstance(batch, tuple) and isinstance(name, str) else batch[name]
     return batch
 
 
 def like(column: Tensor) -> tuple[torch.dtype, torch.Size]:
-    """What all rows of a column have in common."""
+    """Dtype and shape of the rows of a column."""
     return column.dtype, column.shape[1:]
-
-
-def row_bytes(dtype: torch.dtype, shape: torch.Size) -> int:
-    """Bytes of one value."""
-    return math.prod(shape) * dtype.itemsize
 
 
 def shown(key: NestedKey) -> str:

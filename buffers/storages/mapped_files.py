@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import math
 import mmap
 import os
 import threading
@@ -13,21 +14,20 @@ from urllib.parse import quote
 
 import numpy as np
 import torch
-from torch import Tensor
+from typing_extensions import override
 
 from flatroll.buffers.columns.base import TensorColumn
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.storages.free_space import shown_size
-from flatroll.buffers.storages.item_kinds import row_bytes
 from flatroll.layout.keys import NestedKey, as_tuple
 
-#: What reserving space fails with where there is none, and where the file system cannot reserve.
+#: Error numbers of reserving space on a disk that has none, and on a file system that cannot reserve.
 FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
-_UNABLE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+_CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
 
 class MappedColumn(TensorColumn):
-    """A column in a file. Copies by pickle map the same file.
+    """A column in a memory-mapped file. Copies by pickle map the same file, in another process too.
 
     Args:
         path: the file, at least that long.
@@ -47,15 +47,28 @@ class MappedColumn(TensorColumn):
 
     def __init__(self, path: Path, rows: int, dtype: torch.dtype, shape: torch.Size) -> None:
         self.path = path
-        self._memory, data = mapped(path, rows, dtype, shape)
-        super().__init__(data)
+        self._memory: mmap.mmap | None = (
+            None  # kept for `prefetch`; the tensor keeps the mapping alive by itself
+        )
+        size = rows * math.prod(shape) * dtype.itemsize
+        if size:
+            self._memory = mapped_bytes(path, size)
+            as_bytes = torch.from_numpy(np.frombuffer(self._memory, np.uint8))
+            super().__init__(as_bytes.view(dtype).view(rows, *shape))
+        else:  # no bytes can be mapped
+            super().__init__(torch.empty((rows, *shape), dtype=dtype))
 
+    @override
     def pool(self) -> "MappedColumn":
-        """See `Column`; in a file of its own beside the column's."""
+        # Next observations that no row holds go to a file of their own beside the column's.
         return MappedColumn(pool_file(self.path), 0, self.dtype, self.shape)
 
+    @override
     def grow(self, rows: int) -> None:
-        """See `Column`; OSError if the disk has no space for it. Readers keep what they see."""
+        """Make the file at least ``rows`` rows long; OSError if the disk has no space for them.
+
+        Who reads meanwhile keeps the shorter mapping of the same bytes.
+        """
         if rows > len(self.data):
             try:
                 reserve(self.path, rows * self.value_bytes)
@@ -64,13 +77,15 @@ class MappedColumn(TensorColumn):
                     raise
                 size = f"{rows} rows of {self.value_bytes} bytes"
                 raise OSError(error.errno, f"the disk has no space for {size}", str(self.path)) from None
-            self._memory, self.data = mapped(self.path, rows, self.dtype, self.shape)
+            larger = MappedColumn(self.path, rows, self.dtype, self.shape)
+            self._memory, self.data = larger._memory, larger.data
 
-    def ask(self, slots: Array) -> None:
+    def prefetch(self, slots: Array) -> None:
         """Let the system fetch the rows in ``slots`` (int64, ascending) from disk, all at once and no others."""
         size = self.value_bytes
         if self._memory is None or not len(slots):
             return
+        # One request per stretch of rows that are less than a page apart, from the start of its first page on.
         gaps = np.flatnonzero(np.diff(slots) > 1 + mmap.PAGESIZE // size)
         begins = slots[np.concatenate([[0], gaps + 1])] * size // mmap.PAGESIZE * mmap.PAGESIZE
         ends = (slots[np.concatenate([gaps, [len(slots) - 1]])] + 1) * size
@@ -82,24 +97,29 @@ class MappedColumn(TensorColumn):
 
 
 class FrameFiles:
-    """Makes columns of frames, the first one in the file ``path``, further ones beside it; lists them in ``files``."""
+    """Makes the files of a pool of frames, which grows by whole files.
+
+    Args:
+        path: the first file; further ones are beside it, numbered.
+        files: the list to which each file is added, so that all are removed in the end.
+    """
 
     def __init__(self, path: Path, files: list[Path]) -> None:
         self._path, self._files = path, files
         self._made = 0
 
     def __call__(self, frames: int, shape: tuple[int, ...], dtype: torch.dtype) -> MappedColumn:
-        """A column of so many frames of this shape."""
+        """A column of so many frames of this shape, in the next file."""
         path = self._path if not self._made else self._path.with_suffix(f".{self._made}.frames")
         self._made += 1
-        self._files.append(path)
+        self._files.append(path)  # first, so that a file of which only a part fits is removed, too
         column = MappedColumn(path, 0, dtype, torch.Size(shape))
         column.grow(frames)
         return column
 
 
 class FileLock:
-    """A lock between the threads of this process and, once there is a file, between processes.
+    """A lock between the threads of this process and, once ``path()`` gives a file, between processes.
 
     The system gives it back when its holder dies. The file is opened for each turn, so that a process that was
     forked while the lock was held does not hold it too.
@@ -113,7 +133,7 @@ class FileLock:
     def __enter__(self) -> None:
         import fcntl  # POSIX only
 
-        self._thread.acquire()
+        self._thread.acquire()  # flock does not keep the threads of one process apart
         try:
             path = self._path()
             if path is not None:
@@ -134,7 +154,7 @@ class FileLock:
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
-        self._thread.release()
+        self._thread.release()  # last: the next thread sets _file
 
 
 def file_names(keys: Iterable[NestedKey]) -> dict[NestedKey, str]:
@@ -147,6 +167,7 @@ def file_names(keys: Iterable[NestedKey]) -> dict[NestedKey, str]:
     names: dict[NestedKey, str] = {}
     taken: set[str] = set()
     for key in keys:
+        # "." joins the names of a nested key and "~" numbers equal stems, so neither may be in a name.
         parts = [quote(part, safe="").replace(".", "%2E").replace("~", "%7E") for part in as_tuple(key)]
         stem = name = ".".join(parts)[:180]  # file names have at most 255 bytes
         for number in itertools.count(1):
@@ -159,7 +180,7 @@ def file_names(keys: Iterable[NestedKey]) -> dict[NestedKey, str]:
 
 
 def pool_file(path: Path) -> Path:
-    """The file of a column's pool."""
+    """The file for the pool of the column in ``path``."""
     return path.with_suffix(".pool")
 
 
@@ -176,33 +197,23 @@ def reserve(path: Path, size: int) -> None:
                     os.posix_fallocate(file, 0, size)
                     return
             except OSError as error:
-                if error.errno not in _UNABLE:
+                if error.errno not in _CANNOT_RESERVE:
                     raise
             os.ftruncate(file, size)
     finally:
         os.close(file)
 
 
-def mapped(path: Path, rows: int, dtype: torch.dtype, shape: torch.Size) -> tuple[mmap.mmap | None, Tensor]:
-    """The first ``rows`` rows of a file that is long enough; None for no bytes at all."""
-    size = rows * row_bytes(dtype, shape)
-    if not size:
-        return None, torch.empty((rows, *shape), dtype=dtype)
-    memory = mapped_bytes(path, size)
-    values = torch.from_numpy(np.frombuffer(memory, np.uint8))
-    return memory, values.view(dtype).view(rows, *shape)
-
-
 def mapped_bytes(path: Path, size: int) -> mmap.mmap:
-    """The first ``size`` bytes of a file."""
+    """The first ``size`` bytes of a file, shared with all who map it; ValueError if it is shorter."""
     file = _open(path)
     try:
-        there = os.fstat(file).st_size
-        if there < size:
-            raise ValueError(f"{path} has {shown_size(there)}, expected {shown_size(size)}")
+        length = os.fstat(file).st_size
+        if length < size:  # reading beyond the end of the file would kill the process
+            raise ValueError(f"{path} has {shown_size(length)}, expected {shown_size(size)}")
         return mmap.mmap(file, size)
     finally:
-        os.close(file)
+        os.close(file)  # the mapping stays
 
 
 def _open(path: Path) -> int:
@@ -216,8 +227,11 @@ def _open(path: Path) -> int:
 
 
 def remove_files(files: Sequence[Path], folder: Path | None, process: int) -> None:
-    """Remove files, and the folder that was made for them; only in the process that made them."""
-    if os.getpid() != process:
+    """Remove files, and the folder that was made for them; only in the process that made them.
+
+    Who has a file mapped keeps its bytes: the system frees them with the last mapping.
+    """
+    if os.getpid() != process:  # a fork inherits the finalizer, but not the files
         return
     for file in files:
         with suppress(OSError):

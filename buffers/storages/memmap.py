@@ -1,5 +1,6 @@
-"""Rows in memory-mapped files, for buffers larger than the memory and buffers that several processes fill."""
+"""A storage in memory-mapped files, for buffers larger than the memory and buffers that several processes fill."""
 
+import math
 import os
 import tempfile
 import weakref
@@ -11,13 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from flatroll.buffers.columns.base import Column, Columns, TensorColumn
+from flatroll.buffers.columns.frame_stack import FrameColumn
 from flatroll.buffers.index.ring import Array, Follow, Ring
 from flatroll.buffers.storages.columns import ColumnStorage
-from flatroll.buffers.storages.encodings import checked_encodings, encoded_bytes
+from flatroll.buffers.storages.encodings import Encodings
 from flatroll.buffers.storages.free_space import check_disk, check_memory, free_memory, refusal
-from flatroll.buffers.storages.item_kinds import row_bytes
 from flatroll.buffers.storages.mapped_files import (
     FULL,
     FileLock,
@@ -33,11 +35,11 @@ from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.layout.keys import NestedKey
 
 _LOCK = "ring.lock"
-_COUNTERS = 4096  # bytes of the ring's counters: a page
+_COUNTER_BYTES = 4096  # of the ring's counters: a page
 
 
 class LazyMemmapStorage(ColumnStorage):
-    """Rows in memory-mapped files, one per entry, made at the first extend.
+    """Rows on disk, in one memory-mapped file per entry of the batch, made at the first ``extend``.
 
     The system keeps in memory what is used and writes the rest to disk, so the buffer may be larger than the memory.
     The space is reserved before anything is written. Files stay valid for whoever has them mapped, even after they
@@ -46,7 +48,7 @@ class LazyMemmapStorage(ColumnStorage):
     A buffer with this storage can be handed to other processes, by ``fork`` or ``spawn``, after its first extend:
     all of them read, and extend, the same rows. That needs a sampler and a writer without a memory of their own,
     and rows that no trajectory index follows: not `SliceSampler`, not ``compact_obs``. With those the buffer works
-    in the process that made it, and says so elsewhere.
+    in the process that made it, and raises an error in any other.
 
     Args:
         max_size: number of rows; with ``ndim`` of 2 or more, of all lanes together.
@@ -56,10 +58,10 @@ class LazyMemmapStorage(ColumnStorage):
         ndim: number of batch dimensions, as in `LazyTensorStorage`.
         existsok: put files in the place of those in ``scratch_dir``; by default they are an error.
         compact_obs: as in `LazyTensorStorage`; ends of trajectories have a file of their own.
-        frame_stack: as in `LazyTensorStorage`; frames are in files, which of them a row has (4 bytes per frame of the
-            stack) is in memory, so only one process can use the buffer.
+        frame_stack: as in `LazyTensorStorage`; the frames are in files, the numbers of each row's frames (4 bytes per
+            frame of the stack) in memory, so only one process can use the buffer.
         codec: not for files: use `LazyTensorStorage`.
-        auto_cleanup: remove the files as said of temporary ones; default only those.
+        auto_cleanup: remove the files when the storage is dropped or the process ends, default only temporary ones.
 
     Raises:
         ValueError: another device, a ``codec``, ``max_size`` or ``ndim`` below 1.
@@ -98,69 +100,68 @@ class LazyMemmapStorage(ColumnStorage):
                 f"codec={dict(codec)!r} is not for files: use LazyTensorStorage(codec=...), whose rows take less "
                 "memory, or leave it out"
             )
-        self.frame_stack, _ = checked_encodings(frame_stack, None)
+        self._encodings = Encodings(frame_stack)
+        self.frame_stack = self._encodings.frame_stack
         self.shares = bool(self.frame_stack)
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir).absolute()
         self.existsok = existsok
         self.auto_cleanup = scratch_dir is None if auto_cleanup is None else auto_cleanup
         self.folder: Path | None = None  # of the files, once they are there
-        self._counters: Array | None = None
-        self._alone: str | None = None  # what of the buffer other processes cannot see
-        self._taken = False  # whether a buffer has this storage
+        self._counters: Array | None = None  # uint8, of the ring, in a file; None before the first extend
+        self._unshareable: str | None = None  # name of the component that other processes cannot see
+        self._has_buffer = False
         self._large = False  # whether the rows are likely to be on disk only
         if self.scratch_dir is not None and not existsok and _counter_file(self.scratch_dir).exists():
             raise _already_there(_counter_file(self.scratch_dir))
 
+    @override
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
-        size = sum(encoded_bytes(like, self.frame_stack, {}).values())
-        ways = ["another scratch_dir", *([] if self.compact_obs else ["compact_obs=True"])]
+        size = self._encodings.row_bytes(like)
+        instead = ["another scratch_dir", *([] if self.compact_obs else ["compact_obs=True"])]
         if not self.frame_stack:
-            ways.append("frame_stack for images")
+            instead.append("frame_stack for images")
         names = file_names(like)
         if self.scratch_dir is None:
-            check_disk(self.capacity, size, Path(tempfile.gettempdir()), ways)
+            check_disk(self.capacity, size, Path(tempfile.gettempdir()), instead)
             folder, made = Path(tempfile.mkdtemp(prefix="flatroll-")), True
         else:
             folder, made = self.scratch_dir, not self.scratch_dir.exists()
             old = [file for file in _files(folder, names.values()) if file.exists()]
             if old and not self.existsok:
                 raise _already_there(old[0])
-            check_disk(self.capacity, size, folder, ways, sum(file.stat().st_blocks * 512 for file in old))
+            # Old files are removed first; st_blocks counts the 512 bytes that each really occupies.
+            check_disk(self.capacity, size, folder, instead, sum(file.stat().st_blocks * 512 for file in old))
             folder.mkdir(parents=True, exist_ok=True)
         files = _files(folder, names.values())
         try:
             for file in files:
                 file.unlink(missing_ok=True)  # who has it mapped keeps it
-            for key, kind in like.items():  # all of it, before anything is written
+            for key, (dtype, shape) in like.items():  # all space is reserved before anything is written
                 if key not in self.frame_stack:
-                    reserve(folder / names[key], self.capacity * row_bytes(*kind))
-            reserve(_counter_file(folder), _COUNTERS)
+                    reserve(folder / names[key], self.capacity * math.prod(shape) * dtype.itemsize)
+            reserve(_counter_file(folder), _COUNTER_BYTES)
             (folder / _LOCK).touch(mode=0o600)
-            columns = {
-                key: self._column(key, folder / names[key], files, *kind) for key, kind in like.items()
-            }
+            columns: dict[NestedKey, Column] = {}
+            for key, (dtype, shape) in like.items():
+                path, stack = folder / names[key], self.frame_stack.get(key)
+                if stack is None:
+                    columns[key] = MappedColumn(path, self.capacity, dtype, shape)
+                else:
+                    make = FrameFiles(path, files)
+                    columns[key] = FrameColumn(self.capacity, stack, shape, dtype, make=make)
             self._counters = _counters(folder)
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too: no file is left behind
             remove_files(files, folder if made else None, os.getpid())
             if isinstance(error, OSError) and error.errno in FULL:
-                there = f"the disk of {folder} is full ({error.strerror})"
-                raise OSError(error.errno, refusal(self.capacity, size, there, ways)) from None
+                available = f"the disk of {folder} is full ({error.strerror})"
+                raise OSError(error.errno, refusal(self.capacity, size, available, instead)) from None
             raise
         self.folder, self._large = folder, self.capacity * size > free_memory(self.device)
-        if self.auto_cleanup:
+        if self.auto_cleanup:  # `files` goes on growing as FrameFiles makes more
             weakref.finalize(self, remove_files, files, folder if made else None, os.getpid())
         return columns
 
-    def _column(
-        self, key: NestedKey, path: Path, files: list[Path], dtype: torch.dtype, shape: torch.Size
-    ) -> Column:
-        stack = self.frame_stack.get(key)
-        if stack is None:
-            return MappedColumn(path, self.capacity, dtype, shape)
-        from flatroll.buffers.columns.frame_stack import FrameColumn
-
-        return FrameColumn(self.capacity, stack, shape, dtype, make=FrameFiles(path, files))
-
+    @override
     def get(
         self,
         slots: Tensor,
@@ -169,57 +170,56 @@ class LazyMemmapStorage(ColumnStorage):
         slices: bool = False,
         keys: frozenset[NestedKey] | None = None,
     ) -> Columns:
-        """See `Storage`."""
-        if self._large:
-            wanted = (
-                slots.numpy() if follow is None else np.concatenate([slots.numpy(), follow.slots.numpy()])
-            )
+        if self._large:  # else the rows are in memory anyway, and asking for them only costs time
+            wanted = slots.numpy()
+            if follow is not None:  # compact storage reads next observations from the rows that follow
+                wanted = np.concatenate([wanted, follow.slots.numpy()])
             wanted = np.unique(wanted[wanted >= 0])
             for key, column in self.columns.items():
                 if isinstance(column, MappedColumn) and (keys is None or key in keys):
-                    column.ask(wanted)
+                    column.prefetch(wanted)
         return super().get(slots, follow, slices=slices, keys=keys)
 
     # -- sharing -----------------------------------------------------------------------------------------------
 
+    @override
     def write_lock(self) -> AbstractContextManager[Any]:
-        """See `Storage`: held by one thread of one process."""
+        # Held by one thread of one process at a time. The file is there from the first extend on.
         return FileLock(lambda: None if self.folder is None else self.folder / _LOCK)
 
+    @override
     def attach(self, ring: Ring, alone: str | None, first: bool = False) -> None:
-        """See `Storage`."""
-        if first and self._taken:
+        if first and self._has_buffer:
             raise ValueError(
                 "the storage belongs to another buffer already: make one LazyMemmapStorage per buffer"
             )
-        self._taken, self._alone = True, alone or ("a frame_stack" if self.frame_stack else None)
-        if self._alone is None and self._counters is not None:
+        self._has_buffer, self._unshareable = True, alone or ("a frame_stack" if self.frame_stack else None)
+        # The ring's counters move to the file, where other processes see which rows are stored.
+        if self._unshareable is None and self._counters is not None:
             ring.move(self._counters)
 
+    @override
     def reattach(self, ring: Ring) -> None:
-        """See `Storage`."""
-        if self._taken and self._alone is None and self._counters is not None:
+        if self._has_buffer and self._unshareable is None and self._counters is not None:
             ring.adopt(self._counters)
 
+    @override
     def enter_process(self) -> None:
-        """See `Storage`."""
-        self._check_handing_over()
-
-    def _check_handing_over(self) -> None:
         if not self.columns:
             raise RuntimeError(
                 "the storage has no files yet, so other processes would make their own: extend the buffer once "
                 "before handing it over, or make it in the process that uses it"
             )
-        if self._alone is not None:
+        if self._unshareable is not None:
             raise RuntimeError(
-                f"the buffer has {self._alone}, which other processes cannot see: hand over state_dict(), use "
+                f"the buffer has {self._unshareable}, which other processes cannot see: hand over state_dict(), use "
                 "the buffer in the process that made it, or share one with RandomSampler, RoundRobinWriter and "
                 "compact_obs=False"
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        self._check_handing_over()
+        # A copy for another process maps the same files, and leaves it to the maker to remove them.
+        self.enter_process()  # raises if the copy would not work there
         return super().__getstate__() | {"_counters": None, "auto_cleanup": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -234,7 +234,7 @@ class LazyMemmapStorage(ColumnStorage):
             raise TypeError("frame stacks in files cannot be copied: load state_dict() into another buffer")
         other = LazyMemmapStorage(self.max_size, ndim=self.ndim, compact_obs=self.compact_obs)
         other.lanes, other.structure = self.lanes, self.structure
-        other._taken, other._alone = self._taken, self._alone
+        other._has_buffer, other._unshareable = self._has_buffer, self._unshareable
         if self.columns:
             with self.write_lock():
                 other.columns = other._allocate(self._like())
@@ -247,8 +247,9 @@ class LazyMemmapStorage(ColumnStorage):
                     _copy(self.pool.entries, other.pool.entries)
         return other
 
+    @override
     def state_dict(self, rows: int, pool_rows: int = 0) -> dict[str, Any]:
-        """See `Storage`; MemoryError if the rows do not fit in memory."""
+        """The rows, in memory; MemoryError if they do not fit there."""
         check_memory(rows, self.bytes_per_row, self.device, ())
         return super().state_dict(rows, pool_rows)
 
@@ -258,11 +259,11 @@ def _counter_file(folder: Path) -> Path:
 
 
 def _counters(folder: Path) -> Array:
-    return np.frombuffer(mapped_bytes(_counter_file(folder), _COUNTERS), np.uint8)
+    return np.frombuffer(mapped_bytes(_counter_file(folder), _COUNTER_BYTES), np.uint8)
 
 
 def _files(folder: Path, names: Iterable[str]) -> list[Path]:
-    """All files of a storage, except those that are made later."""
+    """All files of a storage, except further files of frames."""
     columns = [folder / name for name in names]
     return [*columns, *map(pool_file, columns), _counter_file(folder), folder / _LOCK]
 

@@ -1,4 +1,7 @@
-"""Storages of several dimensions: slots are steps of parallel lanes, laid flat with time first."""
+"""Storages of several dimensions: the steps of parallel lanes (envs) laid flat, time before lanes.
+
+With L lanes, step t of lane l is in slot ``t * L + l``: all lanes of a step side by side, then the next step.
+"""
 
 import math
 from typing import Any
@@ -11,7 +14,10 @@ from flatroll.buffers.storages.item_kinds import as_tensor, map_rows
 
 
 def time_first(data: Any, ndim: int, dim: int) -> tuple[Any, torch.Size]:
-    """``data`` with its first ``ndim`` dimensions in one, dimension ``dim`` (time) before the others, and their sizes.
+    """Lay ``data`` flat: its first ``ndim`` dimensions become one, ``dim`` (time) before the others.
+
+    Returns:
+        the flat data, and the sizes of the other dimensions (the lanes).
 
     >>> time_first(torch.tensor([[1, 2, 3], [4, 5, 6]]), ndim=2, dim=1)
     (tensor([1, 4, 2, 5, 3, 6]), torch.Size([2]))
@@ -51,6 +57,7 @@ def positions(slots: Tensor, lanes: torch.Size) -> Tensor:
     """
     if not lanes:
         return slots
+    # As digits of a number: the last dimension first, what is left over is the step.
     places = []
     for size in reversed(lanes):
         places.append(slots.remainder(size))
@@ -65,7 +72,7 @@ def slots_of(places: Tensor, lanes: torch.Size) -> Tensor:
     tensor([0, 5])
     """
     if not lanes or places.ndim == 0 or places.shape[-1] != len(lanes) + 1:
-        return places
+        return places  # slots already
     slots = places[..., 0]
     for i, size in enumerate(lanes):
         slots = slots * size + places[..., i + 1]

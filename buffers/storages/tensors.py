@@ -1,36 +1,36 @@
-"""Where rows are kept in memory: in columns allocated from the first batch, or given by the caller."""
+"""Storages in memory: columns allocated from the first batch, or tensors that the caller made."""
 
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import override
 
 from flatroll.buffers.columns.base import Column, TensorColumn
-from flatroll.buffers.columns.sparse import SparseColumn, checked_sparse
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.storages.base import Rows
 from flatroll.buffers.storages.columns import ColumnStorage
-from flatroll.buffers.storages.encodings import checked_encodings, encoded, encoded_bytes
+from flatroll.buffers.storages.encodings import Encodings
 from flatroll.buffers.storages.free_space import check_memory
 from flatroll.buffers.storages.item_kinds import Structure, map_rows
 from flatroll.layout.keys import NestedKey, next_key
 
 
 class LazyTensorStorage(ColumnStorage):
-    """Rows in contiguous tensors, one per entry, allocated at the first extend.
+    """Rows in memory, one tensor per entry of the batch, allocated at the first ``extend``.
 
-    Every batch must have the entries, shapes and dtypes of the first one; nothing is dropped or cast silently.
+    Every batch must have the entries, shapes and dtypes of the first one; nothing is dropped or cast silently. To
+    keep an entry in a form of your own, as bfloat16 say, override ``make_column`` (see `ColumnStorage`).
 
     Args:
         max_size: number of rows; with ``ndim`` of 2 or more, of all lanes together.
         device: where the tensors are kept, default ``"cpu"``.
         ndim: number of batch dimensions, default 1 (flat batches). With 2, batches are ``[lanes, time]`` and the
             storage is ``[max_size // lanes, lanes]``; rows of a lane follow each other.
-        compact_obs: keep each observation once. Every entry that stands both at the root and under ``"next"``
+        compact_obs: keep each observation once. Every entry that is both at the root and under ``"next"``
             (observations, step counts, recurrent states) is stored at the root only; ``("next", ...)`` of a row
             is read from the row that follows it, or from a side pool where no stored row agrees with it bit by
             bit (ends of trajectories and of interrupted writes). Samples are bit-equal to those of a full storage.
@@ -71,51 +71,33 @@ class LazyTensorStorage(ColumnStorage):
         sparse: Collection[NestedKey] = (),
     ) -> None:
         super().__init__(max_size, device=device, ndim=ndim, compact_obs=compact_obs)
-        self.frame_stack, self.codec = checked_encodings(frame_stack, codec)
-        self.sparse = checked_sparse(sparse)
-        if both := self.sparse & {*self.frame_stack, *self.codec}:
-            raise ValueError(
-                f"sparse names {sorted(map(repr, both))}, which frame_stack or codec keep already"
-            )
+        self._encodings = Encodings(frame_stack, codec, sparse)
+        self.frame_stack, self.codec = self._encodings.frame_stack, self._encodings.codec
+        self.sparse = self._encodings.sparse
         self.shares = bool(self.frame_stack)
 
+    @override
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
-        sizes = encoded_bytes(like, self.frame_stack, self.codec) | dict.fromkeys(self.sparse, 4)
-        if absent := self.sparse - set(like):
-            raise ValueError(
-                f"sparse names {sorted(map(repr, absent))}, which the batch does not have: it has "
-                f"{sorted(map(repr, like))}"
-            )
-        check_memory(self.capacity, sum(sizes.values()), self.device, self._ways_out(like))
-        columns: dict[NestedKey, Column] = {}
-        for key, (dtype, shape) in like.items():
-            if key in self.sparse:
-                columns[key] = SparseColumn(self.capacity, shape, dtype, self.device)
-                continue
-            stack, codec = self.frame_stack.get(key), self.codec.get(key)
-            columns[key] = encoded(self.capacity, dtype, shape, self.device, stack, codec) or TensorColumn(
-                _empty((self.capacity, *shape), dtype, self.device)
-            )
-        return columns
-
-    def _ways_out(self, like: Mapping[NestedKey, Any]) -> list[str]:
-        """What takes less memory than this storage, for errors."""
-        ways = ["LazyMemmapStorage" if self.device.type == "cpu" else "device='cpu'"]
+        instead = ["LazyMemmapStorage" if self.device.type == "cpu" else "device='cpu'"]
         if not self.compact_obs and any(next_key(key) in like for key in like):
-            ways.append("compact_obs=True")
+            instead.append("compact_obs=True")
         if not self.frame_stack and not self.codec:
-            ways.append("frame_stack and codec for images")
-        return ways
+            instead.append("frame_stack and codec for images")
+        check_memory(self.capacity, self._encodings.row_bytes(like), self.device, instead)
+        return {
+            key: self._encodings.column(key, self.capacity, dtype, shape, self.device)
+            for key, (dtype, shape) in like.items()
+        }
 
 
 class TensorStorage(ColumnStorage):
-    """Rows in tensors that the caller made: a tensordict, a tensor or a tree of tensors with one leading size.
+    """Rows in tensors that you already have, a dataset say: a tensordict, a tensor or a tree of tensors.
 
     Nothing is copied: the buffer reads and writes the caller's tensors. All rows count as stored from the start, so
     a dataset can be sampled at once; the first row written overwrites row 0. Start empty with ``buffer.empty()``.
 
     Args:
-        storage: the data, ``[max_size, ...]``.
+        storage: the data, all of one leading size, ``[max_size, ...]``.
         max_size: number of rows to use, default all.
         device: where the tensors must be, default where they are.
         ndim: number of batch dimensions of ``storage``, time first, default 1.
@@ -157,51 +139,37 @@ class TensorStorage(ColumnStorage):
             ndim=ndim,
             compact_obs=compact_obs,
         )
-        wrong = [
-            key for key, c in columns.items() if c.device != first.device or c.device.type != self.device.type
-        ]
-        if wrong:
-            raise ValueError(
-                f"storage's {wrong[0]!r} is on {columns[wrong[0]].device}, expected {self.device}"
-            )
+        for key, column in columns.items():
+            if column.device != first.device or column.device.type != self.device.type:
+                raise ValueError(f"storage's {key!r} is on {column.device}, expected {self.device}")
         self.lanes = first.shape[1:ndim]
-        self._given: dict[NestedKey, Tensor] = {}
+        # The caller's data laid flat, views of whole steps of all lanes; None once a batch has made columns of them.
         steps = self.capacity // self.lanes.numel()
-        self._contents: Any = _flattened(storage, steps, ndim)
+        if ndim == 1:
+            self._contents: Any = map_rows(storage, lambda t: t[:steps])
+        elif isinstance(storage, TensorDictBase):
+            self._contents = storage[:steps].view(-1, *storage.batch_size[ndim:])
+        else:
+            self._contents = map_rows(storage, lambda t: t[:steps].view(-1, *t.shape[ndim:]))
+        self._first_columns: dict[NestedKey, Tensor] = {}
 
     @property
+    @override
     def contents(self) -> Any:
-        """See `Storage`."""
         return self._contents
 
+    @override
     def prepare(
         self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
     ) -> Rows:
-        """See `ColumnStorage`; the storage's own contents come first and are not copied."""
+        # The first batch is the storage's own contents: its tensors become the columns, and nothing is copied.
         if self.columns or self._contents is None:
             return super().prepare(batch, final, keys, whole)
-        self._given = Structure.of(batch).columns(batch)
+        self._first_columns = Structure.of(batch).columns(batch)
         rows = super().prepare(batch, final, keys)
-        self._given, self._contents = {}, None
+        self._first_columns, self._contents = {}, None
         return rows
 
+    @override
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
-        return {key: TensorColumn(self._given[key]) for key in like}
-
-
-def _flattened(storage: Any, steps: int, ndim: int) -> Any:
-    if ndim == 1:
-        return map_rows(storage, lambda t: t[:steps])
-    if isinstance(storage, TensorDictBase):
-        return storage[:steps].view(-1, *storage.batch_size[ndim:])
-    return map_rows(storage, lambda t: t[:steps].view(-1, *t.shape[ndim:]))
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Unset memory; on the host from NumPy, which asks the system for large pages where they pay."""
-    if device.type != "cpu":
-        return torch.empty(shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + 64, np.uint8)
-    first = -memory.ctypes.data % 64  # the start of a cache line
-    return torch.from_numpy(memory[first : first + size]).view(dtype).view(shape)
+        return {key: TensorColumn(self._first_columns[key]) for key in like}

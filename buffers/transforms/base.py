@@ -1,26 +1,21 @@
-"""What happens to a sample on its way out."""
+"""What a replay buffer asks of a transform, and how it calls one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-import torch
 from tensordict import TensorDictBase
 from torch import Tensor
-
-from flatroll.layout.boundaries import run_ends
-from flatroll.layout.delta import signed
-from flatroll.layout.keys import DONE, TRAJ_IDS, NestedKey, flat_column, next_key, require
 
 
 @runtime_checkable
 class Transform(Protocol):
-    """Anything with ``forward(td) -> td``; an optional ``inv(td) -> td`` is applied to what is stored.
+    """Changes the samples of a buffer: anything with ``forward(td) -> td``.
 
-    If it has an attribute ``wants_ends = True``, samples come as ``forward(td, ends)`` with a bool ``[N]`` that is
-    True at rows after which the sample goes on elsewhere. If it has ``look_ahead = n``, the buffer calls
-    ``read(columns, ahead, get)`` on the gathered columns before the sampler's marks: ``ahead`` (int64 ``[N, n]``)
-    holds the positions of each row and of those after it in its trajectory, -1 where there is none, and
-    ``get(positions, keys)`` reads columns of other rows.
+    An optional ``inv(td) -> td`` is applied to what is stored. With an attribute ``wants_ends = True``, samples come
+    as ``forward(td, ends)``: ``ends``, bool ``[N]``, is True at rows that the next row of the sample does not follow
+    in its trajectory. With ``look_ahead = n``, the buffer calls ``read(columns, ahead, get)`` on the columns of a
+    sample before the sampler marks them: ``ahead``, int64 ``[N, n]``, holds the positions of each row and of those
+    after it in its trajectory, -1 where there is none, and ``get(positions, keys)`` reads columns of other rows.
     """
 
     def forward(self, td: TensorDictBase, /) -> TensorDictBase:
@@ -32,7 +27,7 @@ TransformLike: TypeAlias = Transform | Callable[[TensorDictBase], TensorDictBase
 
 
 def apply(transform: TransformLike, td: TensorDictBase, ends: Callable[[], Tensor]) -> TensorDictBase:
-    """``transform`` of a sample."""
+    """The changed sample. ``ends()`` gives the bool ``[N]`` of `Transform`, called only by those that want it."""
     if not isinstance(transform, Transform):
         return transform(td)
     if getattr(transform, "wants_ends", False):
@@ -45,99 +40,3 @@ def apply(transform: TransformLike, td: TensorDictBase, ends: Callable[[], Tenso
 def looks_ahead(transform: TransformLike) -> int:
     """How many rows of its trajectory, itself included, a transform reads for each row: its ``look_ahead``, or 0."""
     return int(getattr(transform, "look_ahead", 0))
-
-
-class NextStateReconstructor:
-    """Puts ``("next", key)`` into samples of a compact batch: the entry of the next row where that row follows.
-
-    ``next[i] = root[i + 1]`` if row i + 1 of the batch follows row i in its trajectory, else ``fill_value``. It
-    does not at run ends (`flatroll.layout.run_ends`), at the ends of drawn slices, after rows drawn one by one,
-    and where the step count does not go on. Two slices of one trajectory side by side are kept apart.
-
-    A storage with ``compact_obs=True`` gives the exact next observation at every row and needs none of this.
-
-    Args:
-        keys: root entries to put back, a list or tuple of keys; one string is one key. A nested key stands
-            inside a list: ``[("agents", "obs")]``.
-        traj_key: integer entry, constant within a trajectory.
-        done_key: bool entry, True at the last row of an episode.
-        step_count_key: integer entry that rises by one per row, checked if given.
-        fill_value: what to write where the next row is unknown, default NaN.
-        strict: whether ``traj_key``, ``done_key`` and ``step_count_key`` must be there.
-
-    Raises:
-        ValueError: ``keys`` is a tuple of several strings, which may mean one nested key or several keys; or the
-            batch has not exactly one batch dimension.
-        KeyError: an entry is missing.
-        TypeError: an integer entry and a NaN fill value.
-
-    >>> from tensordict import TensorDict
-    >>> td = TensorDict({"observation": torch.arange(4.0), "collector": {"traj_ids": torch.tensor([0, 0, 1, 1])},
-    ...     "next": {"done": torch.zeros(4, 1, dtype=torch.bool)}}, [4])
-    >>> NextStateReconstructor()(td)["next", "observation"]
-    tensor([1., nan, 3., nan])
-    """
-
-    wants_ends = True
-
-    def __init__(
-        self,
-        keys: NestedKey | Sequence[NestedKey] = ("observation",),
-        *,
-        traj_key: NestedKey = TRAJ_IDS,
-        done_key: NestedKey = DONE,
-        step_count_key: NestedKey | None = None,
-        fill_value: float = float("nan"),
-        strict: bool = True,
-    ) -> None:
-        if isinstance(keys, tuple) and len(keys) > 1 and all(isinstance(key, str) for key in keys):
-            raise ValueError(
-                f"keys={keys!r} may mean one nested key or {len(keys)} keys: write [{keys!r}] for the nested key, "
-                f"{list(keys)!r} for the {len(keys)} keys"
-            )
-        self.keys: list[NestedKey] = [keys] if isinstance(keys, str) else list(keys)
-        self.traj_key = traj_key
-        self.done_key = done_key
-        self.step_count_key = step_count_key
-        self.fill_value = fill_value
-        self.strict = strict
-
-    def __call__(self, td: TensorDictBase) -> TensorDictBase:
-        """As :meth:`forward`."""
-        return self.forward(td)
-
-    def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
-        """A shallow copy of ``td`` (``[N]``) with the next entries; ``ends`` (bool ``[N]``) adds run ends."""
-        if td.batch_dims != 1:
-            raise ValueError(
-                f"NextStateReconstructor needs a flat batch [N], got {list(td.batch_size)}: flatten it first"
-            )
-        ends = self._ends(td, ends)
-        result = td.clone(recurse=False)
-        for key in self.keys:
-            column = require(td, key)
-            if self.fill_value != self.fill_value and not (column.is_floating_point() or column.is_complex()):
-                raise TypeError(
-                    f"batch[{key!r}] is {column.dtype}, which has no NaN: give fill_value=0 (or another integer)"
-                )
-            following = torch.roll(column, -1, 0)
-            signed(following).masked_fill_(ends.view(-1, *[1] * (column.ndim - 1)), self.fill_value)
-            result.set(next_key(key), following)
-        return result
-
-    def _ends(self, td: TensorDictBase, ends: Tensor | None) -> Tensor:
-        keys = [self.traj_key, self.done_key, self.step_count_key]
-        there = [key for key in keys if key is not None and td.get(key, None) is not None]
-        if self.strict:
-            for key in keys:
-                if key is not None:
-                    require(td, key)
-        if there or ends is None:
-            found = run_ends(td, done_key=self.done_key, traj_key=self.traj_key)
-            ends = found if ends is None else found | ends.to(found.device)
-        if self.step_count_key in there:
-            assert self.step_count_key is not None
-            step = flat_column(require(td, self.step_count_key), td, self.step_count_key)
-            ends = ends.clone()
-            ends[:-1] |= step[1:] != step[:-1] + 1
-        return ends

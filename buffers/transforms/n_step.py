@@ -1,4 +1,4 @@
-"""The rule of n-step transitions: rewards summed over several rows, next entries taken from the last of them."""
+"""n-step transitions, of a collector's batch or of a buffer's samples: rewards summed, next entries moved."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -9,13 +9,16 @@ from torch import Tensor
 
 from flatroll.buffers.columns.base import Columns, take_rows
 from flatroll.buffers.storages.next_pool import check_final_covers, final_columns, next_columns
+from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
 from flatroll.layout.delta import decode_delta
 from flatroll.layout.keys import (
     DELTA,
+    IS_INIT,
     MASK,
     NEXT,
     NEXT_KNOWN,
+    TRAJ_IDS,
     NestedKey,
     as_tuple,
     missing_marker,
@@ -23,32 +26,33 @@ from flatroll.layout.keys import (
     observation_keys,
 )
 
-#: The named columns of the rows that stand at given places (int64).
+#: ``get(positions, keys)``: the named columns of the rows at ``positions`` (int64 ``[M]``).
 Get: TypeAlias = Callable[[Tensor, Sequence[NestedKey]], Columns]
 
 STEPS, GAMMA, NONTERMINAL = "steps_to_next_obs", "gamma", "nonterminal"
 
 
 class NStep:
-    """The rule behind `MultiStep` and `MultiStepTransform`; where the rows ahead stand is for them to say."""
+    """The rule behind `MultiStep` and `MultiStepTransform`, which know where the rows after each row are."""
 
     def __init__(
         self,
         n_steps: int,
         gamma: float,
-        reward_keys: NestedKey | Sequence[NestedKey] | None,
-        done_key: NestedKey | None,
-        mask_key: NestedKey | None,
+        *,
+        reward_keys: NestedKey | Sequence[NestedKey] | None = None,
+        done_key: NestedKey | None = None,
+        mask_key: NestedKey | None = None,
     ) -> None:
         if not 0.0 <= float(gamma) <= 1.0:
             raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
         self.n_steps = n_steps
         self.gamma = float(gamma)
-        named = ["reward"] if reward_keys is None else reward_keys
-        self.reward_keys = [_under_next(key) for key in ([named] if isinstance(named, str) else named)]
+        rewards = ["reward"] if reward_keys is None else reward_keys
+        self.reward_keys = [_under_next(key) for key in ([rewards] if isinstance(rewards, str) else rewards)]
         self.done_key = _under_next("done" if done_key is None else done_key)
         self.mask_key = MASK if mask_key is None else mask_key
-        self._checked: frozenset[NestedKey] | None = None
+        self._checked: frozenset[NestedKey] | None = None  # entries that were found complete
 
     @property
     def n_steps(self) -> int:
@@ -63,25 +67,31 @@ class NStep:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_steps={self.n_steps}, gamma={self.gamma})"
 
-    def written(self, columns: Columns, ahead: Tensor, get: Get) -> Columns:
-        """The changed columns; see :class:`MultiStepTransform` for what is in them.
+    def to_n_step(self, columns: Columns, ahead: Tensor, get: Get) -> Columns:
+        """The columns as n-step transitions; see :class:`MultiStepTransform` for what is in them.
 
         Args:
             columns: of N rows.
-            ahead: int64 ``[N, n]``: where each row and the rows after it in its trajectory stand, -1 for none.
-            get: columns of the rows that stand at given places.
+            ahead: int64 ``[N, n]``: positions of each row and of the rows after it in its trajectory, -1 for none.
+            get: columns of the rows at given positions.
         """
         if STEPS in columns:
             raise ValueError(
                 f"the rows have {STEPS!r}: they are n-step transitions already, take one of the two transforms out"
             )
-        steps, last, rewards = self._summed(columns, ahead, get)
+        steps, last, rewards = self._sum_rewards(columns, ahead, get)
+        # Entries under "next" come from the last row of the window. A delta there belongs to that row's observation:
+        # added to it, it gives the next observation itself.
         moved = [key for key in columns if as_tuple(key)[0] == NEXT and key not in rewards]
-        deltas = {key: _key(*as_tuple(key)[2:]) for key in moved if as_tuple(key)[:2] == DELTA}
+        deltas: dict[NestedKey, NestedKey] = {}
+        for key in moved:
+            if as_tuple(key)[:2] == DELTA:
+                names = as_tuple(key)[2:]
+                deltas[key] = names[0] if len(names) == 1 else names
         known = [NEXT_KNOWN] if NEXT_KNOWN in columns else []
         reached = get(last, [*moved, *known, *deltas.values()])
         changed = {key: column for key, column in columns.items() if key not in deltas}
-        for key, root in deltas.items():  # a difference to another row's observation
+        for key, root in deltas.items():
             changed[next_key(root)] = decode_delta(reached[root], reached[key])
         for key in (*moved, *known):
             if key not in deltas:
@@ -91,18 +101,19 @@ class NStep:
             changed[(*path, f"original_{name}")] = columns[key]
         changed |= rewards
         done = changed.get(self.done_key)
-        going = torch.ones_like(steps, dtype=torch.bool) if done is None else ~done.reshape(-1, 1)
+        nonterminal = torch.ones_like(steps, dtype=torch.bool) if done is None else ~done.reshape(-1, 1)
         if (mask := columns.get(self.mask_key)) is not None:
-            going &= mask.reshape(-1, 1)
-        wide = torch.promote_types(next(iter(rewards.values())).dtype, torch.float32)
+            nonterminal &= mask.reshape(-1, 1)
+        # gamma ** k in float64, then float32, or float64 where the rewards are.
+        dtype = torch.promote_types(next(iter(rewards.values())).dtype, torch.float32)
         changed[STEPS] = steps
-        changed[GAMMA] = (self.gamma ** steps.double()).to(wide)
-        changed[NONTERMINAL] = going
+        changed[GAMMA] = (self.gamma ** steps.double()).to(dtype)
+        changed[NONTERMINAL] = nonterminal
         self._check_next(changed, len(steps))
         return changed
 
-    def _summed(self, columns: Columns, ahead: Tensor, get: Get) -> tuple[Tensor, Tensor, Columns]:
-        """Steps ``[N, 1]``, the place ``[N]`` of the last row of each window, and the summed rewards."""
+    def _sum_rewards(self, columns: Columns, ahead: Tensor, get: Get) -> tuple[Tensor, Tensor, Columns]:
+        """Steps ``[N, 1]``, position ``[N]`` of the last row of each window, and the discounted sums of rewards."""
         for key in self.reward_keys:
             if key not in columns:
                 raise missing_marker(key, columns)
@@ -110,24 +121,30 @@ class NStep:
         device = columns[self.reward_keys[0]].device
         ahead = ahead.to(device)
         used = ahead >= 0
-        ended = self.done_key in columns
-        window = get(
-            torch.where(used, ahead, ahead[:, :1]).flatten(),
-            [*self.reward_keys, *([self.done_key] if ended else [])],
-        )
-        if ended:
-            done = _flag(window, self.done_key, rows * n).view(rows, n)
-            used[:, 1:] &= ~done[:, :-1]
-        used = used.long().cumprod(1).bool()
+        # All windows are read at once, [N * n] rows; where there is no row, the window's first one is read.
+        done_keys = [self.done_key] if self.done_key in columns else []
+        window = get(torch.where(used, ahead, ahead[:, :1]).flatten(), [*self.reward_keys, *done_keys])
+        if done_keys:
+            done = window[self.done_key]
+            if done.dtype is not torch.bool:
+                raise TypeError(
+                    f"batch[{self.done_key!r}] must be bool, got {done.dtype}: cast it with .bool()"
+                )
+            if done.numel() != rows * n:
+                raise ValueError(
+                    f"batch[{self.done_key!r}] must have one value per row, got {tuple(done.shape[1:])} per row"
+                )
+            used[:, 1:] &= ~done.view(rows, n)[:, :-1]  # the row after a done one is in no window
+        used = used.long().cumprod(1).bool()  # False from the first row on that is not in the window
         steps = used.sum(1, keepdim=True)
-        rewards: Columns = {}
+        sums: Columns = {}
         for key in self.reward_keys:
-            each = window[key].reshape(rows, n, *window[key].shape[1:])
-            dtype = each.dtype if each.is_floating_point() else torch.float32
+            values = window[key].reshape(rows, n, *window[key].shape[1:])
+            dtype = values.dtype if values.is_floating_point() else torch.float32
             weight = (self.gamma ** torch.arange(n, device=device, dtype=torch.float64)).to(dtype)
-            shape = (-1, n, *[1] * (each.ndim - 2))
-            rewards[key] = torch.where(used.view(shape), each * weight.view(shape), 0.0).sum(1)
-        return steps, ahead.gather(1, steps - 1).squeeze(1), rewards
+            shape = (-1, n, *[1] * (values.ndim - 2))
+            sums[key] = torch.where(used.view(shape), values * weight.view(shape), 0.0).sum(1)
+        return steps, ahead.gather(1, steps - 1).squeeze(1), sums
 
     def _check_next(self, columns: Columns, rows: int) -> None:
         """ValueError unless every observation has its next one; looked at once per set of entries."""
@@ -145,8 +162,11 @@ class NStep:
             )
         self._checked = keys
 
-    def within(self, td: TensorDictBase, final: TensorDictBase | None, ends: Tensor) -> TensorDictBase:
-        """The rule over a flat batch, looking ahead no further than the run of each row."""
+    def of_batch(self, td: TensorDictBase, final: TensorDictBase | None, ends: Tensor) -> TensorDictBase:
+        """The flat batch ``td`` ``[N]`` as n-step transitions; no window goes beyond the end of its run.
+
+        ``ends``, bool ``[N]``, marks the last rows of runs; ``final`` holds next observations of a compact batch.
+        """
         columns: Columns = dict(td.items(True, True))
         for key in td.keys(True, True, is_leaf=is_leaf_nontensor):
             if key not in columns and as_tuple(key)[0] == NEXT:
@@ -158,35 +178,183 @@ class NStep:
             row, kept = final_columns(final, columns, rows)
             check_final_covers(row, ends, columns)
             columns |= {next_key(key): column for key, column in next_columns(columns, row, kept).items()}
+        # Row i looks at the rows i ... i + n - 1, as far as the last row of its run.
         at = torch.arange(rows, device=ends.device)
         lasts = ends.nonzero().squeeze(1)
         ahead = at[:, None] + torch.arange(self.n_steps, device=ends.device)
         ahead.masked_fill_(ahead > lasts[torch.searchsorted(lasts, at)][:, None], -1)
 
-        def get(places: Tensor, keys: Sequence[NestedKey]) -> Columns:
-            return {key: take_rows(columns[key], places.to(columns[key].device)) for key in keys}
+        def get(positions: Tensor, keys: Sequence[NestedKey]) -> Columns:
+            return {key: take_rows(columns[key], positions.to(columns[key].device)) for key in keys}
 
-        changed = self.written(columns, ahead, get)
+        changed = self.to_n_step(columns, ahead, get)
         result = td.clone(recurse=False).exclude(DELTA)
         for key, column in changed.items():
             result.set(key, column)
         return result
 
 
-def _key(*names: str) -> NestedKey:
-    return names[0] if len(names) == 1 else names
+class MultiStep(NStep):
+    """Turns a collector's batch into n-step transitions, looking ahead within the batch only.
+
+    :class:`MultiStepTransform` says what is written. A run ends where `flatroll.layout.run_ends` says; the
+    windows of the last n - 1 rows of a run are shorter, at the end of the batch too, and bootstrap from what the
+    batch knows last. `MultiStepTransform` sees the rows of the batches that follow and loses none of them.
+
+    Args:
+        gamma: discount in [0, 1].
+        n_steps: rows to look ahead, at least 1. 1 leaves rewards and next entries as they are.
+        reward_keys, done_key, mask_key: see `MultiStepTransform`.
+        traj_key: integer entry, constant within a trajectory.
+        is_init_key: bool entry, True at the first row of a trajectory.
+
+    Raises:
+        ValueError: ``gamma`` or ``n_steps`` out of range.
+
+    Reference: Sutton 1988, Learning to predict by the methods of temporal differences.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> done = torch.tensor([[False], [False], [True], [False]])
+    >>> batch = TensorDict({"observation": torch.arange(4.0), "next": {"observation": torch.arange(1.0, 5.0),
+    ...     "reward": torch.ones(4, 1), "done": done, "terminated": done}}, [4])
+    >>> batch = MultiStep(gamma=0.5, n_steps=2)(batch)
+    >>> batch["next", "reward"].flatten(), batch["next", "observation"], batch["gamma"].flatten()
+    (tensor([1.5000, 1.5000, 1.0000, 1.0000]), tensor([2., 3., 3., 4.]), tensor([0.2500, 0.2500, 0.5000, 0.5000]))
+    >>> batch["next", "terminated"].flatten()
+    tensor([False,  True,  True, False])
+    """
+
+    def __init__(
+        self,
+        gamma: float,
+        n_steps: int,
+        *,
+        reward_keys: NestedKey | Sequence[NestedKey] | None = None,
+        done_key: NestedKey | None = None,
+        mask_key: NestedKey | None = None,
+        traj_key: NestedKey = TRAJ_IDS,
+        is_init_key: NestedKey = IS_INIT,
+    ) -> None:
+        super().__init__(n_steps, gamma, reward_keys=reward_keys, done_key=done_key, mask_key=mask_key)
+        self.traj_key = traj_key
+        self.is_init_key = is_init_key
+
+    def forward(self, td: TensorDictBase, final: TensorDictBase | None = None) -> TensorDictBase:
+        """The n-step batch; ``td`` is left as it was.
+
+        Args:
+            td: flat batch ``[N]``.
+            final: the next observations that no row of a compact batch holds (``collector.final``).
+
+        Raises:
+            KeyError: a reward is missing, or there is no boundary marker at all.
+            TypeError: done is not bool.
+            ValueError: ``td`` is not flat, lacks next observations, or consists of n-step transitions.
+        """
+        _check_flat(td, type(self).__name__)
+        ends = run_ends(
+            td,
+            is_init_key=self.is_init_key,
+            done_key=self.done_key,
+            traj_key=self.traj_key,
+            mask_key=self.mask_key,
+        )
+        return self.of_batch(td, final, ends)
+
+    __call__ = forward
+
+
+class MultiStepTransform(NStep):
+    """Turns the samples of a replay buffer into n-step transitions; the buffer stores single steps.
+
+    Each sampled row looks ahead through the trajectory index, past the end of its slice, of the batch it was
+    collected in and of the ring. So ``n_steps`` and ``gamma`` may change at any time, and the storage may be compact.
+
+    With ``k = min(n_steps, rows to the first done row, rows stored)`` a sample's row t has
+
+    * ``("next", "reward")``: ``sum(gamma**j * reward[t + j] for j < k)``; the reward of row t alone is in
+      ``("next", "original_reward")`` (``original_<key>`` for each of several reward keys);
+    * every other entry under ``"next"``, next observations and the done flags among them: that of row t + k - 1.
+      ``("collector", "next_known")`` moves with them;
+    * ``"steps_to_next_obs"``: k, int64 ``[N, 1]``; ``"gamma"``: ``gamma**k``, ``[N, 1]``, float32 (float64 for
+      float64 rewards); ``"nonterminal"``: bool ``[N, 1]``, False where row t + k - 1 is done, and at padding.
+
+    So ``reward + gamma**k * value(next observation) * ~terminated`` is the n-step target at every row: nothing is
+    bootstrapped beyond a terminal state, and truncated, cut and newest rows bootstrap from the last observation
+    known. Deltas, ``("next", "delta", <obs>)``, are decoded on the way: leave `NextObservationDelta` out. What other
+    transforms do to samples, they do to n-step transitions: these are made first.
+
+    The sampler marks its rows afterwards: the last row of a slice is done and truncated unless it is terminated.
+    Rows whose window ends the episode are done in mid-slice, and whoever splits at ``done`` splits there. The rows' own
+    flag is in ``("next", "original_done")``: to run over n-step slices as sequences, give it to a recurrent module
+    (and to `flatroll.modules.BurnIn`) as ``done_key``.
+
+    Args:
+        n_steps: rows to look ahead, at least 1.
+        gamma: discount in [0, 1].
+        reward_keys: entries under ``"next"`` to sum, default ``["reward"]``. Integer rewards are summed in float32.
+        done_key: bool entry under ``"next"`` that ends a trajectory, default ``"done"``.
+        mask_key: bool entry, False at padding, default ``("collector", "mask")``; used if it is there.
+
+    Raises:
+        ValueError: ``gamma`` or ``n_steps`` out of range.
+
+    >>> import torch
+    >>> rows = {("next", "reward"): torch.ones(4, 1), "obs": torch.arange(4), ("next", "obs"): torch.arange(1, 5)}
+    >>> def get(slots, keys):  # what a buffer gives
+    ...     return {key: rows[key][slots] for key in keys}
+    >>> sample = get(torch.tensor([0, 3]), rows)
+    >>> sample = MultiStepTransform(n_steps=3, gamma=0.5).read(sample, torch.tensor([[0, 1, 2], [3, -1, -1]]), get)
+    >>> sample["next", "reward"].flatten(), sample["next", "obs"], sample["steps_to_next_obs"].flatten()
+    (tensor([1.7500, 1.0000]), tensor([3, 4]), tensor([3, 1]))
+    """
+
+    wants_ends = True
+
+    @property
+    def look_ahead(self) -> int:
+        """How many rows, itself included, the buffer finds for each sampled row."""
+        return self.n_steps
+
+    def read(self, columns: Columns, ahead: Tensor, get: Get) -> Columns:
+        """The columns of a sample as n-step transitions; the buffer calls it before the sampler marks the rows.
+
+        Args:
+            columns: of the N sampled rows.
+            ahead: int64 ``[N, n]``, slots of each row and of those after it in its trajectory, -1 for none.
+            get: gives the named columns of the stored rows in slots int64 ``[M]``.
+
+        Raises:
+            KeyError: a reward is missing.
+            TypeError: done is not bool.
+            ValueError: next observations are not stored, or the rows are n-step transitions already.
+        """
+        return self.to_n_step(columns, ahead, get)
+
+    def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
+        """A sample that :meth:`read` made as it is; of another flat batch, what `MultiStep` makes of it.
+
+        ``ends`` (bool ``[N]``) adds run ends.
+        """
+        if td.get(STEPS, None) is not None:
+            return td
+        _check_flat(td, type(self).__name__)
+        marked = run_ends(td, done_key=self.done_key, mask_key=self.mask_key)
+        return self.of_batch(td, None, marked if ends is None else marked | ends.to(marked.device))
+
+    __call__ = forward
 
 
 def _under_next(key: NestedKey) -> tuple[str, ...]:
+    """``("next", key)``, or ``key`` itself if it is one already."""
     names = as_tuple(key)
     return names if names[0] == NEXT and len(names) > 1 else next_key(key)
 
 
-def _flag(columns: Columns, key: NestedKey, rows: int) -> Tensor:
-    """The bool column ``key``, flat."""
-    column = columns[key]
-    if column.dtype is not torch.bool:
-        raise TypeError(f"batch[{key!r}] must be bool, got {column.dtype}: cast it with .bool()")
-    if column.numel() != rows:
-        raise ValueError(f"batch[{key!r}] must have one value per row, got {tuple(column.shape[1:])} per row")
-    return column.reshape(-1)
+def _check_flat(td: TensorDictBase, name: str) -> None:
+    if td.batch_dims != 1:
+        raise ValueError(
+            f"{name} needs a flat batch [N], got {list(td.batch_size)}: batch.reshape(-1) lays [envs, time] end to "
+            'end, and ("collector", "traj_ids") or "is_init" tells the trajectories apart'
+        )

@@ -1,4 +1,4 @@
-"""Random sub-sequences of stored trajectories."""
+"""Random sub-sequences of whole stored trajectories."""
 
 from typing import cast
 
@@ -12,15 +12,15 @@ from flatroll.layout.keys import IS_INIT, NestedKey, marker
 
 
 class RandomCropTensorDict:
-    """Cuts ``sub_seq_len`` consecutive steps out of each trajectory of a batch ``[*B, T]``.
+    """Cuts ``sub_seq_len`` consecutive steps out of each trajectory of a batch ``[*B, T]``, at a random start.
 
     Each element of the batch gets a start of its own, uniform over all that leave room, the last one among them. For
     storages whose rows are whole trajectories, ``extend(batch)`` with ``[B, T]``; flat rows are sliced by
     `SliceSampler` instead.
 
     Where ``is_init`` is stored, the first step of each crop has it True, so that recurrent modules and estimators
-    begin there. The last step keeps the env's words: a crop that ends in mid-episode is not done, and values are
-    bootstrapped from its next observation.
+    begin there. The last step keeps the env's done flags: a crop that ends in mid-episode is not done, and values
+    are bootstrapped from its next observation.
 
     Args:
         sub_seq_len: steps per crop, at least 1.
@@ -68,7 +68,7 @@ class RandomCropTensorDict:
 
         Args:
             td: ``[*B, T]``; alone also ``[T]``, one trajectory.
-            ends: a buffer gives it; not used.
+            ends: given by a buffer, whose samples must be whole trajectories; not used otherwise.
 
         Raises:
             KeyError: the mask is missing.
@@ -85,20 +85,18 @@ class RandomCropTensorDict:
         if not -len(shape) <= self.sample_dim < len(shape):
             raise ValueError(f"sample_dim={self.sample_dim} is no dimension of a batch {shape}")
         dim = self.sample_dim % len(shape)
-        room = self._room(td, dim)
-        starts = torch.rand(room.shape, dtype=torch.float64, generator=self.generator).to(room.device)
-        first = torch.minimum((starts * room).long(), room - 1)  # [*B]
+        starts = self._possible_starts(td, dim)
+        uniform = torch.rand(starts.shape, dtype=torch.float64, generator=self.generator).to(starts.device)
+        first = torch.minimum((uniform * starts).long(), starts - 1)  # [*B], rounding never reaches `starts`
+        # With the batch laid flat as [prod(B) * T], element b's crop is the rows b * T + first[b] + (0 ... length - 1).
         steps = shape.pop(dim)
         rows = torch.arange(first.numel(), device=first.device).view(-1, 1) * steps + first.view(-1, 1)
         rows = (rows + torch.arange(length, device=first.device)).flatten()
 
         def cropped(column: Tensor) -> Tensor:
-            flat = column.movedim(dim, len(shape)).flatten(0, len(shape))
-            return (
-                take_rows(flat, rows.to(flat.device))
-                .view(*shape, length, *flat.shape[1:])
-                .movedim(len(shape), dim)
-            )
+            flat = column.movedim(dim, len(shape)).flatten(0, len(shape))  # time last of the batch dimensions
+            crops = take_rows(flat, rows.to(flat.device)).view(*shape, length, *flat.shape[1:])
+            return crops.movedim(len(shape), dim)
 
         crop = cast(TensorDictBase, td.apply(cropped, batch_size=[*shape[:dim], length, *shape[dim:]]))
         for key in td.keys(True, True, is_leaf=is_leaf_nontensor):
@@ -112,8 +110,8 @@ class RandomCropTensorDict:
 
     __call__ = forward
 
-    def _room(self, td: TensorDictBase, dim: int) -> Tensor:
-        """How many starts each trajectory has, int64 ``[*B]``."""
+    def _possible_starts(self, td: TensorDictBase, dim: int) -> Tensor:
+        """Number of possible starts of each trajectory, int64 ``[*B]``."""
         steps = td.batch_size[dim]
         if steps < self.sub_seq_len:
             raise ValueError(

@@ -240,7 +240,7 @@ class Twins:
         if sampler._changing or not sampler._priorities.in_step or (self.slices and sampler._least is None):
             return  # the next use starts over
         if not self.hooks:
-            sampler._follow(self.buffer._ring)
+            sampler._catch_up(self.buffer._ring)
         weights = self.drawable()
         capacity = self.model.capacity
         priorities = sampler._priorities

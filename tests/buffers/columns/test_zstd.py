@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flatroll.buffers.columns import zstd as codec
+from flatroll.buffers.columns.base import differ
 from flatroll.buffers.columns.zstd import ZstdColumn
-from flatroll.buffers.storages.next_pool import differ
 
 
 def images(rows: int, size: int = 40, seed: int = 0) -> Tensor:
@@ -124,7 +124,7 @@ def test_rows_asked_for_twice_are_decoded_once(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_give_the_same(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "_SHARE", 1600)
+    monkeypatch.setattr(codec, "_THREAD_BYTES", 1600)
     values = images(101)
     column = column_of(values, threads=threads)
     alone = column_of(values, threads=1)
