@@ -6,19 +6,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from flatroll.buffers.index.ring import Array
 from flatroll.layout.delta import signed
 from flatroll.layout.keys import NestedKey
 
-Columns = dict[NestedKey, Tensor]
+Columns = dict[NestedKey, Tensor]  # of a batch or a sample: tensors [N, ...] by key
+
+_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch indexes these only in their `signed` view
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class After(NamedTuple):
     """Which new rows continue stored ones: row ``rows[j]`` of the written values comes right after ``slots[j]``.
 
-    A hint; what is stored does not depend on it. Both int64 ``[K]``; ``slots`` are slots of the storage, for side
-    columns (`Column.pool`) too.
+    A hint, which a column may ignore. Both int64 ``[K]``; ``slots`` are slots of the storage, for side columns
+    (`Column.pool`) too.
     """
 
     rows: Tensor
@@ -26,12 +30,40 @@ class After(NamedTuple):
 
 
 class Column(ABC):
-    """One entry of every row of a storage.
+    """One entry of every row of a storage; a subclass decides how the values are kept.
+
+    A subclass sets ``dtype`` and ``shape`` and implements :meth:`write`, :meth:`put`, :meth:`take`, :meth:`pool`,
+    :meth:`grow` and :attr:`nbytes`. `ColumnStorage.make_column` puts it into a storage. Rows are written by one thread
+    at a time and read by any number; what was read of a row that was being overwritten is thrown away.
 
     Attributes:
         dtype: of the values as they come and go.
         shape: of one row's value.
         decodes: whether a row read twice in one `take` costs less than in two.
+
+    >>> class HalfColumn(Column):
+    ...     '''Keeps float32 values in two bytes each.'''
+    ...     def __init__(self, rows, shape):
+    ...         self.dtype, self.shape = torch.float32, shape
+    ...         self.data = torch.zeros(rows, *shape, dtype=torch.float16)
+    ...     def write(self, slot, values, after=None):  # values [N, *shape]
+    ...         self.data[slot : slot + len(values)] = values
+    ...     def put(self, slots, values, after=None):  # slots [N], values [N, *shape]
+    ...         self.data[slots] = values.half()
+    ...     def take(self, slots):  # slots [N] -> [N, *shape]
+    ...         return self.data[slots].float()
+    ...     def pool(self):
+    ...         return HalfColumn(0, self.shape)
+    ...     def grow(self, rows):
+    ...         more = self.data.new_zeros(max(0, rows - len(self.data)), *self.shape)
+    ...         self.data = torch.cat([self.data, more])
+    ...     @property
+    ...     def nbytes(self):
+    ...         return 2 * self.data.numel()
+    >>> column = HalfColumn(10, torch.Size([3]))
+    >>> column.write(4, torch.ones(2, 3))
+    >>> column.take(torch.tensor([5])), column.nbytes
+    (tensor([[1., 1., 1.]]), 60)
     """
 
     dtype: torch.dtype
@@ -52,11 +84,11 @@ class Column(ABC):
 
     @abstractmethod
     def pool(self) -> "Column":
-        """A side column of no rows and the same kind, for observations that no row holds."""
+        """A side column of no rows and the same kind, for observations that no row holds (``compact_obs``)."""
 
     @abstractmethod
     def grow(self, rows: int) -> None:
-        """Make the column at least ``rows`` long; what it holds stays."""
+        """Make the column at least ``rows`` long; what it holds stays. Only side columns grow."""
 
     @property
     @abstractmethod
@@ -90,14 +122,34 @@ class Column(ABC):
         return None
 
 
+def differ(left: Tensor, right: Tensor) -> Tensor:
+    """Rows in which two tensors of one shape and dtype differ in any bit (so a NaN equals itself); bool ``[N]``.
+
+    >>> differ(torch.tensor([0.0, torch.nan, 1.0]), torch.tensor([-0.0, torch.nan, 1.0]))
+    tensor([ True, False, False])
+    """
+    if left.is_complex():
+        left, right = torch.view_as_real(left), torch.view_as_real(right)
+    word = _WORDS[left.element_size()]
+    different = left.view(word).ne(right.view(word))
+    return different if different.ndim == 1 else different.flatten(1).any(1)
+
+
 def take_rows(column: Tensor, slots: Tensor) -> Tensor:
-    """``column.index_select(0, slots)``; a column ``[N, 1]`` is read flat, which torch does in half the time."""
-    plain = signed(column)  # torch does not index flat uint16, uint32 and uint64
-    if plain.ndim == 2 and plain.shape[1] == 1:
+    """Copies ``[N, *shape]`` of the rows ``slots`` (int64 ``[N]``) of ``column`` ``[rows, *shape]``."""
+    plain = signed(column) if column.dtype in _UNSIGNED else column
+    if plain.ndim == 2 and plain.shape[1] == 1:  # torch reads a flat column in half the time
         rows = plain.view(-1).index_select(0, slots).unsqueeze_(-1)
     else:
         rows = plain.index_select(0, slots)
     return rows if plain is column else rows.view(column.dtype)
+
+
+def put_rows(column: Tensor, slots: Tensor, values: Tensor) -> None:
+    """Write ``values`` ``[N, *shape]`` over the rows ``slots`` (int64 ``[N]``) of ``column`` ``[rows, *shape]``."""
+    if column.dtype in _UNSIGNED:
+        column, values = signed(column), signed(values)
+    column.index_copy_(0, slots, values)
 
 
 class TensorColumn(Column):
@@ -114,25 +166,26 @@ class TensorColumn(Column):
         self.data = data
         self.dtype, self.shape = data.dtype, data.shape[1:]
 
+    @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
-        """See `Column`."""
         self.data[slot : slot + len(values)] = values
 
+    @override
     def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> None:
-        """See `Column`."""
         device = self.data.device
-        signed(self.data).index_copy_(0, slots.to(device), signed(values.to(device)))
+        put_rows(self.data, slots.to(device), values.to(device))
 
+    @override
     def take(self, slots: Tensor) -> Tensor:
-        """See `Column`."""
         return take_rows(self.data, slots.to(self.data.device))
 
+    @override
     def pool(self) -> "TensorColumn":
-        """See `Column`; in memory even if the column is in a file."""
+        """A side column in memory, even if this one is in a file."""
         return TensorColumn(torch.empty((0, *self.shape), dtype=self.dtype, device=self.data.device))
 
+    @override
     def grow(self, rows: int) -> None:
-        """See `Column`."""
         if rows <= len(self.data):
             return
         larger = self.data.new_empty((rows, *self.shape))
@@ -140,13 +193,13 @@ class TensorColumn(Column):
         self.data = larger
 
     @property
+    @override
     def nbytes(self) -> int:
-        """See `Column`."""
         return self.data.numel() * self.data.element_size()
 
     @property
+    @override
     def flat(self) -> Array | None:
-        """See `Column`."""
         if self.data.device.type != "cpu" or not self.data.numel() or not self.data.is_contiguous():
             return None
         memory: Array = self.data.view(-1).view(torch.uint8).numpy()

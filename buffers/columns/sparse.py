@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatroll.buffers.columns.base import After, Column
-from flatroll.buffers.storages.next_pool import differ
+from flatroll.buffers.columns.base import After, Column, differ
 from flatroll.layout.keys import NestedKey, as_tuple
 
 

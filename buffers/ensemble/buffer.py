@@ -9,8 +9,7 @@ from torch import Tensor
 
 from flatroll.buffers.ensemble.members import SamplerEnsemble, Shares, StorageEnsemble, WriterEnsemble
 from flatroll.buffers.ensemble.together import together
-from flatroll.buffers.reading import Informed
-from flatroll.buffers.replay_buffer import ReplayBuffer
+from flatroll.buffers.replay_buffer import Informed, ReplayBuffer
 from flatroll.buffers.tensordict_buffers import TensorDictReplayBuffer
 from flatroll.buffers.transforms.base import TransformLike, apply
 from flatroll.buffers.writers import check_tensordicts, has_priorities
@@ -188,7 +187,7 @@ class ReplayBufferEnsemble:
                     f"cannot sample from member {member}, which is empty: extend it with rb[{member}].extend(batch), "
                     "or give it p=0"
                 )
-            part, info, end = self._members[member]._made(rows)
+            part, info, end = self._members[member]._next_sample(rows)
             if end:
                 ended.add(member)
             parts.append(part)

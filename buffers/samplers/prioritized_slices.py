@@ -103,11 +103,11 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
     def _lost(self, ring: Ring) -> None:
         if self._least is not None and not self.strict_length and isinstance(ring, TrajectoryIndex):
-            self._priorities.allow(ring.beheaded(self._least, self._head))
+            self._priorities.allow(ring.shortened_trajectories(self._least, self._head))
 
     def _gained(self, ring: Ring, first: int) -> None:
         if self._least is not None and isinstance(ring, TrajectoryIndex):
-            self._priorities.allow(ring.begun(first, self._least, strict=self.strict_length))
+            self._priorities.allow(ring.new_starts(first, self._least, strict=self.strict_length))
 
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
         """``batch_size`` rows in slices, fewer if slices are short.

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flatroll.buffers.columns import zstd as codec
+from flatroll.buffers.columns.base import differ
 from flatroll.buffers.columns.zstd import ZstdColumn
-from flatroll.buffers.storages.next_pool import differ
 
 
 def images(rows: int, size: int = 40, seed: int = 0) -> Tensor:

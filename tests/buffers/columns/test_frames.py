@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flatroll.buffers.columns.base import After
+from flatroll.buffers.columns.base import After, differ
 from flatroll.buffers.columns.frame_pool import match, match_by_torch
 from flatroll.buffers.columns.frame_stack import FrameColumn, check_stack
 from flatroll.buffers.columns.zstd import ZstdColumn
-from flatroll.buffers.storages.next_pool import differ
 
 FRAME = (2, 4)
 

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.buffers import LazyTensorStorage, RandomSampler, ReplayBuffer, SliceSampler
-from flatroll.buffers.storages.next_pool import differ
+from flatroll.buffers.columns.base import differ
 
 KINDS = [
     "float32",
