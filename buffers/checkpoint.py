@@ -11,6 +11,7 @@ from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.samplers.base import Sampler
 from flatroll.buffers.sharing import Shareable, unshareable_part
+from flatroll.buffers.transforms.base import TransformLike, looks_ahead
 from flatroll.buffers.writers import Writer
 
 _ENTRIES = {"storage", "ring", "keys", "sampler", "writer", "generator"}
@@ -25,7 +26,26 @@ class BufferState(Shareable):
     empty: Callable[[], None]
     _keys: BoundaryKeys | None
     _started: bool
-    _needs_index: Callable[[], str | None]
+    _transforms: list[TransformLike]
+
+    def __len__(self) -> int:
+        return len(self._ring)
+
+    def __repr__(self) -> str:
+        name, kind, sampler = (type(part).__name__ for part in (self, self.storage, self.sampler))
+        return f"{name}({len(self)} of {self._ring.capacity} rows, {kind}, {sampler})"
+
+    @property
+    def index(self) -> TrajectoryIndex | None:
+        """The trajectory index; None before the first extend, and where nothing needs one."""
+        return self._ring if isinstance(self._ring, TrajectoryIndex) else None
+
+    def _needs_index(self) -> str | None:
+        """Name of what needs a trajectory index (for errors); None for nothing."""
+        if self.sampler.needs_index:
+            return type(self.sampler).__name__
+        ahead = (type(transform).__name__ for transform in self._transforms if looks_ahead(transform))
+        return next(ahead, "compact_obs=True" if self.storage.compact_obs else None)
 
     def _unshareable_part(self, ring: Ring) -> str | None:
         return unshareable_part(ring, self.storage, self.sampler, self.writer)

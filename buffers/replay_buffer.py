@@ -104,8 +104,10 @@ class ReplayBuffer(BufferState):
                 f"dim_extend must be one of the {self.storage.ndim} dimensions of the storage (its ndim), "
                 f"got {dim_extend}"
             )
+        if batch_size is not None:
+            whole_number("batch_size", batch_size)
         if batch_size is not None or prefetch:
-            self._check_size(batch_size)
+            self.sampler.check(batch_size)
         self._keys, self._started = None, False
         self._ring = Ring(self.storage.max_size)
         self._transforms: list[TransformLike] = []
@@ -115,20 +117,6 @@ class ReplayBuffer(BufferState):
         self.writer.fits(self.storage, self.sampler)
         if self.storage.contents is not None:
             self._write(self.storage.contents, None)
-
-    # -- parts -------------------------------------------------------------------------------------------------
-
-    def __len__(self) -> int:
-        return len(self._ring)
-
-    def __repr__(self) -> str:
-        name, kind, sampler = (type(part).__name__ for part in (self, self.storage, self.sampler))
-        return f"{name}({len(self)} of {self._ring.capacity} rows, {kind}, {sampler})"
-
-    @property
-    def index(self) -> TrajectoryIndex | None:
-        """The trajectory index; None before the first extend, and where nothing needs one."""
-        return self._ring if isinstance(self._ring, TrajectoryIndex) else None
 
     def append_transform(self, transform: TransformLike) -> Self:
         """Add a transform after those there are: an object with ``forward(td)`` and perhaps ``inv(td)``, or a
@@ -149,13 +137,6 @@ class ReplayBuffer(BufferState):
             )
         self._transforms.append(transform)
         return self
-
-    def _needs_index(self) -> str | None:
-        """Name of what needs a trajectory index (for errors); None for nothing."""
-        if self.sampler.needs_index:
-            return type(self.sampler).__name__
-        ahead = (type(transform).__name__ for transform in self._transforms if looks_ahead(transform))
-        return next(ahead, "compact_obs=True" if self.storage.compact_obs else None)
 
     # -- writing -----------------------------------------------------------------------------------------------
 
@@ -383,23 +364,20 @@ class ReplayBuffer(BufferState):
             sample, _, ended = self._next_sample(None)
             yield sample
 
-    def _check_size(self, batch_size: int | None) -> int:
-        """Rows per sample: ``batch_size``, by default the buffer's or what the sampler says."""
-        size = self.batch_size if batch_size is None else batch_size
-        if size is not None and (type(size) is not int or size < 1):
-            whole_number("batch_size", size)
-        return self.sampler.check(size)
-
     def _next_sample(self, batch_size: int | None) -> Made:
         """The oldest sample made ahead, or one made now."""
         if self._process != os.getpid():
             self._after_fork()
-        size = self._check_size(batch_size)
-        prefetcher = self._prefetcher
-        if prefetcher is not None and (batch_size is None or size == self._check_size(None)):
-            made: Made = prefetcher.next(lambda: self._draw_sample(self._check_size(None)))
-            return made
-        return self._draw_sample(size)()
+        size = self.batch_size if batch_size is None else batch_size
+        if size is not None and (type(size) is not int or size < 1):
+            whole_number("batch_size", size)
+        size = self.sampler.check(size)
+        if self._prefetcher is None or (
+            batch_size is not None and size != self.sampler.check(self.batch_size)
+        ):
+            return self._draw_sample(size)()
+        made: Made = self._prefetcher.next(partial(self._draw_sample, size))
+        return made
 
     def _draw_sample(self, size: int) -> Callable[[], Made]:
         """Draw rows in this thread; what is left to do, on any thread."""
@@ -430,13 +408,11 @@ class ReplayBuffer(BufferState):
             self.sampler.mark(values, draw)
         values = self._inform(values, info)
         listed = isinstance(storage, ListStorage)
-        data = values
-        if not listed:
-            data = structure.build(values, shape)
-        elif self.collate_fn is None:
-            data = storage.build(values, shape)
+        data = values if listed else structure.build(values, shape)
         if self.collate_fn is not None:
             data = self.collate_fn(data)
+        elif listed:
+            data = storage.build(values, shape)
         for transform in self._transforms:
             data = apply(transform, data, draw.ends)
         return data, info, ended

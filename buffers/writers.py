@@ -166,7 +166,7 @@ class TensorDictMaxValueWriter(Writer):
             )
         if sampler.follows_writes:
             raise TypeError(
-                f"{type(sampler).__name__} overrides claimed or entered, which are told of rows in the ring's order, and "
+                f"{type(sampler).__name__} overrides claimed or entered, which tell of rows in the ring's order, and "
                 "TensorDictMaxValueWriter keeps the best rows anywhere: ask the ring in draw instead"
             )
 

@@ -63,8 +63,7 @@ class TrajectoryIndex(Ring):
         self._changing = False
         self._weights: OrderedDict[Way, tuple[Array, Array]] = OrderedDict()
 
-    # The compiled kernels, loaded with the first index: numba takes 0.3 s, so not at import.
-    _writing: ClassVar[ModuleType]
+    _writing: ClassVar[ModuleType]  # compiled kernels, loaded with the first index: numba takes 0.3 s
     _reading: ClassVar[ModuleType]
 
     def __new__(cls, *arguments: Any, **named: Any) -> "TrajectoryIndex":
@@ -149,8 +148,7 @@ class TrajectoryIndex(Ring):
         """Pool entries of the last rows of ``chains`` (int64 ``[C]``), -1 for none; int64 ``[C]``."""
         # Fragment n stands at n modulo the table's length, a power of two.
         numbers = self._chains["last"][chains] & (len(self._fragments) - 1)
-        entries: Array = self._fragments["pool"][numbers].astype(np.int64)
-        return entries
+        return self._fragments["pool"][numbers].astype(np.int64)
 
     def continued(self, fragments: Fragments, before: Array) -> tuple[Tensor, Tensor]:
         """Rows of the batch that come right after stored ones, and the slots of those; both int64 ``[K]``."""
@@ -176,8 +174,8 @@ class TrajectoryIndex(Ring):
     @property
     def longest(self) -> int:
         """Stored rows of the longest trajectory; looks at every trajectory."""
-        used = self._chains[: int(self._state["slots"][0])]
-        return int((used["total"] - used["dropped"]).max(initial=0))
+        chains = self._chains[: int(self._state["slots"][0])]
+        return int((chains["total"] - chains["dropped"]).max(initial=0))
 
     @property
     def nbytes(self) -> int:
@@ -227,7 +225,6 @@ class TrajectoryIndex(Ring):
             )
         tree = self._tree(length, by, strict, early + late)
         if not tree[-1]:
-            self.check_not_empty()
             raise self.too_short(length)
         uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
         arguments = tree, uniform, length, by == "start", early, late
@@ -256,7 +253,6 @@ class TrajectoryIndex(Ring):
         """
         tree = self._tree(length, by, strict)
         if not tree[-1]:
-            self.check_not_empty()
             raise self.too_short(length)
         uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
         starts = np.empty(count, np.int64)
@@ -271,10 +267,9 @@ class TrajectoryIndex(Ring):
     def slices_from(self, starts: Tensor, length: int | Tensor, *, follow: bool = False) -> Draw:
         """Slices of up to ``length`` rows from the slots ``starts`` (int64 ``[S]``, stored rows) on, as :meth:`draw`
         gives them; fewer rows where the trajectory ends. ``length`` may be one number per slice."""
-        count = len(starts)
-        lengths = np.full(count, length) if isinstance(length, int) else length.numpy()
-        arguments = starts.numpy(), lengths
-        return self._make_slices(self._reading.slices_from, arguments, count, int(lengths.sum()), follow)
+        lengths = np.full(len(starts), length) if isinstance(length, int) else length.numpy()
+        arguments, most = (starts.numpy(), lengths), int(lengths.sum())
+        return self._make_slices(self._reading.slices_from, arguments, len(starts), most, follow)
 
     def slice_partition(
         self,
@@ -325,12 +320,7 @@ class TrajectoryIndex(Ring):
         return torch.from_numpy(slices[:, :count])
 
     def _make_slices(
-        self,
-        kernel: Callable[..., tuple[int, int]],
-        arguments: tuple[Any, ...],
-        count: int,
-        most: int,
-        follow: bool,
+        self, kernel: Callable[..., Any], arguments: tuple[Any, ...], count: int, most: int, follow: bool
     ) -> Draw:
         """Draw ``count`` slices of up to ``most`` rows together, as ``kernel`` chooses them given ``arguments``."""
         slots = np.empty(most, np.int64)
@@ -366,7 +356,8 @@ class TrajectoryIndex(Ring):
         return slots[: self._reading.beheaded(*tables, touched, length, slots)]
 
     def too_short(self, length: int) -> RuntimeError:
-        """The error that says that no trajectory has ``length`` rows."""
+        """The error that says that no trajectory has ``length`` rows; raises another one if nothing is stored."""
+        self.check_not_empty()
         return RuntimeError(
             f"no stored trajectory has {length} rows in a row, the longest has {self.longest}: "
             "use shorter slices, strict_length=False, or collect longer trajectories"
@@ -431,8 +422,6 @@ class TrajectoryIndex(Ring):
         self._reading.walk(*tables, *stretches, slots, _NONE, _NO_PATCH)
         return torch.from_numpy(slots)
 
-    # -- state -------------------------------------------------------------------------------------------------
-
     _TABLES = ("_state", "_fragments", "_chains", "_table", "_spare")
 
     @override
@@ -454,6 +443,7 @@ class TrajectoryIndex(Ring):
     # -- weights: one Fenwick tree over the trajectories per way of drawing ----------------------------------------
 
     def _tree(self, length: int, by: By, strict: bool, span: int = 0) -> Array:
+        """The sums of the weights by which trajectories are drawn this way; the last entry is their total."""
         if by not in ("trajectory", "start"):
             raise ValueError(f"by must be 'trajectory' or 'start', got {by!r}")
         if length < 1:
@@ -467,25 +457,20 @@ class TrajectoryIndex(Ring):
             self._weights.clear()
             self._changing = False
         if key not in self._weights:
-            self._weights[key] = self._new_weights(key)
+            used, chains = int(self._state["slots"][0]), len(self._chains)
+            weight, tree = np.zeros(chains, np.int64), np.zeros(chains + 1, np.int64)
+            self._writing.weigh(self._chains, np.arange(used), used, weight, tree, *key)
+            self._weights[key] = weight, tree
             if len(self._weights) > 4:
                 self._weights.popitem(last=False)
         self._weights.move_to_end(key)
         return self._weights[key][1]
-
-    def _new_weights(self, key: Way) -> tuple[Array, Array]:
-        weight, tree = np.zeros(len(self._chains), np.int64), np.zeros(len(self._chains) + 1, np.int64)
-        used = int(self._state["slots"][0])
-        self._writing.weigh(self._chains, np.arange(used), used, weight, tree, *key)
-        return weight, tree
 
     def _update_weights(self, touched: Array, count: int) -> None:
         """Bring all weights up to date, which ends a change."""
         for key, (weight, tree) in self._weights.items():
             self._writing.weigh(self._chains, touched, count, weight, tree, *key)
         self._changing = False
-
-    # -- growing -------------------------------------------------------------------------------------------------
 
     def _reserve(self, fragments: int, chains: int) -> None:
         """Make room for so many more fragments and trajectories."""
@@ -500,8 +485,7 @@ class TrajectoryIndex(Ring):
             larger = np.zeros(_power_of_two(int(state["slots"]) + chains), self._chains.dtype)
             larger[: len(self._chains)] = self._chains
             self._chains = larger
-            for key in self._weights:
-                self._weights[key] = self._new_weights(key)
+            self._weights.clear()  # they are as long as the table; the next draw makes new ones
         if 2 * (int(state["ids"]) + chains) > len(self._table):
             larger = np.zeros(_power_of_two(4 * (int(state["open"]) + chains)), self._table.dtype)
             self._state["ids"] = self._writing.rehash(self._table, self._chains, larger)

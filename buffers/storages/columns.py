@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.buffers.columns.base import After, Column, Columns, TensorColumn, differ
-from flatroll.buffers.columns.host_block import PlainColumns
+from flatroll.buffers.columns.host_block import plain_columns
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
@@ -28,6 +28,9 @@ from flatroll.buffers.storages.next_pool import (
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import NestedKey, next_key
+
+if TYPE_CHECKING:
+    from flatroll.kernels.rows.gather import HostColumns
 
 
 class ColumnStorage(Storage):
@@ -72,7 +75,7 @@ class ColumnStorage(Storage):
         self.ndim = whole_number("ndim", ndim)
         self.compact_obs = compact_obs
         self.pool: NextPool | None = None  # the next observations that no row holds, if compact
-        self._plain: PlainColumns | None = None
+        self._plain: HostColumns[NestedKey] | None = None
         self._indexed = False
 
     @abstractmethod
@@ -165,15 +168,19 @@ class ColumnStorage(Storage):
         if final_rows is not None:
             final_rows = self._cut_final(final_rows, batch, columns, skip, keys)
 
-        if self.compact_obs:
-            return self._prepare_compact(
-                structure, columns, count, final_rows, keys or BoundaryKeys.probe(batch)
-            )
+        if self.compact_obs and keys is None:
+            keys = BoundaryKeys.probe(batch)
+        marked = columns
+        if self.lanes and keys is not None and keys.traj not in columns:
+            # Rows of lanes without ids come step by step, one of each lane: the lane's number is the id.
+            lanes = self.lanes.numel()
+            marked = columns | {keys.traj: torch.arange(lanes).repeat(count // lanes)}
+
+        if self.compact_obs and keys is not None:
+            return self._prepare_compact(structure, columns, count, final_rows, marked, keys)
         if final_rows is not None:
             columns |= {next_key(key): obs for key, obs in next_columns(columns, *final_rows).items()}
-        fragments = None
-        if keys is not None:
-            fragments = Fragments.read(self._with_lanes(columns, keys, count), keys)
+        fragments = None if keys is None else Fragments.read(marked, keys)
         self._check_columns(columns, structure)
         return Rows(count, columns, fragments)
 
@@ -195,29 +202,24 @@ class ColumnStorage(Storage):
         check_final_covers(final.row, ends, columns)
         return final
 
-    def _with_lanes(self, columns: Columns, keys: BoundaryKeys, rows: int) -> Columns:
-        """``columns`` with lane numbers for trajectory ids, if they are of several lanes and have no ids."""
-        if not self.lanes or keys.traj in columns:
-            return columns
-        lanes = self.lanes.numel()
-        return columns | {keys.traj: torch.arange(lanes).repeat(rows // lanes)}
-
     def _prepare_compact(
         self,
         structure: Structure,
         columns: Columns,
         count: int,
         final: FinalRows | None,
+        marked: Columns,
         keys: BoundaryKeys,
     ) -> Rows:
         """Lay a batch of ``count`` rows out with each observation once, but for the tails of fragments."""
-        marked = columns if not self.lanes else self._with_lanes(columns, keys, count)
         from_final: Columns = {} if final is None else final.observations
         pool = self.pool or NextPool(self._find_pairs(columns, marked, final, keys))
         for key, next_name in pool.next_keys.items():
             now, later = columns.get(key), columns.get(next_name)
-            alike = now is not None and later is not None and like(now) == like(later)
-            if not alike and key not in from_final:
+            unpaired = (
+                now is None or later is None or now.shape != later.shape or now.dtype is not later.dtype
+            )
+            if unpaired and key not in from_final:
                 raise ValueError(
                     f"the batch lacks {next_name!r}, which the first extend had: pass it in the batch or in final"
                 )
@@ -287,11 +289,11 @@ class ColumnStorage(Storage):
 
     @override
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
-        plain, capacity = self._plain or self._plain_columns(), self.capacity
-        written = () if plain is None else plain.write(slot, rows.columns, rows.count, capacity)
+        plain = self._plain or self._plain_columns()
+        written = () if plain is None else plain.write(slot, rows.columns, rows.count, plain.rows)
         if len(written) == len(rows.columns):
             return
-        fit = min(rows.count, capacity - slot)  # rows up to the last slot
+        fit = min(rows.count, self.capacity - slot)  # rows up to the last slot
         for key, values in rows.columns.items():
             if key in written:
                 continue
@@ -385,11 +387,11 @@ class ColumnStorage(Storage):
                 columns[pool.next_keys[key]] = pool.read(key, self.columns[key], follow, later.get(key))
         return columns
 
-    def _plain_columns(self) -> PlainColumns | None:
+    def _plain_columns(self) -> "HostColumns[NestedKey] | None":
         """The columns that are copied by one call; None if the storage is not on the host, or where there is no
         trajectory index, so that random sampling does without numba."""
         if self._indexed and self.columns and self.device.type == "cpu":
-            self._plain = PlainColumns(self.columns)
+            self._plain = plain_columns(self.columns)
         return self._plain
 
     @override

@@ -210,7 +210,11 @@ class NextPool:
         if len(inner):
             earlier = -2 - before[inner]
             at = torch.from_numpy(earlier)
-            agree = self._agree(lambda key: _pick(tails[key], at), heads, fragments.firsts[inner])
+            agree = self._agree(
+                lambda key: tails[key].index_select(0, at.to(tails[key].device)),
+                heads,
+                fragments.firsts[inner],
+            )
             keep[earlier[agree]] = False
         outer = np.flatnonzero(
             before >= 0
@@ -228,9 +232,10 @@ class NextPool:
         # Each observation comes after the fragment's last row: columns that share frames look there.
         slots = torch.from_numpy((first + fragments.lasts[kept]) % index.capacity)
         after = After(torch.arange(len(kept)), slots)
+        size = index.pool_size
         for key, column in self.entries.items():
-            column.grow(index.pool_size)
-            column.put(where, _pick(tails[key], source), after)
+            column.grow(size)
+            column.put(where, tails[key].index_select(0, source.to(tails[key].device)), after)
         return pool, chains
 
     def read(self, key: NestedKey, column: Column, follow: Follow, later: Tensor | None = None) -> Tensor:
@@ -256,7 +261,3 @@ class NextPool:
             wrong.logical_or_(differ(tails(key).to(device), heads[key].index_select(0, at)))
         agree: Array = wrong.logical_not_().numpy(force=True)
         return agree
-
-
-def _pick(values: Tensor, rows: Tensor) -> Tensor:
-    return values.index_select(0, rows.to(values.device))
