@@ -10,7 +10,7 @@ from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.samplers.base import Sampler
-from flatroll.buffers.sharing import Shareable, unshareable_part
+from flatroll.buffers.sharing import Shareable
 from flatroll.buffers.transforms.base import TransformLike, looks_ahead
 from flatroll.buffers.writers import Writer
 
@@ -48,7 +48,15 @@ class BufferState(Shareable):
         return next(ahead, "compact_obs=True" if self.storage.compact_obs else None)
 
     def _unshareable_part(self, ring: Ring) -> str | None:
-        return unshareable_part(ring, self.storage, self.sampler, self.writer)
+        """Name of the component whose state other processes cannot see (for the error); None if the buffer can be
+        shared: the rows, if they are in files, and the counters of a plain ring can be put where others see them."""
+        if isinstance(ring, TrajectoryIndex):
+            return "a trajectory index"
+        names = [type(part).__name__ for part in (self.sampler, self.writer) if part.stateful]
+        if type(ring) is not Ring:
+            names.append(type(ring).__name__)
+        name = next(iter(names), self.storage.own_column)
+        return None if name is None else f"a {name}"
 
     def stats(self) -> dict[str, int]:
         """Numbers to log: rows, capacity, rows ever written, bytes, and what the trajectory index counts.
@@ -122,9 +130,10 @@ class BufferState(Shareable):
         if state["ring"] is None:
             self.empty()
         if self._prefetcher is not None:
-            self._prefetcher.wait()
+            self._prefetcher.wait()  # its threads read the rows that are about to be overwritten
         with self._write_lock, self._lock:
             ring = None if state["ring"] is None else self._make_ring(state)
+            # Sampler and writer go first, since they can refuse; the rows cannot be brought back.
             before = self.sampler.state_dict(), self.writer.state_dict()
             try:
                 self.sampler.load_state_dict(state["sampler"])

@@ -30,6 +30,7 @@ class Prefetcher(Generic[T]):
         """
         while True:
             with self._lock:
+                # One more than count: the oldest is taken, and as many as there are threads stay under way.
                 if len(self._queue) > self._count:
                     future = self._queue.popleft()
                     break

@@ -209,12 +209,14 @@ class ReplayBuffer(BufferState):
         if self.writer.checks and not filled:
             self.writer.check(data)
         with self._write_lock:
+            # The first batch says whether trajectories are followed, so the ring is made with it.
             ring = self._ring if self._started else self._first_ring(data)
             if isinstance(data, (TensorDictBase, list)) and not len(data):
                 slots = torch.zeros(0, dtype=torch.int64)
             else:
                 rows = self.storage.prepare(data, final, self._keys, whole=self.writer.chooses)
                 if not self._started:
+                    # Only after the batch was found to fit: an error leaves the buffer as it was.
                     self.storage.attach(ring, self._unshareable_part(ring), first=True)
                     with self._lock:
                         self._ring, self._started = ring, True
@@ -244,7 +246,7 @@ class ReplayBuffer(BufferState):
         before is drawn again if it had one of them.
         """
         storage, sampler, count, fragments = self.storage, self.sampler, rows.count, rows.fragments
-        with self._lock:
+        with self._lock:  # from here on nobody draws the rows that will be overwritten
             chosen = self.writer.choose(ring, rows) if self.writer.stateful else None
             first = ring.claim(count) if chosen is None else 0
             if chosen is None and sampler.follows_writes:
@@ -255,7 +257,7 @@ class ReplayBuffer(BufferState):
             with self._lock:
                 ring.publish(len(slots))
             return torch.full((count,), -1).index_copy_(0, at, slots)
-        slot = first % ring.capacity
+        slot = first % ring.capacity  # row r takes slot r modulo the capacity
         if isinstance(ring, TrajectoryIndex) and fragments is not None:
             before = ring.link(fragments)
             if not filled:
@@ -275,6 +277,7 @@ class ReplayBuffer(BufferState):
                 ring.publish(count)
                 if sampler.follows_writes:
                     sampler.entered(ring, first, count)
+        # Slots go on at 0 after the last one; most writes do not reach it and save the division.
         slots = torch.arange(slot, slot + count)
         return slots if slot + count <= ring.capacity else slots.remainder_(ring.capacity)
 
@@ -372,6 +375,7 @@ class ReplayBuffer(BufferState):
         if size is not None and (type(size) is not int or size < 1):
             whole_number("batch_size", size)
         size = self.sampler.check(size)
+        # Samples made ahead are of the buffer's own size; one of another size is made apart.
         if self._prefetcher is None or (
             batch_size is not None and size != self.sampler.check(self.batch_size)
         ):
@@ -462,6 +466,7 @@ class ReplayBuffer(BufferState):
     def _read(self, ring: Ring, draw: Draw, draw_again: Callable[[Ring], Draw]) -> tuple[Draw, Any]:
         """Gather what was drawn, without a lock; draw again if a writer overwrote one of the rows meanwhile."""
         for _ in range(8):
+            # Other threads may write meanwhile; what they overwrote shows in the counters afterwards.
             values = self._gather(ring, draw)
             with self._lock:
                 if ring is self._ring and ring.unchanged_since(draw):

@@ -197,6 +197,7 @@ class TensorDictMaxValueWriter(Writer):
     def choose(self, ring: Ring, rows: Rows) -> tuple[Tensor, Tensor]:
         """Make room for the best rows and choose them; ValueError if a rank is NaN."""
         assert isinstance(ring, RankedRing)
+        # One rank per item, float64 [N]; items of a list may differ in shape, so they are reduced one by one.
         if rows.items:
             ranks = torch.cat([self._ranks(item.get(self.rank_key)[None]) for item in rows.items])
         else:

@@ -90,6 +90,7 @@ class Ring:
     def __init__(self, capacity: int, first: int = 0) -> None:
         whole_number("capacity", capacity)
         self.capacity = capacity
+        # One record, so that it can stand in memory that processes share, and kernels can change it.
         self._state: Array = np.zeros(1, self._dtype)
         self._state["head"] = self._state["written"] = first
 
@@ -99,6 +100,7 @@ class Ring:
     @property
     def used(self) -> int:
         """Slots that were written, counted from slot 0: no stored row stands beyond them."""
+        # head // capacity * capacity is the row that stood in slot 0 when the oldest row was written.
         return min(self.written - self.head // self.capacity * self.capacity, self.capacity)
 
     @property
@@ -113,12 +115,14 @@ class Ring:
 
     def claim(self, rows: int) -> int:
         """Drop the rows that the next ``rows`` rows (at most ``capacity``) overwrite; number of the first."""
+        # Afterwards head ... written + rows - 1 are at most capacity numbers, one for each slot.
         written = self.written
         self._state["head"] = max(self.head, written + rows - self.capacity)
         return written
 
     def publish(self, rows: int) -> None:
         """Let ``rows`` claimed and copied rows be read."""
+        # Last, after the columns were copied: readers look at this number.
         self._state["written"] += rows
 
     def slots_by_age(self, ranks: Tensor) -> Tensor:
@@ -217,6 +221,7 @@ class Ring:
 
     def adopt(self, memory: Array) -> None:
         """Count in ``memory`` (uint8), and stand where it says."""
+        # A view: the memory is the caller's, often a mapped file.
         self._state = memory[: self._dtype.itemsize].view(self._dtype)
 
     def follow(self, slots: Tensor) -> Follow | None:

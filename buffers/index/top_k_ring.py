@@ -55,12 +55,14 @@ class RankedRing(Ring):
     def choose(self, ranks: Tensor) -> tuple[Tensor, Tensor]:
         """Rows to keep of those with ``ranks`` (float64 ``[N]``, no NaN), in order, and the slots for them; int64."""
         offered = ranks.numpy(force=True)
+        # Best first, and of equal ranks the earlier one: the first `room` of them are kept.
         best = np.argsort(-offered, kind="stable")
         room = self._kernels.make_room(
             self._state, self._heap, self._rank, self._number, offered[best], _GONE
         )
         rows = np.sort(best[:room])
         self._chosen = len(offered), offered[rows], self.written + rows
+        # Behind the rows that stay, the heap lists the free slots.
         slots = self._heap[len(self) : len(self) + room].copy()
         return torch.from_numpy(rows), torch.from_numpy(slots)
 

@@ -86,6 +86,7 @@ class TrajectoryIndex(Ring):
         self._changing = True
         if len(self._touched) <= rows:
             self._touched = np.zeros(_power_of_two(rows + 1), np.int64)
+        # Dropping rows shortens trajectories, so their weights change before anybody draws again.
         count = self._writing.claim(
             self._state, self.capacity, rows, self._fragments, self._chains, self._spare, self._touched
         )
@@ -148,7 +149,7 @@ class TrajectoryIndex(Ring):
         """Pool entries of the last rows of ``chains`` (int64 ``[C]``), -1 for none; int64 ``[C]``."""
         # Fragment n stands at n modulo the table's length, a power of two.
         numbers = self._chains["last"][chains] & (len(self._fragments) - 1)
-        return self._fragments["pool"][numbers].astype(np.int64)
+        return np.asarray(self._fragments["pool"][numbers], np.int64)
 
     def continued(self, fragments: Fragments, before: Array) -> tuple[Tensor, Tensor]:
         """Rows of the batch that come right after stored ones, and the slots of those; both int64 ``[K]``."""
@@ -180,8 +181,8 @@ class TrajectoryIndex(Ring):
     @property
     def nbytes(self) -> int:
         """Bytes of the index's own tables."""
-        tables = [self._fragments, self._chains, self._table, self._touched, self._spare]
-        return sum(t.nbytes for t in (*tables, *(a for pair in self._weights.values() for a in pair)))
+        tables = self._fragments, self._chains, self._table, self._touched, self._spare
+        return sum(t.nbytes for t in tables) + sum(a.nbytes for pair in self._weights.values() for a in pair)
 
     def starts(self, length: int, *, strict: bool = True) -> int:
         """Rows at which a slice of ``length`` rows can start.
@@ -226,6 +227,7 @@ class TrajectoryIndex(Ring):
         tree = self._tree(length, by, strict, early + late)
         if not tree[-1]:
             raise self.too_short(length)
+        # Two numbers per slice: one chooses the trajectory by its weight, the other the start within it.
         uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
         arguments = tree, uniform, length, by == "start", early, late
         return self._make_slices(self._reading.draw, arguments, count, count * length, follow)

@@ -51,6 +51,7 @@ class Pass:
                     f"drop_last=True leaves nothing to sample: a pass has {left.shape[-1]} {things}, a batch "
                     f"{count}: use drop_last=False, smaller batches, or store more"
                 )
+        # Views: the order of the pass is drawn once and then only cut.
         taken, left = left[..., :count], left[..., count:]
         self.ended = left.shape[-1] < (count if self.drop_last else 1)
         self._left, self._key = None if self.ended else left, key
@@ -243,6 +244,7 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
                 slices = slices[:, torch.randperm(slices.shape[1], generator=generator)]
             return slices
 
+        # Any write changes one of the two counters, and then slices of the old pass may be gone.
         key = (index.head, index.written, length)
         starts, lengths = self._pass.take(key, batch_size // length, begin, "slices")
         self.ran_out = self._pass.ended

@@ -63,12 +63,7 @@ class ColumnStorage(Storage):
     """
 
     def __init__(
-        self,
-        max_size: int,
-        *,
-        device: torch.device | str = "cpu",
-        ndim: int = 1,
-        compact_obs: bool = False,
+        self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1, compact_obs: bool = False
     ) -> None:
         super().__init__(max_size)
         self.device = torch.device(device)
@@ -185,12 +180,7 @@ class ColumnStorage(Storage):
         return Rows(count, columns, fragments)
 
     def _cut_final(
-        self,
-        final: FinalRows,
-        batch: TensorDictBase,
-        columns: Columns,
-        skip: int,
-        keys: BoundaryKeys | None,
+        self, final: FinalRows, batch: TensorDictBase, columns: Columns, skip: int, keys: BoundaryKeys | None
     ) -> FinalRows:
         """``final`` without the first ``skip`` rows of ``batch``; ValueError if it lacks the end of a run."""
         keys = keys or BoundaryKeys.probe(batch)
@@ -283,7 +273,7 @@ class ColumnStorage(Storage):
                     f"{shown(key)} is {column.dtype} {tuple(column.shape[1:])} per row, the storage keeps "
                     f"{kept.dtype} {tuple(kept.shape)} since the first extend"
                 )
-        if len(columns) != len(self.columns):
+        if len(columns) != len(self.columns):  # all are known: fewer, then
             missing = next(key for key in self.columns if key not in columns)
             raise ValueError(f"the batch lacks the entry {missing!r} that the first extend had")
 
@@ -298,7 +288,7 @@ class ColumnStorage(Storage):
             if key in written:
                 continue
             column = self.columns[key]
-            if fit == rows.count:
+            if fit == rows.count:  # else in two stretches, the second from slot 0 on
                 column.write(slot, values, after)
             else:
                 column.write(slot, values[:fit], _between(after, 0, fit))
@@ -328,6 +318,7 @@ class ColumnStorage(Storage):
         fixed = set() if keys is None else {keys.is_init, keys.done, keys.traj, keys.step_count}
         if self.pool is not None:
             fixed |= {*self.pool.pairs, *self.pool.next_keys.values()}
+        # All entries are checked before one is written: an error changes nothing.
         kept = self.get(draw.slots, draw.follow, keys=frozenset(columns))
         for key, values in columns.items():
             if key not in kept:

@@ -53,7 +53,7 @@ class ListStorage(Storage):
     @override
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
         self._reach(min(slot + rows.count, self.max_size))
-        fit = min(rows.count, self.max_size - slot)
+        fit = min(rows.count, self.max_size - slot)  # the others go on at slot 0
         self._items[slot : slot + fit] = rows.items[:fit]
         self._items[: rows.count - fit] = rows.items[fit:]
 

@@ -174,6 +174,7 @@ class NextPool:
         for key, next_name in self.next_keys.items():
             later = columns.get(next_name)
             if later is not None:
+                # row i is cut if its next observation is not the observation of row i + 1
                 cut[:-1].logical_or_(differ(later[:-1], columns[key][1:]))
         return cut
 
@@ -224,6 +225,7 @@ class NextPool:
             entries = torch.from_numpy(index.tail_entries(chains))
             agree = self._agree(lambda key: self.entries[key].take(entries), heads, fragments.firsts[outer])
             chains = chains[agree]
+        # The tails that stay get free entries; published with the rows, so nobody reads them before.
         kept = np.flatnonzero(keep)
         taken = index.take(len(kept))
         pool = np.full(len(keep), -1)
