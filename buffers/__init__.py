@@ -1,14 +1,23 @@
 """Replay buffers for flat batches: storages, the trajectory index, samplers, transforms."""
 
+from flatroll.buffers.columns.base import After, Column, TensorColumn
 from flatroll.buffers.ensemble.buffer import ReplayBufferEnsemble
 from flatroll.buffers.ensemble.members import SamplerEnsemble, StorageEnsemble, WriterEnsemble
+from flatroll.buffers.index.fragments import BoundaryKeys
+from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.replay_buffer import ReplayBuffer
-from flatroll.buffers.samplers.base import RandomSampler, Sampler, SamplerWithoutReplacement
+from flatroll.buffers.samplers.base import RandomSampler, Sampler
 from flatroll.buffers.samplers.prioritized import PrioritizedSampler
 from flatroll.buffers.samplers.prioritized_slices import PrioritizedSliceSampler
-from flatroll.buffers.samplers.slices import SliceSampler, SliceSamplerWithoutReplacement
-from flatroll.buffers.storages.base import ListStorage, Storage
+from flatroll.buffers.samplers.slices import SliceSampler
+from flatroll.buffers.samplers.without_replacement import (
+    SamplerWithoutReplacement,
+    SliceSamplerWithoutReplacement,
+)
+from flatroll.buffers.storages.base import Storage
+from flatroll.buffers.storages.columns import ColumnStorage
+from flatroll.buffers.storages.list import ListStorage
 from flatroll.buffers.storages.memmap import LazyMemmapStorage
 from flatroll.buffers.storages.tensors import LazyTensorStorage, TensorStorage
 from flatroll.buffers.tensordict_buffers import (
@@ -29,6 +38,11 @@ from flatroll.buffers.writers import (
 from flatroll.layout.delta import NextObservationDelta
 
 __all__ = [
+    "After",
+    "BoundaryKeys",
+    "Column",
+    "ColumnStorage",
+    "Draw",
     "ImmutableDatasetWriter",
     "LazyMemmapStorage",
     "LazyTensorStorage",
@@ -44,6 +58,7 @@ __all__ = [
     "RandomSampler",
     "ReplayBuffer",
     "ReplayBufferEnsemble",
+    "Ring",
     "RoundRobinWriter",
     "Sampler",
     "SamplerEnsemble",
@@ -52,6 +67,7 @@ __all__ = [
     "SliceSamplerWithoutReplacement",
     "Storage",
     "StorageEnsemble",
+    "TensorColumn",
     "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",

@@ -1,4 +1,4 @@
-"""Samples made ahead, in threads."""
+"""Samples made ahead of time, by threads."""
 
 import threading
 from collections import deque
@@ -14,28 +14,30 @@ class Prefetcher(Generic[T]):
 
     Args:
         count: results made ahead, and threads that make them.
-        begin: called in the caller's thread, in order; returns what a thread has to finish.
     """
 
-    def __init__(self, count: int, begin: Callable[[], Callable[[], T]]) -> None:
+    def __init__(self, count: int) -> None:
         self._count = count
-        self._begin = begin
         self._pool: ThreadPoolExecutor | None = None
         self._queue: deque[Future[T]] = deque()
         self._cleared = 0
-        self._lock = threading.Lock()  # of the three above; never held while drawing
+        self._lock = threading.Lock()  # of the three above; never held while a result is begun
 
-    def next(self) -> T:
-        """The oldest result; starts others in its place."""
+    def next(self, begin: Callable[[], Callable[[], T]]) -> T:
+        """The oldest result; starts others in its place.
+
+        ``begin`` is called in this thread, in order, and returns what a thread has to finish.
+        """
         while True:
             with self._lock:
+                # One more than count: the oldest is taken, and as many as there are threads stay under way.
                 if len(self._queue) > self._count:
                     future = self._queue.popleft()
                     break
                 cleared = self._cleared
-            finish = self._begin()
+            finish = begin()
             with self._lock:
-                if cleared == self._cleared:  # else what was drawn is to be forgotten, too
+                if cleared == self._cleared:  # else what was begun is to be forgotten, too
                     if self._pool is None:
                         self._pool = ThreadPoolExecutor(self._count, "flatroll-prefetch")
                     self._queue.append(self._pool.submit(finish))
@@ -59,7 +61,7 @@ class Prefetcher(Generic[T]):
                 self._queue.append(future)
 
     def wait(self) -> None:
-        """Until no thread is at work; one at work may draw again, if its rows are overwritten meanwhile."""
+        """Block until all threads are idle; a thread may draw again, if its rows are overwritten meanwhile."""
         wait(self._under_way())
 
     def clear(self) -> None:
@@ -69,10 +71,3 @@ class Prefetcher(Generic[T]):
                 future.cancel()
             self._queue.clear()
             self._cleared += 1
-
-    def close(self) -> None:
-        """Forget the results and let the threads end."""
-        self.clear()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = None

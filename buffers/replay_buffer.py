@@ -1,15 +1,42 @@
 """The replay buffer: rows in, marked samples out."""
 
-import copy
-from typing import Any
+import os
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, Literal, Self, TypeAlias, overload
 
-from flatroll.buffers.index.ring import Ring
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+from torch import Tensor
+
+from flatroll.buffers.checkpoint import BufferState
+from flatroll.buffers.columns.base import After
+from flatroll.buffers.index.fragments import BoundaryKeys
+from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
-from flatroll.buffers.reading import BufferReading
-from flatroll.buffers.writing import BufferWriting
+from flatroll.buffers.samplers.base import RandomSampler, Sampler
+from flatroll.buffers.storages.base import Rows, Storage
+from flatroll.buffers.storages.item_kinds import (
+    TensorDicts,
+    batched,
+    dense,
+    entry,
+    map_rows,
+    not_flat,
+    one_row,
+)
+from flatroll.buffers.storages.list import ListStorage
+from flatroll.buffers.storages.parallel_lanes import positions, slots_at, slots_of, time_first
+from flatroll.buffers.transforms.base import TransformLike, apply, looks_ahead
+from flatroll.buffers.writers import RoundRobinWriter, Writer, check_rows
+from flatroll.layout.checks import whole_number
+from flatroll.layout.keys import MASK, NestedKey
+
+Informed: TypeAlias = tuple[Any, dict[str, Tensor]]  # a sample and its info
+Made: TypeAlias = tuple[Any, dict[str, Tensor], bool]  # and whether a pass over the rows ended with it
 
 
-class ReplayBuffer(BufferReading, BufferWriting):
+class ReplayBuffer(BufferState):
     """Stores rows in a ring and samples from it.
 
     Rows are those of flat tensordict batches; tensors and trees of tensors (tuples, dicts, nested) will do, and with
@@ -42,116 +69,432 @@ class ReplayBuffer(BufferReading, BufferWriting):
     (4, tensor([2., 3., 4., 5.]), torch.Size([2]))
     """
 
-    def stats(self) -> dict[str, int]:
-        """Numbers to log: rows, capacity, rows ever written, bytes, and what the trajectory index counts.
+    def __init__(
+        self,
+        *,
+        storage: Storage | None = None,
+        sampler: Sampler | None = None,
+        writer: Writer | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        prefetch: int | None = None,
+        transform: TransformLike | None = None,
+        batch_size: int | None = None,
+        dim_extend: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if generator is not None and generator.device.type != "cpu":
+            raise ValueError(
+                f"generator must be a CPU generator (rows are drawn on the host), got {generator.device}"
+            )
+        if not isinstance(storage, Storage | None):
+            raise TypeError(
+                f"storage must be a storage such as LazyTensorStorage(max_size), got {type(storage).__name__}"
+            )
+        self.storage: Storage = ListStorage() if storage is None else storage
+        self.sampler: Sampler = RandomSampler() if sampler is None else sampler
+        self.sampler.attach(self.storage)
+        self.writer: Writer = RoundRobinWriter() if writer is None else writer
+        self.collate_fn = collate_fn
+        self.prefetch = prefetch
+        self.batch_size = batch_size
+        self.dim_extend = self.storage.ndim - 1 if dim_extend is None else dim_extend
+        self.generator = generator
+        if not 0 <= self.dim_extend < self.storage.ndim:
+            raise ValueError(
+                f"dim_extend must be one of the {self.storage.ndim} dimensions of the storage (its ndim), "
+                f"got {dim_extend}"
+            )
+        if batch_size is not None:
+            whole_number("batch_size", batch_size)
+        if batch_size is not None or prefetch:
+            self.sampler.check(batch_size)
+        self._keys, self._started = None, False
+        self._ring = Ring(self.storage.max_size)
+        self._transforms: list[TransformLike] = []
+        if transform is not None:
+            self.append_transform(transform)
+        self._make_locks()
+        self.writer.fits(self.storage, self.sampler)
+        if self.storage.contents is not None:
+            self._write(self.storage.contents, None)
 
-        ``bytes`` are those of the storage and the index, ``bytes_saved`` what ``compact_obs``, ``frame_stack`` and
-        ``codec`` save of it.
-        """
-        storage = self.storage
-        with self._lock:
-            ring = self._ring
-            numbers = {
-                "rows": len(ring),
-                "capacity": ring.capacity,
-                "rows_written": ring.written,
-                "bytes_per_row": storage.bytes_per_row,
-                "bytes": storage.nbytes,
-                "bytes_saved": storage.bytes_saved,
-            }
-            if isinstance(ring, TrajectoryIndex):
-                numbers["bytes"] += ring.nbytes
-                numbers["trajectories"] = ring.trajectories
-                numbers["open_trajectories"] = ring.open_trajectories
-        return numbers
-
-    def state_dict(self) -> dict[str, Any]:
-        """Rows, counters, index, sampler, writer, generator and samples made ahead, for :meth:`load_state_dict`.
-
-        It owns its memory, and goes through ``torch.save`` and ``torch.load(..., weights_only=False)``. Transforms
-        are not in it.
-        """
-        self._enter()
-        ahead = [] if self._ahead is None else copy.deepcopy(self._ahead.results())
-        with self._write_lock, self._lock:
-            ring = self._ring
-            entries = ring.pool_size if isinstance(ring, TrajectoryIndex) else 0
-            return {
-                "storage": self.storage.state_dict(ring.used, entries),
-                "ring": ring.state_dict() if self._started else None,
-                "keys": self._keys,
-                "sampler": self.sampler.state_dict(),
-                "writer": self.writer.state_dict(),
-                "generator": None if self.generator is None else self.generator.get_state(),
-                "ahead": ahead,
-            }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Hold what the buffer that gave ``state`` held, and draw as it would have drawn.
-
-        Rows stored before are gone. Trajectories that were open are cut: rows written from now on do not continue
-        them, since the envs that wrote them are not in the state. A state that does not fit changes nothing.
-
-        Args:
-            state: of a buffer with a storage, a sampler and a writer made with the same arguments; the storage may
-                be in memory here and in files there. Samples made ahead are taken over if both buffers prefetch.
+    def append_transform(self, transform: TransformLike) -> Self:
+        """Add a transform after those there are: an object with ``forward(td)`` and perhaps ``inv(td)``, or a
+        function. Samples go through ``forward`` in order, batches to store through ``inv`` in reverse order.
 
         Raises:
-            ValueError: a storage of another capacity, kind or other entries; no trajectory index where one is
-                needed; a generator on one side only.
-            MemoryError, OSError: the storage had no rows yet, and they do not fit in memory or on the disk.
+            TypeError: neither of the two.
+            RuntimeError: a transform that reads ahead (n-step), but the rows stored so far are not indexed.
         """
-        self._enter()
-        if missing := {"storage", "ring", "keys", "sampler", "writer", "generator"} - set(state):
-            raise ValueError(
-                f"state is none of a ReplayBuffer: it lacks {sorted(missing)}, and has {sorted(state)}"
+        if not callable(transform) and not hasattr(transform, "forward"):
+            raise TypeError(
+                f"transform must have forward(td) or be a function of td, got {type(transform).__name__}"
             )
-        if (state["generator"] is None) != (self.generator is None):
-            raise ValueError(
-                "the state was saved with a generator and this buffer has none, or the other way round: give "
-                "ReplayBuffer(generator=torch.Generator()) on both sides to draw the same rows"
+        if looks_ahead(transform) and self._started and self.index is None:
+            raise RuntimeError(
+                f"{type(transform).__name__} follows trajectories, which the rows stored so far cannot: append it "
+                "before the first extend, or give it to ReplayBuffer(transform=...)"
             )
-        if state["ring"] is None:
-            self.empty()
-        if self._ahead is not None:
-            self._ahead.wait()
-        with self._write_lock, self._lock:
-            ring = None if state["ring"] is None else self._ring_of(state)
-            before = self.sampler.state_dict(), self.writer.state_dict()
-            try:
-                self.sampler.load_state_dict(state["sampler"])
-                self.writer.load_state_dict(state["writer"])
-                if ring is not None:
-                    self._load_rows(ring, state)
-            except BaseException:
-                self.sampler.load_state_dict(before[0])
-                self.writer.load_state_dict(before[1])
-                if not len(self._ring):  # interrupted while rows were copied
-                    self.sampler.emptied()
-                raise
-            if self.generator is not None:
-                self.generator.set_state(state["generator"])
-            if self._ahead is not None:
-                self._ahead.replace(copy.deepcopy(state["ahead"]))
+        self._transforms.append(transform)
+        return self
 
-    def _ring_of(self, state: dict[str, Any]) -> Ring:
-        """The ring of ``state``; ValueError if this buffer cannot have it or the rows."""
-        needs = self._follows()
-        if needs is not None and state["keys"] is None:
-            raise ValueError(
-                f"the state was saved without a trajectory index, which {needs} needs: extend this buffer with the "
-                "rows of the other one"
-            )
-        ring = self.writer.ring(state["ring"]["capacity"], state["keys"] is not None)
-        ring.load_state_dict(state["ring"])
-        self.storage.check_state_dict(state["storage"], ring.capacity)
-        return ring
+    # -- writing -----------------------------------------------------------------------------------------------
 
-    def _load_rows(self, ring: Ring, state: dict[str, Any]) -> None:
-        alone, first = self._alone(ring), not self._started
-        if not first:  # nobody reads a mixture of old and new rows, in other processes neither
-            self._ring = self.writer.ring(ring.capacity, state["keys"] is not None)
-            self.storage.attach(self._ring, alone)
-        self.storage.load_state_dict(state["storage"])
-        self.storage.attach(ring, alone, first)
-        self._ring, self._keys, self._started = ring, state["keys"], True
+    def extend(self, data: Any, final: TensorDictBase | None = None) -> Tensor:
+        """Store the rows of ``data``; their positions in the storage, int64 ``[N]`` (``[N, ndim]`` if ndim > 1).
+
+        A batch larger than the storage leaves its last rows. A batch that does not fit raises before anything is
+        stored.
+
+        Args:
+            data: a tensordict ``[N]`` (consecutive rows, trajectories end to end, any number of them, whole or
+                cut), a tensor ``[N, ...]``, a tree of such tensors (a tuple is a tree), or a list of items.
+            final: the next observations that no row of a compact batch holds (``collector.final``).
+
+        Raises:
+            TypeError: data of another kind than before, or a marker of the wrong dtype.
+            ValueError: the batch is not flat where trajectories are followed, holds padding, or differs from the
+                first one in entries, shapes or dtypes.
+            KeyError: a marker that the sampler or the storage needs is missing.
+            MemoryError, OSError: at the first extend, if the storage does not fit in memory or on the disk.
+        """
+        listed = isinstance(self.storage, ListStorage)
+        if isinstance(data, list) and not listed:
+            if not data:
+                return torch.zeros(0, dtype=torch.int64)
+            data = batched(data)
+        for transform in reversed(self._transforms):
+            inverse = getattr(transform, "inv", None)
+            data = data if inverse is None else inverse(data)
+        if isinstance(data, LazyStackedTensorDict) and not listed:
+            data = dense(data)
+        if isinstance(data, TensorDictBase) and (not data.batch_dims or data.get(MASK, None) is not None):
+            check_rows(data, self.storage.ndim)
+        if self.storage.ndim > 1:
+            data = self._time_first(data)
+        return self._write(data, final)
+
+    def add(self, data: Any) -> int:
+        """Store one item: a row (tensordict of batch size ``[]``), a tensor, a tree, or with `ListStorage` anything.
+        Its position in the storage, -1 if the writer did not take it."""
+        if isinstance(self.storage, ListStorage):
+            return int(self.extend([data])[0])
+        if self.storage.ndim > 1:
+            return int(self.extend(map_rows(data, lambda leaf: leaf.unsqueeze(self.dim_extend)))[0, 0])
+        kind = self.storage.structure
+        flat = isinstance(kind, TensorDicts) and not kind.inner
+        if isinstance(data, TensorDictBase) and data.batch_dims and flat:
+            raise ValueError(f"add takes one row of batch size [], got {list(data.batch_size)}: use extend")
+        return int(self.extend(one_row(data))[0])
+
+    def _time_first(self, data: Any) -> Any:
+        """``data`` with its batch dimensions in one, time before lanes."""
+        storage = self.storage
+        data, lanes = time_first(data, storage.ndim, self.dim_extend)
+        if self._started and lanes != storage.lanes:
+            raise ValueError(
+                f"every batch must have the lanes of the first, {list(storage.lanes)}, got {list(lanes)}"
+            )
+        if lanes.numel() > storage.max_size:
+            raise ValueError(f"max_size={storage.max_size} holds no step of {list(lanes)} lanes")
+        if not self._started:
+            storage.lanes = lanes
+        return data
+
+    def _write(self, data: Any, final: TensorDictBase | None) -> Tensor:
+        """Store a batch whose batch dimensions are one; positions of its rows."""
+        if self._process != os.getpid():
+            self._after_fork()
+        filled = not self._started and self.storage.contents is not None
+        if self.writer.checks and not filled:
+            self.writer.check(data)
+        with self._write_lock:
+            # The first batch says whether trajectories are followed, so the ring is made with it.
+            ring = self._ring if self._started else self._first_ring(data)
+            if isinstance(data, (TensorDictBase, list)) and not len(data):
+                slots = torch.zeros(0, dtype=torch.int64)
+            else:
+                rows = self.storage.prepare(data, final, self._keys, whole=self.writer.chooses)
+                if not self._started:
+                    # Only after the batch was found to fit: an error leaves the buffer as it was.
+                    self.storage.attach(ring, self._unshareable_part(ring), first=True)
+                    with self._lock:
+                        self._ring, self._started = ring, True
+                slots = self._store(ring, rows, filled)
+        return positions(slots, self.storage.lanes) if self.storage.lanes else slots
+
+    def _first_ring(self, data: Any) -> Ring:
+        """Counters for what is to come; known when the first batch is."""
+        needs_index = self._needs_index()
+        self._keys = None
+        if isinstance(data, TensorDictBase):
+            self._keys = self.sampler.boundary_keys(data)
+            if self._keys is None and needs_index is not None:
+                self._keys = BoundaryKeys.probe(data)
+            if self._keys is not None and data.batch_dims != 1:
+                raise not_flat(data)
+        elif needs_index is not None and not self.storage.compact_obs:
+            raise TypeError(
+                f"{needs_index} follows trajectories, which needs tensordict batches, got {type(data).__name__}"
+            )
+        return self.writer.ring(self.storage.capacity, self._keys is not None)
+
+    def _store(self, ring: Ring, rows: Rows, filled: bool) -> Tensor:
+        """Claim slots, copy the rows (unless the storage is ``filled`` with them), publish them; int64 ``[N]``.
+
+        The copy is made without the lock of readers: nobody draws the claimed slots, and a sample that was drawn
+        before is drawn again if it had one of them.
+        """
+        storage, sampler, count, fragments = self.storage, self.sampler, rows.count, rows.fragments
+        with self._lock:  # from here on nobody draws the rows that will be overwritten
+            chosen = self.writer.choose(ring, rows) if self.writer.stateful else None
+            first = ring.claim(count) if chosen is None else 0
+            if chosen is None and sampler.follows_writes:
+                sampler.claimed(ring, first, count)
+        if chosen is not None:  # the writer has taken the rows out of the draw whose slots it gives away
+            at, slots = chosen
+            storage.put(slots, rows, at)
+            with self._lock:
+                ring.publish(len(slots))
+            return torch.full((count,), -1).index_copy_(0, at, slots)
+        slot = first % ring.capacity  # row r takes slot r modulo the capacity
+        if isinstance(ring, TrajectoryIndex) and fragments is not None:
+            before = ring.link(fragments)
+            if not filled:
+                after = After(*ring.continued(fragments, before)) if storage.shares else None
+                storage.write(slot, rows, after)
+            entries = released = None
+            if storage.compact_obs:
+                entries, released = storage.keep_next(ring, rows, before, first)
+            with self._lock:
+                ring.enter(fragments, before, entries, released)
+                if sampler.follows_writes:
+                    sampler.entered(ring, first, count)
+        else:
+            if not filled:
+                storage.write(slot, rows)
+            with self._lock:
+                ring.publish(count)
+                if sampler.follows_writes:
+                    sampler.entered(ring, first, count)
+        # Slots go on at 0 after the last one; most writes do not reach it and save the division.
+        slots = torch.arange(slot, slot + count)
+        return slots if slot + count <= ring.capacity else slots.remainder_(ring.capacity)
+
+    def __setitem__(self, index: Any, data: Any) -> None:
+        """Write ``data`` (after the transforms' ``inv``) over stored rows; length and cursor stay.
+
+        A tensordict may have some of the entries only.
+
+        Raises:
+            IndexError: no row is stored there.
+            ValueError: an entry by which trajectories are told apart, or one that a compact storage reads twice,
+                would change.
+        """
+        for transform in reversed(self._transforms):
+            inverse = getattr(transform, "inv", None)
+            data = data if inverse is None else inverse(data)
+        self._after_fork()
+        self.writer.check_change(data)
+        with self._write_lock:
+            slots = slots_at(index, self._ring, self.storage.lanes)
+            draw = self._ring.draw_slots(slots.reshape(-1), strict=True, follow=self.storage.compact_obs)
+            self.storage.set(draw, data, slots.shape, self._keys)
+
+    def empty(self) -> None:
+        """Forget all rows, and the samples made ahead. The storage keeps its memory and its columns."""
+        self._after_fork()
+        if self._prefetcher is not None:
+            self._prefetcher.wait()
+        with self._write_lock:
+            with self._lock:
+                ring, capacity = self._ring, self._ring.capacity
+                # The next row takes slot 0 and has a number that no row had: written, rounded up to whole rounds.
+                first = -(-ring.written // capacity) * capacity
+                self._ring = self.writer.ring(capacity, self.index is not None, first)
+                if self._started:
+                    self.storage.attach(self._ring, self._unshareable_part(self._ring))
+                self.sampler.emptied()
+            if self._prefetcher is not None:
+                self._prefetcher.clear()
+
+    def update_priority(
+        self, index: Tensor | int, priority: Tensor | float, generation: Tensor | None = None
+    ) -> None:
+        """Set the priorities of rows.
+
+        Args:
+            index: positions as in the info of a sample, on any device; -1 is left out.
+            priority: one value for all rows or one per row, not negative.
+            generation: ``info["index_generation"]``; rows overwritten since are then left out.
+
+        Raises:
+            TypeError: the sampler has no priorities.
+            ValueError: a negative priority or NaN, or sizes that differ.
+            IndexError: a position outside the storage.
+        """
+        slots = slots_of(torch.as_tensor(index), self.storage.lanes)
+        with self._lock:
+            self.sampler.update_priority(self._ring, slots, torch.as_tensor(priority), generation)
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    @overload
+    def sample(self, batch_size: int | None = None, return_info: Literal[False] = False) -> Any: ...
+
+    @overload
+    def sample(self, batch_size: int | None = None, *, return_info: Literal[True]) -> Informed: ...
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+        """Draw a sample: a batch ``[n]`` of the kind of data stored; with ``return_info`` also a dict.
+
+        Args:
+            batch_size: rows, default that of the buffer. Short trajectories may give fewer (see the sampler).
+            return_info: return ``(sample, info)``: ``info["index"]`` holds the rows' positions (int64 ``[n]``, or
+                ``[n, ndim]``), further entries are the sampler's.
+
+        Raises:
+            RuntimeError: the buffer is empty, or holds no trajectory long enough.
+            ValueError: no batch size, or one that does not fit the sampler.
+        """
+        sample, info, _ = self._next_sample(batch_size)
+        return (sample, info) if return_info else sample
+
+    def __iter__(self) -> Iterator[Any]:
+        """Samples without end, or, with a sampler without replacement, until each row was in one."""
+        ended = False
+        while not ended:
+            sample, _, ended = self._next_sample(None)
+            yield sample
+
+    def _next_sample(self, batch_size: int | None) -> Made:
+        """The oldest sample made ahead, or one made now."""
+        if self._process != os.getpid():
+            self._after_fork()
+        size = self.batch_size if batch_size is None else batch_size
+        if size is not None and (type(size) is not int or size < 1):
+            whole_number("batch_size", size)
+        size = self.sampler.check(size)
+        # Samples made ahead are of the buffer's own size; one of another size is made apart.
+        if self._prefetcher is None or (
+            batch_size is not None and size != self.sampler.check(self.batch_size)
+        ):
+            return self._draw_sample(size)()
+        made: Made = self._prefetcher.next(partial(self._draw_sample, size))
+        return made
+
+    def _draw_sample(self, size: int) -> Callable[[], Made]:
+        """Draw rows in this thread; what is left to do, on any thread."""
+        with self._lock:
+            ring = self._ring
+            draw = self._draw(ring, size)
+            ended = self.sampler.ran_out
+        return partial(self._finish_sample, ring, draw, size, ended)
+
+    def _draw(self, ring: Ring, size: int) -> Draw:
+        draw = self.sampler.draw(ring, size, self.generator, self.storage.compact_obs)
+        return self._add_ahead(ring, draw) if self._transforms else draw
+
+    def _add_ahead(self, ring: Ring, draw: Draw) -> Draw:
+        """``draw`` with the slots of the rows after each, if a transform looks ahead."""
+        steps = max(map(looks_ahead, self._transforms), default=0)
+        if steps and isinstance(ring, TrajectoryIndex):
+            draw.ahead = ring.ahead(draw.slots, steps)
+        return draw
+
+    def _finish_sample(self, ring: Ring, draw: Draw, size: int, ended: bool) -> Made:
+        """Read what was drawn, mark it, and put it through the transforms."""
+        storage = self.storage
+        draw, values = self._read(ring, draw, partial(self._draw, size=size))
+        info = {"index": positions(draw.slots, storage.lanes) if storage.lanes else draw.slots, **draw.info}
+        structure, shape = storage.structure, draw.slots.shape
+        if isinstance(structure, TensorDicts):
+            self.sampler.mark(values, draw)
+        values = self._inform(values, info)
+        listed = isinstance(storage, ListStorage)
+        data = values if listed else structure.build(values, shape)
+        if self.collate_fn is not None:
+            data = self.collate_fn(data)
+        elif listed:
+            data = storage.build(values, shape)
+        for transform in self._transforms:
+            data = apply(transform, data, draw.ends)
+        return data, info, ended
+
+    def _inform(self, values: Any, info: dict[str, Tensor]) -> Any:
+        """What the storage gave (columns by key, or a list of items), with entries of the info."""
+        return values
+
+    def __getitem__(self, index: Any) -> Any:
+        """Stored rows by position in the storage (not by age), transformed but not marked.
+
+        An entry's name gives that entry of all rows. Positions that a write under way, or one that failed, has
+        given up are left out of slices; asked for one by one they raise IndexError.
+        """
+        if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
+            names = (index,) if isinstance(index, str) else index
+            return entry(self[:], names[1:] if names[0] == "_data" and len(names) > 1 else names)
+        self._after_fork()
+        slots = slots_at(index, self._ring, self.storage.lanes)
+        strict = not isinstance(index, slice)
+
+        def choose(ring: Ring) -> Draw:
+            return self._add_ahead(ring, ring.draw_slots(slots.reshape(-1), strict, self.storage.compact_obs))
+
+        with self._lock:
+            ring = self._ring
+            draw = choose(ring)
+        draw, values = self._read(ring, draw, choose)
+        rows = draw.slots
+        ends = torch.ones(len(rows), dtype=torch.bool)
+        numbers = ring.numbers(rows, draw.version[0])
+        ends[:-1] = numbers[1:] != numbers[:-1] + 1  # where the next row was not written right after
+        listed = isinstance(self.storage, ListStorage)
+        if listed and slots.ndim == 0:
+            return values[0]
+        data = values if listed else self.storage.build(values, rows.shape)
+        for transform in self._transforms:
+            data = apply(transform, data, lambda: ends)
+        if listed:
+            return data
+        if slots.ndim == 0:
+            return map_rows(data, lambda leaf: leaf[0])
+        # Rows were left out of slices only, whose first dimension is time.
+        shape = slots.shape if len(rows) == slots.numel() else torch.Size([-1, *self.storage.lanes])
+        return data if len(shape) == 1 else map_rows(data, lambda leaf: leaf.unflatten(0, shape))
+
+    def _read(self, ring: Ring, draw: Draw, draw_again: Callable[[Ring], Draw]) -> tuple[Draw, Any]:
+        """Gather what was drawn, without a lock; draw again if a writer overwrote one of the rows meanwhile."""
+        for _ in range(8):
+            # Other threads may write meanwhile; what they overwrote shows in the counters afterwards.
+            values = self._gather(ring, draw)
+            with self._lock:
+                if ring is self._ring and ring.unchanged_since(draw):
+                    return draw, values
+                ring = self._ring
+                draw = draw_again(ring)
+        with self._write_lock:  # the ring is small and the writers fast: they wait for once
+            with self._lock:
+                draw = draw_again(self._ring)
+            return draw, self._gather(self._ring, draw)
+
+    def _gather(self, ring: Ring, draw: Draw) -> Any:
+        """The drawn rows as the storage gives them, changed by the transforms that look ahead."""
+        values = self.storage.get(draw.slots, draw.follow, slices=draw.firsts is not None)
+        if draw.ahead is None:
+            return values
+
+        def get(slots: Tensor, keys: Iterable[NestedKey] | None = None) -> Any:
+            asked = None if keys is None else frozenset(keys)
+            follow = None
+            if self.storage.needs_follow(asked):
+                with self._lock:
+                    follow = ring.follow(slots)
+            return self.storage.get(slots, follow, keys=asked)
+
+        for transform in self._transforms:
+            steps = looks_ahead(transform)
+            if steps:
+                reader: Any = transform
+                values = reader.read(values, draw.ahead[:, :steps], get)
+        return values

@@ -1,17 +1,18 @@
-"""Where new rows go."""
+"""Which slots new rows take, and which rows are kept at all."""
 
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import override
 
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.top_k_ring import RankedRing
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
-from flatroll.buffers.samplers.base import Sampler
+from flatroll.buffers.samplers.base import Sampler, overrides
 from flatroll.buffers.storages.base import Rows, Storage
-from flatroll.layout.keys import REWARD, NestedKey, require
+from flatroll.layout.keys import MASK, REWARD, NestedKey, marker, require
 
 
 class Writer:
@@ -19,9 +20,19 @@ class Writer:
 
     Attributes:
         chooses: whether :meth:`choose` sees all rows of a batch that is larger than the storage.
+        checks: whether the buffer calls :meth:`check`; True if it is overridden.
+        stateful: whether slots depend on what the writer knows of the rows, so that processes cannot share the
+            buffer. The buffer calls :meth:`choose` only then. True if it or :meth:`state_dict` is overridden.
     """
 
     chooses: bool = False
+    checks: bool = False
+    stateful: bool = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.checks = overrides(cls, Writer, "check")
+        cls.stateful = overrides(cls, Writer, "choose", "state_dict")
 
     def fits(self, storage: Storage, sampler: Sampler) -> None:
         """Raise if the writer cannot work with the other parts of its buffer."""
@@ -40,7 +51,7 @@ class Writer:
         return
 
     def choose(self, ring: Ring, rows: Rows) -> tuple[Tensor, Tensor] | None:
-        """Rows to keep and the slots they take, both int64; None: all rows, in the ring's order."""
+        """Rows to keep and the slots they take, both int64 ``[K]``; None: all rows, in the ring's order."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -89,7 +100,7 @@ class ImmutableDatasetWriter(Writer):
     """
 
     def ring(self, capacity: int, indexed: bool, first: int = 0) -> Ring:
-        """See `Writer`; RuntimeError for a ring that goes on empty after others."""
+        """The counters; RuntimeError for a ring that goes on empty after others."""
         if first:
             self.check(None)
         return super().ring(capacity, indexed)
@@ -142,7 +153,7 @@ class TensorDictMaxValueWriter(Writer):
         self.reduction = reduction
 
     def fits(self, storage: Storage, sampler: Sampler) -> None:
-        """ValueError for a storage of several dimensions, TypeError for a sampler with priorities."""
+        """ValueError for a storage of several dimensions, TypeError for a sampler that follows the ring's order."""
         if storage.ndim > 1:
             raise ValueError(
                 f"TensorDictMaxValueWriter ranks the items of one dimension, the storage has ndim={storage.ndim}: use "
@@ -153,9 +164,14 @@ class TensorDictMaxValueWriter(Writer):
                 f"{type(sampler).__name__} keeps the priorities of rows in a ring, TensorDictMaxValueWriter keeps "
                 "the best rows anywhere: use RandomSampler or SamplerWithoutReplacement"
             )
+        if sampler.follows_writes:
+            raise TypeError(
+                f"{type(sampler).__name__} overrides claimed or entered, which tell of rows in the ring's order, and "
+                "TensorDictMaxValueWriter keeps the best rows anywhere: ask the ring in draw instead"
+            )
 
+    @override
     def ring(self, capacity: int, indexed: bool, first: int = 0) -> Ring:
-        """See `Writer`."""
         if indexed:
             raise TypeError(
                 "TensorDictMaxValueWriter keeps the best rows, which do not follow each other: slice samplers, "
@@ -179,8 +195,9 @@ class TensorDictMaxValueWriter(Writer):
             )
 
     def choose(self, ring: Ring, rows: Rows) -> tuple[Tensor, Tensor]:
-        """See `Writer`; ValueError if a rank is NaN."""
+        """Make room for the best rows and choose them; ValueError if a rank is NaN."""
         assert isinstance(ring, RankedRing)
+        # One rank per item, float64 [N]; items of a list may differ in shape, so they are reduced one by one.
         if rows.items:
             ranks = torch.cat([self._ranks(item.get(self.rank_key)[None]) for item in rows.items])
         else:
@@ -197,8 +214,8 @@ class TensorDictMaxValueWriter(Writer):
         values = values.detach().to("cpu", torch.float64)
         if values.ndim == 1:
             return values
-        made = getattr(values.flatten(1), _REDUCTIONS[self.reduction])(1)
-        return made if isinstance(made, Tensor) else made.values
+        reduced = getattr(values.flatten(1), _REDUCTIONS[self.reduction])(1)
+        return reduced if isinstance(reduced, Tensor) else reduced.values  # median gives positions, too
 
 
 _REDUCTIONS = {"sum": "sum", "max": "amax", "min": "amin", "mean": "mean", "median": "median"}
@@ -211,6 +228,21 @@ def check_tensordicts(batch: Any, who: str, instead: str) -> None:
             raise TypeError(f"{who} takes tensordicts, got {type(item).__name__}: {instead}")
 
 
+def check_rows(batch: TensorDictBase, ndim: int) -> None:
+    """ValueError unless ``batch`` holds rows of ``ndim`` batch dimensions, none of them padding."""
+    if batch.batch_dims == 0:
+        raise ValueError("batch has batch size []: use add for one row, or batch.unsqueeze(0)")
+    if batch.batch_dims != ndim or batch.get(MASK, None) is None:
+        return
+    padding = ~marker(batch, MASK)
+    if bool(padding.any()):
+        raise ValueError(
+            f"the batch has {int(padding.sum())} rows of padding, where batch[{MASK!r}] is False, which would be "
+            'stored as transitions: extend with batch[batch["collector", "mask"]], or with '
+            "flatroll.layout.join(batch) of what split_trajectories gave"
+        )
+
+
 def has_priorities(sampler: Sampler) -> bool:
     """Whether ``sampler`` draws by priorities that can be set."""
-    return type(sampler).update_priority is not Sampler.update_priority
+    return overrides(type(sampler), Sampler, "update_priority")

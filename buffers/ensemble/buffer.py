@@ -190,7 +190,7 @@ class ReplayBufferEnsemble:
                     f"cannot sample from member {member}, which is empty: extend it with rb[{member}].extend(batch), "
                     "or give it p=0"
                 )
-            part, info, end = self._members[member]._made(rows)
+            part, info, end = self._members[member]._next_sample(rows)
             if end:
                 ended.add(member)
             parts.append(part)

@@ -1,4 +1,4 @@
-"""What a batch says about its trajectories, read once when it is stored."""
+"""The fragments of a batch: stretches of consecutive rows of one trajectory, read from its markers once."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +13,6 @@ from flatroll.buffers.index.ring import Array
 from flatroll.layout.keys import DONE, IS_INIT, MASK, STEP_COUNT, TRAJ_IDS, NestedKey, missing_marker
 
 Batch: TypeAlias = TensorDictBase | Mapping[NestedKey, Tensor]
-
-_NONE = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +41,19 @@ class BoundaryKeys:
         return cls(is_init=init_key, done=DONE if end_key is None else end_key, traj=traj_key)
 
 
-class Runs(NamedTuple):
-    """The fragments of one batch, one entry per fragment, in host memory.
+class Fragments(NamedTuple):
+    """The F fragments of a batch, in host memory. Columns that the batch lacks are empty, or all False.
 
-    ``firsts`` are row numbers within the batch; ``joined`` is True where a fragment goes on within the run of
-    the fragment before it. Columns the batch lacks are empty arrays, or of False.
+    Attributes:
+        rows: rows of the batch.
+        firsts: int64 ``[F]``, first row of each fragment, as a number within the batch.
+        lasts: int64 ``[F]``, last row of each fragment.
+        joined: bool ``[F]``, whether a fragment goes on within the run of the fragment before it.
+        ids: int64 ``[F]``, trajectory ids.
+        init: bool ``[F]``, whether the first row is ``is_init``.
+        done: bool ``[F]``, whether the last row is done.
+        step_first: int64 ``[F]``, step count of the first row.
+        step_last: int64 ``[F]``, step count of the last row.
     """
 
     rows: int
@@ -61,7 +67,7 @@ class Runs(NamedTuple):
     step_last: Array
 
     @classmethod
-    def of(cls, batch: Batch, keys: BoundaryKeys, cuts: Tensor | None = None) -> "Runs":
+    def read(cls, batch: Batch, keys: BoundaryKeys, cuts: Tensor | None = None) -> "Fragments":
         """Read the markers of ``batch`` (``[N]``, or its columns by key, which is faster): runs end where
         `layout.run_ends` says. ``cuts`` (bool ``[N]``) ends fragments inside runs as well.
 
@@ -72,57 +78,45 @@ class Runs(NamedTuple):
         """
         from flatroll.kernels.rows.run_marks import fragments  # numba
 
-        done, init = _flags(batch, keys.done), _flags(batch, keys.is_init)
-        ids, step = _integers(batch, keys.traj), _integers(batch, keys.step_count)
-        there = ids if ids is not None else done if done is not None else init
-        if there is None:
+        done, init = _read_marker(batch, keys.done, True), _read_marker(batch, keys.is_init, True)
+        ids, step = _read_marker(batch, keys.traj, False), _read_marker(batch, keys.step_count, False)
+        marker = ids if ids is not None else done if done is not None else init
+        if marker is None:
             present = batch.keys(True, True) if isinstance(batch, TensorDictBase) else batch.keys()
             error = missing_marker(keys.is_init, present)
             raise KeyError(
                 f"{error.args[0]}. Any one of {keys.is_init!r}, {keys.done!r}, {keys.traj!r} would do"
             )
-        rows = there.shape[0]
-        columns = (done, init, ids, step, _flags(batch, MASK), None if cuts is None else _host(cuts))
-        whole, marks = np.empty((5, rows), np.int64), np.empty((3, rows), np.bool_)
-        count = fragments(rows, *(0 if c is None else c.data_ptr() for c in columns), whole, marks)
-        firsts, lasts, names, step_first, step_last = whole[:, :count]
-        joined, begun, ended = marks[:, :count]
+        rows = marker.shape[0]
+        mask = _read_marker(batch, MASK, True)
+        # The kernel reads columns by their addresses; these variables keep the memory alive until it is done.
+        cut = None if cuts is None else cuts.cpu().contiguous()
+        columns = (done, init, ids, step, mask, cut)
+        addresses = [0 if column is None else column.data_ptr() for column in columns]
+        numbers, marks = np.empty((5, rows), np.int64), np.empty((3, rows), np.bool_)
+        count = fragments(rows, *addresses, numbers, marks)
+        firsts, lasts, names, step_first, step_last = numbers[:, :count]
+        joined, first_init, last_done = marks[:, :count]
         if ids is None:
-            names = _NONE
+            names = names[:0]
         if step is None:
-            step_first = step_last = _NONE
-        return cls(rows, firsts, lasts, joined, names, begun, ended, step_first, step_last)
+            step_first = step_last = step_first[:0]
+        return cls(rows, firsts, lasts, joined, names, first_init, last_done, step_first, step_last)
 
 
-def _flags(batch: Batch, key: NestedKey) -> Tensor | None:
-    """A bool marker of ``batch``, contiguous in host memory; None if there is none."""
+def _read_marker(batch: Batch, key: NestedKey, flags: bool) -> Tensor | None:
+    """A marker of ``batch``, contiguous in host memory: bool if ``flags``, else int64; None if there is none."""
     column: Tensor | None = batch.get(key, None)
     if column is None:
         return None
-    if column.dtype is not torch.bool:
+    if flags and column.dtype is not torch.bool:
         raise TypeError(f"batch[{key!r}] must be bool, got {column.dtype}: cast it with .bool()")
-    return _host(_checked(column, key))
-
-
-def _integers(batch: Batch, key: NestedKey) -> Tensor | None:
-    """An integer marker of ``batch`` as int64, contiguous in host memory; None if there is none."""
-    column: Tensor | None = batch.get(key, None)
-    if column is None:
-        return None
-    if column.dtype is not torch.int64:
+    if not flags and column.dtype is not torch.int64:
         if column.is_floating_point() or column.is_complex() or column.dtype is torch.bool:
             raise TypeError(f"batch[{key!r}] must be an integer column, got {column.dtype}")
         column = column.to(torch.int64)
-    return _host(_checked(column, key))
-
-
-def _checked(column: Tensor, key: NestedKey) -> Tensor:
     if column.numel() != column.shape[0]:
         raise ValueError(
             f"batch[{key!r}] must have one number per row, got {column.numel()} for {column.shape[0]} rows"
         )
-    return column
-
-
-def _host(column: Tensor) -> Tensor:
     return column if column.is_cpu and column.is_contiguous() else column.cpu().contiguous()

@@ -1,4 +1,4 @@
-"""The ring of rows: which rows are stored, which may be read, where the next ones go."""
+"""Which rows a buffer holds and which slots they are in: the ring of counters, and the rows drawn from it."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """Where the next observation of each drawn row stands (compact storage).
+    """Where the next observation of each drawn row is stored (compact storage).
 
     Attributes:
         slots: int64 ``[N]``, slot of the row that follows, -1 where no stored row does.
@@ -29,18 +29,18 @@ class Follow:
 
 @dataclass(slots=True)  # not frozen: it is made for every sample, and freezing costs 2 of its µs
 class Draw:
-    """Rows chosen by a sampler.
+    """Rows chosen by a sampler. A sampler of single rows sets ``slots``, ``follow`` and ``version`` (see `Sampler`).
 
     Attributes:
         slots: int64 ``[N]``, positions in the storage.
         firsts: int64 ``[S]``, positions in ``slots`` where the slices begin; None if rows stand alone.
-        lasts: int64 ``[S]``, positions of the last row of each slice.
-        follow: where the next observations stand; None unless asked for.
+        lasts: int64 ``[S]``, positions in ``slots`` of the last row of each slice.
+        follow: where the next observations are (`Ring.follow`); None unless asked for.
         mask: bool ``[N]``, False at rows that only pad; None without padding.
-        stamp: head and pool entries taken at the time of the draw, for :meth:`Ring.intact`.
+        version: the ring's `Ring.version` at the time of the draw, by which it sees overwritten rows.
         info: further entries of the sample's info, one value per row.
         ahead: int64 ``[N, n]``, slots of each row and of the rows after it in its trajectory, -1 where there is
-            none; None unless asked for.
+            none; set by the buffer for transforms that look ahead.
     """
 
     slots: Tensor
@@ -48,13 +48,24 @@ class Draw:
     lasts: Tensor | None = None
     follow: Follow | None = None
     mask: Tensor | None = None
-    stamp: tuple[int, int] = (0, 0)
+    version: tuple[int, int] = (0, 0)
     info: dict[str, Tensor] = field(default_factory=dict)
     ahead: Tensor | None = None
 
+    def ends(self) -> Tensor:
+        """Rows after which the sample goes on elsewhere: last rows of slices, and padding; bool ``[N]``."""
+        if self.lasts is None:
+            return torch.ones(len(self.slots), dtype=torch.bool)
+        ends = torch.zeros(len(self.slots), dtype=torch.bool)
+        ends[self.lasts] = True
+        return ends if self.mask is None else ends | ~self.mask
+
 
 class Ring:
-    """Row counters of a ring of ``capacity`` slots; row ``r`` stands in slot ``r % capacity``.
+    """Counts the rows of a buffer: each row has a number, the rows ``head ... written - 1`` may be read.
+
+    For samplers: ``len(ring)`` rows may be drawn, and :meth:`slots_by_age` says which slots they are in. Do not take
+    a row's number modulo the capacity for its slot: a writer that keeps the best rows puts them anywhere.
 
     Writing is ``claim`` (the rows about to be overwritten can no longer be drawn), then copying, then ``publish``
     (the new rows can). A write that fails between the two leaves a ring that is right, with fewer rows. Counters
@@ -69,6 +80,9 @@ class Ring:
     (0, None, 3)
     >>> ring.claim(2), len(ring)  # row 0 is given up before row 4 takes its slot
     (3, 2)
+    >>> ring.publish(2)
+    >>> ring.slots_by_age(torch.tensor([0, 3]))  # of the rows 1, 2, 3 and 4 the oldest and the newest
+    tensor([1, 0])
     """
 
     _dtype = np.dtype([("head", "i8"), ("written", "i8"), ("taken", "i8")])
@@ -76,6 +90,7 @@ class Ring:
     def __init__(self, capacity: int, first: int = 0) -> None:
         whole_number("capacity", capacity)
         self.capacity = capacity
+        # One record, so that it can stand in memory that processes share, and kernels can change it.
         self._state: Array = np.zeros(1, self._dtype)
         self._state["head"] = self._state["written"] = first
 
@@ -85,6 +100,7 @@ class Ring:
     @property
     def used(self) -> int:
         """Slots that were written, counted from slot 0: no stored row stands beyond them."""
+        # head // capacity * capacity is the row that stood in slot 0 when the oldest row was written.
         return min(self.written - self.head // self.capacity * self.capacity, self.capacity)
 
     @property
@@ -99,57 +115,80 @@ class Ring:
 
     def claim(self, rows: int) -> int:
         """Drop the rows that the next ``rows`` rows (at most ``capacity``) overwrite; number of the first."""
+        # Afterwards head ... written + rows - 1 are at most capacity numbers, one for each slot.
         written = self.written
         self._state["head"] = max(self.head, written + rows - self.capacity)
         return written
 
     def publish(self, rows: int) -> None:
         """Let ``rows`` claimed and copied rows be read."""
+        # Last, after the columns were copied: readers look at this number.
         self._state["written"] += rows
 
-    def slots(self, first: int, rows: int) -> Tensor:
-        """Slots of ``rows`` rows from number ``first`` on, int64 ``[rows]``."""
-        slot = first % self.capacity
-        slots = torch.arange(slot, slot + rows)
-        return slots if slot + rows <= self.capacity else slots.remainder_(self.capacity)
+    def slots_by_age(self, ranks: Tensor) -> Tensor:
+        """Slots of stored rows by their age; the way from rows to slots that is right under every writer.
+
+        Args:
+            ranks: int64 ``[N]``, from 0 for the oldest row to ``len(ring) - 1`` for the newest.
+
+        Returns:
+            int64 ``[N]``.
+        """
+        return (ranks + self.head).remainder_(self.capacity)
 
     def stored(self) -> Tensor:
-        """Slots of the rows that may be read, oldest first; int64."""
-        head, written = self.head, self.written
-        return self.slots(head, max(0, written - head))
+        """Slots of the rows that may be read, oldest first; int64 ``[len(ring)]``."""
+        head = self.head
+        return torch.arange(head, max(head, self.written)).remainder_(self.capacity)
 
     def numbers(self, slots: Tensor, head: int) -> Tensor:
-        """Row numbers that stood in ``slots`` when ``head`` was the oldest row; int64 ``[N]``."""
+        """Row numbers that stood in ``slots`` (int64 ``[N]``) when ``head`` was the oldest row; int64 ``[N]``."""
+        # The one number in head ... head + capacity - 1 that is slot modulo capacity.
         return (slots - head).remainder_(self.capacity).add_(head)
 
     def uniform(self, count: int, generator: torch.Generator | None) -> Draw:
-        """``count`` rows, uniform over the stored ones, with replacement.
+        """Draw ``count`` rows, uniformly over the stored ones, with replacement.
 
         Raises:
             RuntimeError: nothing is stored.
         """
-        stamp = self.stamp()  # first: other processes may write meanwhile
-        head, written = stamp[0], self.written
+        version = self.version  # first: other processes may write meanwhile
+        head, written = version[0], self.written
         if written <= head:
             raise _empty()
         slots = torch.randint(head, written, (count,), generator=generator)
         if written > self.capacity:
             slots.remainder_(self.capacity)
-        return Draw(slots, stamp=stamp)
+        return Draw(slots, version=version)
 
-    def stamp(self) -> tuple[int, int]:
-        """What tells whether something was overwritten: the head, and how many pool entries were ever taken."""
-        return self.head, int(self._state["taken"][0])
+    def draw_slots(self, slots: Tensor, strict: bool, follow: bool) -> Draw:
+        """Draw these slots, int64 ``[N]``. Slots being overwritten are skipped, or raise IndexError if ``strict``."""
+        version = self.version
+        self.check_not_empty()
+        readable = self.numbers(slots, version[0]) < self.written
+        if not bool(readable.all()):
+            if strict:
+                raise IndexError(
+                    f"position {int(slots[~readable][0])} holds no row: a write has given it up, and its new row is "
+                    "not there yet"
+                )
+            slots = slots[readable]
+        return Draw(slots, follow=self.follow(slots) if follow else None, version=version)
 
-    def intact(self, draw: Draw) -> bool:
+    @property
+    def version(self) -> tuple[int, int]:
+        """What changes when something is overwritten: the oldest row, and the pool entries ever taken.
+
+        A sampler reads it before it looks at anything else, for `Draw.version`.
+        """
+        return self.head, 0
+
+    def unchanged_since(self, draw: Draw) -> bool:
         """Whether nothing that ``draw`` points to has been overwritten since it was drawn."""
-        head, taken = self.stamp()
-        patched = draw.ahead is not None or (draw.follow is not None and draw.follow.patch.shape[1] > 0)
-        if patched and taken != draw.stamp[1]:
-            return False
-        if head == draw.stamp[0] or not len(draw.slots):
+        head, drawn_head = self.head, draw.version[0]
+        if head == drawn_head or not len(draw.slots):
             return True
-        return int(self.numbers(draw.slots, draw.stamp[0]).min()) >= head
+        return int(self.numbers(draw.slots, drawn_head).min()) >= head
 
     def state_dict(self) -> dict[str, Any]:
         """What :meth:`load_state_dict` needs; owns its memory."""
@@ -174,7 +213,7 @@ class Ring:
             raise _empty()
 
     def move(self, memory: Array) -> None:
-        """Count in ``memory`` (uint8) from now on, where other processes see it, starting from where this stands."""
+        """Count in ``memory`` (uint8) from now on, which other processes share, with the numbers of this ring."""
         before = self._state
         self.adopt(memory)
         for name in ("head", "taken", "written"):  # no row is readable before its number is
@@ -182,28 +221,13 @@ class Ring:
 
     def adopt(self, memory: Array) -> None:
         """Count in ``memory`` (uint8), and stand where it says."""
+        # A view: the memory is the caller's, often a mapped file.
         self._state = memory[: self._dtype.itemsize].view(self._dtype)
 
     def follow(self, slots: Tensor) -> Follow | None:
-        """Where the next observations of rows stand; None where rows are not followed."""
+        """Where the next observations of the rows in ``slots`` (int64 ``[N]``) are; None without a trajectory index."""
         return None
 
 
 def _empty() -> RuntimeError:
     return RuntimeError("cannot sample from an empty buffer: extend it with a batch first")
-
-
-def given(ring: Ring, slots: Tensor, listed: bool, follow: bool) -> Draw:
-    """The rows in ``slots``; those that may not be read are left out, or refused if ``listed`` one by one."""
-    stamp = ring.stamp()
-    ring.check_not_empty()
-    readable = ring.numbers(slots, stamp[0]) < ring.written
-    if not bool(readable.all()):
-        if listed:
-            raise IndexError(
-                f"position {int(slots[~readable][0])} holds no row: a write has given it up, and its new row is "
-                "not there yet"
-            )
-        slots = slots[readable]
-    there = ring.follow(slots) if follow else None
-    return Draw(slots, follow=there, stamp=stamp)

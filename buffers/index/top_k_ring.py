@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from flatroll.buffers.index.ring import Array, Draw, Ring
 
@@ -42,6 +43,8 @@ class RankedRing(Ring):
         self._rank: Array = np.zeros(capacity)
         self._number: Array = np.full(capacity, _GONE)
         self._chosen: tuple[int, Array, Array] = (0, self._rank[:0], self._number[:0])
+        # (rows ever offered, rows stored) and the slots of the stored rows by age, sorted when first asked for
+        self._by_age: tuple[tuple[int, int], Tensor] = ((-1, 0), torch.zeros(0, dtype=torch.int64))
 
     @property
     def _kernels(self) -> ModuleType:
@@ -52,12 +55,14 @@ class RankedRing(Ring):
     def choose(self, ranks: Tensor) -> tuple[Tensor, Tensor]:
         """Rows to keep of those with ``ranks`` (float64 ``[N]``, no NaN), in order, and the slots for them; int64."""
         offered = ranks.numpy(force=True)
+        # Best first, and of equal ranks the earlier one: the first `room` of them are kept.
         best = np.argsort(-offered, kind="stable")
         room = self._kernels.make_room(
             self._state, self._heap, self._rank, self._number, offered[best], _GONE
         )
         rows = np.sort(best[:room])
         self._chosen = len(offered), offered[rows], self.written + rows
+        # Behind the rows that stay, the heap lists the free slots.
         slots = self._heap[len(self) : len(self) + room].copy()
         return torch.from_numpy(rows), torch.from_numpy(slots)
 
@@ -72,41 +77,52 @@ class RankedRing(Ring):
         raise TypeError("a RankedRing is written by choose and publish")
 
     @property
+    @override
     def used(self) -> int:
-        """See `Ring`."""
         return int(self._state["used"][0])
 
+    @override
     def numbers(self, slots: Tensor, head: int) -> Tensor:
         """Numbers of the rows in ``slots``; larger than any row's where there is none; int64 ``[N]``."""
         return torch.from_numpy(self._number)[slots]
 
-    def stored(self) -> Tensor:
-        """See `Ring`."""
-        slots = self._heap[: len(self)]
-        return torch.from_numpy(slots[np.argsort(self._number[slots])])
+    @override
+    def slots_by_age(self, ranks: Tensor) -> Tensor:
+        # Between two writes the order stays; a write that has only made room changes the second number.
+        version = self.written, len(self)
+        if self._by_age[0] != version:
+            slots = self._heap[: len(self)]
+            self._by_age = version, torch.from_numpy(slots[np.argsort(self._number[slots])])
+        return self._by_age[1][ranks]
 
+    @override
+    def stored(self) -> Tensor:
+        return self.slots_by_age(torch.arange(len(self)))
+
+    @override
     def uniform(self, count: int, generator: torch.Generator | None) -> Draw:
-        """See `Ring`."""
         self.check_not_empty()
         at = torch.randint(len(self), (count,), generator=generator)
-        return Draw(torch.from_numpy(self._heap)[at], stamp=self.stamp())
+        return Draw(torch.from_numpy(self._heap)[at], version=self.version)
 
-    def stamp(self) -> tuple[int, int]:
-        """Rows offered so far: what is in place of a drawn row later has this number or a larger one."""
+    @property
+    @override
+    def version(self) -> tuple[int, int]:
+        """Rows offered so far: a row that replaces a drawn one later has this number or a larger one."""
         return self.written, 0
 
-    def intact(self, draw: Draw) -> bool:
-        """See `Ring`."""
-        return bool((self.numbers(draw.slots, 0) < draw.stamp[0]).all())
+    @override
+    def unchanged_since(self, draw: Draw) -> bool:
+        return bool((self.numbers(draw.slots, 0) < draw.version[0]).all())
 
     _TABLES = ("_state", "_heap", "_rank", "_number")
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See `Ring`."""
         return {"capacity": self.capacity, "ranked": [getattr(self, name).copy() for name in self._TABLES]}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Ring`."""
         if "ranked" not in state:
             raise ValueError(
                 "the state is of a buffer that keeps the latest rows, this one keeps the best: load it into a "
@@ -116,5 +132,6 @@ class RankedRing(Ring):
             raise ValueError(
                 f"the state is of a ring of {state['capacity']} rows, this one has {self.capacity}"
             )
+        self._by_age = (-1, 0), self._by_age[1]
         for name, table in zip(self._TABLES, state["ranked"], strict=True):
             getattr(self, name)[:] = table

@@ -1,16 +1,16 @@
-"""The trajectory index: which stored rows follow each other, kept at write time (DESIGN M2)."""
+"""The trajectory index: which stored rows follow each other, kept up to date as rows are written."""
 
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import cache
-from types import SimpleNamespace
-from typing import Any, Literal, TypeAlias
+from types import ModuleType
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from flatroll.buffers.index.fragments import Runs
+from flatroll.buffers.index.fragments import Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, STATE
 
@@ -40,10 +40,10 @@ class TrajectoryIndex(Ring):
 
     >>> import torch
     >>> from tensordict import TensorDict
-    >>> from flatroll.buffers.index.fragments import BoundaryKeys, Runs
+    >>> from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
     >>> done = torch.tensor([False, False, True, False, False])
     >>> index = TrajectoryIndex(capacity=8)
-    >>> index.write(Runs.of(TensorDict({"next": {"done": done}}, [5]), BoundaryKeys()))
+    >>> index.write(Fragments.read(TensorDict({"next": {"done": done}}, [5]), BoundaryKeys()))
     >>> index.trajectories, index.longest, index.starts(length=2)
     (2, 3, 3)
     >>> index.next_row(torch.arange(5))
@@ -63,84 +63,76 @@ class TrajectoryIndex(Ring):
         self._changing = False
         self._weights: OrderedDict[Way, tuple[Array, Array]] = OrderedDict()
 
-    @property
-    def _kernels(self) -> SimpleNamespace:
-        return _compiled()
+    _publishing: ClassVar[ModuleType]  # compiled kernels, loaded with the first index: numba takes 0.3 s
+    _drawing: ClassVar[ModuleType]
+    _starts: ClassVar[ModuleType]
+
+    def __new__(cls, *arguments: Any, **named: Any) -> "TrajectoryIndex":
+        """An index without tables yet; copies and pickles, which pass by ``__init__``, have the kernels too."""
+        from flatroll.kernels.slices import drawing, publishing, starts
+
+        TrajectoryIndex._publishing, TrajectoryIndex._drawing, TrajectoryIndex._starts = (
+            publishing,
+            drawing,
+            starts,
+        )
+        return super().__new__(cls)
 
     # -- writing -----------------------------------------------------------------------------------------------
 
-    def write(self, runs: Runs) -> None:
-        """Claim, link and publish the rows of ``runs`` (at most ``capacity``) at once."""
-        self.claim(runs.rows)
-        self.enter(runs, self.link(runs))
+    def write(self, fragments: Fragments) -> None:
+        """Claim, link and publish the rows of ``fragments`` (at most ``capacity``) at once."""
+        self.claim(fragments.rows)
+        self.enter(fragments, self.link(fragments))
 
+    @override
     def claim(self, rows: int) -> int:
-        """Drop the rows that the next ``rows`` rows (at most ``capacity``) overwrite; number of the first."""
-        before = self.head
+        before = int(self._state["head"][0])
         self._changing = True
         if len(self._touched) <= rows:
             self._touched = np.zeros(_power_of_two(rows + 1), np.int64)
-        count = self._kernels.claim(
+        # Dropping rows shortens trajectories, so their weights change before anybody draws again.
+        count = self._publishing.claim(
             self._state, self.capacity, rows, self._fragments, self._chains, self._spare, self._touched
         )
         self._claimed = before, count
-        self._weigh(self._touched, count)
-        return self.written
+        self._update_weights(self._touched, count)
+        return int(self._state["written"][0])
 
-    def link(self, runs: Runs) -> Array:
-        """What each fragment of ``runs`` continues: a chain, ``-2 - i`` for its own fragment i, or -1; int64."""
-        before = np.empty(len(runs.firsts), np.int64)
-        self._kernels.link(
-            self._state,
-            self._chains,
-            self._table,
-            runs.joined,
-            runs.ids,
-            runs.init,
-            runs.done,
-            runs.step_first,
-            runs.step_last,
-            before,
-        )
+    def link(self, fragments: Fragments) -> Array:
+        """What each fragment continues, int64 ``[F]``: a chain, ``-2 - i`` for fragment i of this batch, or -1."""
+        before = np.empty(len(fragments.firsts), np.int64)
+        columns = fragments.joined, fragments.ids, fragments.init, fragments.done
+        steps = fragments.step_first, fragments.step_last
+        self._publishing.link(self._state, self._chains, self._table, *columns, *steps, before)
         return before
 
     def enter(
-        self, runs: Runs, before: Array, pool: Array | None = None, released: Array | None = None
+        self, fragments: Fragments, before: Array, pool: Array | None = None, released: Array | None = None
     ) -> None:
-        """Publish the claimed rows of ``runs``.
+        """Publish the claimed rows of a batch.
 
         Args:
-            runs: the rows' fragments.
-            before: what :meth:`link` said about them.
-            pool: pool entry with the next observation of each fragment's last row, -1 for none.
-            released: chains whose last row gives back its pool entry, because the next row holds the same.
+            fragments: the F fragments of the batch.
+            before: int64 ``[F]``, what :meth:`link` said about them.
+            pool: int64 ``[F]``, pool entry with the next observation of each fragment's last row, -1 for none.
+            released: int64, chains whose last row gives back its pool entry, because the next row holds the same.
         """
-        count = len(runs.firsts)
+        count = len(fragments.firsts)
         self._reserve(count, int(np.count_nonzero(before == -1)))
         self._changing = True
         self._claimed = -1, 0
-        self._kernels.publish(
-            self._state,
-            self._fragments,
-            self._chains,
-            self._table,
-            runs.rows,
-            runs.firsts,
-            runs.ids,
-            runs.done,
-            runs.step_last,
-            before,
-            _NONE if pool is None else pool,
-            self._spare,
-            _NONE if released is None else released,
-            self._touched,
-        )
-        self._weigh(self._touched, count)
+        columns = fragments.rows, fragments.firsts, fragments.ids, fragments.done, fragments.step_last, before
+        entries = _NONE if pool is None else pool, self._spare, _NONE if released is None else released
+        tables = self._state, self._fragments, self._chains, self._table
+        self._publishing.publish(*tables, *columns, *entries, self._touched)
+        self._update_weights(self._touched, count)
 
     # -- the pool of next observations that no row holds ---------------------------------------------------------
 
     def take(self, count: int) -> Array:
         """``count`` free pool entries; the pool grows if there are too few."""
+        # _spare[:spare] lists the free entries; those behind are in use, and their numbers there mean nothing.
         spare = int(self._state["spare"][0])
         if count > spare:
             size = len(self._spare)
@@ -159,17 +151,19 @@ class TrajectoryIndex(Ring):
         return len(self._spare)
 
     def tail_entries(self, chains: Array) -> Array:
-        """Pool entries of the last rows of ``chains``, -1 for none."""
+        """Pool entries of the last rows of ``chains`` (int64 ``[C]``), -1 for none; int64 ``[C]``."""
+        # Fragment n stands at n modulo the table's length, a power of two.
         numbers = self._chains["last"][chains] & (len(self._fragments) - 1)
-        entries: Array = self._fragments["pool"][numbers].astype(np.int64)
-        return entries
+        return np.asarray(self._fragments["pool"][numbers], np.int64)
 
-    def last_slots(self, chains: Array) -> Tensor:
-        """Slots of the last rows of ``chains``, int64."""
-        numbers = self._chains["last"][chains]
-        mask, end, written = len(self._fragments) - 1, int(self._state["end"][0]), self.written
-        stops = np.where(numbers + 1 < end, self._fragments["first"][(numbers + 1) & mask], written)
-        return torch.from_numpy((stops - 1) % self.capacity)
+    def continued(self, fragments: Fragments, before: Array) -> tuple[Tensor, Tensor]:
+        """Rows of the batch that come right after stored ones, and the slots of those; both int64 ``[K]``."""
+        continuing = np.flatnonzero(before >= 0)
+        numbers = self._chains["last"][before[continuing]]
+        # A fragment's rows stop where the next fragment begins, those of the newest one at the row to be written.
+        mask, end = len(self._fragments) - 1, int(self._state["end"][0])
+        stops = np.where(numbers + 1 < end, self._fragments["first"][(numbers + 1) & mask], self.written)
+        return torch.from_numpy(fragments.firsts[continuing]), torch.from_numpy((stops - 1) % self.capacity)
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -186,14 +180,14 @@ class TrajectoryIndex(Ring):
     @property
     def longest(self) -> int:
         """Stored rows of the longest trajectory; looks at every trajectory."""
-        used = self._chains[: int(self._state["slots"][0])]
-        return int((used["total"] - used["dropped"]).max(initial=0))
+        chains = self._chains[: int(self._state["slots"][0])]
+        return int((chains["total"] - chains["dropped"]).max(initial=0))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the index's own tables."""
-        tables = [self._fragments, self._chains, self._table, self._touched, self._spare]
-        return sum(t.nbytes for t in (*tables, *(a for pair in self._weights.values() for a in pair)))
+        tables = self._fragments, self._chains, self._table, self._touched, self._spare
+        return sum(t.nbytes for t in tables) + sum(a.nbytes for pair in self._weights.values() for a in pair)
 
     def starts(self, length: int, *, strict: bool = True) -> int:
         """Rows at which a slice of ``length`` rows can start.
@@ -237,11 +231,11 @@ class TrajectoryIndex(Ring):
             )
         tree = self._tree(length, by, strict, early + late)
         if not tree[-1]:
-            self.check_not_empty()
             raise self.too_short(length)
+        # Two numbers per slice: one chooses the trajectory by its weight, the other the start within it.
         uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
-        how = tree, uniform, length, by == "start", early, late
-        return self._slices(self._kernels.draw, count, count * length, follow, *how)
+        arguments = tree, uniform, length, by == "start", early, late
+        return self._make_slices(self._drawing.draw, arguments, count, count * length, follow)
 
     def marked_starts(
         self,
@@ -266,12 +260,11 @@ class TrajectoryIndex(Ring):
         """
         tree = self._tree(length, by, strict)
         if not tree[-1]:
-            self.check_not_empty()
             raise self.too_short(length)
         uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
         starts = np.empty(count, np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
-        if self._kernels.draw_marked(*tables, tree, uniform, length, strict, marks, starts) < count:
+        if self._starts.draw_marked(*tables, tree, uniform, length, strict, marks, starts) < count:
             raise RuntimeError(
                 f"no stored row at which a slice of {length} rows could start is marked as a start: use shorter "
                 "slices, strict_length=False, or mark more rows"
@@ -281,13 +274,11 @@ class TrajectoryIndex(Ring):
     def slices_from(self, starts: Tensor, length: int | Tensor, *, follow: bool = False) -> Draw:
         """Slices of up to ``length`` rows from the slots ``starts`` (int64 ``[S]``, stored rows) on, as :meth:`draw`
         gives them; fewer rows where the trajectory ends. ``length`` may be one number per slice."""
-        count = len(starts)
-        lengths = np.full(count, length) if isinstance(length, int) else length.numpy()
-        return self._slices(
-            self._kernels.slices_from, count, int(lengths.sum()), follow, starts.numpy(), lengths
-        )
+        lengths = np.full(len(starts), length) if isinstance(length, int) else length.numpy()
+        arguments, most = (starts.numpy(), lengths), int(lengths.sum())
+        return self._make_slices(self._drawing.slices_from, arguments, len(starts), most, follow)
 
-    def places(
+    def slice_partition(
         self,
         length: int,
         *,
@@ -311,106 +302,96 @@ class TrajectoryIndex(Ring):
         Raises:
             RuntimeError: no trajectory is long enough.
         """
-        used = self._chains[: int(self._state["slots"][0])]
-        rows = used["total"] - used["dropped"]
+        chains = self._chains[: int(self._state["slots"][0])]
+        rows = chains["total"] - chains["dropped"]
+        # How many rows there are at which the (first) slice of each trajectory may begin.
         if by == "trajectory":
             choices = np.maximum(rows - length, 0) + 1
         elif strict:
             choices = rows % length + 1
         else:
             choices = np.where(rows > length, length, 1)
-        begin = np.zeros(len(used), np.int64)
+        begin = np.zeros(len(chains), np.int64)
         if by == "trajectory" or shuffle:
-            uniform = torch.rand(len(used), dtype=torch.float64, generator=generator).numpy()
+            uniform = torch.rand(len(chains), dtype=torch.float64, generator=generator).numpy()
+            # uniform * choices may round up to choices
             np.minimum((uniform * choices).astype(np.int64), choices - 1, out=begin)
         begin[rows < (length if strict else 1)] = -1
-        most = len(used) if by == "trajectory" else int((rows // length).sum()) + 2 * len(used)
-        places = np.empty((2, most), np.int64)
-        count = self._kernels.slice_partition(
-            self._state,
-            self.capacity,
-            self._fragments,
-            self._chains,
-            begin,
-            length,
-            by == "start",
-            strict,
-            places,
-        )
+        # By start, a trajectory gives its whole slices and one shorter one at either end.
+        most = len(chains) if by == "trajectory" else int((rows // length).sum()) + 2 * len(chains)
+        slices = np.empty((2, most), np.int64)
+        tables = self._state, self.capacity, self._fragments, self._chains
+        count = self._starts.slice_partition(*tables, begin, length, by == "start", strict, slices)
         if not count:
             raise self.too_short(length)
-        return torch.from_numpy(places[:, :count])
+        return torch.from_numpy(slices[:, :count])
 
-    def _slices(
-        self, kernel: Callable[..., tuple[int, int]], count: int, most: int, follow: bool, *how: Any
+    def _make_slices(
+        self, kernel: Callable[..., Any], arguments: tuple[Any, ...], count: int, most: int, follow: bool
     ) -> Draw:
-        """What ``kernel`` draws when asked ``how``: ``count`` slices of up to ``most`` rows together."""
+        """Draw ``count`` slices of up to ``most`` rows together, as ``kernel`` chooses them given ``arguments``."""
         slots = np.empty(most, np.int64)
         firsts, lasts = np.empty(count, np.int64), np.empty(count, np.int64)
         following = np.empty(most, np.int64) if follow else _NONE
         patch = np.empty((2, most), np.int64) if follow else _NO_PATCH
-        rows, patched = kernel(
-            self._state,
-            self.capacity,
-            self._fragments,
-            self._chains,
-            *how,
-            slots,
-            firsts,
-            lasts,
-            following,
-            patch,
-        )
-        return Draw(
-            torch.from_numpy(slots[:rows]),
-            torch.from_numpy(firsts),
-            torch.from_numpy(lasts),
-            Follow(torch.from_numpy(following[:rows]), torch.from_numpy(patch[:, :patched]))
-            if follow
-            else None,
-            stamp=self.stamp(),
-        )
+        tables = self._state, self.capacity, self._fragments, self._chains
+        rows, patched = kernel(*tables, *arguments, slots, firsts, lasts, following, patch)
+        draw = Draw(torch.from_numpy(slots[:rows]), torch.from_numpy(firsts), torch.from_numpy(lasts))
+        if follow:
+            draw.follow = Follow(torch.from_numpy(following[:rows]), torch.from_numpy(patch[:, :patched]))
+        state = self._state[0]
+        draw.version = int(state["head"]), int(state["taken"])
+        return draw
 
-    def begun(self, first: int, length: int, *, strict: bool) -> Array:
+    def new_starts(self, first: int, length: int, *, strict: bool) -> Array:
         """Slots of the rows at which a slice of ``length`` rows can start since the rows from number ``first`` on
         are there (see :meth:`starts`); int64. ``first`` being the oldest row, these are all starts."""
         if not len(self):  # no fragment to look at: before the first write, or while one overwrites all rows
             return _NONE
         slots = np.empty(self.written - max(first, self.head), np.int64)
-        count = self._kernels.new_starts(
-            self._state, self.capacity, self._fragments, self._chains, first, length, strict, slots
-        )
-        begun: Array = slots[:count]
-        return begun
+        tables = self._state, self.capacity, self._fragments, self._chains
+        return slots[: self._starts.new_starts(*tables, first, length, strict, slots)]
 
-    def beheaded(self, length: int, head: int) -> Array:
+    def shortened_trajectories(self, length: int, head: int) -> Array:
         """Slots of the first rows of the trajectories that have fewer than ``length`` rows, but some, since the ring
         dropped rows from number ``head`` on; int64. Perhaps of others with fewer: it looks at every trajectory unless
         :meth:`claim` has just dropped them."""
         claimed, count = self._claimed
         touched = self._touched[:count] if head == claimed else np.arange(int(self._state["slots"][0]))
         slots = np.empty(len(touched), np.int64)
-        count = self._kernels.shortened_trajectories(
-            self._state, self.capacity, self._fragments, self._chains, touched, length, slots
-        )
-        beheaded: Array = slots[:count]
-        return beheaded
+        tables = self._state, self.capacity, self._fragments, self._chains
+        return slots[: self._starts.shortened_trajectories(*tables, touched, length, slots)]
 
     def too_short(self, length: int) -> RuntimeError:
-        """The error that says that no trajectory has ``length`` rows."""
+        """The error that says that no trajectory has ``length`` rows; raises another one if nothing is stored."""
+        self.check_not_empty()
         return RuntimeError(
             f"no stored trajectory has {length} rows in a row, the longest has {self.longest}: "
             "use shorter slices, strict_length=False, or collect longer trajectories"
         )
 
+    @property
+    @override
+    def version(self) -> tuple[int, int]:
+        return self.head, int(self._state["taken"][0])
+
+    @override
+    def unchanged_since(self, draw: Draw) -> bool:
+        state, (drawn_head, drawn_taken) = self._state[0], draw.version
+        # An entry of the pool may be given to another row as soon as entries were taken.
+        if int(state["taken"]) != drawn_taken:
+            in_pool = draw.follow is not None and draw.follow.patch.shape[1] > 0
+            if in_pool or draw.ahead is not None:
+                return False
+        return int(state["head"]) == drawn_head or super().unchanged_since(draw)
+
+    @override
     def follow(self, slots: Tensor) -> Follow:
-        """Where the next observations of the rows in ``slots`` (int64 ``[N]``, stored ones) stand."""
         asked = np.ascontiguousarray(slots.numpy(force=True))
         following = np.empty(len(asked), np.int64)
         patch = np.empty((2, len(asked)), np.int64)
-        patched = self._kernels.follow_rows(
-            self._state, self.capacity, self._fragments, asked, following, patch
-        )
+        tables = self._state, self.capacity, self._fragments
+        patched = self._drawing.follow_rows(*tables, asked, following, patch)
         return Follow(torch.from_numpy(following), torch.from_numpy(patch[:, :patched]))
 
     def next_row(self, slots: Tensor) -> Tensor:
@@ -424,7 +405,7 @@ class TrajectoryIndex(Ring):
         """
         asked = np.ascontiguousarray(slots.numpy(force=True))
         ahead = np.empty((len(asked), n), np.int64)
-        self._kernels.ahead_rows(self._state, self.capacity, self._fragments, asked, ahead)
+        self._drawing.ahead_rows(self._state, self.capacity, self._fragments, asked, ahead)
         return torch.from_numpy(ahead)
 
     def rows_of(self, traj: int) -> Tensor:
@@ -434,38 +415,29 @@ class TrajectoryIndex(Ring):
         Raises:
             KeyError: no row of it is stored.
         """
-        used = self._chains[: int(self._state["slots"][0])]
-        length = used["total"] - used["dropped"]
-        found = np.flatnonzero((used["id"] == traj) & (length > 0))
-        if not len(found):
+        chains = self._chains[: int(self._state["slots"][0])]
+        length = chains["total"] - chains["dropped"]
+        chosen = np.flatnonzero((chains["id"] == traj) & (length > 0))
+        if not len(chosen):
             raise KeyError(f"no row of trajectory {traj} is stored")
-        found = found[np.argsort(used["last"][found])]
-        left = length[found]
-        slots = np.empty(left.sum(), np.int64)
-        self._kernels.walk(
-            self._state,
-            self.capacity,
-            self._fragments,
-            used["last"][found],
-            used["dropped"][found],
-            left,
-            np.cumsum(left) - left,
-            slots,
-            _NONE,
-            _NO_PATCH,
-        )
+        chosen = chosen[np.argsort(chains["last"][chosen])]  # in the order in which they were written
+        rows = length[chosen]
+        slots = np.empty(rows.sum(), np.int64)
+        # From the first stored row on of each, to the position behind the rows of those before it.
+        stretches = chains["last"][chosen], chains["dropped"][chosen], rows, np.cumsum(rows) - rows
+        tables = self._state, self.capacity, self._fragments
+        self._drawing.walk(*tables, *stretches, slots, _NONE, _NO_PATCH)
         return torch.from_numpy(slots)
-
-    # -- state -------------------------------------------------------------------------------------------------
 
     _TABLES = ("_state", "_fragments", "_chains", "_table", "_spare")
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See `Ring`."""
         return {"capacity": self.capacity} | {name[1:]: getattr(self, name).copy() for name in self._TABLES}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Ring`; open trajectories are cut, so that no row written from now on continues them."""
+        """Stand where the index that gave ``state`` stood, but with all trajectories cut: no new row continues them."""
         super().load_state_dict(state)
         for name in self._TABLES[1:]:
             setattr(self, name, state[name[1:]].copy())
@@ -478,6 +450,7 @@ class TrajectoryIndex(Ring):
     # -- weights: one Fenwick tree over the trajectories per way of drawing ----------------------------------------
 
     def _tree(self, length: int, by: By, strict: bool, span: int = 0) -> Array:
+        """The sums of the weights by which trajectories are drawn this way; the last entry is their total."""
         if by not in ("trajectory", "start"):
             raise ValueError(f"by must be 'trajectory' or 'start', got {by!r}")
         if length < 1:
@@ -491,25 +464,20 @@ class TrajectoryIndex(Ring):
             self._weights.clear()
             self._changing = False
         if key not in self._weights:
-            self._weights[key] = self._new_weights(key)
+            used, chains = int(self._state["slots"][0]), len(self._chains)
+            weight, tree = np.zeros(chains, np.int64), np.zeros(chains + 1, np.int64)
+            self._publishing.weigh(self._chains, np.arange(used), used, weight, tree, *key)
+            self._weights[key] = weight, tree
             if len(self._weights) > 4:
                 self._weights.popitem(last=False)
         self._weights.move_to_end(key)
         return self._weights[key][1]
 
-    def _new_weights(self, key: Way) -> tuple[Array, Array]:
-        weight, tree = np.zeros(len(self._chains), np.int64), np.zeros(len(self._chains) + 1, np.int64)
-        used = int(self._state["slots"][0])
-        self._kernels.weigh(self._chains, np.arange(used), used, weight, tree, *key)
-        return weight, tree
-
-    def _weigh(self, touched: Array, count: int) -> None:
+    def _update_weights(self, touched: Array, count: int) -> None:
         """Bring all weights up to date, which ends a change."""
         for key, (weight, tree) in self._weights.items():
-            self._kernels.weigh(self._chains, touched, count, weight, tree, *key)
+            self._publishing.weigh(self._chains, touched, count, weight, tree, *key)
         self._changing = False
-
-    # -- growing -------------------------------------------------------------------------------------------------
 
     def _reserve(self, fragments: int, chains: int) -> None:
         """Make room for so many more fragments and trajectories."""
@@ -524,22 +492,13 @@ class TrajectoryIndex(Ring):
             larger = np.zeros(_power_of_two(int(state["slots"]) + chains), self._chains.dtype)
             larger[: len(self._chains)] = self._chains
             self._chains = larger
-            for key in self._weights:
-                self._weights[key] = self._new_weights(key)
+            self._weights.clear()  # they are as long as the table; the next draw makes new ones
         if 2 * (int(state["ids"]) + chains) > len(self._table):
             larger = np.zeros(_power_of_two(4 * (int(state["open"]) + chains)), self._table.dtype)
-            self._state["ids"] = self._kernels.rehash(self._table, self._chains, larger)
+            self._state["ids"] = self._publishing.rehash(self._table, self._chains, larger)
             self._table = larger
         if len(self._touched) < fragments:
             self._touched = np.zeros(_power_of_two(fragments), np.int64)
-
-
-@cache
-def _compiled() -> SimpleNamespace:
-    """The kernels of the index by name. Importing them imports numba: 0.3 s, only where an index is kept."""
-    from flatroll.kernels.slices import drawing, publishing, starts
-
-    return SimpleNamespace(**{**vars(drawing), **vars(publishing), **vars(starts)})
 
 
 def _power_of_two(least: int) -> int:

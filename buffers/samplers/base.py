@@ -1,42 +1,87 @@
-"""Which rows a sample is made of, and how it is marked."""
+"""Which rows a sample is made of, and how it is marked: the base of all samplers, and uniform draws."""
 
-from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import override
 
-from flatroll.buffers.columns.base import Columns
+from flatroll.buffers.columns.base import Column, Columns
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
-from flatroll.buffers.storages.base import Storage
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey
 
 #: Entries by which runs are told apart; a batch with one of them holds trajectories.
 _MARKERS: tuple[NestedKey, ...] = (IS_INIT, DONE, TRAJ_IDS, "episode")
 
 
-class Sampler:
+class StoredColumns(Protocol):
+    """The storage as samplers see it: its columns by key, none before the first batch."""
+
+    @property
+    def columns(self) -> Mapping[NestedKey, Column]:
+        """One entry of every stored row each; ``column.take(slots)`` reads rows."""
+        ...
+
+
+class Sampler(ABC):
     """Chooses the rows of a sample. A subclass defines :meth:`draw`; one sampler belongs to one buffer.
 
-    The buffer calls :meth:`claimed`, :meth:`entered` and :meth:`draw` under its lock.
+    ``draw`` asks the ring how many rows there are, ``len(ring)``, chooses among them by age, from 0 for the oldest to
+    ``len(ring) - 1`` for the newest, and lets the ring say which slots those are, `Ring.slots_by_age`. That is right
+    under every writer; a row's number modulo the capacity is not. To draw whole slices, subclass `SliceSampler`.
+
+    The buffer calls :meth:`claimed`, :meth:`entered` and :meth:`draw` under its lock, the first two only if they are
+    overridden. It then reads the rows, and draws again if one of them was overwritten meanwhile.
 
     Attributes:
         ran_out: whether the last sample ended a pass over the rows (samplers without replacement); iterating over
             the buffer stops there.
+        stateful: whether draws depend on something that the sampler remembers, so that processes cannot share the
+            buffer. By default True for a class that overrides a method which keeps such a memory up to date.
+        follows_writes: whether the buffer calls :meth:`claimed` and :meth:`entered`; True if one is overridden.
+        needs_index: whether :meth:`draw` gets a `TrajectoryIndex`; True if :meth:`boundary_keys` is overridden.
+
+    A sampler that draws the newest rows twice as often as the others:
+
+    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+    >>> class RecencySampler(Sampler):
+    ...     def draw(self, ring, batch_size, generator, follow):
+    ...         version = ring.version  # before anything else is asked of the ring
+    ...         ring.check_not_empty()
+    ...         chances = torch.linspace(1, 2, len(ring))  # by age: the oldest row, ..., the newest row
+    ...         ranks = torch.multinomial(chances, batch_size, replacement=True, generator=generator)
+    ...         slots = ring.slots_by_age(ranks)  # int64 [batch_size]
+    ...         return Draw(slots, follow=ring.follow(slots) if follow else None, version=version)
+    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(4), sampler=RecencySampler(), batch_size=1000)
+    >>> rows = buffer.extend(torch.arange(6))
+    >>> sample = buffer.sample()
+    >>> sorted(set(sample.tolist())), int((sample == 5).sum()) > int((sample == 2).sum())
+    ([2, 3, 4, 5], True)
     """
 
     ran_out: bool = False
+    stateful: bool = False
+    follows_writes: bool = False
+    needs_index: bool = False
 
-    def attach(self, storage: Storage) -> None:
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "stateful" not in vars(cls):
+            hooks = ("claimed", "entered", "emptied", "update_priority", "state_dict")
+            cls.stateful = overrides(cls, Sampler, *hooks)
+        cls.follows_writes = overrides(cls, Sampler, "claimed", "entered")
+        cls.needs_index = overrides(cls, Sampler, "boundary_keys")
+
+    def attach(self, storage: StoredColumns) -> None:
         """The storage whose rows will be drawn; called once, when the buffer is made."""
         return
 
     def boundary_keys(self, batch: TensorDictBase) -> BoundaryKeys | None:
-        """Markers of the trajectories in ``batch`` (the first one), None if the sampler needs none."""
+        """Names of the markers of the trajectories in ``batch`` (the first one), None if the sampler needs none."""
         return None
 
     def check(self, batch_size: int | None) -> int:
@@ -47,10 +92,23 @@ class Sampler:
 
     @abstractmethod
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
-        """Choose rows; ``follow`` asks where their next observations stand (a trajectory index does)."""
+        """Choose the rows of a sample.
+
+        Args:
+            ring: says which rows are stored, and where.
+            batch_size: how many rows to choose, as :meth:`check` gave it.
+            generator: CPU random generator of all draws; None is torch's global one.
+            follow: whether the draw must say where the next observations are, ``ring.follow(slots)``.
+
+        Returns:
+            a `Draw` with ``slots`` int64 ``[N]``, ``version`` and, if asked for, ``follow``.
+
+        Raises:
+            RuntimeError: nothing is stored (`Ring.check_not_empty`).
+        """
 
     def mark(self, columns: Columns, draw: Draw) -> None:
-        """Write the sampler's markers into the columns of a sample."""
+        """Write the sampler's markers into the columns of a sample, ``[N, ...]`` by key."""
         return
 
     def claimed(self, ring: Ring, first: int, rows: int) -> None:
@@ -78,6 +136,11 @@ class Sampler:
         return
 
 
+def overrides(cls: type, base: type, *methods: str) -> bool:
+    """Whether ``cls``, a subclass of ``base``, has a definition of its own of one of these methods."""
+    return any(getattr(cls, method) is not getattr(base, method) for method in methods)
+
+
 class RandomSampler(Sampler):
     """Rows drawn uniformly, with replacement, each a run of its own.
 
@@ -92,151 +155,22 @@ class RandomSampler(Sampler):
     4
     """
 
+    @override
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
-        """``batch_size`` rows."""
         draw = ring.uniform(batch_size, generator)
-        return replace(draw, follow=ring.follow(draw.slots)) if follow else draw
+        if follow:
+            draw.follow = ring.follow(draw.slots)
+        return draw
 
     def mark(self, columns: Columns, draw: Draw) -> None:
         """Make each row the first of its run, where columns tell runs apart."""
-        _set_apart(columns, draw)
+        mark_single_rows(columns, draw)
 
 
-class PassSampler(Sampler):
-    """A sampler that goes over what is stored in passes, and keeps the pass in its state."""
-
-    _pass: "Pass"
-
-    def emptied(self) -> None:
-        """See `Sampler`."""
-        self._pass.drop()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is left of the pass."""
-        return {"pass": self._pass.state_dict(), "ran_out": self.ran_out}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the pass of the sampler that gave ``state``."""
-        self._pass.load_state_dict(state["pass"])
-        self.ran_out = state["ran_out"]
-
-
-class SamplerWithoutReplacement(PassSampler):
-    """Every stored row once per pass over the buffer.
-
-    A pass goes over the rows that are stored when it begins. The sample that ends it sets ``ran_out``, which ends
-    an iteration over the buffer, and the next one begins a new pass; so does the first sample after any write,
-    since what is stored is then no longer the same. A pass that was begun goes on after ``load_state_dict``.
-
-    Rows are marked as `RandomSampler` does. Without ``shuffle`` they come in the order in which they were stored
-    and keep their stored marks: a sample is then a stretch of the data, whose runs `layout.run_ends` finds.
-
-    Args:
-        drop_last: leave out the rows at the end of a pass that do not fill a batch. Default False: they are a
-            shorter sample.
-        shuffle: draw the order of each pass. Default True.
-
-    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
-    >>> sampler = SamplerWithoutReplacement(shuffle=False)
-    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(5), sampler=sampler, batch_size=2)
-    >>> rows = buffer.extend(torch.arange(7))
-    >>> [sample.tolist() for sample in buffer]
-    [[2, 3], [4, 5], [6]]
-    """
-
-    def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
-        self.drop_last = drop_last
-        self.shuffle = shuffle
-        self._pass = Pass(drop_last)
-
-    def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
-        """The next ``batch_size`` rows of the pass, fewer at its end.
-
-        Raises:
-            RuntimeError: nothing is stored, or, with ``drop_last``, fewer rows than ``batch_size``.
-        """
-        stamp = ring.stamp()
-        ring.check_not_empty()
-
-        def begin() -> Tensor:
-            slots = ring.stored()
-            return slots[torch.randperm(len(slots), generator=generator)] if self.shuffle else slots
-
-        slots = self._pass.take((ring.head, ring.written), batch_size, begin, "rows")
-        self.ran_out = self._pass.ended
-        draw = Draw(slots, follow=ring.follow(slots) if follow else None, stamp=stamp)
-        if self.shuffle:
-            return draw
-        numbers = ring.numbers(slots, ring.head)
-        apart = (numbers.diff() != 1).nonzero()[:, 0]  # nowhere, unless the writer chooses its rows
-        ends = torch.tensor([len(slots) - 1])
-        return replace(draw, firsts=torch.cat([torch.tensor([0]), apart + 1]), lasts=torch.cat([apart, ends]))
-
-    def mark(self, columns: Columns, draw: Draw) -> None:
-        """See the class."""
-        if self.shuffle:
-            _set_apart(columns, draw)
-
-
-class Pass:
-    """Things to draw, each once, in an order fixed when the pass begins.
-
-    >>> once = Pass(drop_last=False)
-    >>> [once.take((0,), 2, lambda: torch.arange(3), "rows").tolist() for _ in range(3)], once.ended
-    ([[0, 1], [2], [0, 1]], False)
-    >>> once.take((1,), 2, lambda: torch.arange(3), "rows").tolist()  # something changed: from the start
-    [0, 1]
-    """
-
-    def __init__(self, drop_last: bool) -> None:
-        self.drop_last = drop_last
-        self.ended = False  # with the things taken last
-        self._left: Tensor | None = None
-        self._key: tuple[int, ...] = ()
-
-    def take(self, key: tuple[int, ...], count: int, begin: Callable[[], Tensor], things: str) -> Tensor:
-        """The next ``count`` things, fewer at the end of the pass.
-
-        Args:
-            key: what the order rests on; a new pass begins when it changes.
-            count: how many.
-            begin: makes the order of a new pass, ``[..., n]``.
-            things: what they are called in an error.
-
-        Raises:
-            RuntimeError: with ``drop_last``, if a whole pass has fewer things than ``count``.
-        """
-        left = self._left if key == self._key else None
-        if left is None or (self.drop_last and left.shape[-1] < count):
-            left = begin()
-            if self.drop_last and left.shape[-1] < count:
-                raise RuntimeError(
-                    f"drop_last=True leaves nothing to sample: a pass has {left.shape[-1]} {things}, a batch "
-                    f"{count}: use drop_last=False, smaller batches, or store more"
-                )
-        taken, left = left[..., :count], left[..., count:]
-        self.ended = left.shape[-1] < (count if self.drop_last else 1)
-        self._left, self._key = None if self.ended else left, key
-        return taken
-
-    def drop(self) -> None:
-        """Begin a new pass with the next draw."""
-        self._left, self.ended = None, False
-
-    def state_dict(self) -> dict[str, Any]:
-        """What :meth:`load_state_dict` needs; owns its memory."""
-        return {"left": None if self._left is None else self._left.clone(), "key": self._key}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the pass that gave ``state`` stood."""
-        left, self._key = state["left"], tuple(state["key"])
-        self._left = None if left is None else left.clone()
-
-
-def _set_apart(columns: Columns, draw: Draw) -> None:
+def mark_single_rows(columns: Columns, draw: Draw) -> None:
     """Make each row the first of its run, where columns tell runs apart; rows that are whole trajectories stay."""
-    there = next((columns[key] for key in _MARKERS if key in columns), None)
+    marker = next((columns[key] for key in _MARKERS if key in columns), None)
     rows = len(draw.slots)
-    if there is not None and there.numel() == rows:
+    if marker is not None and marker.numel() == rows:
         shape = columns[IS_INIT].shape if IS_INIT in columns else (rows, 1)
-        columns[IS_INIT] = torch.ones(shape, dtype=torch.bool, device=there.device)
+        columns[IS_INIT] = torch.ones(shape, dtype=torch.bool, device=marker.device)

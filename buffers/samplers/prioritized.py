@@ -211,7 +211,7 @@ class PrioritizedSampler(RandomSampler):
         slots, weights, generation = self._choose(ring, batch_size, generator)
         info = {"priority_weight": weights, "index_generation": generation}
         indexed = follow and isinstance(ring, TrajectoryIndex)
-        return Draw(slots, follow=ring.follow(slots) if indexed else None, stamp=ring.stamp(), info=info)
+        return Draw(slots, follow=ring.follow(slots) if indexed else None, version=ring.version, info=info)
 
     def _choose(
         self, ring: Ring, count: int, generator: torch.Generator | None

@@ -98,12 +98,12 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
     @override
     def _lost(self, ring: Ring) -> None:
         if self._least is not None and not self.strict_length and isinstance(ring, TrajectoryIndex):
-            self._priorities.allow(ring.beheaded(self._least, self._head))
+            self._priorities.allow(ring.shortened_trajectories(self._least, self._head))
 
     @override
     def _gained(self, ring: Ring, first: int) -> None:
         if self._least is not None and isinstance(ring, TrajectoryIndex):
-            self._priorities.allow(ring.begun(first, self._least, strict=self.strict_length))
+            self._priorities.allow(ring.new_starts(first, self._least, strict=self.strict_length))
 
     @override
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:

@@ -1,21 +1,20 @@
-"""Samplers of slices: consecutive rows of one trajectory each."""
+"""Slices, consecutive rows of one trajectory each: which ones a sample takes, and the marks at their ends."""
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import override
 
-from flatroll.buffers.columns.base import Columns
+from flatroll.buffers.columns.base import Columns, TensorColumn
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import By, TrajectoryIndex
-from flatroll.buffers.samplers.base import Pass, PassSampler, Sampler
-from flatroll.buffers.samplers.marks import mark_slices
-from flatroll.buffers.samplers.start_rows import HAS_STATE, StartRows
-from flatroll.buffers.storages.base import Storage
+from flatroll.buffers.samplers.base import Sampler, StoredColumns
 from flatroll.layout.checks import whole_number
-from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey, as_tuple, marker, require
+from flatroll.layout.keys import HAS_STATE, IS_INIT, MASK, TRUNCATED, NestedKey, as_tuple, marker, require
 
 Span: TypeAlias = bool | int | tuple[bool | int, bool | int]
 
@@ -77,7 +76,7 @@ class SliceSampler(Sampler):
     [True, False, False, True, False, False]
     """
 
-    _not_at = ""  # why slices cannot begin at marked rows only
+    _not_at = ""  # why slices of this sampler cannot begin at marked rows only
 
     def __init__(
         self,
@@ -123,11 +122,11 @@ class SliceSampler(Sampler):
             self._flags = [done, terminated, truncated_key]
         spans(span, slice_len)
         self.start_key = start_key
-        self._starts = StartRows(start_key)
+        self._storage: StoredColumns | None = None
 
-    def attach(self, storage: Storage) -> None:
-        """See `Sampler`."""
-        self._starts.attach(storage)
+    @override
+    def attach(self, storage: StoredColumns) -> None:
+        self._storage = storage
 
     def boundary_keys(self, batch: TensorDictBase) -> BoundaryKeys | None:
         """The markers by which trajectories are told apart, as far as ``batch`` has them.
@@ -140,13 +139,29 @@ class SliceSampler(Sampler):
         for key in (self.traj_key, self.end_key):
             if key is not None:
                 require(batch, key)
-        why_not = self._not_at or ("span asks for others" if self.span else "")
-        self._starts.check(batch, type(self).__name__, why_not)
+        self._check_start_marks(batch)
         for key in self._flags:
             if batch.get(key, None) is not None:
                 marker(batch, key)
         init_key = IS_INIT if self.init_key is None else self.init_key
         return BoundaryKeys.probe(batch, traj_key=self.traj_key, end_key=self.end_key, init_key=init_key)
+
+    def _check_start_marks(self, batch: TensorDictBase) -> None:
+        """Refuse marks of starts that are not bool, that are asked for and missing, or that cannot be heeded."""
+        if self.start_key is None:
+            return
+        if self.start_key != HAS_STATE:
+            require(batch, self.start_key)
+        if batch.get(self.start_key, None) is None:
+            return
+        marker(batch, self.start_key)
+        why_not = self._not_at or ("span asks for others" if self.span else "")
+        if why_not:
+            raise ValueError(
+                f"{type(self).__name__} cannot begin its slices at the rows that {self.start_key!r} marks: {why_not}. "
+                "Use SliceSampler(slice_len=...) alone, collect with state_stride=1, or, to begin anywhere, leave the "
+                f"entry out: batch.exclude({self.start_key!r})"
+            )
 
     def check(self, batch_size: int | None) -> int:
         """``batch_size``, by default ``num_slices * slice_len``; ValueError if they do not fit."""
@@ -170,136 +185,59 @@ class SliceSampler(Sampler):
 
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
         """``batch_size`` rows in slices, fewer if slices are short and nothing is padded."""
-        index, length = indexed(ring, self), self._length(batch_size)
-        marks = self._starts.marks()
-        if marks is not None:
+        index = ring if isinstance(ring, TrajectoryIndex) else indexed(ring, self)
+        length = self.slice_len or batch_size // (self.num_slices or 1)
+        count = batch_size // length
+        marks = None
+        if self._storage is not None and self.start_key is not None:
+            marks = self._storage.columns.get(self.start_key)
+        if isinstance(marks, TensorColumn):  # of the rows at which slices may begin, bool [capacity]
             starts = index.marked_starts(
-                batch_size // length,
+                count,
                 length,
-                marks,
+                marks.data.view(-1).numpy(force=True),
                 by=self.by,
                 strict=self.strict_length,
                 generator=generator,
             )
             draw = index.slices_from(starts, length, follow=follow)
-            return _pad(draw, length, ring) if self.pad_output else draw
-        draw = index.draw(
-            batch_size // length,
-            length,
-            by=self.by,
-            strict=self.strict_length,
-            span=spans(self.span, length) if self.span else (0, 0),
-            generator=generator,
-            follow=follow,
-        )
-        return _pad(draw, length, ring) if self.pad_output else draw
+        else:
+            draw = index.draw(
+                count,
+                length,
+                by=self.by,
+                strict=self.strict_length,
+                span=spans(self.span, length) if self.span else (0, 0),
+                generator=generator,
+                follow=follow,
+            )
+        return pad_slices(draw, length, ring) if self.pad_output else draw
 
     def mark(self, columns: Columns, draw: Draw) -> None:
-        """Mark where slices begin and end (see the class)."""
-        mark_slices(columns, draw, self.init_key, self._flags)
+        """Mark the first and the last row of each slice in ``columns``; entries that are missing are put in.
 
-
-class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
-    """Slices as those of `SliceSampler`, none of them twice per pass over the buffer.
-
-    With ``by="trajectory"`` a pass takes one slice of each trajectory, its start drawn uniformly. With
-    ``by="start"`` it takes all rows: each trajectory is cut into slices of ``slice_len`` rows one after another, at
-    a random phase, so that it may begin and end with a shorter one; a trajectory of at most ``slice_len`` rows is
-    one slice.
-
-    Every sample has the same number of slices, the last one of a pass fewer. It sets ``ran_out``, which ends an
-    iteration over the buffer, and the next sample begins a new pass; so does the first one after any write, since
-    what is stored is then no longer the same. Beginning a pass takes time in the stored fragments. A pass that was
-    begun goes on after ``load_state_dict``.
-
-    Args:
-        num_slices: slices per sample, see `SliceSampler`, as all others up to ``truncated_key``.
-        slice_len: rows per slice.
-        drop_last: leave out the slices at the end of a pass that do not fill a batch. Default False: they are a
-            smaller sample.
-        end_key: marks the last row of an episode.
-        traj_key: constant within a trajectory.
-        truncated_key: marked at the end of slices.
-        strict_length: only slices of ``slice_len`` rows: trajectories that are shorter take no part, and with
-            ``by="start"`` as many slices as fit are cut from each, the rows before and after them left out of
-            this pass. Default False.
-        shuffle: draw the order of each pass. Default True. False: in the order in which the slices' first rows were
-            stored, and with ``by="start"`` cut from the first row on.
-        pad_output: see `SliceSampler`.
-        init_key: marked at the start of slices.
-        by: ``"trajectory"`` (default) or ``"start"``, as said above.
-        cache_values: accepted and without effect.
-
-    Raises:
-        TypeError, ValueError: as `SliceSampler`.
-
-    >>> import torch
-    >>> from tensordict import TensorDict
-    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSamplerWithoutReplacement
-    >>> sampler = SliceSamplerWithoutReplacement(slice_len=2, by="start", shuffle=False)
-    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(9), sampler=sampler, batch_size=4)
-    >>> step = torch.arange(9)
-    >>> rows = buffer.extend(TensorDict({"step": step, "episode": step // 5}, [9]))
-    >>> [sample["step"].tolist() for sample in buffer]
-    [[0, 1, 2, 3], [4, 5, 6], [7, 8]]
-    """
-
-    _not_at = "the slices of a pass lie where they were cut"
-
-    def __init__(
-        self,
-        *,
-        num_slices: int | None = None,
-        slice_len: int | None = None,
-        drop_last: bool = False,
-        end_key: NestedKey | None = None,
-        traj_key: NestedKey | None = None,
-        truncated_key: NestedKey | None = TRUNCATED,
-        strict_length: bool = False,
-        shuffle: bool = True,
-        pad_output: bool = False,
-        init_key: NestedKey | None = IS_INIT,
-        by: By = "trajectory",
-        cache_values: bool = False,
-    ) -> None:
-        super().__init__(
-            num_slices=num_slices,
-            slice_len=slice_len,
-            end_key=end_key,
-            traj_key=traj_key,
-            truncated_key=truncated_key,
-            strict_length=strict_length,
-            pad_output=pad_output,
-            init_key=init_key,
-            by=by,
-        )
-        self.drop_last = drop_last
-        self.shuffle = shuffle
-        self._pass = Pass(drop_last)
-
-    def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
-        """The next slices of the pass, fewer at its end.
-
-        Raises:
-            RuntimeError: nothing is stored, no trajectory is long enough, or, with ``drop_last``, a pass has fewer
-                slices than a sample.
+        At last rows done is set, and truncated unless terminated. Padding begins and ends nothing.
         """
-        index, length = indexed(ring, self), self._length(batch_size)
-        index.check_not_empty()
-
-        def begin() -> Tensor:
-            places = index.places(
-                length, by=self.by, strict=self.strict_length, shuffle=self.shuffle, generator=generator
-            )
-            if self.shuffle:
-                places = places[:, torch.randperm(places.shape[1], generator=generator)]
-            return places
-
-        key = (index.head, index.written, length)
-        starts, lengths = self._pass.take(key, batch_size // length, begin, "slices")
-        self.ran_out = self._pass.ended
-        draw = index.slices_from(starts, lengths, follow=follow)
-        return _pad(draw, length, ring) if self.pad_output else draw
+        if draw.firsts is None or draw.lasts is None:
+            return
+        rows = len(draw.slots)
+        device = next(iter(columns.values())).device
+        init = done = terminated = truncated = None
+        if self.init_key is not None:
+            init = _flag(columns, self.init_key, (rows, 1), device)
+        if self._flags:
+            done_key, terminated_key, truncated_key = self._flags
+            shape = next((columns[key].shape for key in self._flags if key in columns), (rows, 1))
+            done = _flag(columns, done_key, shape, device)
+            truncated = _flag(columns, truncated_key, shape, device)
+            if terminated_key not in columns:
+                columns[terminated_key] = done & ~truncated
+            terminated = _flag(columns, terminated_key, shape, device)
+        _mark((init, done, terminated, truncated), draw.firsts, draw.lasts)
+        if draw.mask is not None:
+            columns[MASK] = draw.mask.to(device)
+            if init is not None:
+                init.view(rows).logical_and_(columns[MASK])  # a repeated first row begins nothing
 
 
 def indexed(ring: Ring, sampler: Sampler) -> TrajectoryIndex:
@@ -334,13 +272,48 @@ def spans(span: Span, length: int | None) -> tuple[int, int]:
     return before, after
 
 
-def _pad(draw: Draw, length: int, ring: Ring) -> Draw:
-    """Repeat the last row of each short slice."""
+def pad_slices(draw: Draw, length: int, ring: Ring) -> Draw:
+    """Repeat the last row of each short slice up to ``length`` rows."""
     assert draw.firsts is not None and draw.lasts is not None
     step = torch.arange(length)
+    # [S, length]: positions in draw.slots, and which of them are rows of the slice
     at = torch.minimum(draw.firsts[:, None] + step, draw.lasts[:, None])
     mask = draw.firsts[:, None] + step <= draw.lasts[:, None]
     firsts = torch.arange(len(at)) * length
     slots = draw.slots[at.flatten()]
     follow = None if draw.follow is None else ring.follow(slots)
-    return Draw(slots, firsts, firsts + mask.sum(1) - 1, follow, mask.flatten(), draw.stamp)
+    return Draw(slots, firsts, firsts + mask.sum(1) - 1, follow, mask.flatten(), draw.version)
+
+
+def _flag(columns: Columns, key: NestedKey, shape: Sequence[int], device: torch.device) -> Tensor:
+    """The bool column ``key``, contiguous; if there is none, one of zeros is put in."""
+    column = columns.get(key)
+    if column is None:
+        column = columns[key] = torch.zeros(shape, dtype=torch.bool, device=device)
+    elif not column.is_contiguous():
+        column = columns[key] = column.contiguous()
+    return column
+
+
+def _mark(flags: Sequence[Tensor | None], firsts: Tensor, lasts: Tensor) -> None:
+    """Of ``flags``, (init, done, terminated, truncated), set init at ``firsts``, done at ``lasts``, and truncated
+    there where not terminated. Flags bool ``[N]`` or ``[N, 1]``, positions int64 ``[S]``."""
+    if any(flag is not None and not flag.is_cpu for flag in flags):
+        _mark_on_device(flags, firsts, lasts)
+        return
+    from flatroll.kernels.rows.run_marks import mark  # numba; a fifth of the time of the torch form
+
+    mark(*(0 if c is None else c.data_ptr() for c in (*flags, firsts, lasts)), len(firsts))
+
+
+def _mark_on_device(flags: Sequence[Tensor | None], firsts: Tensor, lasts: Tensor) -> None:
+    """The same in torch, for any device."""
+    init, done, terminated, truncated = (None if flag is None else flag.view(-1) for flag in flags)
+    if init is not None:
+        init.index_fill_(0, firsts.to(init.device), True)
+    if done is not None and terminated is not None and truncated is not None:
+        ends = lasts.to(done.device)
+        done.index_fill_(0, ends, True)
+        # of two bools, a <= b is "not a, or b"
+        final, cut = terminated.index_select(0, ends), truncated.index_select(0, ends)
+        truncated.index_copy_(0, ends, final.le(cut))

@@ -1,7 +1,8 @@
-"""What a replay buffer asks of its storage, and the storage that takes anything: a list."""
+"""What a replay buffer asks of its storage, the container of its rows."""
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +11,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.columns.base import After, Columns
-from flatroll.buffers.index.fragments import BoundaryKeys, Runs
-from flatroll.buffers.index.ring import Draw, Follow, Ring
-from flatroll.buffers.storages.item_kinds import Structure, apart, stacked
-from flatroll.buffers.storages.next_pool import NextPool
+from flatroll.buffers.columns.base import After, Column, Columns
+from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
+from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import NestedKey
 
@@ -25,15 +24,15 @@ class Rows:
 
     Attributes:
         count: number of rows.
-        columns: what the storage keeps per row, by key.
-        runs: the fragments of the batch; None where no trajectory index is kept.
-        tails: compact storage: next observation of each fragment's last row, by root key.
+        columns: what the storage keeps per row, by key, ``[count, ...]``.
+        fragments: the F fragments of the batch; None where no trajectory index is kept.
+        tails: compact storage: next observation of each fragment's last row, by root key, ``[F, *obs]``.
         items: the items of a storage without columns.
     """
 
     count: int
     columns: Columns = field(default_factory=dict)
-    runs: Runs | None = None
+    fragments: Fragments | None = None
     tails: Columns = field(default_factory=dict)
     items: list[Any] = field(default_factory=list)
 
@@ -51,20 +50,21 @@ class Storage(ABC):
         lanes: sizes of the batch dimensions after the first.
         compact_obs: whether ``("next", observation)`` is read from the following row.
         shares: whether columns want to know which rows continue stored ones (`After`).
-        structure: what kind of data there is, known from the first batch on.
-        pool: the next observations that no row holds; None unless compact.
+        structure: what kind of data there is (a `Structure`), known from the first batch on.
+        own_column: class name of a column that the caller's code made, whose memory other processes may not see.
+        columns: the stored entries by key, each a `Column`; empty before the first batch and without columns.
     """
 
     ndim: int = 1
     lanes: torch.Size = torch.Size([])
     compact_obs: bool = False
     shares: bool = False
-    structure: Structure | None = None
-    pool: NextPool | None = None
+    structure: Any = None
+    own_column: str | None = None
 
     def __init__(self, max_size: int) -> None:
-        whole_number("max_size", max_size)
-        self.max_size = max_size
+        self.max_size = whole_number("max_size", max_size)
+        self.columns: dict[NestedKey, Column] = {}
 
     @property
     def capacity(self) -> int:
@@ -85,13 +85,13 @@ class Storage(ABC):
 
         Args:
             ring: the ring.
-            alone: what else of the buffer counts rows, which other processes cannot see; None for nothing.
+            alone: name of the component whose state other processes cannot see; None if the buffer can be shared.
             first: whether the buffer begins to use this storage.
         """
         return
 
     def reattach(self, ring: Ring) -> None:
-        """The buffer was unpickled, ``ring`` with it: it stands where the original stands, if that is shared."""
+        """Let ``ring``, unpickled with the buffer, count with the original one, if processes share the rows."""
         return
 
     def enter_process(self) -> None:
@@ -111,6 +111,24 @@ class Storage(ABC):
     @abstractmethod
     def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
         """Copy the rows ``at`` (default: all) of ``rows`` to ``slots``, in any order."""
+
+    def keep_next(self, ring: Ring, rows: Rows, before: Array, first: int) -> tuple[Array, Array]:
+        """Keep the next observations that no row will hold; called with ``compact_obs``, after :meth:`write`.
+
+        Args:
+            ring: the trajectory index in which the rows will be entered.
+            rows: those written.
+            before: int64 ``[F]``, what each fragment continues (`TrajectoryIndex.link`).
+            first: number of the first row.
+
+        Returns:
+            pool entry per fragment, -1 for none, int64 ``[F]``; chains whose last entry is now spare, int64.
+        """
+        raise NotImplementedError
+
+    def needs_follow(self, keys: Iterable[NestedKey] | None) -> bool:
+        """Whether reading these columns (None: all) takes what `Ring.follow` says about the rows."""
+        return False
 
     @abstractmethod
     def set(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
@@ -164,105 +182,3 @@ class Storage(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hold what the storage that gave ``state`` held."""
-
-
-class ListStorage(Storage):
-    """Items of any kind, in a list. By far the slowest storage: tensors belong into `LazyTensorStorage`.
-
-    A sample is a list of items, or, where all of them are tensors, tensordicts or trees of tensors of one form and
-    shape, their stack.
-
-    Args:
-        max_size: number of items, default 1000.
-
-    >>> from flatroll.buffers import ReplayBuffer
-    >>> buffer = ReplayBuffer(storage=ListStorage(10))
-    >>> buffer.add("a string!"), buffer.extend([30, None]), buffer[:]
-    (0, tensor([1, 2]), ['a string!', 30, None])
-    """
-
-    def __init__(self, max_size: int = 1000) -> None:
-        super().__init__(max_size)
-        self._items: list[Any] = []
-
-    def prepare(
-        self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
-    ) -> Rows:
-        """See `Storage`; ``batch`` is a list, or has a leading dimension to take apart."""
-        if keys is not None:
-            raise TypeError(
-                "ListStorage holds items, not rows of trajectories: use LazyTensorStorage with a slice sampler"
-            )
-        if final is not None:
-            raise ValueError(
-                "final comes with a compact tensordict batch only, which ListStorage does not know"
-            )
-        items = apart(batch)[0 if whole else -self.max_size :]
-        return Rows(len(items), items=items)
-
-    def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
-        """See `Storage`."""
-        self._reach(min(slot + rows.count, self.max_size))
-        fit = min(rows.count, self.max_size - slot)
-        self._items[slot : slot + fit] = rows.items[:fit]
-        self._items[: rows.count - fit] = rows.items[fit:]
-
-    def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
-        """See `Storage`."""
-        self._reach(int(slots.max()) + 1 if len(slots) else 0)
-        chosen = range(rows.count) if at is None else at.tolist()
-        for slot, i in zip(slots.tolist(), chosen, strict=True):
-            self._items[slot] = rows.items[i]
-
-    def _reach(self, length: int) -> None:
-        self._items.extend([None] * (length - len(self._items)))
-
-    def set(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
-        """See `Storage`; ``data`` is one item for one slot, else a list of as many."""
-        items = data if shape else [data]
-        if not isinstance(items, list) or len(items) != len(draw.slots):
-            raise ValueError(f"{len(draw.slots)} slots need a list of as many items, got {data!r:.80}")
-        self.put(draw.slots, Rows(len(items), items=items))
-
-    def get(
-        self,
-        slots: Tensor,
-        follow: Follow | None = None,
-        *,
-        slices: bool = False,
-        keys: frozenset[NestedKey] | None = None,
-    ) -> list[Any]:
-        """See `Storage`."""
-        return [self._items[slot] for slot in slots.tolist()]
-
-    def build(self, values: Any, shape: torch.Size) -> Any:
-        """See `Storage`: the list, or the stack where its items can be stacked."""
-        return stacked(values)
-
-    @property
-    def bytes_per_row(self) -> int:
-        """0: not known."""
-        return 0
-
-    @property
-    def nbytes(self) -> int:
-        """0: not known."""
-        return 0
-
-    def state_dict(self, rows: int, pool_rows: int = 0) -> dict[str, Any]:
-        """See `Storage`."""
-        return {"items": self._items[:rows]}
-
-    def check_state_dict(self, state: dict[str, Any], rows: int) -> None:
-        """See `Storage`."""
-        if "items" not in state:
-            raise ValueError("the state is of a storage of tensors, this is a ListStorage")
-        if rows != self.max_size:
-            raise ValueError(
-                f"the state has room for {rows} rows, this storage for {self.max_size}: make it with "
-                f"max_size={rows}"
-            )
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Storage`."""
-        self._items = list(state["items"])

@@ -1,23 +1,25 @@
-"""A storage of columns: how batches are checked, laid out, copied in and read again."""
+"""A storage of columns: checks batches, lays them out, copies them in and reads rows again."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import override
 
-from flatroll.buffers.columns.base import After, Column, Columns, TensorColumn
-from flatroll.buffers.columns.host_block import PlainColumns
-from flatroll.buffers.index.fragments import BoundaryKeys, Runs
-from flatroll.buffers.index.ring import Draw, Follow
+from flatroll.buffers.columns.base import After, Column, Columns, TensorColumn, differ
+from flatroll.buffers.columns.host_block import plain_columns
+from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
+from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
+from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.storages.base import Rows, Storage
 from flatroll.buffers.storages.item_kinds import Structure, like, shown
 from flatroll.buffers.storages.next_pool import (
+    FinalRows,
     NextPool,
     check_final_covers,
-    differ,
     final_columns,
     mostly_shared,
     next_columns,
@@ -27,33 +29,78 @@ from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import NestedKey, next_key
 
+if TYPE_CHECKING:
+    from flatroll.kernels.rows.gather import HostColumns
+
 
 class ColumnStorage(Storage):
-    """A storage of columns. Subclasses say where a column's memory comes from.
+    """A storage of columns, one per entry of the batches. Subclasses say where a column's memory comes from.
 
     Every batch must have the entries, shapes and dtypes of the first one; nothing is dropped or cast silently.
+
+    To keep an entry in a column of your own (see `Column`), subclass `LazyTensorStorage` and override
+    :meth:`make_column`:
+
+    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+    >>> class HalfColumn(TensorColumn):
+    ...     '''Keeps float32 values in two bytes each.'''
+    ...     def __init__(self, rows, shape):
+    ...         super().__init__(torch.zeros(rows, *shape, dtype=torch.float16))
+    ...         self.dtype = torch.float32  # of values as they come and go
+    ...     def put(self, slots, values, after=None):
+    ...         super().put(slots, values.half())
+    ...     def take(self, slots):
+    ...         return super().take(slots).float()
+    ...     def pool(self):
+    ...         return HalfColumn(0, self.shape)
+    >>> class HalfStorage(LazyTensorStorage):
+    ...     def make_column(self, key, dtype, shape):
+    ...         return HalfColumn(self.capacity, shape) if key == "observation" else None
+    >>> buffer = ReplayBuffer(storage=HalfStorage(4))
+    >>> rows = buffer.extend({"observation": torch.tensor([0.1, 2.0]), "action": torch.tensor([1, 2])})
+    >>> buffer[:], buffer.storage.columns["observation"].nbytes
+    ({'observation': tensor([0.1000, 2.0000]), 'action': tensor([1, 2])}, 8)
     """
 
     def __init__(
-        self,
-        max_size: int,
-        *,
-        device: torch.device | str = "cpu",
-        ndim: int = 1,
-        compact_obs: bool = False,
+        self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1, compact_obs: bool = False
     ) -> None:
         super().__init__(max_size)
-        whole_number("ndim", ndim)
         self.device = torch.device(device)
-        self.ndim = ndim
+        self.ndim = whole_number("ndim", ndim)
         self.compact_obs = compact_obs
-        self.columns: dict[NestedKey, Column] = {}
-        self._plain: PlainColumns | None = None
+        self.pool: NextPool | None = None  # the next observations that no row holds, if compact
+        self._plain: HostColumns[NestedKey] | None = None
         self._indexed = False
 
     @abstractmethod
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
         """Columns of ``capacity`` rows; raises before it takes anything that is not there."""
+
+    def make_column(self, key: NestedKey, dtype: torch.dtype, shape: torch.Size) -> Column | None:
+        """Make the column of an entry; called for each entry of the first batch. For subclasses to override.
+
+        Args:
+            key: of the entry, ``"reward"`` or ``("next", "reward")``.
+            dtype: of its values.
+            shape: of one row's value.
+
+        Returns:
+            a column of ``self.capacity`` rows of that dtype and shape, or None for one of the storage's own kind.
+        """
+        return None
+
+    def _make_columns(
+        self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]
+    ) -> dict[NestedKey, Column]:
+        """Columns for entries like these: those of :meth:`make_column`, and the storage's own."""
+        made: dict[NestedKey, Column] = {}
+        if self.contents is None:  # what the caller gave stays in its tensors
+            columns = {key: self.make_column(key, *kind) for key, kind in like.items()}
+            made = {key: column for key, column in columns.items() if column is not None}
+            self.own_column = next((type(column).__name__ for column in made.values()), None)
+        made |= self._allocate({key: kind for key, kind in like.items() if key not in made})
+        return {key: made[key] for key in like}
 
     @property
     def allocated(self) -> bool:
@@ -61,13 +108,13 @@ class ColumnStorage(Storage):
         return bool(self.columns)
 
     @property
+    @override
     def bytes_per_row(self) -> int:
-        """Bytes of one row's columns; 0 before the first extend."""
         return sum(column.row_bytes for column in self.columns.values())
 
     @property
+    @override
     def nbytes(self) -> int:
-        """Bytes of all columns and the pool."""
         columns = sum(column.nbytes for column in self.columns.values())
         return columns + (0 if self.pool is None else self.pool.nbytes)
 
@@ -100,57 +147,95 @@ class ColumnStorage(Storage):
         columns = structure.columns(batch)
         if not columns:
             raise ValueError("the batch has no entries to store")
-        count = len(next(iter(columns.values())))
-        if not isinstance(batch, TensorDictBase):
-            if final is not None:
-                raise ValueError("final comes with a compact tensordict batch only")
-            if self.compact_obs:
-                raise TypeError(f"compact_obs=True needs tensordict batches, got {type(batch).__name__}")
-            skip = 0 if whole else max(0, count - self.capacity)
-            columns = {key: c[skip:] for key, c in columns.items()}
-            self._check(columns, structure)
-            return Rows(count - skip, columns)
-        self._indexed = keys is not None or self.compact_obs
-        row, kept = (None, {}) if final is None else final_columns(final, columns, count)
-        skip = 0 if whole else max(0, count - self.capacity)
-        if skip:
-            batch, columns, count = batch[skip:], {k: c[skip:] for k, c in columns.items()}, count - skip
-            if row is not None:
-                late = row >= skip
-                row, kept = row[late] - skip, {k: v[late] for k, v in kept.items()}
-        if row is not None:
-            found = keys or BoundaryKeys.probe(batch)
-            ends = run_ends(batch, is_init_key=found.is_init, done_key=found.done, traj_key=found.traj)
-            check_final_covers(row, ends, columns)
-        if self.compact_obs:
-            return self._prepare_compact(
-                structure, batch, columns, row, kept, keys or BoundaryKeys.probe(batch)
-            )
-        if row is not None:
-            columns |= {next_key(k): v for k, v in next_columns(columns, row, kept).items()}
-        runs = None if keys is None else Runs.of(self._in_lanes(columns, keys, count), keys)
-        self._check(columns, structure)
-        return Rows(count, columns, runs)
+        if isinstance(batch, TensorDictBase):
+            self._indexed = keys is not None or self.compact_obs
+        elif final is not None:
+            raise ValueError("final comes with a compact tensordict batch only")
+        elif self.compact_obs:
+            raise TypeError(f"compact_obs=True needs tensordict batches, got {type(batch).__name__}")
 
-    def _in_lanes(self, columns: Columns, keys: BoundaryKeys, rows: int) -> Columns:
-        """``columns`` with lanes for trajectory ids, if they are of several lanes and have none."""
-        if not self.lanes or keys.traj in columns:
-            return columns
-        lanes = self.lanes.numel()
-        return columns | {keys.traj: torch.arange(lanes).repeat(rows // lanes)}
+        count = len(next(iter(columns.values())))
+        final_rows = None if final is None else final_columns(final, columns, count)
+        # Where lanes make the capacity less than max_size, count is a multiple of them too.
+        skip = 0 if whole or count <= self.max_size else count - self.capacity
+        if skip:
+            columns, count = {key: column[skip:] for key, column in columns.items()}, count - skip
+        if final_rows is not None:
+            final_rows = self._cut_final(final_rows, batch, columns, skip, keys)
+
+        if self.compact_obs and keys is None:
+            keys = BoundaryKeys.probe(batch)
+        marked = columns
+        if self.lanes and keys is not None and keys.traj not in columns:
+            # Rows of lanes without ids come step by step, one of each lane: the lane's number is the id.
+            lanes = self.lanes.numel()
+            marked = columns | {keys.traj: torch.arange(lanes).repeat(count // lanes)}
+
+        if self.compact_obs and keys is not None:
+            return self._prepare_compact(structure, columns, count, final_rows, marked, keys)
+        if final_rows is not None:
+            columns |= {next_key(key): obs for key, obs in next_columns(columns, *final_rows).items()}
+        fragments = None if keys is None else Fragments.read(marked, keys)
+        self._check_columns(columns, structure)
+        return Rows(count, columns, fragments)
+
+    def _cut_final(
+        self, final: FinalRows, batch: TensorDictBase, columns: Columns, skip: int, keys: BoundaryKeys | None
+    ) -> FinalRows:
+        """``final`` without the first ``skip`` rows of ``batch``; ValueError if it lacks the end of a run."""
+        keys = keys or BoundaryKeys.probe(batch)
+        if skip:
+            late = final.row >= skip
+            observations = {key: obs[late] for key, obs in final.observations.items()}
+            final, batch = FinalRows(final.row[late] - skip, observations), batch[skip:]
+        ends = run_ends(batch, is_init_key=keys.is_init, done_key=keys.done, traj_key=keys.traj)
+        check_final_covers(final.row, ends, columns)
+        return final
 
     def _prepare_compact(
         self,
         structure: Structure,
-        batch: TensorDictBase,
         columns: Columns,
-        row: Tensor | None,
-        kept: Columns,
+        count: int,
+        final: FinalRows | None,
+        marked: Columns,
         keys: BoundaryKeys,
     ) -> Rows:
+        """Lay a batch of ``count`` rows out with each observation once, but for the tails of fragments."""
+        from_final: Columns = {} if final is None else final.observations
+        pool = self.pool or NextPool(self._find_pairs(columns, marked, final, keys))
+        for key, next_name in pool.next_keys.items():
+            now, later = columns.get(key), columns.get(next_name)
+            unpaired = (
+                now is None or later is None or now.shape != later.shape or now.dtype is not later.dtype
+            )
+            if unpaired and key not in from_final:
+                raise ValueError(
+                    f"the batch lacks {next_name!r}, which the first extend had: pass it in the batch or in final"
+                )
+        twice = set(pool.next_keys.values())
+        stored = {key: column for key, column in columns.items() if key not in twice}
+        if self.pool is not None and stored.keys() != self.columns.keys():
+            pairs = {*state_pairs(columns), *from_final}
+            new = [key for key in columns if key in pairs and next_key(key) not in {*twice, *self.columns}]
+            if new:
+                raise ValueError(f"the batch has {next_key(new[0])!r}, which the first extend did not have")
+        fragments = Fragments.read(marked, keys, pool.cuts(columns, final))
+        tails = pool.tails(columns, final, fragments.lasts)
+        self._check_columns(stored, structure)
+        if self.pool is None:
+            pool.allocate(self.columns)
+            self.pool = pool
+        return Rows(count, stored, fragments, tails)
+
+    def _find_pairs(
+        self, columns: Columns, marked: Columns, final: FinalRows | None, keys: BoundaryKeys
+    ) -> list[NestedKey]:
+        """Root keys of the first batch whose next observations are mostly those of the row after, so kept once."""
         pairs = state_pairs(columns)
-        pairs += [key for key in kept if key not in pairs]
-        if not pairs and row is not None:
+        from_final = [] if final is None else list(final.observations)
+        pairs += [key for key in from_final if key not in pairs]
+        if not pairs and final is not None:
             raise ValueError(
                 "the storage has compact_obs=True, but neither the batch nor the final that came with it has a "
                 'next observation ("next", <observation>): there is nothing to keep once. If next observations '
@@ -162,92 +247,85 @@ class ColumnStorage(Storage):
                 "came with it: extend(batch, final=collector.final), or use a storage without compact_obs and "
                 "NextStateReconstructor"
             )
-        marked = self._in_lanes(columns, keys, len(batch))
-        if self.pool is None and len(pairs) > len(kept):
-            ends = torch.zeros(len(batch), dtype=torch.bool)
-            ends[torch.from_numpy(Runs.of(marked, keys).lasts)] = True
-            ends = ends.to(columns[pairs[0]].device)
-            pairs = [key for key in pairs if key in kept or mostly_shared(columns, key, ends)] or pairs
-        pool = self.pool or NextPool(pairs)
-        if missing := [key for key in pool.pairs if key not in pairs]:
-            raise ValueError(
-                f"the batch lacks {next_key(missing[0])!r}, which the first extend had: pass it in the batch or "
-                "in final"
-            )
-        if self.pool is not None:
-            late = [key for key in pairs if key not in pool.pairs and next_key(key) not in self.columns]
-            if late:
-                raise ValueError(f"the batch has {next_key(late[0])!r}, which the first extend did not have")
-        runs = Runs.of(marked, keys, pool.cuts(columns, row))
-        tails = pool.tails(columns, row, kept, runs.lasts)
-        twice = {next_key(key) for key in pool.pairs}
-        stored = {key: c for key, c in columns.items() if key not in twice}
-        self._check(stored, structure)
-        if self.pool is None:
-            pool.allocate(self.columns)
-            self.pool = pool
-        return Rows(len(batch), stored, runs, tails)
+        if len(pairs) == len(from_final):
+            return pairs
+        first = columns[pairs[0]]
+        ends = torch.zeros(len(first), dtype=torch.bool)
+        ends[torch.from_numpy(Fragments.read(marked, keys).lasts)] = True
+        ends = ends.to(first.device)
+        return [key for key in pairs if key in from_final or mostly_shared(columns, key, ends)] or pairs
 
-    def _check(self, columns: Columns, structure: Structure) -> None:
+    def _check_columns(self, columns: Columns, structure: Structure) -> None:
         """ValueError unless ``columns`` are those of the first batch, which allocates."""
         if not self.columns:
-            self.columns = self._allocate({key: like(c) for key, c in columns.items()})
+            self.columns = self._make_columns({key: like(column) for key, column in columns.items()})
             self.structure = structure
             return
         for key, column in columns.items():
-            there = self.columns.get(key)
-            if there is None:
+            kept = self.columns.get(key)
+            if kept is None:
                 raise ValueError(
                     f"the batch has an entry {key!r} that the first extend did not have: "
                     f"the storage keeps {sorted(map(repr, self.columns))}"
                 )
-            if there.dtype is not column.dtype or there.shape != column.shape[1:]:
+            if kept.dtype is not column.dtype or kept.shape != column.shape[1:]:
                 raise ValueError(
                     f"{shown(key)} is {column.dtype} {tuple(column.shape[1:])} per row, the storage keeps "
-                    f"{there.dtype} {tuple(there.shape)} since the first extend"
+                    f"{kept.dtype} {tuple(kept.shape)} since the first extend"
                 )
-        if len(columns) != len(self.columns):
+        if len(columns) != len(self.columns):  # all are known: fewer, then
             missing = next(key for key in self.columns if key not in columns)
             raise ValueError(f"the batch lacks the entry {missing!r} that the first extend had")
 
+    @override
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
-        """See `Storage`."""
-        plain = self._together()
-        written = () if plain is None else plain.write(slot, rows.columns, rows.count, self.capacity)
+        plain = self._plain or self._plain_columns()
+        written = () if plain is None else plain.write(slot, rows.columns, rows.count, plain.rows)
         if len(written) == len(rows.columns):
             return
-        fit = min(rows.count, self.capacity - slot)
+        fit = min(rows.count, self.capacity - slot)  # rows up to the last slot
         for key, values in rows.columns.items():
             if key in written:
                 continue
             column = self.columns[key]
-            if fit == rows.count:
+            if fit == rows.count:  # else in two stretches, the second from slot 0 on
                 column.write(slot, values, after)
             else:
                 column.write(slot, values[:fit], _between(after, 0, fit))
                 column.write(0, values[fit:], _between(after, fit, rows.count))
 
+    @override
     def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
-        """See `Storage`."""
         for key, values in rows.columns.items():
-            self.columns[key].put(
-                slots, values if at is None else values.index_select(0, at.to(values.device))
-            )
+            chosen = values if at is None else values.index_select(0, at.to(values.device))
+            self.columns[key].put(slots, chosen)
+
+    @override
+    def keep_next(self, ring: Ring, rows: Rows, before: Array, first: int) -> tuple[Array, Array]:
+        assert self.pool is not None and rows.fragments is not None and isinstance(ring, TrajectoryIndex)
+        return self.pool.place(ring, rows.fragments, before, rows.columns, rows.tails, first)
+
+    @override
+    def needs_follow(self, keys: Iterable[NestedKey] | None) -> bool:
+        return self.pool is not None and (
+            keys is None or not set(keys).isdisjoint(self.pool.next_keys.values())
+        )
 
     def set(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
-        """See `Storage`; a tensordict may have some of the entries only."""
+        """Overwrite the drawn rows with ``data``; a tensordict may have some of the entries only."""
         assert self.structure is not None
         columns = self.structure.columns_of_rows(data, shape)
         fixed = set() if keys is None else {keys.is_init, keys.done, keys.traj, keys.step_count}
         if self.pool is not None:
-            fixed |= {*self.pool.pairs, *map(next_key, self.pool.pairs)}
-        there = self.get(draw.slots, draw.follow, keys=frozenset(columns))
+            fixed |= {*self.pool.pairs, *self.pool.next_keys.values()}
+        # All entries are checked before one is written: an error changes nothing.
+        kept = self.get(draw.slots, draw.follow, keys=frozenset(columns))
         for key, values in columns.items():
-            if key not in there:
+            if key not in kept:
                 raise ValueError(
                     f"the storage has no entry {key!r}: it keeps {sorted(map(repr, self.columns))}"
                 )
-            stored = there[key]
+            stored = kept[key]
             if stored.dtype is not values.dtype or stored.shape != values.shape:
                 raise ValueError(
                     f"{shown(key)} must be {stored.dtype} {list(stored.shape)} to be written here, "
@@ -262,6 +340,7 @@ class ColumnStorage(Storage):
             if key not in fixed:
                 self.columns[key].put(draw.slots, values)
 
+    @override
     def get(
         self,
         slots: Tensor,
@@ -270,69 +349,73 @@ class ColumnStorage(Storage):
         slices: bool = False,
         keys: frozenset[NestedKey] | None = None,
     ) -> Columns:
-        """See `Storage`."""
-        plain = self._together()
-        taken = {} if plain is None else plain.take(slots, keys)
+        plain, pool = self._plain or self._plain_columns(), None if follow is None else self.pool
+        columns = {} if plain is None else plain.take(slots, keys)
+        # Root keys of the next observations asked for; later: the rows that follow, of those read so far.
+        pairs = (
+            [] if pool is None else [k for k, name in pool.next_keys.items() if keys is None or name in keys]
+        )
         later: Columns = {}
-        pairs = () if self.pool is None or follow is None else self.pool.pairs
         if plain is not None and follow is not None and pairs:
-            asked = pairs if keys is None else [key for key in pairs if next_key(key) in keys]
-            later = plain.take_next(slots, follow.slots, taken, asked)
-        slots = slots.to(self.device)
-        columns: Columns = {}
-        for key, column in self.columns.items():
-            if keys is not None and key not in keys:
-                continue
-            if key in taken:
-                columns[key] = taken[key]
-            elif column.decodes and follow is not None and key in pairs:
-                both = column.take(torch.cat([slots, follow.slots.clamp(min=0).to(slots.device)]))
-                columns[key], later[key] = both[: len(slots)], both[len(slots) :]
-            else:
-                columns[key] = column.take(slots)
-        for key in pairs:
-            if (keys is None or next_key(key) in keys) and self.pool is not None and follow is not None:
-                columns[next_key(key)] = self.pool.read(key, self.columns[key], follow, later.get(key))
+            later = plain.take_next(slots, follow.slots, columns, pairs)
+        if len(columns) < len(self.columns):
+            slots = slots.to(self.device)
+            taken, columns = columns, {}
+            for key, column in self.columns.items():
+                if keys is not None and key not in keys:
+                    continue
+                if key in taken:
+                    columns[key] = taken[key]
+                elif (
+                    column.decodes and follow is not None and key in pairs
+                ):  # both at once, each row decoded once
+                    both = column.take(torch.cat([slots, follow.slots.clamp(min=0).to(slots.device)]))
+                    columns[key], later[key] = both[: len(slots)], both[len(slots) :]
+                else:
+                    columns[key] = column.take(slots)
+        if pool is not None and follow is not None:
+            for key in pairs:
+                columns[pool.next_keys[key]] = pool.read(key, self.columns[key], follow, later.get(key))
         return columns
 
-    def _together(self) -> PlainColumns | None:
+    def _plain_columns(self) -> "HostColumns[NestedKey] | None":
         """The columns that are copied by one call; None if the storage is not on the host, or where there is no
         trajectory index, so that random sampling does without numba."""
-        if not self._indexed or self.device.type != "cpu":
-            return None
-        if self._plain is None or self._plain.columns is not self.columns:
-            self._plain = PlainColumns(self.columns)
+        if self._indexed and self.columns and self.device.type == "cpu":
+            self._plain = plain_columns(self.columns)
         return self._plain
 
+    @override
     def build(self, values: Any, shape: torch.Size) -> Any:
-        """See `Storage`."""
         assert self.structure is not None
         return self.structure.build(values, shape)
 
+    @override
     def state_dict(self, rows: int, pool_rows: int = 0) -> dict[str, Any]:
-        """See `Storage`."""
         entries = {} if self.pool is None else self.pool.entries
-        pool = {key: column.state_dict(pool_rows) for key, column in entries.items()}
         return {
             "lanes": self.lanes,
             "structure": self.structure,
             "like": self._like(),
-            "kinds": self._column_kinds(),
+            "kinds": {key: _kind(column) for key, column in self.columns.items()},
             "columns": {key: column.state_dict(rows) for key, column in self.columns.items()},
-            "pool": pool,
+            "pool": {key: column.state_dict(pool_rows) for key, column in entries.items()},
         }
 
+    def _like(self) -> dict[NestedKey, tuple[torch.dtype, torch.Size]]:
+        return {key: (column.dtype, column.shape) for key, column in self.columns.items()}
+
+    @override
     def check_state_dict(self, state: dict[str, Any], rows: int) -> None:
-        """See `Storage`."""
         if "columns" not in state:
             raise ValueError(f"the state is of a ListStorage, this is a {type(self).__name__}")
-        there = torch.Size(state["lanes"])
-        if len(there) != self.ndim - 1 or (self.columns and there != self.lanes):
+        lanes = torch.Size(state["lanes"])
+        if len(lanes) != self.ndim - 1 or (self.columns and lanes != self.lanes):
             raise ValueError(
-                f"the state is of a storage with lanes {list(there)} after the time, this one has ndim={self.ndim}"
+                f"the state is of a storage with lanes {list(lanes)} after the time, this one has ndim={self.ndim}"
                 f"{f' and lanes {list(self.lanes)}' if self.columns else ''}"
             )
-        room = self.max_size // there.numel() * there.numel()
+        room = self.max_size // lanes.numel() * lanes.numel()
         if rows != room:
             raise ValueError(
                 f"the state has room for {rows} rows, this storage for {room}: make it with max_size={rows}"
@@ -343,26 +426,29 @@ class ColumnStorage(Storage):
                 f"compact_obs={self.compact_obs}"
             )
         if self.columns:
-            self._check_columns(state)
+            self._check_kinds(state)
 
-    def _check_columns(self, state: dict[str, Any]) -> None:
-        held, kept = _kinds(state["like"], state["kinds"]), _kinds(self._like(), self._column_kinds())
-        for key in {**held, **kept}:
-            if held.get(key) != kept.get(key):
+    def _check_kinds(self, state: dict[str, Any]) -> None:
+        """ValueError if the columns of ``state`` are of other shapes, dtypes or kinds than those here."""
+        kinds = state["kinds"]
+        saved = {key: _described(dtype, shape, kinds[key]) for key, (dtype, shape) in state["like"].items()}
+        kept = {key: _described(c.dtype, c.shape, _kind(c)) for key, c in self.columns.items()}
+        for key in {**saved, **kept}:
+            if saved.get(key) != kept.get(key):
                 raise ValueError(
-                    f"the state has {held.get(key, 'nothing')} as {shown(key)}, this storage keeps "
+                    f"the state has {saved.get(key, 'nothing')} as {shown(key)}, this storage keeps "
                     f"{kept.get(key, 'nothing')}"
                 )
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Storage`."""
         if not state["like"]:
             return
         if not self.columns:
             self.lanes = torch.Size(state["lanes"])
-            self.columns = self._allocate(state["like"])
+            self.columns = self._make_columns(state["like"])
             try:
-                self._check_columns(state)
+                self._check_kinds(state)
             except ValueError:
                 self.columns = {}
                 raise
@@ -375,37 +461,26 @@ class ColumnStorage(Storage):
             for key, column in self.pool.entries.items():
                 column.load_state_dict(state["pool"][key])
 
-    def _like(self) -> dict[NestedKey, tuple[torch.dtype, torch.Size]]:
-        return {key: (column.dtype, column.shape) for key, column in self.columns.items()}
-
-    def _column_kinds(self) -> dict[NestedKey, str]:
-        """How columns are kept; in memory or in a file is one kind."""
-        return {
-            key: "" if isinstance(column, TensorColumn) else f" in a {type(column).__name__}"
-            for key, column in self.columns.items()
-        }
-
     def enter_process(self) -> None:
-        """See `Storage`; tensors of the caller's may be shared, which counters in memory are not."""
-        if any(isinstance(c, TensorColumn) and _shared(c.data) for c in self.columns.values()):
-            raise RuntimeError(
-                "the storage's tensors are shared with the process that made the buffer, which does not see what is "
-                "written here: use LazyMemmapStorage for a buffer of several processes"
-            )
+        """RuntimeError if the tensors are shared with another process, whose counters are not."""
+        for column in self.columns.values():
+            if isinstance(column, TensorColumn) and bool(column.data.is_shared()):  # type: ignore[no-untyped-call]
+                raise RuntimeError(
+                    "the storage's tensors are shared with the process that made the buffer, which does not see "
+                    "what is written here: use LazyMemmapStorage for a buffer of several processes"
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_plain": None}  # of memory that a copy would not share
 
 
-def _kinds(
-    like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]], kinds: Mapping[NestedKey, str]
-) -> dict[NestedKey, str]:
-    return {key: f"{dtype} {tuple(shape)} per row{kinds[key]}" for key, (dtype, shape) in like.items()}
+def _kind(column: Column) -> str:
+    """How a column is kept, for errors; in memory or in a file is one kind."""
+    return "" if isinstance(column, TensorColumn) else f" in a {type(column).__name__}"
 
 
-def _shared(tensor: Tensor) -> bool:
-    shared: bool = tensor.is_shared()  # type: ignore[no-untyped-call]
-    return shared
+def _described(dtype: torch.dtype, shape: torch.Size, kind: str) -> str:
+    return f"{dtype} {tuple(shape)} per row{kind}"
 
 
 def _between(after: After | None, first: int, stop: int) -> After | None:

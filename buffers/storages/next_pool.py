@@ -1,35 +1,33 @@
-"""Next observations without a second copy: which ones no later row holds, and where they are kept (DESIGN M3)."""
+"""Next observations without a second copy: which ones no later row holds, and the pool where those are kept."""
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.columns.base import After, Column, Columns
-from flatroll.buffers.index.fragments import Runs
+from flatroll.buffers.columns.base import After, Column, Columns, differ, put_rows
+from flatroll.buffers.index.fragments import Fragments
 from flatroll.buffers.index.ring import Array, Follow
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
-from flatroll.layout.delta import signed
 from flatroll.layout.keys import NEXT, NEXT_KNOWN, NestedKey, as_tuple, next_key
 
 #: Entries under "next" that are facts about the step, not the state after it.
 _OF_THE_STEP = {"reward", "done", "terminated", "truncated"}
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def differ(left: Tensor, right: Tensor) -> Tensor:
-    """Rows in which two tensors of one shape and dtype differ in any bit (so a NaN equals itself); bool ``[N]``.
+class FinalRows(NamedTuple):
+    """What comes with a compact batch: the K next observations that no row of it holds.
 
-    >>> differ(torch.tensor([0.0, torch.nan, 1.0]), torch.tensor([-0.0, torch.nan, 1.0]))
-    tensor([ True, False, False])
+    Attributes:
+        row: int64 ``[K]``, whose they are, ascending.
+        observations: by root key, ``[K, *obs]``.
     """
-    if left.is_complex():
-        left, right = torch.view_as_real(left), torch.view_as_real(right)
-    word = _WORDS[left.element_size()]
-    different = left.view(word).ne(right.view(word))
-    return different if different.ndim == 1 else different.flatten(1).any(1)
+
+    row: Tensor
+    observations: Columns
 
 
 def state_pairs(columns: Columns) -> list[NestedKey]:
@@ -61,8 +59,8 @@ def mostly_shared(columns: Columns, key: NestedKey, ends: Tensor) -> bool:
     return 2 * int(wrong.sum()) <= int(inside.sum())
 
 
-def final_columns(final: TensorDictBase, columns: Columns, rows: int) -> tuple[Tensor, Columns]:
-    """Row numbers and observations (by root key) of a compact collector's ``final``, checked.
+def final_columns(final: TensorDictBase, columns: Columns, rows: int) -> FinalRows:
+    """Check a compact collector's ``final`` against the ``columns`` of its batch of ``rows`` rows.
 
     Raises:
         TypeError: ``final`` is no tensordict.
@@ -72,14 +70,14 @@ def final_columns(final: TensorDictBase, columns: Columns, rows: int) -> tuple[T
         raise TypeError(f"final must be a tensordict, collector.final, got {type(final).__name__}")
     row = final.get("row", None)
     if row is None or row.dtype is not torch.int64 or row.ndim != 1:
-        found = "nothing" if row is None else f"{row.dtype} {tuple(row.shape)}"
-        raise ValueError(f'final needs an int64 entry "row" of shape [K], got {found}: pass collector.final')
+        got = "nothing" if row is None else f"{row.dtype} {tuple(row.shape)}"
+        raise ValueError(f'final needs an int64 entry "row" of shape [K], got {got}: pass collector.final')
     if len(row) and (int(row[0]) < 0 or int(row[-1]) >= rows or bool((row[1:] <= row[:-1]).any())):
         raise ValueError(
             f'final["row"] must ascend within the {rows} rows of the batch, got {row.tolist()[:8]}: '
             "pass the final that came with this batch, or none with a batch that was changed"
         )
-    kept: Columns = {}
+    observations: Columns = {}
     for key, value in final.items(True, True):
         if key == "row":
             continue
@@ -93,12 +91,13 @@ def final_columns(final: TensorDictBase, columns: Columns, rows: int) -> tuple[T
                 f"final[{key!r}] is {value.dtype} {tuple(value.shape[1:])} per row, "
                 f"batch[{root!r}] is {column.dtype} {tuple(column.shape[1:])}"
             )
-        kept[root] = value
-    return row, kept
+        observations[root] = value
+    return FinalRows(row, observations)
 
 
 def check_final_covers(row: Tensor, ends: Tensor, columns: Columns) -> None:
-    """ValueError if a row that ends a run is not in ``final`` though its next observation is known."""
+    """ValueError if a row that ends a run (``ends``, bool ``[N]``) is not in ``final``, whose rows are ``row``, though
+    its next observation is known."""
     needed = ends.clone()
     needed[row] = False
     known = columns.get(NEXT_KNOWN)
@@ -111,28 +110,29 @@ def check_final_covers(row: Tensor, ends: Tensor, columns: Columns) -> None:
         )
 
 
-def next_columns(columns: Columns, row: Tensor, kept: Columns, at: Tensor | None = None) -> Columns:
-    """Next observations of the rows ``at`` (default: all): ``final``'s at its rows, else the row after.
+def next_columns(columns: Columns, row: Tensor, observations: Columns, at: Tensor | None = None) -> Columns:
+    """Next observations of the rows ``at`` (int64 ``[M]``, default: all), by root key: the
+    ``observations`` of ``final`` at its rows ``row``, else the row after.
 
-    The last row, if ``final`` lacks it, and rows whose next observation the env hid, get NaN (their own
+    The last row, if it is not among them, and rows whose next observation the env hid, get NaN (their own
     observation where the dtype has no NaN).
     """
     result: Columns = {}
     known = columns.get(NEXT_KNOWN)
-    for root, value in kept.items():
+    for root, value in observations.items():
         column = columns[root]
-        here = torch.arange(len(column), device=column.device) if at is None else at
-        following = column.index_select(0, (here + 1).clamp_(max=len(column) - 1))
-        hidden = here == len(column) - 1
+        rows = torch.arange(len(column), device=column.device) if at is None else at
+        following = column.index_select(0, (rows + 1).clamp_(max=len(column) - 1))
+        hidden = rows == len(column) - 1
         if known is not None:
-            hidden = hidden | ~known.reshape(-1).index_select(0, here)
-        lost = (
-            torch.full_like(following, torch.nan)
-            if column.is_floating_point()
-            else column.index_select(0, here)
-        )
-        following = torch.where(hidden.view(-1, *[1] * (column.ndim - 1)), lost, following)
-        signed(following).index_copy_(0, row if at is None else torch.searchsorted(here, row), signed(value))
+            hidden = hidden | ~known.reshape(-1).index_select(0, rows)
+        fill = column.index_select(0, rows)
+        if column.is_floating_point():
+            fill = torch.full_like(following, torch.nan)
+        following = torch.where(hidden.view(-1, *[1] * (column.ndim - 1)), fill, following)
+        # The rows of final stand at these places of `at`, which holds all of them in ascending order.
+        places = row if at is None else torch.searchsorted(rows, row)
+        put_rows(following, places, value)
         result[root] = following
     return result
 
@@ -145,10 +145,15 @@ class NextPool:
 
     Args:
         pairs: root keys kept once.
+
+    Attributes:
+        next_keys: the key of the next observation, by root key.
+        entries: the columns of the pool, by root key.
     """
 
     def __init__(self, pairs: list[NestedKey]) -> None:
         self.pairs = pairs
+        self.next_keys: dict[NestedKey, NestedKey] = {key: next_key(key) for key in pairs}
         self.entries: dict[NestedKey, Column] = {}
 
     def allocate(self, columns: Mapping[NestedKey, Column]) -> None:
@@ -160,31 +165,32 @@ class NextPool:
         """Bytes of the pool, free entries included."""
         return sum(column.nbytes for column in self.entries.values())
 
-    def cuts(self, columns: Columns, row: Tensor | None) -> Tensor:
+    def cuts(self, columns: Columns, final: FinalRows | None) -> Tensor:
         """Rows whose next observation is not the observation of the row after; bool ``[N]``."""
         first = columns[self.pairs[0]]
         cut = torch.zeros(len(first), dtype=torch.bool, device=first.device)
-        if row is not None:
-            cut[row] = True
-        for key in self.pairs:
-            later = columns.get(next_key(key))
+        if final is not None:
+            cut[final.row] = True
+        for key, next_name in self.next_keys.items():
+            later = columns.get(next_name)
             if later is not None:
+                # row i is cut if its next observation is not the observation of row i + 1
                 cut[:-1].logical_or_(differ(later[:-1], columns[key][1:]))
         return cut
 
-    def tails(self, columns: Columns, row: Tensor | None, kept: Columns, lasts: Array) -> Columns:
-        """Next observations of the rows ``lasts``, by root key."""
+    def tails(self, columns: Columns, final: FinalRows | None, lasts: Array) -> Columns:
+        """Next observations of the rows ``lasts`` (int64 ``[F]``), by root key: ``[F, *obs]``."""
         at = torch.from_numpy(lasts).to(columns[self.pairs[0]].device)
-        tails: Columns = {} if row is None else next_columns(columns, row, kept, at)
-        for key in self.pairs:
+        tails: Columns = {} if final is None else next_columns(columns, *final, at)
+        for key, next_name in self.next_keys.items():
             if key not in tails:
-                tails[key] = columns[next_key(key)].index_select(0, at)
+                tails[key] = columns[next_name].index_select(0, at)
         return tails
 
     def place(
         self,
         index: TrajectoryIndex,
-        runs: Runs,
+        fragments: Fragments,
         before: Array,
         heads: Mapping[NestedKey, Tensor],
         tails: Columns,
@@ -194,33 +200,48 @@ class NextPool:
 
         Args:
             index: where the fragments will be entered.
-            runs: the fragments.
-            before: what each continues (`TrajectoryIndex.link`).
-            heads: columns of the batch, by root key.
-            tails: next observation of each fragment's last row, by root key.
+            fragments: those of the batch.
+            before: int64 ``[F]``, what each continues (`TrajectoryIndex.link`).
+            heads: columns of the batch, by root key, ``[N, *obs]``.
+            tails: next observation of each fragment's last row, by root key, ``[F, *obs]``.
             first: number of the batch's first row, whose columns are stored already.
         """
-        keep = np.ones(len(runs.firsts), np.bool_)
-        inner = np.flatnonzero(before < -1)
+        keep = np.ones(len(fragments.firsts), np.bool_)
+        inner = np.flatnonzero(before < -1)  # fragments that continue fragment -2 - before of this batch
         if len(inner):
             earlier = -2 - before[inner]
-            there = torch.from_numpy(earlier)
-            agree = self._agree(lambda key: _pick(tails[key], there), heads, runs.firsts[inner])
+            at = torch.from_numpy(earlier)
+            agree = self._agree(
+                lambda key: tails[key].index_select(0, at.to(tails[key].device)),
+                heads,
+                fragments.firsts[inner],
+            )
             keep[earlier[agree]] = False
-        outer = np.flatnonzero(before >= 0)
+        outer = np.flatnonzero(
+            before >= 0
+        )  # fragments that continue a stored chain, whose tail is in the pool
         chains = before[outer]
         if len(outer):
             entries = torch.from_numpy(index.tail_entries(chains))
-            agree = self._agree(lambda key: self._taken(key, entries), heads, runs.firsts[outer])
+            agree = self._agree(lambda key: self.entries[key].take(entries), heads, fragments.firsts[outer])
             chains = chains[agree]
+        # The tails that stay get free entries; published with the rows, so nobody reads them before.
         kept = np.flatnonzero(keep)
+        taken = index.take(len(kept))
         pool = np.full(len(keep), -1)
-        pool[kept] = index.take(len(kept))
-        self._write(index.pool_size, pool[kept], kept, tails, (first + runs.lasts[kept]) % index.capacity)
+        pool[kept] = taken
+        where, source = torch.from_numpy(taken), torch.from_numpy(kept)
+        # Each observation comes after the fragment's last row: columns that share frames look there.
+        slots = torch.from_numpy((first + fragments.lasts[kept]) % index.capacity)
+        after = After(torch.arange(len(kept)), slots)
+        size = index.pool_size
+        for key, column in self.entries.items():
+            column.grow(size)
+            column.put(where, tails[key].index_select(0, source.to(tails[key].device)), after)
         return pool, chains
 
     def read(self, key: NestedKey, column: Column, follow: Follow, later: Tensor | None = None) -> Tensor:
-        """Next observations ``("next", key)`` of drawn rows, given the storage's ``column`` of ``key``.
+        """Next observations ``("next", key)`` of drawn rows, ``[N, *obs]``, given the storage's ``column`` of ``key``.
 
         ``later`` are the rows ``follow.slots`` of the column, if they were read already (-1 gives any row).
         """
@@ -228,31 +249,17 @@ class NextPool:
             later = column.take(follow.slots.clamp(min=0))
         if follow.patch.shape[1]:
             at, entries = follow.patch
-            signed(later).index_copy_(0, at.to(later.device), signed(self._taken(key, entries)))
+            put_rows(later, at.to(later.device), self.entries[key].take(entries))
         return later
-
-    def _taken(self, key: NestedKey, entries: Tensor) -> Tensor:
-        return self.entries[key].take(entries)
 
     def _agree(
         self, tails: Callable[[NestedKey], Tensor], heads: Mapping[NestedKey, Tensor], firsts: Array
     ) -> Array:
         """Where the next observations ``tails(key)`` are those of the rows ``heads[key][firsts]``; bool."""
         device = heads[self.pairs[0]].device
-        here = torch.from_numpy(firsts).to(device)
+        at = torch.from_numpy(firsts).to(device)
         wrong = torch.zeros(len(firsts), dtype=torch.bool, device=device)
         for key in self.pairs:
-            wrong.logical_or_(differ(tails(key).to(device), heads[key].index_select(0, here)))
+            wrong.logical_or_(differ(tails(key).to(device), heads[key].index_select(0, at)))
         agree: Array = wrong.logical_not_().numpy(force=True)
         return agree
-
-    def _write(self, size: int, entries: Array, at: Array, tails: Columns, slots: Array) -> None:
-        where, source = torch.from_numpy(entries), torch.from_numpy(at)
-        after = After(torch.arange(len(at)), torch.from_numpy(slots))
-        for key, column in self.entries.items():
-            column.grow(size)
-            column.put(where, _pick(tails[key], source), after)
-
-
-def _pick(values: Tensor, rows: Tensor) -> Tensor:
-    return values.index_select(0, rows.to(values.device))

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.storages.item_kinds import as_tensor, map_rows
 
 
@@ -42,10 +43,29 @@ def time_first(data: Any, ndim: int, dim: int) -> tuple[Any, torch.Size]:
     return data, torch.Size([*size[:dim], *size[dim + 1 :]])
 
 
-def grid(rows: int, lanes: torch.Size) -> Tensor:
-    """The slots of ``rows`` rows, int64 ``[rows]``, or ``[steps, *lanes]``."""
-    slots = torch.arange(rows)
-    return slots.view(-1, *lanes) if lanes else slots
+def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
+    """The slots that ``index`` names, in its shape, among those that ``ring`` has used, seen as ``[steps, *lanes]``.
+
+    Raises:
+        IndexError: there is no such position.
+        TypeError: ``index`` is no position.
+    """
+    if any(isinstance(part, str) for part in (index if isinstance(index, tuple) else [index])):
+        raise TypeError(
+            f"rows are written by position, got {index!r}: buffer[:] = TensorDict({{{index!r}: ...}}, ...) "
+            "writes one entry of all rows"
+        )
+    slots = torch.arange(ring.used)
+    if lanes:
+        slots = slots.view(-1, *lanes)
+    if isinstance(index, slice) and index.step is not None and index.step < 0:
+        return slots[list(range(len(slots))[index])]  # torch has no steps back
+    try:
+        return slots[index]
+    except IndexError:
+        if isinstance(index, float):
+            raise TypeError(f"rows are indexed by integers, slices and masks, got {index!r}") from None
+        raise IndexError(f"index {index!r} is out of range: {len(ring)} rows are stored") from None
 
 
 def positions(slots: Tensor, lanes: torch.Size) -> Tensor:

@@ -135,7 +135,7 @@ def test_copies_start_threads_of_their_own() -> None:
     buffer.extend(rows(0, 50))
     buffer.sample()
     for other in (copy.deepcopy(buffer), pickle.loads(pickle.dumps(buffer))):
-        assert other._ahead is not None and other._ahead is not buffer._ahead
+        assert other._prefetcher is not None and other._prefetcher is not buffer._prefetcher
         assert len(other.sample()) == 8
         other.extend(rows(50, 10))
     assert len(buffer) == 50 and int(buffer[:]["n"].max()) == 49

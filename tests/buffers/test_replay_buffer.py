@@ -291,9 +291,7 @@ def test_columns_copied_together_and_one_by_one_give_the_same(
     first, second = (world.to_batch(world.episode(0, i, 100)) for i in range(2))
     buffer.extend(first)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "flatroll.buffers.columns.host_block._MOST", 0
-        )  # as for a sample too large for one thread
+        patch.setattr("flatroll.kernels.rows.gather._MOST", 0)  # as for a sample too large for one thread
         other = copy.deepcopy(buffer)
         other.extend(second)
         one_by_one = sampled(other)

@@ -171,13 +171,17 @@ def test_a_row_that_was_replaced_meanwhile_is_drawn_again() -> None:
     ring.choose(torch.tensor([1.0, 2, 3]))
     ring.publish(3)
     draw = ring.uniform(64, None)
-    assert ring.intact(draw)
+    assert ring.unchanged_since(draw)
     rows, slots = ring.choose(torch.tensor([5.0, 0.0]))
     assert (rows.tolist(), slots.tolist()) == ([0], [0])
-    assert not ring.intact(draw) and set(ring.uniform(64, None).slots.tolist()) == {1, 2}
+    assert not ring.unchanged_since(draw) and set(ring.uniform(64, None).slots.tolist()) == {1, 2}
     after = ring.uniform(64, None)
     ring.publish(1)
-    assert not ring.intact(draw) and ring.intact(after) and ring.intact(ring.uniform(64, None))
+    assert (
+        not ring.unchanged_since(draw)
+        and ring.unchanged_since(after)
+        and ring.unchanged_since(ring.uniform(64, None))
+    )
     with pytest.raises(TypeError, match="is written by choose and publish"):
         ring.claim(1)
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from flatroll.buffers.columns import host_block as block
 from flatroll.buffers.columns.base import After, TensorColumn
-from flatroll.buffers.columns.host_block import PlainColumns
+from flatroll.buffers.columns.host_block import plain_columns
+from flatroll.kernels.rows import gather as block
 
 
 class Doubled(TensorColumn):
@@ -31,7 +31,7 @@ def columns(rows: int) -> dict[Any, TensorColumn]:
 
 def test_rows_go_round_the_end_and_come_back() -> None:
     there = columns(5)
-    plain = PlainColumns(there)
+    plain = plain_columns(there)
     values: Any = {key: torch.rand(3, *column.shape) for key, column in there.items()}
     assert plain.write(4, values, 3, 5) == ("x", ("next", "x"))
     taken = plain.take(torch.tensor([4, 0, 1]))
@@ -47,7 +47,7 @@ def test_rows_go_round_the_end_and_come_back() -> None:
 
 def test_what_is_too_much_for_one_thread_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block, "_MOST", 32)
-    plain = PlainColumns({"x": TensorColumn(torch.zeros(20))})
+    plain = plain_columns({"x": TensorColumn(torch.zeros(20))})
     assert plain.write(0, {"x": torch.ones(9)}, 9, 20) == () and plain.write(0, {"x": torch.ones(8)}, 8, 20)
     assert plain.take(torch.arange(9)) == {} and list(plain.take(torch.arange(8))) == ["x"]
     assert plain.take_next(torch.arange(9), torch.arange(9), {}, ["x"]) == {}

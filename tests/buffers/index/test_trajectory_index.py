@@ -9,13 +9,13 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.buffers import TrajectoryIndex
-from flatroll.buffers.index.fragments import BoundaryKeys, Runs
+from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 
 KEYS = BoundaryKeys()
 
 
 def write(index: TrajectoryIndex, world: Any, model: Any, steps: list[Any]) -> None:
-    index.write(Runs.of(world.to_batch(steps), KEYS))
+    index.write(Fragments.read(world.to_batch(steps), KEYS))
     model.extend(steps)
 
 
@@ -100,8 +100,8 @@ def test_slices_cross_fragments_and_the_end_of_the_ring(world: Any) -> None:
 def test_a_lost_row_cuts_the_trajectory(world: Any) -> None:
     steps = world.episode(0, 0, 10)
     index = TrajectoryIndex(20)
-    index.write(Runs.of(world.to_batch(steps[:4]), KEYS))
-    index.write(Runs.of(world.to_batch(steps[5:]), KEYS))  # step 4 never came
+    index.write(Fragments.read(world.to_batch(steps[:4]), KEYS))
+    index.write(Fragments.read(world.to_batch(steps[5:]), KEYS))  # step 4 never came
     assert (index.trajectories, index.longest) == (2, 5)
     assert index.next_row(torch.tensor([3])).item() == -1
 
@@ -110,7 +110,7 @@ def test_without_step_count_the_id_alone_goes_on(world: Any) -> None:
     steps = world.episode(0, 0, 10)
     index = TrajectoryIndex(20)
     for part in (steps[:4], steps[5:]):
-        index.write(Runs.of(world.to_batch(part, without=["step_count"]), KEYS))
+        index.write(Fragments.read(world.to_batch(part, without=["step_count"]), KEYS))
     assert (index.trajectories, index.longest) == (1, 9)
 
 
@@ -118,9 +118,11 @@ def test_without_ids_the_next_extend_goes_on_unless_done_or_is_init(world: Any) 
     index = TrajectoryIndex(40)
     first, second = world.episode(0, 0, 6), world.episode(0, 1, 4)
     for part in (first[:4], first[4:], second[:2], second[2:], world.episode(0, 2, 3)[:2]):
-        index.write(Runs.of(world.to_batch(part, ids=""), KEYS))
+        index.write(Fragments.read(world.to_batch(part, ids=""), KEYS))
     assert (index.trajectories, index.longest, index.open_trajectories) == (3, 6, 1)
-    index.write(Runs.of(world.to_batch(world.episode(0, 3, 3), ids=""), KEYS))  # is_init: the open one is cut
+    index.write(
+        Fragments.read(world.to_batch(world.episode(0, 3, 3), ids=""), KEYS)
+    )  # is_init: the open one is cut
     assert (index.trajectories, index.open_trajectories) == (4, 1)
     assert index.rows_of(0).tolist() == [0, 1, 2, 3, 4, 5]  # numbered as they begin
 
@@ -135,7 +137,7 @@ def test_many_open_trajectories_are_found_again(world: Any) -> None:
             batch = TensorDict(
                 {"collector": {"traj_ids": column}, "next": {"done": done | (step == 2)}}, [500]
             )
-            index.write(Runs.of(batch, KEYS))
+            index.write(Fragments.read(batch, KEYS))
     assert (index.trajectories, index.longest, index.open_trajectories) == (2000, 3, 0)
     assert index.starts(3) == 2000
 
@@ -143,7 +145,7 @@ def test_many_open_trajectories_are_found_again(world: Any) -> None:
 def test_tables_stay_small_when_trajectories_are_whole(world: Any) -> None:
     index, one = TrajectoryIndex(1000), world.to_batch(world.episode(0, 0, 100), without=["collector"])
     for _ in range(200):
-        index.write(Runs.of(one, KEYS))
+        index.write(Fragments.read(one, KEYS))
     assert (index.trajectories, len(index)) == (10, 1000)
     assert index.nbytes < 20_000
 
@@ -152,7 +154,7 @@ def test_a_trajectory_written_in_one_place_is_one_fragment(world: Any) -> None:
     steps = world.episode(0, 0, 60)
     index = TrajectoryIndex(100)
     for i in range(0, 60, 4):
-        index.write(Runs.of(world.to_batch(steps[i : i + 4]), KEYS))
+        index.write(Fragments.read(world.to_batch(steps[i : i + 4]), KEYS))
     assert int(index._state["end"][0]) == 1
 
 
@@ -176,7 +178,7 @@ def test_an_interrupted_change_leaves_right_weights(world: Any, monkeypatch: pyt
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(index, "_weigh", interrupt)
+        patch.setattr(index, "_update_weights", interrupt)
         index.claim(12)
     assert index.starts(3) == 9 + 1  # three whole episodes, and three rows of a fourth
     assert index.draw(50, 5).slots.max() < 30
@@ -186,7 +188,7 @@ def test_errors_say_what_is_wrong(world: Any) -> None:
     index = TrajectoryIndex(30)
     with pytest.raises(RuntimeError, match="cannot sample from an empty buffer: extend it"):
         index.draw(1, 4)
-    index.write(Runs.of(world.to_batch(world.episode(0, 0, 5) + world.episode(0, 1, 7)), KEYS))
+    index.write(Fragments.read(world.to_batch(world.episode(0, 0, 5) + world.episode(0, 1, 7)), KEYS))
     with pytest.raises(
         RuntimeError, match=r"no stored trajectory has 8 rows in a row, the longest has 7: .*strict"
     ):
@@ -213,7 +215,7 @@ def test_columns_tell_what_their_batch_tells(world: Any) -> None:
         "is_init": batch["is_init"].expand(-1, 2)[:, :1],
         ("next", "done"): torch.stack([batch["next", "done"]] * 2)[1],
     }
-    expected = Runs.of(batch, KEYS, cuts)
+    expected = Fragments.read(batch, KEYS, cuts)
     assert expected.firsts.tolist() == [0, 4, 5, 7] and expected.joined.tolist() == [
         False,
         True,
@@ -221,17 +223,17 @@ def test_columns_tell_what_their_batch_tells(world: Any) -> None:
         False,
     ]
     for form in (columns, other):
-        for got, wanted in zip(Runs.of(form, KEYS, cuts), expected, strict=True):
+        for got, wanted in zip(Fragments.read(form, KEYS, cuts), expected, strict=True):
             assert np.array_equal(got, wanted)
 
 
 def test_wrong_markers_are_named(world: Any) -> None:
     batch = world.to_batch(world.episode(0, 0, 5))
     with pytest.raises(TypeError, match=r"traj_ids.*must be an integer column, got torch.float32"):
-        Runs.of(batch.clone().set(("collector", "traj_ids"), torch.zeros(5)), KEYS)
+        Fragments.read(batch.clone().set(("collector", "traj_ids"), torch.zeros(5)), KEYS)
     with pytest.raises(TypeError, match=r"done.*must be bool, got torch.float32"):
-        Runs.of(batch.clone().set(("next", "done"), torch.zeros(5, 1)), KEYS)
+        Fragments.read(batch.clone().set(("next", "done"), torch.zeros(5, 1)), KEYS)
     with pytest.raises(ValueError, match=r"step_count.*one number per row, got 10 for 5 rows"):
-        Runs.of(batch.clone().set("step_count", torch.zeros(5, 2, dtype=torch.int64)), KEYS)
+        Fragments.read(batch.clone().set("step_count", torch.zeros(5, 2, dtype=torch.int64)), KEYS)
     with pytest.raises(KeyError, match="InitTracker"):
-        Runs.of(TensorDict({"observation": torch.zeros(5)}, [5]), KEYS)
+        Fragments.read(TensorDict({"observation": torch.zeros(5)}, [5]), KEYS)

@@ -20,7 +20,7 @@ from flatroll.buffers import (
     ReplayBuffer,
     TrajectoryIndex,
 )
-from flatroll.buffers.index.fragments import BoundaryKeys, Runs
+from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Ring
 
 
@@ -705,7 +705,7 @@ def test_rows_written_before_the_sampler_came(world: Any) -> None:
     sampler = PrioritizedSliceSampler(17, 1.0, 1.0, slice_len=3, strict_length=True)
     for _ in range(9):
         steps = world.windows(writers, [(0, 3), (1, 4)])
-        index.write(Runs.of(world.to_batch(steps), BoundaryKeys()))
+        index.write(Fragments.read(world.to_batch(steps), BoundaryKeys()))
         model.extend(steps)
         draw = sampler.draw(index, 30, None, follow=False)
         assert draw.firsts is not None

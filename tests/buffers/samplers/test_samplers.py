@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.buffers import LazyTensorStorage, RandomSampler, ReplayBuffer, SliceSampler
-from flatroll.buffers.samplers.marks import _mark, _mark_on_device
+from flatroll.buffers.samplers.slices import _mark, _mark_on_device
 from flatroll.layout import audit, run_ends
 
 

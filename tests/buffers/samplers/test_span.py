@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler, TrajectoryIndex
-from flatroll.buffers.index.fragments import BoundaryKeys, Runs
+from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.layout import run_ends
 
 Place = tuple[int, int]  # first slot, rows
@@ -43,7 +43,7 @@ def wrapped(world: Any) -> tuple[TrajectoryIndex, Any]:
     writers = world.writers(3, seed=3, longest=25)
     for i in range(60):
         steps = world.windows(writers, [(i % 3, i % 9 + 1), ((i + 1) % 3, 1)])
-        index.write(Runs.of(world.to_batch(steps), BoundaryKeys()))
+        index.write(Fragments.read(world.to_batch(steps), BoundaryKeys()))
         model.extend(steps)
     return index, model
 

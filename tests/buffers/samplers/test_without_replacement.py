@@ -19,7 +19,7 @@ from flatroll.buffers import (
     SliceSamplerWithoutReplacement,
     TrajectoryIndex,
 )
-from flatroll.buffers.index.fragments import BoundaryKeys, Runs
+from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.layout import audit, run_ends
 
 
@@ -188,7 +188,7 @@ def written(world: Any, capacity: int, seed: int, writers: int, longest: int, ro
     crew = world.writers(writers, seed=seed, longest=longest)
     for i in range(rounds):
         steps = world.windows(crew, [(i % writers, i % 7 + 1), ((i + 1) % writers, 1)])[-capacity:]
-        index.write(Runs.of(world.to_batch(steps), BoundaryKeys()))
+        index.write(Fragments.read(world.to_batch(steps), BoundaryKeys()))
         model.extend(steps)
     return index, model
 
@@ -220,9 +220,9 @@ def check_places(
     options: Any = {"by": by, "strict": strict, "shuffle": shuffle, "generator": generator}
     if not usable:
         with pytest.raises(RuntimeError, match=f"no stored trajectory has {length} rows in a row"):
-            index.places(length, **options)
+            index.slice_partition(length, **options)
         return
-    starts, lengths = index.places(length, **options)
+    starts, lengths = index.slice_partition(length, **options)
     draw = index.slices_from(starts, lengths)
     assert torch.equal(draw.lasts - draw.firsts + 1, lengths)
     assert bool((index.numbers(starts, index.head).diff() > 0).all())
@@ -260,7 +260,7 @@ def test_slices_of_a_pass_begin_anywhere(world: Any, strict: bool) -> None:
     chains = [chain for chain in model.trajectories().values() if len(chain) >= (length if strict else 1)]
     drawn: Counter[int] = Counter()
     for _ in range(passes):
-        drawn.update(index.places(length, strict=strict, generator=generator)[0].tolist())
+        drawn.update(index.slice_partition(length, strict=strict, generator=generator)[0].tolist())
     assert set(drawn) == set(legal)
     chi2 = freedom = 0.0
     for chain in chains:
@@ -274,7 +274,7 @@ def test_slices_of_a_pass_begin_anywhere(world: Any, strict: bool) -> None:
     phases = len(long) % length + 1 if strict else length
     drawn.clear()
     for _ in range(passes):
-        places = index.places(length, by="start", strict=strict, generator=generator)[0].tolist()
+        places = index.slice_partition(length, by="start", strict=strict, generator=generator)[0].tolist()
         drawn[min(p for p in map(long.index, set(places) & set(long)) if p or strict or phases == 1)] += 1
     if strict:  # the first slice begins at the phase
         expected_at = dict.fromkeys(range(phases), passes / phases)

@@ -1,0 +1,175 @@
+"""What a replay buffer holds: as numbers to log, and as a state to save and load."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flatroll.buffers.index.fragments import BoundaryKeys
+from flatroll.buffers.index.ring import Ring
+from flatroll.buffers.index.trajectory_index import TrajectoryIndex
+from flatroll.buffers.samplers.base import Sampler
+from flatroll.buffers.sharing import Shareable
+from flatroll.buffers.transforms.base import TransformLike, looks_ahead
+from flatroll.buffers.writers import Writer
+
+_ENTRIES = {"storage", "ring", "keys", "sampler", "writer", "generator"}
+
+
+class BufferState(Shareable):
+    """The part of `ReplayBuffer` that says what the buffer holds, and takes over what another one held."""
+
+    sampler: Sampler
+    writer: Writer
+    generator: torch.Generator | None
+    empty: Callable[[], None]
+    _keys: BoundaryKeys | None
+    _started: bool
+    _transforms: list[TransformLike]
+
+    def __len__(self) -> int:
+        return len(self._ring)
+
+    def __repr__(self) -> str:
+        name, kind, sampler = (type(part).__name__ for part in (self, self.storage, self.sampler))
+        return f"{name}({len(self)} of {self._ring.capacity} rows, {kind}, {sampler})"
+
+    @property
+    def index(self) -> TrajectoryIndex | None:
+        """The trajectory index; None before the first extend, and where nothing needs one."""
+        return self._ring if isinstance(self._ring, TrajectoryIndex) else None
+
+    def _needs_index(self) -> str | None:
+        """Name of what needs a trajectory index (for errors); None for nothing."""
+        if self.sampler.needs_index:
+            return type(self.sampler).__name__
+        ahead = (type(transform).__name__ for transform in self._transforms if looks_ahead(transform))
+        return next(ahead, "compact_obs=True" if self.storage.compact_obs else None)
+
+    def _unshareable_part(self, ring: Ring) -> str | None:
+        """Name of the component whose state other processes cannot see (for the error); None if the buffer can be
+        shared: the rows, if they are in files, and the counters of a plain ring can be put where others see them."""
+        if isinstance(ring, TrajectoryIndex):
+            return "a trajectory index"
+        names = [type(part).__name__ for part in (self.sampler, self.writer) if part.stateful]
+        if type(ring) is not Ring:
+            names.append(type(ring).__name__)
+        name = next(iter(names), self.storage.own_column)
+        return None if name is None else f"a {name}"
+
+    def stats(self) -> dict[str, int]:
+        """Numbers to log: rows, capacity, rows ever written, bytes, and what the trajectory index counts.
+
+        ``bytes`` are those of the storage and the index, ``bytes_saved`` what ``compact_obs``, ``frame_stack`` and
+        ``codec`` save of it.
+        """
+        storage = self.storage
+        with self._lock:
+            ring = self._ring
+            numbers = {
+                "rows": len(ring),
+                "capacity": ring.capacity,
+                "rows_written": ring.written,
+                "bytes_per_row": storage.bytes_per_row,
+                "bytes": storage.nbytes,
+                "bytes_saved": storage.bytes_saved,
+            }
+            if isinstance(ring, TrajectoryIndex):
+                numbers["bytes"] += ring.nbytes
+                numbers["trajectories"] = ring.trajectories
+                numbers["open_trajectories"] = ring.open_trajectories
+        return numbers
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rows, counters, index, sampler, writer, generator and samples made ahead, for :meth:`load_state_dict`.
+
+        It owns its memory, and goes through ``torch.save`` and ``torch.load(..., weights_only=False)``. Transforms
+        are not in it.
+        """
+        self._after_fork()
+        ahead = [] if self._prefetcher is None else copy.deepcopy(self._prefetcher.results())
+        with self._write_lock, self._lock:
+            ring = self._ring
+            entries = ring.pool_size if isinstance(ring, TrajectoryIndex) else 0
+            return {
+                "storage": self.storage.state_dict(ring.used, entries),
+                "ring": ring.state_dict() if self._started else None,
+                "keys": self._keys,
+                "sampler": self.sampler.state_dict(),
+                "writer": self.writer.state_dict(),
+                "generator": None if self.generator is None else self.generator.get_state(),
+                "ahead": ahead,
+            }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Hold what the buffer that gave ``state`` held, and draw as it would have drawn.
+
+        Rows stored before are gone. Trajectories that were open are cut: rows written from now on do not continue
+        them, since the envs that wrote them are not in the state. A state that does not fit changes nothing.
+
+        Args:
+            state: of a buffer with a storage, a sampler and a writer made with the same arguments; the storage may
+                be in memory here and in files there. Samples made ahead are taken over if both buffers prefetch.
+
+        Raises:
+            ValueError: a storage of another capacity, kind or other entries; no trajectory index where one is
+                needed; a generator on one side only.
+            MemoryError, OSError: the storage had no rows yet, and they do not fit in memory or on the disk.
+        """
+        self._after_fork()
+        if missing := _ENTRIES - set(state):
+            raise ValueError(
+                f"state is none of a ReplayBuffer: it lacks {sorted(missing)}, and has {sorted(state)}"
+            )
+        if (state["generator"] is None) != (self.generator is None):
+            raise ValueError(
+                "the state was saved with a generator and this buffer has none, or the other way round: give "
+                "ReplayBuffer(generator=torch.Generator()) on both sides to draw the same rows"
+            )
+        if state["ring"] is None:
+            self.empty()
+        if self._prefetcher is not None:
+            self._prefetcher.wait()  # its threads read the rows that are about to be overwritten
+        with self._write_lock, self._lock:
+            ring = None if state["ring"] is None else self._make_ring(state)
+            # Sampler and writer go first, since they can refuse; the rows cannot be brought back.
+            before = self.sampler.state_dict(), self.writer.state_dict()
+            try:
+                self.sampler.load_state_dict(state["sampler"])
+                self.writer.load_state_dict(state["writer"])
+                if ring is not None:
+                    self._load_rows(ring, state)
+            except BaseException:
+                self.sampler.load_state_dict(before[0])
+                self.writer.load_state_dict(before[1])
+                if not len(self._ring):  # interrupted while rows were copied
+                    self.sampler.emptied()
+                raise
+            if self.generator is not None:
+                self.generator.set_state(state["generator"])
+            if self._prefetcher is not None:
+                self._prefetcher.replace(copy.deepcopy(state["ahead"]))
+
+    def _make_ring(self, state: dict[str, Any]) -> Ring:
+        """The counters that ``state`` says; ValueError if this buffer cannot have them or the rows."""
+        needs_index = self._needs_index()
+        if needs_index is not None and state["keys"] is None:
+            raise ValueError(
+                f"the state was saved without a trajectory index, which {needs_index} needs: extend this buffer with "
+                "the rows of the other one"
+            )
+        ring = self.writer.ring(state["ring"]["capacity"], state["keys"] is not None)
+        ring.load_state_dict(state["ring"])
+        self.storage.check_state_dict(state["storage"], ring.capacity)
+        return ring
+
+    def _load_rows(self, ring: Ring, state: dict[str, Any]) -> None:
+        """Copy the rows of ``state`` into the storage, and let ``ring`` count them."""
+        unshareable, first = self._unshareable_part(ring), not self._started
+        if not first:  # nobody reads a mixture of old and new rows, in other processes neither
+            self._ring = self.writer.ring(ring.capacity, state["keys"] is not None)
+            self.storage.attach(self._ring, unshareable)
+        self.storage.load_state_dict(state["storage"])
+        self.storage.attach(ring, unshareable, first)
+        self._ring, self._keys, self._started = ring, state["keys"], True

@@ -1,0 +1,252 @@
+"""Samplers without replacement: every stored row, or slice, once per pass over the buffer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from flatroll.buffers.columns.base import Columns
+from flatroll.buffers.index.ring import Draw, Ring
+from flatroll.buffers.index.trajectory_index import By
+from flatroll.buffers.samplers.base import Sampler, mark_single_rows
+from flatroll.buffers.samplers.slices import SliceSampler, indexed, pad_slices
+from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
+
+
+class Pass:
+    """Things to draw, each once, in an order fixed when the pass begins.
+
+    >>> once = Pass(drop_last=False)
+    >>> [once.take((0,), 2, lambda: torch.arange(3), "rows").tolist() for _ in range(3)], once.ended
+    ([[0, 1], [2], [0, 1]], False)
+    >>> once.take((1,), 2, lambda: torch.arange(3), "rows").tolist()  # something changed: from the start
+    [0, 1]
+    """
+
+    def __init__(self, drop_last: bool) -> None:
+        self.drop_last = drop_last
+        self.ended = False  # with the things taken last
+        self._left: Tensor | None = None
+        self._key: tuple[int, ...] = ()
+
+    def take(self, key: tuple[int, ...], count: int, begin: Callable[[], Tensor], things: str) -> Tensor:
+        """The next ``count`` things, fewer at the end of the pass.
+
+        Args:
+            key: what the order rests on; a new pass begins when it changes.
+            count: how many.
+            begin: makes the order of a new pass, ``[..., n]``.
+            things: what they are called in an error.
+
+        Raises:
+            RuntimeError: with ``drop_last``, if a whole pass has fewer things than ``count``.
+        """
+        left = self._left if key == self._key else None
+        if left is None or (self.drop_last and left.shape[-1] < count):
+            left = begin()
+            if self.drop_last and left.shape[-1] < count:
+                raise RuntimeError(
+                    f"drop_last=True leaves nothing to sample: a pass has {left.shape[-1]} {things}, a batch "
+                    f"{count}: use drop_last=False, smaller batches, or store more"
+                )
+        # Views: the order of the pass is drawn once and then only cut.
+        taken, left = left[..., :count], left[..., count:]
+        self.ended = left.shape[-1] < (count if self.drop_last else 1)
+        self._left, self._key = None if self.ended else left, key
+        return taken
+
+    def drop(self) -> None:
+        """Begin a new pass with the next draw."""
+        self._left, self.ended = None, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What :meth:`load_state_dict` needs; owns its memory."""
+        return {"left": None if self._left is None else self._left.clone(), "key": self._key}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the pass that gave ``state`` stood."""
+        left, self._key = state["left"], tuple(state["key"])
+        self._left = None if left is None else left.clone()
+
+
+class PassSampler(Sampler):
+    """A sampler that goes over what is stored in passes, and keeps the pass in its state."""
+
+    _pass: Pass
+
+    @override
+    def emptied(self) -> None:
+        self._pass.drop()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"pass": self._pass.state_dict(), "ran_out": self.ran_out}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._pass.load_state_dict(state["pass"])
+        self.ran_out = state["ran_out"]
+
+
+class SamplerWithoutReplacement(PassSampler):
+    """Every stored row once per pass over the buffer.
+
+    A pass goes over the rows that are stored when it begins. The sample that ends it sets ``ran_out``, which ends
+    an iteration over the buffer, and the next one begins a new pass; so does the first sample after any write,
+    since what is stored is then no longer the same. A pass that was begun goes on after ``load_state_dict``.
+
+    Rows are marked as `RandomSampler` does. Without ``shuffle`` they come in the order in which they were stored
+    and keep their stored marks: a sample is then a stretch of the data, whose runs `layout.run_ends` finds.
+
+    Args:
+        drop_last: leave out the rows at the end of a pass that do not fill a batch. Default False: they are a
+            shorter sample.
+        shuffle: draw the order of each pass. Default True.
+
+    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+    >>> sampler = SamplerWithoutReplacement(shuffle=False)
+    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(5), sampler=sampler, batch_size=2)
+    >>> rows = buffer.extend(torch.arange(7))
+    >>> [sample.tolist() for sample in buffer]
+    [[2, 3], [4, 5], [6]]
+    """
+
+    def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
+        self.drop_last = drop_last
+        self.shuffle = shuffle
+        self._pass = Pass(drop_last)
+
+    def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
+        """The next ``batch_size`` rows of the pass, fewer at its end.
+
+        Raises:
+            RuntimeError: nothing is stored, or, with ``drop_last``, fewer rows than ``batch_size``.
+        """
+        version = ring.version  # first: other processes may write meanwhile
+        ring.check_not_empty()
+
+        def begin() -> Tensor:
+            slots = ring.stored()
+            return slots[torch.randperm(len(slots), generator=generator)] if self.shuffle else slots
+
+        slots = self._pass.take((ring.head, ring.written), batch_size, begin, "rows")
+        self.ran_out = self._pass.ended
+        draw = Draw(slots, follow=ring.follow(slots) if follow else None, version=version)
+        if not self.shuffle:
+            # Slices end where the next row was not written right after, as where the writer chooses its rows.
+            numbers = ring.numbers(slots, ring.head)
+            breaks = (numbers.diff() != 1).nonzero()[:, 0]
+            draw.firsts = torch.cat([torch.tensor([0]), breaks + 1])
+            draw.lasts = torch.cat([breaks, torch.tensor([len(slots) - 1])])
+        return draw
+
+    def mark(self, columns: Columns, draw: Draw) -> None:
+        """Make each row the first of its run, unless rows come in the order in which they were stored."""
+        if self.shuffle:
+            mark_single_rows(columns, draw)
+
+
+class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
+    """Slices as those of `SliceSampler`, none of them twice per pass over the buffer.
+
+    With ``by="trajectory"`` a pass takes one slice of each trajectory, its start drawn uniformly. With
+    ``by="start"`` it takes all rows: each trajectory is cut into slices of ``slice_len`` rows one after another, at
+    a random phase, so that it may begin and end with a shorter one; a trajectory of at most ``slice_len`` rows is
+    one slice.
+
+    Every sample has the same number of slices, the last one of a pass fewer. It sets ``ran_out``, which ends an
+    iteration over the buffer, and the next sample begins a new pass; so does the first one after any write, since
+    what is stored is then no longer the same. Beginning a pass takes time in the stored fragments. A pass that was
+    begun goes on after ``load_state_dict``.
+
+    Args:
+        num_slices: slices per sample, see `SliceSampler`, as all others up to ``truncated_key``.
+        slice_len: rows per slice.
+        drop_last: leave out the slices at the end of a pass that do not fill a batch. Default False: they are a
+            smaller sample.
+        end_key: marks the last row of an episode.
+        traj_key: constant within a trajectory.
+        truncated_key: marked at the end of slices.
+        strict_length: only slices of ``slice_len`` rows: trajectories that are shorter take no part, and with
+            ``by="start"`` as many slices as fit are cut from each, the rows before and after them left out of
+            this pass. Default False.
+        shuffle: draw the order of each pass. Default True. False: in the order in which the slices' first rows were
+            stored, and with ``by="start"`` cut from the first row on.
+        pad_output: see `SliceSampler`.
+        init_key: marked at the start of slices.
+        by: ``"trajectory"`` (default) or ``"start"``, as said above.
+        cache_values: accepted and without effect.
+
+    Raises:
+        TypeError, ValueError: as `SliceSampler`.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSamplerWithoutReplacement
+    >>> sampler = SliceSamplerWithoutReplacement(slice_len=2, by="start", shuffle=False)
+    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(9), sampler=sampler, batch_size=4)
+    >>> step = torch.arange(9)
+    >>> rows = buffer.extend(TensorDict({"step": step, "episode": step // 5}, [9]))
+    >>> [sample["step"].tolist() for sample in buffer]
+    [[0, 1, 2, 3], [4, 5, 6], [7, 8]]
+    """
+
+    _not_at = "the slices of a pass lie where they were cut"
+
+    def __init__(
+        self,
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        drop_last: bool = False,
+        end_key: NestedKey | None = None,
+        traj_key: NestedKey | None = None,
+        truncated_key: NestedKey | None = TRUNCATED,
+        strict_length: bool = False,
+        shuffle: bool = True,
+        pad_output: bool = False,
+        init_key: NestedKey | None = IS_INIT,
+        by: By = "trajectory",
+        cache_values: bool = False,
+    ) -> None:
+        super().__init__(
+            num_slices=num_slices,
+            slice_len=slice_len,
+            end_key=end_key,
+            traj_key=traj_key,
+            truncated_key=truncated_key,
+            strict_length=strict_length,
+            pad_output=pad_output,
+            init_key=init_key,
+            by=by,
+        )
+        self.drop_last = drop_last
+        self.shuffle = shuffle
+        self._pass = Pass(drop_last)
+
+    def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
+        """The next slices of the pass, fewer at its end.
+
+        Raises:
+            RuntimeError: nothing is stored, no trajectory is long enough, or, with ``drop_last``, a pass has fewer
+                slices than a sample.
+        """
+        index, length = indexed(ring, self), self._length(batch_size)
+        index.check_not_empty()
+
+        def begin() -> Tensor:
+            slices = index.slice_partition(
+                length, by=self.by, strict=self.strict_length, shuffle=self.shuffle, generator=generator
+            )
+            if self.shuffle:
+                slices = slices[:, torch.randperm(slices.shape[1], generator=generator)]
+            return slices
+
+        # Any write changes one of the two counters, and then slices of the old pass may be gone.
+        key = (index.head, index.written, length)
+        starts, lengths = self._pass.take(key, batch_size // length, begin, "slices")
+        self.ran_out = self._pass.ended
+        draw = index.slices_from(starts, lengths, follow=follow)
+        return pad_slices(draw, length, ring) if self.pad_output else draw

@@ -1,0 +1,118 @@
+"""A storage of items of any kind: a list."""
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from typing_extensions import override
+
+from flatroll.buffers.columns.base import After
+from flatroll.buffers.index.fragments import BoundaryKeys
+from flatroll.buffers.index.ring import Draw, Follow
+from flatroll.buffers.storages.base import Rows, Storage
+from flatroll.buffers.storages.item_kinds import apart, stacked
+from flatroll.layout.keys import NestedKey
+
+
+class ListStorage(Storage):
+    """Items of any kind, in a list. By far the slowest storage: tensors belong into `LazyTensorStorage`.
+
+    A sample is a list of items, or, where all of them are tensors, tensordicts or trees of tensors of one form and
+    shape, their stack.
+
+    Args:
+        max_size: number of items, default 1000.
+
+    >>> from flatroll.buffers import ReplayBuffer
+    >>> buffer = ReplayBuffer(storage=ListStorage(10))
+    >>> buffer.add("a string!"), buffer.extend([30, None]), buffer[:]
+    (0, tensor([1, 2]), ['a string!', 30, None])
+    """
+
+    def __init__(self, max_size: int = 1000) -> None:
+        super().__init__(max_size)
+        self._items: list[Any] = []
+
+    @override
+    def prepare(
+        self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
+    ) -> Rows:
+        """Take the items of ``batch``: a list, or data with a leading dimension to take apart."""
+        if keys is not None:
+            raise TypeError(
+                "ListStorage holds items, not rows of trajectories: use LazyTensorStorage with a slice sampler"
+            )
+        if final is not None:
+            raise ValueError(
+                "final comes with a compact tensordict batch only, which ListStorage does not know"
+            )
+        items = apart(batch)[0 if whole else -self.max_size :]
+        return Rows(len(items), items=items)
+
+    @override
+    def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
+        self._reach(min(slot + rows.count, self.max_size))
+        fit = min(rows.count, self.max_size - slot)  # the others go on at slot 0
+        self._items[slot : slot + fit] = rows.items[:fit]
+        self._items[: rows.count - fit] = rows.items[fit:]
+
+    @override
+    def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
+        self._reach(int(slots.max()) + 1 if len(slots) else 0)
+        chosen = range(rows.count) if at is None else at.tolist()
+        for slot, i in zip(slots.tolist(), chosen, strict=True):
+            self._items[slot] = rows.items[i]
+
+    def _reach(self, length: int) -> None:
+        self._items.extend([None] * (length - len(self._items)))
+
+    def set(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
+        """Overwrite the drawn items with ``data``: one item for one slot, else a list of as many."""
+        items = data if shape else [data]
+        if not isinstance(items, list) or len(items) != len(draw.slots):
+            raise ValueError(f"{len(draw.slots)} slots need a list of as many items, got {data!r:.80}")
+        self.put(draw.slots, Rows(len(items), items=items))
+
+    @override
+    def get(
+        self,
+        slots: Tensor,
+        follow: Follow | None = None,
+        *,
+        slices: bool = False,
+        keys: frozenset[NestedKey] | None = None,
+    ) -> list[Any]:
+        return [self._items[slot] for slot in slots.tolist()]
+
+    def build(self, values: Any, shape: torch.Size) -> Any:
+        """The list, or the stack where its items can be stacked."""
+        return stacked(values)
+
+    @property
+    @override
+    def bytes_per_row(self) -> int:
+        return 0
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return 0
+
+    @override
+    def state_dict(self, rows: int, pool_rows: int = 0) -> dict[str, Any]:
+        return {"items": self._items[:rows]}
+
+    @override
+    def check_state_dict(self, state: dict[str, Any], rows: int) -> None:
+        if "items" not in state:
+            raise ValueError("the state is of a storage of tensors, this is a ListStorage")
+        if rows != self.max_size:
+            raise ValueError(
+                f"the state has room for {rows} rows, this storage for {self.max_size}: make it with "
+                f"max_size={rows}"
+            )
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._items = list(state["items"])
