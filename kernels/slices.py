@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatroll.kernels.rows.raw_memory import ask
-from flatroll.kernels.scans.scan_numba import compiled
+from flatroll.kernels.scans.scan import compiled
 
 Array = NDArray[Any]
 Int = Any  # a 64-bit integer of NumPy's or Python's

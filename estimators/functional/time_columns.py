@@ -6,7 +6,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from flatroll.kernels.scans.scan import numberless
+from flatroll.kernels.scans.scan import is_tracing
 
 
 class Series:
@@ -84,7 +84,7 @@ class Series:
         """
         if not isinstance(x, Tensor):
             return unit_interval(name, x)
-        if x.device.type == "cpu" and not numberless() and x.numel():
+        if x.device.type == "cpu" and not is_tracing() and x.numel():
             low, high = x.detach().aminmax()
             for bound in (low, high):
                 unit_interval(name, float(bound))

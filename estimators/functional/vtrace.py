@@ -5,7 +5,7 @@ from torch import Tensor
 
 from flatroll.estimators.functional.time_columns import Series
 from flatroll.kernels import vtrace_scan
-from flatroll.kernels.scans.scan import numberless
+from flatroll.kernels.scans.scan import is_tracing
 
 
 def vtrace_advantage_estimate(
@@ -88,7 +88,7 @@ def vtrace_advantage_estimate(
 def _clipped(name: str, ratio: Tensor, threshold: float | Tensor, *, own: bool = False) -> Tensor:
     """``ratio`` up to the threshold; in its own place if nobody else reads it."""
     if isinstance(threshold, Tensor):
-        read = threshold.device.type == "cpu" and not numberless()
+        read = threshold.device.type == "cpu" and not is_tracing()
         if read and not bool((threshold >= 0.0).all()):
             raise ValueError(f"{name} must be at least 0, got {threshold}")
         return torch.minimum(ratio, threshold.to(ratio.dtype))

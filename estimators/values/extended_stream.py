@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatroll.kernels.scans.scan import numberless
+from flatroll.kernels.scans.scan import is_tracing
 from flatroll.layout.keys import NestedKey
 
 Columns: TypeAlias = dict[NestedKey, Tensor]
@@ -53,7 +53,7 @@ def marked(flag: Tensor) -> Tensor:
     [1, 3]
     """
     flat = flag.reshape(-1)
-    if flat.device.type == "cpu" and type(flat) is Tensor and not numberless():
+    if flat.device.type == "cpu" and type(flat) is Tensor and not is_tracing():
         return torch.from_numpy(np.flatnonzero(flat.numpy()))  # torch takes six times as long
     return flat.nonzero().squeeze(-1)
 

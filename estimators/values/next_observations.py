@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.estimators.values.extended_stream import Columns
-from flatroll.kernels.scans.scan import numberless
+from flatroll.kernels.scans.scan import is_tracing
 from flatroll.layout.keys import NestedKey, next_key, require
 
 
@@ -186,7 +186,7 @@ def usable(
     """
     bad = None
     if found.is_floating_point():
-        asked = found.device.type == "cpu" and not numberless()
+        asked = found.device.type == "cpu" and not is_tracing()
         if not (asked and math.isfinite(found.detach().sum().item())):  # one pass, where no number is NaN
             bad = found.isnan()
             if asked and tell is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from flatroll.kernels.rows.raw_memory import ask, copy_bytes
-from flatroll.kernels.scans.scan_numba import compiled
+from flatroll.kernels.scans.scan import compiled
 
 Array = NDArray[Any]
 Int = Any  # a 64-bit integer of NumPy's or Python's

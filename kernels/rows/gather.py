@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flatroll.kernels.rows.raw_memory import ask, copy_bytes
-from flatroll.kernels.scans.scan_numba import compiled
+from flatroll.kernels.scans.scan import compiled
 
 Array = NDArray[Any]
 Int = Any  # a 64-bit integer of NumPy's or Python's

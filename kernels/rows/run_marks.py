@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatroll.kernels.rows.raw_memory import flags, numbers
-from flatroll.kernels.scans.scan_numba import compiled
+from flatroll.kernels.scans.scan import compiled
 
 Array = NDArray[Any]
 Int = Any  # a 64-bit integer of NumPy's or Python's
