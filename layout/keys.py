@@ -1,6 +1,6 @@
 """The one key table: every column of a flat batch, and who writes it (docs/layout.md)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 import torch
@@ -24,6 +24,8 @@ TRAJ_IDS = ("collector", "traj_ids")
 MASK = ("collector", "mask")
 NEXT_KNOWN = ("collector", "next_known")
 HAS_STATE = ("collector", "has_state")
+#: Rows that a loss may use, as an estimator that leaves some out says (the references' name for it).
+VALID = "shifted_valid"
 
 #: Root names that an entry of a Dict observation may not take.
 RESERVED: frozenset[str] = frozenset(
@@ -75,6 +77,28 @@ def next_key(key: NestedKey) -> tuple[str, ...]:
     (('next', 'observation'), ('next', 'agents', 'pos'))
     """
     return (NEXT, *as_tuple(key))
+
+
+def under_next(key: NestedKey) -> tuple[str, ...]:
+    """``key`` below ``"next"``, whether or not it was written with it.
+
+    >>> under_next("reward"), under_next(("next", "reward"))
+    (('next', 'reward'), ('next', 'reward'))
+    """
+    names = as_tuple(key)
+    return names if names[0] == NEXT else next_key(names)
+
+
+def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | None]) -> dict[str, NestedKey]:
+    """``keys`` by their names, with ``changes`` put in; None leaves a key as it is.
+
+    >>> renamed({"reward": "reward"}, {"reward": "score"})
+    {'reward': 'score'}
+    """
+    unknown = sorted(set(changes) - set(keys))
+    if unknown:
+        raise ValueError(f"no key is called {', '.join(unknown)}; the keys are {', '.join(sorted(keys))}")
+    return {**keys, **{name: key for name, key in changes.items() if key is not None}}
 
 
 def missing_marker(

@@ -7,14 +7,17 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from flatroll.estimators.functional.td import td0_return_estimate, td_lambda_return_estimate
-from flatroll.estimators.functional.time_columns import unit_interval
+from flatroll.estimators.functional.returns import (
+    td0_return_estimate,
+    td_lambda_return_estimate,
+    unit_interval,
+)
 from flatroll.estimators.losses.base import LossModule, Rows
 from flatroll.estimators.masked import Distance, Reduction, both, check_distance, reduced
 from flatroll.estimators.values.base import ValueEstimator
 from flatroll.estimators.values.batch_inputs import on_host
-from flatroll.estimators.values.by_name import ValueEstimators, name_of
-from flatroll.estimators.values.next_observations import usable
+from flatroll.estimators.values.estimators import ValueEstimators, name_of
+from flatroll.estimators.values.evaluate import fill_missing
 from flatroll.layout import run_ends
 from flatroll.layout.keys import NEXT_KNOWN, NestedKey, flat_column, marker, next_key, require
 
@@ -207,5 +210,5 @@ def here(batch: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDict:
 
 def following(batch: TensorDictBase, keys: Iterable[NestedKey], unknown: Tensor | None) -> TensorDict:
     """The named columns one step later; the row's own number stands in for NaN and where ``unknown``."""
-    columns = {key: usable(require(batch, next_key(key)), require(batch, key), unknown) for key in keys}
+    columns = {key: fill_missing(require(batch, next_key(key)), require(batch, key), unknown) for key in keys}
     return TensorDict(columns, batch_size=batch.batch_size)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from flatroll.estimators.masked import Reduction, both, kept, one_of
 from flatroll.estimators.values.batch_inputs import WarnOnce, on_host
-from flatroll.estimators.values.keyed import VALID, renamed, under_next
 from flatroll.layout import run_starts
 from flatroll.layout.boundaries import steps_into_run
 from flatroll.layout.checks import whole_number
@@ -21,10 +20,13 @@ from flatroll.layout.keys import (
     IS_INIT,
     MASK,
     TRAJ_IDS,
+    VALID,
     NestedKey,
     flat_column,
     marker,
+    renamed,
     require,
+    under_next,
 )
 
 N = TypeVar("N", bound=nn.Module)

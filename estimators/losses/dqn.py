@@ -12,8 +12,9 @@ from flatroll.estimators.losses.action_values import STEPS, OffPolicyLoss, follo
 from flatroll.estimators.losses.base import Rows, delayed
 from flatroll.estimators.masked import Distance, Reduction, distance, masked_mean
 from flatroll.estimators.values.batch_inputs import on_host
-from flatroll.estimators.values.evaluate import NetworkInputs, Route, StateValues
-from flatroll.estimators.values.next_observations import Boundaries
+from flatroll.estimators.values.evaluate import ValueInputs, Values, state_values
+from flatroll.estimators.values.extended_stream import Boundaries
+from flatroll.estimators.values.options import Evaluation, NetworkInputs
 from flatroll.layout.fast_call import written
 from flatroll.layout.keys import OBSERVATION, NestedKey, next_key
 from flatroll.modules import set_recurrent_mode
@@ -153,20 +154,18 @@ class DQNLoss(OffPolicyLoss):
                 "transform out, and make_value_estimator('td_lambda') for longer returns"
             )
         at = Boundaries(self.ends(rows), self.terminated(rows), unknown)
-        online = self._stream(self.value_network)(rows.batch, at)
+        online = self._over_stream(self.value_network, rows.batch, at)
         choice = following_value = online.next_value.detach()
         if self.target_value_network is not None:
             with torch.no_grad():
-                following_value = self._stream(self.target_value_network)(rows.batch, at).next_value
+                following_value = self._over_stream(self.target_value_network, rows.batch, at).next_value
         return online.value, worth(following_value, choice if self.double_dqn else None)
 
-    def _stream(self, network: TensorDictModuleBase) -> StateValues:
-        return StateValues(
-            network,
-            value_key=self.key("action_value"),
-            is_init_key=self.key("is_init"),
-            route=Route(shifted=True),
-            warn=lambda text: None,  # a row of which it would be said does not count
+    def _over_stream(self, network: TensorDictModuleBase, batch: TensorDictBase, at: Boundaries) -> Values:
+        """Action values of each row and of what follows it; a row of which a warning would tell does not count."""
+        inputs = NetworkInputs.of(network, self.key("is_init"))
+        return state_values(
+            ValueInputs(inputs, self.key("action_value"), batch, at, Evaluation(shifted=True))
         )
 
     def _action_value(self, network: TensorDictModuleBase, batch: TensorDict) -> Tensor:

@@ -15,7 +15,7 @@ from flatroll.estimators.distributions import distribution, require_actor
 from flatroll.estimators.losses.action_values import OffPolicyLoss, following
 from flatroll.estimators.losses.base import Rows, delayed, frozen, shared
 from flatroll.estimators.masked import Distance, Reduction, distance, masked_mean
-from flatroll.estimators.values.evaluate import NetworkInputs
+from flatroll.estimators.values.options import NetworkInputs
 from flatroll.layout.fast_call import written
 from flatroll.layout.keys import NestedKey, as_tuple, next_key
 

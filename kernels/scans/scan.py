@@ -142,7 +142,12 @@ class _Scan(torch.autograd.Function):
             return None, db, None, None
         inside = ~ends[:-1].view(-1, *[1] * (y.ndim - 1))
         da = torch.cat([torch.where(inside, db[:-1] * y[1:], 0.0), torch.zeros_like(y[-1:])])
-        return da.sum_to_size(a.shape), db, None, None  # summed over the rows and features that share a number
+        return (
+            da.sum_to_size(a.shape),
+            db,
+            None,
+            None,
+        )  # summed over the rows and features that share a number
 
 
 def residual_scan(
