@@ -46,7 +46,8 @@ def run_ends(
     """
     if batch.batch_dims < 1:
         raise ValueError("batch must have at least one batch dimension (time is the last), got batch size []")
-    done, is_init, mask = (_flags(batch, key) for key in (done_key, is_init_key, mask_key))
+    keys = (done_key, is_init_key, mask_key)
+    done, is_init, mask = (marker(batch, key) if batch.get(key, None) is not None else None for key in keys)
     ids = batch.get(traj_key, None)
     if ids is not None:
         ids = flat_column(ids, batch, traj_key)
@@ -66,11 +67,6 @@ def run_ends(
             inner |= (column[..., 1:] != column[..., :-1]).to(there.device)
     ends[..., -1:] = True
     return ends
-
-
-def _flags(batch: TensorDictBase, key: NestedKey) -> Tensor | None:
-    """The bool column ``key`` in the batch's shape; None if there is none."""
-    return None if batch.get(key, None) is None else marker(batch, key)
 
 
 def run_starts(

@@ -42,35 +42,30 @@ _UNDER_NEXT = ("reward", "done", "terminated")
 
 @dataclass(frozen=True)
 class EstimatorInputs:
-    """What an estimate is made of: columns ``[*B, T, *F]`` of a batch whose last dim is time, flags with 1 for F.
+    """What an estimate is made of: columns ``[*B, T, *F]`` and flags ``[*B, T]`` of a batch whose last dim is time.
 
     Attributes:
         batch: the batch.
         at: its boundaries.
-        gamma: discount.
         value: of each row's observation.
         next_value: of its next one.
         reward, terminated, ends: as the functions of ``flatroll.estimators.functional.returns`` take them.
         time_dim: likewise.
+        factors: what the estimator names in ``factor_names``, by name: numbers, or one number per row in the order
+            of these columns.
         turned: the batch dim in which the caller has time, if that is not the last.
     """
 
     batch: TensorDictBase
     at: Boundaries
-    gamma: float | Tensor
     value: Tensor
     next_value: Tensor
     reward: Tensor
     terminated: Tensor
     ends: Tensor
     time_dim: int
-    turned: int | None = None
-
-    def factor(self, name: str, x: float | Tensor) -> float | Tensor:
-        """A factor in the caller's order of dims, in that of these columns."""
-        if self.turned is None:
-            return x
-        return in_order(name, x, self.reward, self.time_dim + 1, self.turned)
+    factors: dict[str, float | Tensor]
+    turned: int | None
 
 
 def in_order(name: str, x: float | Tensor, reward: Tensor, rows: int, turned: int) -> float | Tensor:
@@ -168,6 +163,8 @@ class ValueEstimator(TensorDictModuleBase):
         "valid": VALID,
     }
     gamma: float | Tensor
+    #: The attributes that are discounts, decays or thresholds: a number, or one per row.
+    factor_names: ClassVar[tuple[str, ...]] = ("gamma",)
     #: Whether the value target depends on the values of the rows, not only on those of the next ones.
     target_needs_value: ClassVar[bool] = False
 
@@ -348,27 +345,27 @@ class ValueEstimator(TensorDictModuleBase):
             counted = valid  # the rows that moments are taken over; None is all of them
             if (self.standardize or self.average_rewards) and batch.get(keys["mask"], None) is not None:
                 counted = both(marker(batch, keys["mask"]), valid)
-            gamma, steps = self.gamma, batch.get(keys["steps_to_next_obs"], None)
+            factors, dims = {name: getattr(self, name) for name in self.factor_names}, batch.batch_dims
             if turned is not None:
-                gamma = in_order("gamma", gamma, reward, batch.batch_dims, turned)
+                factors = {k: in_order(k, x, reward, dims, turned) for k, x in factors.items()}
+            steps = batch.get(keys["steps_to_next_obs"], None)
             if steps is not None:  # the discount over all the steps that a row spans
                 spanned = flat_column(steps, batch, keys["steps_to_next_obs"]).to(reward.dtype)
-                gamma = torch.as_tensor(gamma, dtype=reward.dtype, device=reward.device)
-                if gamma.ndim:
-                    gamma = factor_over("gamma", gamma, reward.shape, batch.batch_dims)
-                gamma = gamma ** broadcast_like(spanned, reward)
+                gamma = torch.as_tensor(factors["gamma"], dtype=reward.dtype, device=reward.device)
+                gamma = factor_over("gamma", gamma, reward.shape, dims) if gamma.ndim else gamma
+                factors["gamma"] = gamma ** broadcast_like(spanned, reward)
             if self.average_rewards:
                 reward = self._standardized(batch, reward, counted)
             inputs = EstimatorInputs(
                 batch,
                 at,
-                gamma,
                 values.value,
                 values.next_value,
                 reward,
-                broadcast_like(at.terminated, reward),
-                broadcast_like(ends, reward),
-                batch.batch_dims - 1,
+                at.terminated,
+                ends,
+                dims - 1,
+                factors,
                 turned,
             )
             advantage, target = self.estimate(inputs)

@@ -71,6 +71,7 @@ class GAE(ValueEstimator):
     """
 
     lmbda: float | Tensor
+    factor_names = ("gamma", "lmbda")
     target_needs_value = True
 
     def __init__(
@@ -87,8 +88,8 @@ class GAE(ValueEstimator):
 
     def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
         return generalized_advantage_estimate(
-            inputs.gamma,
-            inputs.factor("lmbda", self.lmbda),
+            inputs.factors["gamma"],
+            inputs.factors["lmbda"],
             inputs.value,
             inputs.next_value,
             inputs.reward,
@@ -143,7 +144,11 @@ class TD0Estimator(ValueEstimator):
 
     def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
         target = td0_return_estimate(
-            inputs.gamma, inputs.next_value, inputs.reward, inputs.terminated, time_dim=inputs.time_dim
+            inputs.factors["gamma"],
+            inputs.next_value,
+            inputs.reward,
+            inputs.terminated,
+            time_dim=inputs.time_dim,
         )
         return target - inputs.value, target
 
@@ -175,6 +180,7 @@ class TDLambdaEstimator(ValueEstimator):
     """
 
     lmbda: float | Tensor
+    factor_names = ("gamma", "lmbda")
 
     def __init__(
         self,
@@ -190,8 +196,8 @@ class TDLambdaEstimator(ValueEstimator):
 
     def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
         target = td_lambda_return_estimate(
-            inputs.gamma,
-            inputs.factor("lmbda", self.lmbda),
+            inputs.factors["gamma"],
+            inputs.factors["lmbda"],
             inputs.next_value,
             inputs.reward,
             inputs.ends,
@@ -289,6 +295,7 @@ class VTrace(ValueEstimator):
         "action": ACTION,
         "sample_log_prob": "action_log_prob",
     }
+    factor_names = ("gamma", "rho_thresh", "c_thresh")
     target_needs_value = True
 
     def __init__(
@@ -324,7 +331,7 @@ class VTrace(ValueEstimator):
         key = self.tensor_keys["sample_log_prob"]
         log_mu = joint(require(inputs.batch, key, self.default_keys["sample_log_prob"]), inputs.batch)
         return vtrace_advantage_estimate(
-            inputs.gamma,
+            inputs.factors["gamma"],
             broadcast_like(self._log_prob(inputs), inputs.reward),
             broadcast_like(log_mu, inputs.reward),
             inputs.value,
@@ -332,8 +339,8 @@ class VTrace(ValueEstimator):
             inputs.reward,
             inputs.ends,
             inputs.terminated,
-            inputs.factor("rho_thresh", self.rho_thresh),
-            inputs.factor("c_thresh", self.c_thresh),
+            inputs.factors["rho_thresh"],
+            inputs.factors["c_thresh"],
             inputs.time_dim,
         )
 
@@ -423,11 +430,14 @@ def make_estimator(
         if arguments:
             raise ValueError(f"this {type(kind).__name__} has its arguments, got {', '.join(arguments)}, too")
         return cast(ValueEstimator, kind)
-    chosen = _CLASSES[name_of(kind)] if isinstance(kind, str) else cast(type[ValueEstimator], kind)
+    chosen: Any = _CLASSES[name_of(kind)] if isinstance(kind, str) else kind
     known = inspect.signature(chosen).parameters
     if networks["value_network"] is None and "value_network" not in arguments:
         raise ValueError(
             f"this loss has no critic_network: give {chosen.__name__} a value_network=, or write the advantage "
             "into the batch yourself, e.g. with reward2go"
         )
-    return chosen(**{name: x for name, x in {**_DEFAULTS, **networks}.items() if name in known} | arguments)
+    made: ValueEstimator = chosen(
+        **{name: x for name, x in {**_DEFAULTS, **networks}.items() if name in known} | arguments
+    )
+    return made
