@@ -406,7 +406,7 @@ class ValueEstimator(TensorDictModuleBase):
         if next_value is not None and not self.target_needs_value:
             values = Values(next_value, zeroed(next_value, at.terminated))
         else:
-            if network is not None and (self._inputs is None or self._inputs.network is not network):
+            if network is not None and (self._inputs is None or self._inputs.module is not network):
                 self.set_keys()  # somebody has put another network here, which may read other entries
             n_step = batch.get(keys["steps_to_next_obs"], None) is not None
             values = state_values(

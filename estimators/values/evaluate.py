@@ -53,7 +53,7 @@ class ValueInputs:
     """All that the values of a batch are computed from.
 
     Attributes:
-        inputs: the network and what it reads; None takes both values from the batch.
+        network: the network and what it reads; None takes both values from the batch.
         value_key: entry the network writes its value under, a trailing dim included (``[*B, T, 1]``).
         batch: ``[*B, T]``.
         at: its boundaries.
@@ -65,7 +65,7 @@ class ValueInputs:
         warn: called with a text where the row's own observation stands in and the run is not terminated.
     """
 
-    inputs: NetworkInputs | None
+    network: NetworkInputs | None
     value_key: NestedKey
     batch: TensorDictBase
     at: Boundaries
@@ -115,11 +115,11 @@ class Observations:
     starts: tuple[NestedKey, Tensor] | None
 
 
-def state_values(x: ValueInputs, next_value: Tensor | None = None) -> Values:
+def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Values:
     """The values of a batch's observations and of those that follow them.
 
     Args:
-        x: the batch and its network.
+        inputs: the batch and its network.
         next_value: of the next observations ``[*B, T, *F]``, if they are known.
 
     Raises:
@@ -128,66 +128,68 @@ def state_values(x: ValueInputs, next_value: Tensor | None = None) -> Values:
         ValueError: ``final`` does not belong to this batch, the value has no trailing dim, or one stream is
             asked to serve two sets of parameters, or n-step rows.
     """
-    batch, inputs, value = x.batch, x.inputs, None
-    if inputs is None:
-        value = require(batch, x.value_key)
-        next_value = require(batch, next_key(x.value_key)) if next_value is None else next_value
-    elif x.how.skip_existing:
-        value = batch.get(x.value_key, None)
-        next_value = batch.get(next_key(x.value_key), None) if next_value is None else next_value
+    batch, network, value = inputs.batch, inputs.network, None
+    if network is None:
+        value = require(batch, inputs.value_key)
+        next_value = require(batch, next_key(inputs.value_key)) if next_value is None else next_value
+    elif inputs.how.skip_existing:
+        value = batch.get(inputs.value_key, None)
+        next_value = batch.get(next_key(inputs.value_key), None) if next_value is None else next_value
     if value is not None and next_value is not None:
-        return Values(value, zeroed(next_value, x.at.terminated))
-    assert inputs is not None
-    root = {key: require(batch, key) for key in inputs.observed}
-    next_columns = [batch.get(key, None) for key in inputs.next_observed]
+        return Values(value, zeroed(next_value, inputs.at.terminated))
+    assert network is not None
+    root = {key: require(batch, key) for key in network.observed}
+    next_columns = [batch.get(key, None) for key in network.next_observed]
     following = {key: column for key, column in zip(root, next_columns, strict=True) if column is not None}
     absent = [key for key in root if key not in following]
     from_final = None
-    if x.final is not None:
-        from_final = read_final(x.final, absent, wanted="the collector.final of this batch")
-    if next_value is None and not (absent or x.how.shifted or inputs.recurrent):
-        return _row_by_row(x, inputs, root, following, value)
-    seen = _flattened(x, inputs, root, following, from_final)
+    if inputs.final is not None:
+        from_final = read_final(inputs.final, absent, wanted="the collector.final of this batch")
+    if next_value is None and not (absent or inputs.how.shifted or network.recurrent):
+        return _row_by_row(inputs, network, root, following, value)
+    observations = _flattened(inputs, network, root, following, from_final)
     if next_value is not None:  # the rows alone: a stream behind which nothing is inserted
-        stream = Appended(torch.zeros(0, dtype=torch.int64), x.at.ends.numel())
-        value = _values_at_places(x, seen, stream, x.parameters.now)
-        return Values(value.reshape(*batch.batch_size, *value.shape[1:]), zeroed(next_value, x.at.terminated))
-    if x.n_step:
+        stream = Appended(torch.zeros(0, dtype=torch.int64), inputs.at.ends.numel())
+        value = _values_at_places(inputs, observations, stream, inputs.parameters.now)
+        return Values(
+            value.reshape(*batch.batch_size, *value.shape[1:]), zeroed(next_value, inputs.at.terminated)
+        )
+    if inputs.n_step:
         raise ValueError(
             "n-step rows are followed by an observation several rows on, so one call over the rows (shifted=True, "
             "a recurrent value_network, a batch without next observations) has no value for it: evaluate "
             "before the n-step transform, or use shifted=False with a network that reads one row at a time"
         )
-    following_parameters = x.parameters.following
+    following_parameters = inputs.parameters.following
     if following_parameters is None:
-        return _over_stream(x, seen, x.parameters.now, value)
-    if x.how.shifted:
+        return _over_stream(inputs, observations, inputs.parameters.now, value)
+    if inputs.how.shifted:
         raise ValueError(
             "shifted=True takes the values of the rows and of the next ones from one call, so from one set "
             "of parameters: leave target_params out, or shifted=True"
         )
     if value is None:
-        value = _over_stream(x, seen, x.parameters.now, None).value
-    return Values(value, _over_stream(x, seen, following_parameters, None).next_value)
+        value = _over_stream(inputs, observations, inputs.parameters.now, None).value
+    return Values(value, _over_stream(inputs, observations, following_parameters, None).next_value)
 
 
 def _row_by_row(
-    x: ValueInputs, inputs: NetworkInputs, root: Columns, following: Columns, value: Tensor | None
+    inputs: ValueInputs, network: NetworkInputs, root: Columns, following: Columns, value: Tensor | None
 ) -> Values:
     """Values of observations and next observations: one call after the other, or one where they are few.
 
     Args:
-        x, inputs: the batch and its network, which reads one row at a time.
+        inputs, network: the batch and its network, which reads one row at a time.
         root, following: observations and next observations ``[*B, T, *F]``, by key.
         value: of the observations, if they are known.
     """
-    at, chunks, now = x.at, x.how.chunks, x.parameters.now
-    then = now if x.parameters.following is None else x.parameters.following
+    at, chunks, now = inputs.at, inputs.how.chunks, inputs.parameters.now
+    then = now if inputs.parameters.following is None else inputs.parameters.following
     one_call = value is None and now is then and chunks.whole
     dim, spans = 0, iter([(0, len(at.ends))])
     if not chunks.whole or chunks.dim != 0:
-        dim = chunks.along(x.batch.batch_dims, x.turned)
-        spans = chunks.spans(x.batch.shape[dim])
+        dim = chunks.along(inputs.batch.batch_dims, inputs.turned)
+        spans = chunks.spans(inputs.batch.shape[dim])
     values, next_values = [] if value is None else [value], []
     for start, stop in spans:
         part, after, unknown, over = root, following, at.unknown, at.terminated
@@ -196,33 +198,37 @@ def _row_by_row(
             part, after = ({key: column[chunk] for key, column in c.items()} for c in (root, following))
             unknown, over = None if unknown is None else unknown[chunk], over[chunk]
         after = {
-            key: fill_missing(column, part[key], unknown, partial(_warn_of_nan, x.warn, key, unknown, over))
+            key: fill_missing(
+                column, part[key], unknown, partial(_warn_of_nan, inputs.warn, key, unknown, over)
+            )
             for key, column in after.items()
         }
         count, shape = len(over), over.shape
         if one_call and over.numel() <= _FEW_ROWS and sum(c.nbytes for c in part.values()) <= _FEW_BYTES:
             # Observations first, next observations behind them: one call sees twice the rows.
             pairs = {key: torch.cat([column, after[key]]) for key, column in part.items()}
-            found = value_of(inputs.network, pairs, torch.Size([2 * count, *shape[1:]]), x.value_key, now)
+            found = value_of(
+                network.module, pairs, torch.Size([2 * count, *shape[1:]]), inputs.value_key, now
+            )
             values.append(found[:count])
             next_values.append(found[count:])
             continue
         if value is None:
-            values.append(value_of(inputs.network, part, shape, x.value_key, now))
-        next_values.append(value_of(inputs.network, after, shape, x.value_key, then))
+            values.append(value_of(network.module, part, shape, inputs.value_key, now))
+        next_values.append(value_of(network.module, after, shape, inputs.value_key, then))
     value, next_value = (c[0] if len(c) == 1 else torch.cat(c, dim) for c in (values, next_values))
     return Values(value, zeroed(next_value, at.terminated))
 
 
 def _flattened(
-    x: ValueInputs, inputs: NetworkInputs, root: Columns, following: Columns, final: Final | None
+    inputs: ValueInputs, network: NetworkInputs, root: Columns, following: Columns, final: Final | None
 ) -> Observations:
     """The observations with all batch dims as one, and what a memory reads besides.
 
     Raises:
         KeyError: ``final`` does not say which rows its observations follow.
     """
-    batch, dims = x.batch, x.batch.batch_dims
+    batch, dims = inputs.batch, inputs.batch.batch_dims
     next_final = {} if final is None else final.next
     if final is not None and next_final and final.row is None:
         raise KeyError(
@@ -231,46 +237,48 @@ def _flattened(
         )
     columns = {key: flat_rows(column, dims) for key, column in root.items()}
     starts = None
-    if inputs.recurrent:
-        starts = starts_from(x.at.ends.reshape(-1)).unsqueeze(-1)
-        states = {key: batch.get(key, None) for key in inputs.states}
+    if network.recurrent:
+        starts = starts_from(inputs.at.ends.reshape(-1)).unsqueeze(-1)
+        states = {key: batch.get(key, None) for key in network.states}
         columns |= {key: flat_rows(column, dims) for key, column in states.items() if column is not None}
-        columns[inputs.is_init_key] = starts
+        columns[network.is_init_key] = starts
     return Observations(
         root=columns,
         next={key: flat_rows(column, dims) for key, column in following.items()},
         final=next_final,
         final_row=final.row if final is not None and next_final else None,
         nowhere=[key for key in root if key not in following and key not in next_final],
-        unknown=None if x.at.unknown is None else x.at.unknown.reshape(-1),
-        starts=None if starts is None else (inputs.is_init_key, starts),
+        unknown=None if inputs.at.unknown is None else inputs.at.unknown.reshape(-1),
+        starts=None if starts is None else (network.is_init_key, starts),
     )
 
 
 def _over_stream(
-    x: ValueInputs, seen: Observations, parameters: TensorDictBase | None, value: Tensor | None
+    inputs: ValueInputs, observations: Observations, parameters: TensorDictBase | None, value: Tensor | None
 ) -> Values:
     """Both values from one call over the extended stream; ``value`` of the rows, if it is known, is kept."""
-    at, inputs, valid = x.at, x.inputs, None
+    at, network, valid = inputs.at, inputs.network, None
     count, first, known = at.ends.numel(), 0, []
     stream: Appended | Interleaved
-    if x.how.shifted and x.how.shifted_budget is not None:
-        stream = Budgeted.of(at.bootstrapped.reshape(-1, at.ends.shape[-1]), x.how.shifted_budget)
+    if inputs.how.shifted and inputs.how.shifted_budget is not None:
+        stream = Budgeted.of(at.bootstrapped.reshape(-1, at.ends.shape[-1]), inputs.how.shifted_budget)
         valid = stream.valid.view(at.ends.shape)
-        if seen.final or seen.nowhere:  # where the batch holds all, nothing has to wait for a device
-            _check_known(x, seen, true_indices(at.bootstrapped & valid))
+        if (
+            observations.final or observations.nowhere
+        ):  # where the batch holds all, nothing has to wait for a device
+            _check_known(inputs, observations, true_indices(at.bootstrapped & valid))
     else:
         after = true_indices(at.bootstrapped)
-        _check_known(x, seen, after)
-        if inputs is not None and inputs.recurrent:
+        _check_known(inputs, observations, after)
+        if network is not None and network.recurrent:
             stream = Interleaved.behind(after, count)
         else:
             stream = Appended(after, count)
             if value is not None:  # then only the inserted places are left to evaluate
-                first, known = count, [flat_rows(value, x.batch.batch_dims)]
-    found = _values_at_places(x, seen, stream, parameters, first)
+                first, known = count, [flat_rows(value, inputs.batch.batch_dims)]
+    found = _values_at_places(inputs, observations, stream, parameters, first)
     now, next_value = stream.split(torch.cat([*known, found]) if known else found)
-    shape = (*x.batch.batch_size, *now.shape[1:])
+    shape = (*inputs.batch.batch_size, *now.shape[1:])
     now, next_value = now.reshape(shape), next_value.reshape(shape)
     if valid is not None:  # at a row without a place stands the value of another one
         now = torch.where(broadcast_like(valid, now), now, 0.0)
@@ -278,107 +286,114 @@ def _over_stream(
 
 
 def _values_at_places(
-    x: ValueInputs,
-    seen: Observations,
+    inputs: ValueInputs,
+    observations: Observations,
     stream: Appended | Interleaved,
     parameters: TensorDictBase | None,
     first: int = 0,
 ) -> Tensor:
     """What the network writes for the places of the stream from ``first`` on, chunk by chunk."""
-    assert x.inputs is not None
-    chunks, ends = x.how.chunks, x.at.ends.reshape(-1)
+    assert inputs.network is not None
+    chunks, ends = inputs.how.chunks, inputs.at.ends.reshape(-1)
     # A memory must meet a run in one piece.
-    stops = stream.stops(ends) if x.inputs.recurrent and not chunks.whole else None
+    stops = stream.stops(ends) if inputs.network.recurrent and not chunks.whole else None
     # Rows that make up one index of the dim that is split, as all batch dims are one here.
-    each = len(ends) // max(x.batch.shape[chunks.along(x.batch.batch_dims, x.turned)], 1)
+    each = len(ends) // max(inputs.batch.shape[chunks.along(inputs.batch.batch_dims, inputs.turned)], 1)
     found = []
     for start, stop in chunks.spans(stream.places, stops, each=each, first=first):
-        columns = _columns_at_places(x, seen, stream, start, stop)
-        found.append(value_of(x.inputs.network, columns, torch.Size([stop - start]), x.value_key, parameters))
+        columns = _columns_at_places(inputs, observations, stream, start, stop)
+        found.append(
+            value_of(inputs.network.module, columns, torch.Size([stop - start]), inputs.value_key, parameters)
+        )
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _columns_at_places(
-    x: ValueInputs, seen: Observations, stream: Appended | Interleaved, start: int, stop: int
+    inputs: ValueInputs, observations: Observations, stream: Appended | Interleaved, start: int, stop: int
 ) -> Columns:
     """What the network reads at the places ``start`` to ``stop`` of the stream; states repeat the row before."""
     if isinstance(stream, Appended):
         count = stream.count
         if stop <= count:
-            return {key: column[start:stop] for key, column in seen.root.items()}
+            return {key: column[start:stop] for key, column in observations.root.items()}
         after = stream.after[max(start - count, 0) : stop - count]
-        inserted = next_observations(x, seen, after)
+        inserted = next_observations(inputs, observations, after)
         if start >= count:
-            return {key: inserted[key] if key in inserted else c[after] for key, c in seen.root.items()}
+            return {
+                key: inserted[key] if key in inserted else c[after] for key, c in observations.root.items()
+            }
         return {
             key: torch.cat([c[start:], inserted[key].to(c.dtype) if key in inserted else c[after]])
-            for key, c in seen.root.items()
+            for key, c in observations.root.items()
         }
     rows = stream.source[start:stop]
-    columns = {key: column.index_select(0, rows) for key, column in seen.root.items()}
+    columns = {key: column.index_select(0, rows) for key, column in observations.root.items()}
     if isinstance(stream, Budgeted):
-        return columns | next_observations(x, seen, rows, stream.inserted[start:stop])
+        return columns | next_observations(inputs, observations, rows, stream.inserted[start:stop])
     assert stream.after is not None
     places = stream.position[stream.after] + 1  # of the inserted observations, ascending
     low, high = 0, len(places)
     if (start, stop) != (0, stream.places):
         low, high = torch.searchsorted(places, places.new_tensor([start, stop])).tolist()
     local = places[low:high] - start  # places within this chunk
-    for key, column in next_observations(x, seen, stream.after[low:high]).items():
+    for key, column in next_observations(inputs, observations, stream.after[low:high]).items():
         columns[key][local] = column.to(columns[key].dtype)
     return columns
 
 
 def next_observations(
-    x: ValueInputs, seen: Observations, rows: Tensor, chosen: Tensor | None = None
+    inputs: ValueInputs, observations: Observations, rows: Tensor, chosen: Tensor | None = None
 ) -> Columns:
     """What follows these rows; an entry of which nothing is known is absent.
 
     Args:
-        x, seen: the batch and its observations.
+        inputs, observations: the batch and its observations.
         rows: int64 ``[M]``.
         chosen: bool ``[M]``; the others get their own observation. Default: all.
     """
     columns: Columns = {}
-    hidden = None if seen.unknown is None else seen.unknown[rows]
+    hidden = None if observations.unknown is None else observations.unknown[rows]
     if chosen is not None:
         hidden = ~chosen if hidden is None else hidden | ~chosen
-    for key, column in seen.next.items():
-        own = seen.root[key].index_select(0, rows)
-        warn = partial(_warn_of_nan, x.warn, key, hidden, None)
+    for key, column in observations.next.items():
+        own = observations.root[key].index_select(0, rows)
+        warn = partial(_warn_of_nan, inputs.warn, key, hidden, None)
         columns[key] = fill_missing(column.index_select(0, rows), own, hidden, warn)
-    if seen.final_row is not None and len(seen.final_row):
-        place, missing = _places_in_final(seen.final_row, rows)
+    if observations.final_row is not None and len(observations.final_row):
+        place, missing = _places_in_final(observations.final_row, rows)
         hidden = missing if hidden is None else hidden | missing
-        for key, column in seen.final.items():
-            own = seen.root[key].index_select(0, rows)
-            warn = partial(_warn_of_nan, x.warn, key, hidden, None)
+        for key, column in observations.final.items():
+            own = observations.root[key].index_select(0, rows)
+            warn = partial(_warn_of_nan, inputs.warn, key, hidden, None)
             columns[key] = fill_missing(column.index_select(0, place).to(own.dtype), own, hidden, warn)
-    if seen.starts is not None:  # what is inserted goes on with the run before it, so it is no start
-        key, starts = seen.starts
+    if observations.starts is not None:  # what is inserted goes on with the run before it, so it is no start
+        key, starts = observations.starts
         start = starts.index_select(0, rows)
         columns[key] = torch.zeros_like(start) if chosen is None else start & ~chosen.unsqueeze(-1)
     return columns
 
 
-def _check_known(x: ValueInputs, seen: Observations, rows: Tensor) -> None:
+def _check_known(inputs: ValueInputs, observations: Observations, rows: Tensor) -> None:
     """Look once whether something is known of what follows each of these rows (int64, ascending).
 
     Raises:
         ValueError: ``final`` holds nothing for a row of which the env did not hide it.
     """
-    if seen.final_row is not None:
-        missing = _places_in_final(seen.final_row, rows)[1]
-        if seen.unknown is not None:
-            missing = missing & ~seen.unknown[rows]
+    if observations.final_row is not None:
+        missing = _places_in_final(observations.final_row, rows)[1]
+        if observations.unknown is not None:
+            missing = missing & ~observations.unknown[rows]
         if bool(missing.any()):
             raise ValueError(
                 f"final has no next observation for row {int(rows[missing][0])}, which ends a run without "
                 "terminating: final must be the one that came with this batch, rows in the same order"
             )
-    if seen.nowhere and len(rows):
-        key, lost = seen.nowhere[0], "no final= came with it" if x.final is None else "final= holds none"
-        x.warn(
+    if observations.nowhere and len(rows):
+        key, lost = (
+            observations.nowhere[0],
+            "no final= came with it" if inputs.final is None else "final= holds none",
+        )
+        inputs.warn(
             f"the batch has no entry {next_key(key)!r} and {lost}: at the end of each run "
             f"that is not terminated the value of the row's own {key!r} stands in for the next one's. Pass "
             "collector.final as final=, keep next observations, or, if a module wrote it, let the value network "

@@ -182,7 +182,7 @@ class NetworkInputs:
     """What a network reads of a batch: observations, whose next ones matter, and what a memory needs.
 
     Attributes:
-        network: the network.
+        module: the network.
         is_init_key: entry that tells a memory where runs start.
         observed: keys of the observations.
         next_observed: keys of the next observations.
@@ -190,7 +190,7 @@ class NetworkInputs:
         recurrent: the network remembers, so the rows of a run must reach it together.
     """
 
-    network: TensorDictModuleBase
+    module: TensorDictModuleBase
     is_init_key: NestedKey
     observed: tuple[NestedKey, ...]
     next_observed: tuple[NestedKey, ...]
