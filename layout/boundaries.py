@@ -58,9 +58,9 @@ def run_ends(
     if done is None:
         ends = torch.zeros(batch.batch_size, dtype=torch.bool, device=there.device)
     else:
-        ends = done.to(there.device, copy=True)
-    inner = ends[..., :-1]
-    if is_init is not None:
+        ends = done.to(there.device, copy=True)  # a copy: the lines below write into it
+    inner = ends[..., :-1]  # a view of the rows that have one behind them
+    if is_init is not None:  # row i ends a run where row i + 1 begins one
         inner |= is_init[..., 1:].to(there.device)
     for column in (ids, mask):
         if column is not None:
@@ -110,5 +110,6 @@ def steps_into_run(starts: Tensor) -> Tensor:
     >>> steps_into_run(torch.tensor([True, False, False, True]))
     tensor([0, 1, 2, 0])
     """
+    # The number of each row minus that of the last start up to it, which cummax carries along.
     at = torch.arange(starts.shape[-1], device=starts.device).expand(starts.shape)
     return at - torch.where(starts, at, 0).cummax(-1).values

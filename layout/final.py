@@ -59,7 +59,7 @@ def read_final(
                 continue
             if names[0] != NEXT or len(names) < 2:
                 raise ValueError(f"final[{key!r}] must be ('next', <entry of the batch>)")
-            found[names[1] if len(names) == 2 else names[1:]] = column
+            found[names[1] if len(names) == 2 else names[1:]] = column  # ("next", "pos") follows "pos"
     return Final(final.get("row", None), found)
 
 
@@ -81,6 +81,7 @@ def check_final(final: Final, columns: Mapping[NestedKey, Tensor], rows: int) ->
     if row is None or row.dtype is not torch.int64 or row.ndim != 1:
         found = "nothing" if row is None else f"{row.dtype} {tuple(row.shape)}"
         raise ValueError(f'final needs an int64 entry "row" of shape [K], got {found}: pass collector.final')
+    # Ascending, so the first and the last bound all others, and none comes twice.
     if len(row) and (int(row[0]) < 0 or int(row[-1]) >= rows or bool((row[1:] <= row[:-1]).any())):
         raise ValueError(
             f'final["row"] must ascend within the {rows} rows of the batch, got {row.tolist()[:8]}: '

@@ -71,6 +71,7 @@ def generalized_advantage_estimate(
         J. Schulman et al., High-dimensional continuous control using generalized advantage estimation,
         https://arxiv.org/abs/1506.02438
     """
+    # Every argument as a column [B * F * T], in which a run is one stretch of memory.
     series = TimeColumns(reward, time_dim, state_value=state_value, next_state_value=next_state_value)
     terminated, ends = series.flags(done, terminated, ends)
     discount, trace = series.factor("gamma", gamma), series.factor("lmbda", lmbda)
@@ -161,6 +162,7 @@ def td0_return_estimate(
         raise ValueError("give terminated= (the rows that are not bootstrapped), or done=")
     series = TimeColumns(reward, time_dim, next_state_value=next_state_value)
     discount = series.factor("gamma", gamma)
+    # Selected, not multiplied: what stands behind a termination may be NaN.
     bootstrap = torch.where(series.expanded(name, final, flag=True), 0.0, next_state_value)
     # One fused pass each: reward + discount * bootstrap.
     if not isinstance(discount, Tensor):
@@ -389,6 +391,7 @@ class TimeColumns:
         """A column in the reward's shape: the inverse of :meth:`column`."""
         if self._in_order:
             return column.view(self.shape)
+        # column() moved time behind the features: that shape, and time back to its place.
         moved = (*self.shape[: self.time], *self.shape[self.time + 1 :], self.longest)
         return column.view(moved).movedim(-1, self.time)
 
@@ -411,6 +414,7 @@ class TimeColumns:
                 f"{name} must have the reward's shape {tuple(self.shape)}, or 1 for its features, "
                 f"got {tuple(x.shape)}"
             )
+        # The missing feature dims become dims of 1 at the end; expanding copies nothing.
         return x.reshape(*x.shape, *[1] * (len(self.shape) - x.ndim)).expand(self.shape)
 
     def flags(self, done: Tensor, terminated: Tensor | None, ends: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -424,7 +428,7 @@ class TimeColumns:
         if (
             stop.shape[0] != self.longest
         ):  # several series; a kernel ends a single one at its last row by itself
-            stop.view(-1, self.longest)[:, -1:] = True
+            stop.view(-1, self.longest)[:, -1:] = True  # a column holds one series after the other
         return over, stop
 
     def factor(self, name: str, x: float | Tensor) -> float | Tensor:
@@ -436,7 +440,9 @@ class TimeColumns:
         """
         if not isinstance(x, Tensor):
             return unit_interval(name, x)
-        if x.device.type == "cpu" and not is_tracing() and x.numel():
+        if (
+            x.device.type == "cpu" and not is_tracing() and x.numel()
+        ):  # elsewhere a look would wait for the device
             for bound in x.detach().aminmax():
                 unit_interval(name, float(bound))
         x = x.to(self.dtype)

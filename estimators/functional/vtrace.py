@@ -66,8 +66,10 @@ def vtrace_advantage_estimate(
     """
     series = TimeColumns(reward, time_dim, state_value=state_value, next_state_value=next_state_value)
     terminated, ends = series.flags(done, terminated, ends)
+    # pi / mu, written over the difference of logs, which is a new tensor.
     ratio = (series.expanded("log_pi", log_pi) - series.expanded("log_mu", log_mu)).exp_()
     same = not isinstance(c_thresh, Tensor) and not isinstance(rho_thresh, Tensor) and c_thresh == rho_thresh
+    # One weight for both uses where the thresholds are one number; autograd still needs the ratio as it was.
     rho = _clipped("rho_thresh", ratio, rho_thresh, in_place=same and not ratio.requires_grad)
     c = rho if same else _clipped("c_thresh", ratio, c_thresh)
     advantage, target = vtrace_scan(

@@ -13,10 +13,10 @@ from torch import Tensor
 from flatroll.estimators.functional.returns import factor_over, unit_interval
 from flatroll.estimators.groups import standardized_in_groups
 from flatroll.estimators.masked import both, spread_over, standardized
-from flatroll.estimators.values.batch_inputs import WarnOnce, check_finite
-from flatroll.estimators.values.evaluate import Parameters, ValueInputs, Values, broadcast_like, state_values
+from flatroll.estimators.values.batch_inputs import WarnOnce, broadcast_like, check_finite
+from flatroll.estimators.values.evaluate import ValueInputs, Values, state_values
 from flatroll.estimators.values.extended_stream import Boundaries
-from flatroll.estimators.values.options import EstimatorOptions, NetworkInputs, evaluation_from
+from flatroll.estimators.values.options import EstimatorOptions, NetworkInputs, Parameters, evaluation_from
 from flatroll.kernels.scans.scan import zeroed
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.keys import (
@@ -296,6 +296,7 @@ class ValueEstimator(TensorDictModuleBase):
         if out.valid is not None or self.evaluation.shifted or stale:
             everywhere = torch.ones(batch.batch_size, dtype=torch.bool, device=out.target.device)
             written[valid_key] = everywhere if out.valid is None else out.valid
+        # Time goes back to the dim where the caller has it.
         for key, column in written.items():
             tensordict.set(key, column if turned is None else column.transpose(turned, batch.batch_dims - 1))
         return tensordict
@@ -341,7 +342,7 @@ class ValueEstimator(TensorDictModuleBase):
                 valid = both(valid, ~at.unknown)
             if valid is not None:  # a run stops at the row before one that is left out
                 ends = ends.clone()
-                ends[..., :-1] |= ~valid[..., 1:]
+                ends[..., :-1] |= ~valid[..., 1:]  # where row t + 1 does not count
             counted = valid  # the rows that moments are taken over; None is all of them
             if (self.standardize or self.average_rewards) and batch.get(keys["mask"], None) is not None:
                 counted = both(marker(batch, keys["mask"]), valid)
@@ -371,7 +372,7 @@ class ValueEstimator(TensorDictModuleBase):
             advantage, target = self.estimate(inputs)
             if self.standardize:
                 advantage = self._standardized(batch, advantage, counted)
-            if valid is not None:
+            if valid is not None:  # a row that does not count: no advantage, and its own value for a target
                 rows = broadcast_like(valid, reward)
                 advantage = advantage.masked_fill(~rows, 0.0)
                 target = torch.where(rows, target, values.value)
@@ -450,6 +451,7 @@ def _with_unknown(batch: TensorDictBase, at: Boundaries, *, refuse: bool) -> Bou
     Raises:
         ValueError: there are some, and ``refuse``: nobody said what to do about them.
     """
+    # Only ends need it: inside a run the row behind holds the observation, and a terminated one has no next value.
     unknown = ~marker(batch, NEXT_KNOWN) & at.bootstrapped
     if refuse and bool(unknown.any()):
         rows = unknown.reshape(-1).nonzero().squeeze(-1)

@@ -1,4 +1,4 @@
-"""Looking at the numbers of a batch, and warning of them once."""
+"""Shapes of a batch's columns, numbers that are not finite, warnings: what estimators and losses share."""
 
 import sys
 import warnings
@@ -9,6 +9,16 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.layout.keys import NestedKey, next_key
+
+
+def broadcast_like(flag: Tensor, column: Tensor) -> Tensor:
+    """A flag of the batch's shape with a dim of 1 for each feature dim of ``column``, so that it broadcasts."""
+    return flag.reshape(*flag.shape, *[1] * (column.ndim - flag.ndim))
+
+
+def flat_rows(column: Tensor, batch_dims: int) -> Tensor:
+    """A column with all its batch dims as one."""
+    return column if batch_dims == 1 else column.flatten(0, batch_dims - 1)
 
 
 def check_finite(

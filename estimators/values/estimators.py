@@ -19,7 +19,7 @@ from flatroll.estimators.functional.returns import (
 from flatroll.estimators.functional.vtrace import vtrace_advantage_estimate
 from flatroll.estimators.masked import one_of
 from flatroll.estimators.values.base import EstimatorInputs, ValueEstimator
-from flatroll.estimators.values.evaluate import broadcast_like, flat_rows
+from flatroll.estimators.values.batch_inputs import broadcast_like, flat_rows
 from flatroll.estimators.values.extended_stream import run_stops
 from flatroll.estimators.values.options import EstimatorOptions, NetworkInputs
 from flatroll.layout.boundaries import starts_from

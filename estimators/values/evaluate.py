@@ -11,7 +11,7 @@ ends of its runs. Where neither knows it, the row's own observation stands in, a
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
@@ -20,6 +20,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
+from flatroll.estimators.values.batch_inputs import broadcast_like, flat_rows
 from flatroll.estimators.values.extended_stream import (
     Appended,
     Boundaries,
@@ -27,7 +28,7 @@ from flatroll.estimators.values.extended_stream import (
     Interleaved,
     true_indices,
 )
-from flatroll.estimators.values.options import Evaluation, NetworkInputs
+from flatroll.estimators.values.options import Evaluation, NetworkInputs, Parameters
 from flatroll.kernels.scans.scan import is_tracing, zeroed
 from flatroll.layout.boundaries import starts_from
 from flatroll.layout.fast_call import through
@@ -38,14 +39,6 @@ Columns: TypeAlias = dict[NestedKey, Tensor]
 
 #: Rows and bytes of observations up to which copying them costs less than calling a network twice.
 _FEW_ROWS, _FEW_BYTES = 4096, 1 << 17
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """Other parameters than the network's own, for the values of the rows and for those of the next ones."""
-
-    now: TensorDictBase | None = None
-    following: TensorDictBase | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,7 @@ class ValueInputs:
     at: Boundaries
     how: Evaluation
     final: TensorDictBase | None = None
-    parameters: Parameters = Parameters()
+    parameters: Parameters = field(default_factory=Parameters)
     n_step: bool = False
     turned: int | None = None
     warn: Callable[[str], None] = lambda text: None
@@ -138,6 +131,7 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
     if value is not None and next_value is not None:
         return Values(value, zeroed(next_value, inputs.at.terminated))
     assert network is not None
+    # What the batch itself holds of both; keys that it lacks under "next" may stand in final.
     root = {key: require(batch, key) for key in network.observed}
     next_columns = [batch.get(key, None) for key in network.next_observed]
     following = {key: column for key, column in zip(root, next_columns, strict=True) if column is not None}
@@ -168,7 +162,7 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
             "shifted=True takes the values of the rows and of the next ones from one call, so from one set "
             "of parameters: leave target_params out, or shifted=True"
         )
-    if value is None:
+    if value is None:  # the stream twice, once with the parameters of either
         value = _over_stream(inputs, observations, inputs.parameters.now, None).value
     return Values(value, _over_stream(inputs, observations, following_parameters, None).next_value)
 
@@ -190,10 +184,10 @@ def _row_by_row(
     if not chunks.whole or chunks.dim != 0:
         dim = chunks.along(inputs.batch.batch_dims, inputs.turned)
         spans = chunks.spans(inputs.batch.shape[dim])
-    values, next_values = [] if value is None else [value], []
+    values, next_values = [] if value is None else [value], []  # one entry for each chunk
     for start, stop in spans:
         part, after, unknown, over = root, following, at.unknown, at.terminated
-        if stop - start != over.shape[dim]:
+        if stop - start != over.shape[dim]:  # not all rows at once
             chunk = (*[slice(None)] * dim, slice(start, stop))  # rows start to stop along dim
             part, after = ({key: column[chunk] for key, column in c.items()} for c in (root, following))
             unknown, over = None if unknown is None else unknown[chunk], over[chunk]
@@ -237,7 +231,7 @@ def _flattened(
         )
     columns = {key: flat_rows(column, dims) for key, column in root.items()}
     starts = None
-    if network.recurrent:
+    if network.recurrent:  # a memory is told where runs start by the boundaries, not by the batch's own marks
         starts = starts_from(inputs.at.ends.reshape(-1)).unsqueeze(-1)
         states = {key: batch.get(key, None) for key in network.states}
         columns |= {key: flat_rows(column, dims) for key, column in states.items() if column is not None}
@@ -277,6 +271,7 @@ def _over_stream(
             if value is not None:  # then only the inserted places are left to evaluate
                 first, known = count, [flat_rows(value, inputs.batch.batch_dims)]
     found = _values_at_places(inputs, observations, stream, parameters, first)
+    # The values at the places of the rows, and those at the places behind them.
     now, next_value = stream.split(torch.cat([*known, found]) if known else found)
     shape = (*inputs.batch.batch_size, *now.shape[1:])
     now, next_value = now.reshape(shape), next_value.reshape(shape)
@@ -313,12 +308,12 @@ def _columns_at_places(
 ) -> Columns:
     """What the network reads at the places ``start`` to ``stop`` of the stream; states repeat the row before."""
     if isinstance(stream, Appended):
-        count = stream.count
+        count = stream.count  # place count + k holds what follows row after[k]
         if stop <= count:
             return {key: column[start:stop] for key, column in observations.root.items()}
         after = stream.after[max(start - count, 0) : stop - count]
         inserted = next_observations(inputs, observations, after)
-        if start >= count:
+        if start >= count:  # inserted places only
             return {
                 key: inserted[key] if key in inserted else c[after] for key, c in observations.root.items()
             }
@@ -328,11 +323,11 @@ def _columns_at_places(
         }
     rows = stream.source[start:stop]
     columns = {key: column.index_select(0, rows) for key, column in observations.root.items()}
-    if isinstance(stream, Budgeted):
+    if isinstance(stream, Budgeted):  # static shapes: looked up for all places, chosen for the inserted ones
         return columns | next_observations(inputs, observations, rows, stream.inserted[start:stop])
     assert stream.after is not None
     places = stream.position[stream.after] + 1  # of the inserted observations, ascending
-    low, high = 0, len(places)
+    low, high = 0, len(places)  # which of them stand in this chunk
     if (start, stop) != (0, stream.places):
         low, high = torch.searchsorted(places, places.new_tensor([start, stop])).tolist()
     local = places[low:high] - start  # places within this chunk
@@ -352,6 +347,7 @@ def next_observations(
         chosen: bool ``[M]``; the others get their own observation. Default: all.
     """
     columns: Columns = {}
+    # Rows that get their own observation: the env hid the next one, it is not chosen, or final does not hold it.
     hidden = None if observations.unknown is None else observations.unknown[rows]
     if chosen is not None:
         hidden = ~chosen if hidden is None else hidden | ~chosen
@@ -441,6 +437,7 @@ def _warn_of_nan(
     warn: Callable[[str], None], key: NestedKey, hidden: Tensor | None, over: Tensor | None, nan: Tensor
 ) -> None:
     """Warn of the NaN in next observations, but not in rows that are hidden or ``over``: those count nowhere."""
+    # A row is told of if any of its numbers is NaN.
     silent = over if hidden is None else hidden if over is None else hidden | over
     rows = nan.reshape(*(nan.shape[:1] if silent is None else silent.shape), -1).any(-1)
     rows = rows if silent is None else rows & ~silent
@@ -468,6 +465,7 @@ def value_of(
         KeyError: it writes no such entry.
         ValueError: the value has no trailing dim.
     """
+    # The parameters stand in the network for the time of the call only.
     with nullcontext() if parameters is None else parameters.to_module(network):
         out = through(network, TensorDict(dict(columns), batch_size=shape))
     value: Tensor | None = out.get(value_key, None)
@@ -482,13 +480,3 @@ def value_of(
             f"got {tuple(value.shape)}"
         )
     return value
-
-
-def broadcast_like(flag: Tensor, column: Tensor) -> Tensor:
-    """A flag of the batch's shape with a dim of 1 for each feature dim of ``column``, so that it broadcasts."""
-    return flag.reshape(*flag.shape, *[1] * (column.ndim - flag.ndim))
-
-
-def flat_rows(column: Tensor, batch_dims: int) -> Tensor:
-    """A column with all its batch dims as one."""
-    return column if batch_dims == 1 else column.flatten(0, batch_dims - 1)

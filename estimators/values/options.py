@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypedDict
 
 import torch
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
@@ -84,6 +85,7 @@ class Chunks:
         """
         if not -batch_dims <= self.dim < batch_dims:
             raise ValueError(f"value_chunk_dim must name one of {batch_dims} batch dims, got {self.dim}")
+        # The dims turned and last have changed places, so the caller's number of either is now the other.
         dim, last = self.dim % batch_dims, batch_dims - 1
         return dim if turned is None else {turned: last, last: turned}.get(dim, dim)
 
@@ -202,9 +204,18 @@ class NetworkInputs:
         """Read them off the network's keys, and off its parts: a recurrent module can make a primer."""
         read: list[NestedKey] = list(network.in_keys)  # pyright: ignore[reportAssignmentType]
         written = set(network.out_keys)
+        # What it reads and writes one step later is a state, not an observation.
         states = tuple(key for key in read if next_key(key) in written)
         observed = tuple(key for key in read if key not in states and key != is_init_key)
         recurrent = bool(states) or is_init_key in read
         if not recurrent:
             recurrent = any(hasattr(type(x), "make_tensordict_primer") for x in network.modules())
         return cls(network, is_init_key, observed, tuple(map(next_key, observed)), states, recurrent)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Other parameters than the network's own, for the values of the rows and for those of the next ones."""
+
+    now: TensorDictBase | None = None
+    following: TensorDictBase | None = None
