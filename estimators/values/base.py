@@ -188,9 +188,7 @@ class ValueEstimator(TensorDictModuleBase):
         super().__init__()
         for name in options:
             if name not in EstimatorOptions.__annotations__:
-                raise TypeError(
-                    f"{type(self).__name__}.__init__() got an unexpected keyword argument {name!r}"
-                )
+                raise TypeError(f"ValueEstimator.__init__() got an unexpected keyword argument {name!r}")
         if value_network is not None and not hasattr(value_network, "in_keys"):
             raise TypeError(
                 "value_network must be a tensordict module, e.g. TensorDictModule(net, in_keys=['observation'], "
