@@ -257,9 +257,7 @@ def _over_stream(
     if inputs.how.shifted and inputs.how.shifted_budget is not None:
         stream = Budgeted.of(at.bootstrapped.reshape(-1, at.ends.shape[-1]), inputs.how.shifted_budget)
         valid = stream.valid.view(at.ends.shape)
-        if (
-            observations.final or observations.nowhere
-        ):  # where the batch holds all, nothing has to wait for a device
+        if observations.final or observations.nowhere:  # else there is nothing to wait for a device for
             _check_known(inputs, observations, true_indices(at.bootstrapped & valid))
     else:
         after = true_indices(at.bootstrapped)
