@@ -72,11 +72,17 @@ def network(inputs: int, outputs: int) -> nn.Module:
 
 def policy(last: nn.Module, keys: list[str], distribution: type) -> ProbabilisticTensorDictSequential:
     """A stochastic policy whose network writes the distribution's arguments."""
+    names: Any = keys
     sample = ProbabilisticTensorDictModule(
-        keys, ["action"], distribution_class=distribution, return_log_prob=True
+        names, ["action"], distribution_class=distribution, return_log_prob=True
     )
-    parts: list[Any] = [TensorDictModule(last, ["observation"], keys), sample]
+    parts: list[Any] = [TensorDictModule(last, ["observation"], names), sample]
     return ProbabilisticTensorDictSequential(*parts)
+
+
+def apply(module: Any, batch: TensorDict) -> None:
+    """One call on a batch that keeps its entries."""
+    module(batch.copy())
 
 
 def estimator_cases() -> Iterator[Case]:
@@ -93,17 +99,18 @@ def estimator_cases() -> Iterator[Case]:
         with torch.no_grad():
             batch = actor(rows(count))
         for name, estimator in estimators.items():
-            yield f"{name} {count:,}", lambda estimator=estimator, batch=batch: estimator(batch.copy())
+            yield f"{name} {count:,}", partial(apply, estimator, batch)
 
 
 def loss_cases() -> Iterator[Case]:
     """Forward and backward on 256 rows."""
     critic = TensorDictModule(nn.Linear(4, 1), ["observation"], ["state_value"])
     actor = policy(network(4, 2), ["logits"], Categorical)
-    values = TensorDictSequential(
+    parts: list[Any] = [
         TensorDictModule(network(4, 2), ["observation"], ["action_value"]),
         TensorDictModule(lambda q: q.argmax(-1), ["action_value"], ["action"]),
-    )
+    ]
+    values = TensorDictSequential(*parts)
     normal = policy(nn.Sequential(network(4, 4), NormalParamExtractor()), ["loc", "scale"], Normal)
     with torch.no_grad():
         acted = GAE(gamma=0.99, lmbda=0.95, value_network=critic)(actor(rows(256)))
@@ -111,7 +118,8 @@ def loss_cases() -> Iterator[Case]:
 
     def both_ways(loss: nn.Module, batch: TensorDict) -> None:
         losses = loss(batch.copy())
-        sum(value for key, value in losses.items() if key.startswith("loss")).backward()
+        total: Any = sum(value for key, value in losses.items() if key.startswith("loss"))
+        total.backward()
 
     yield "PPO", partial(both_ways, ClipPPOLoss(actor, critic), acted)
     yield "DQN", partial(both_ways, DQNLoss(values), rows(256))

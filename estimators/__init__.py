@@ -1,6 +1,6 @@
 """Values, advantages and losses on flat marked batches."""
 
-from flatroll.estimators.functional.gae import (
+from flatroll.estimators.functional.returns import (
     generalized_advantage_estimate,
     reward2go,
     td0_advantage_estimate,
@@ -14,8 +14,8 @@ from flatroll.estimators.functional.gae import (
     vec_td1_return_estimate,
     vec_td_lambda_advantage_estimate,
     vec_td_lambda_return_estimate,
-    vtrace_advantage_estimate,
 )
+from flatroll.estimators.functional.vtrace import vtrace_advantage_estimate
 from flatroll.estimators.losses.a2c import A2CLoss
 from flatroll.estimators.losses.action_values import OffPolicyLoss, critic_ensemble
 from flatroll.estimators.losses.base import LossInputs, LossModule, frozen, target_copy
@@ -25,10 +25,14 @@ from flatroll.estimators.losses.ppo import ClipPPOLoss, KLPENPPOLoss, PPOLoss
 from flatroll.estimators.losses.reinforce import ReinforceLoss
 from flatroll.estimators.losses.sac import DiscreteSACLoss, SACLoss
 from flatroll.estimators.losses.target_networks import HardUpdate, SoftUpdate
-from flatroll.estimators.values.by_name import ValueEstimators
-from flatroll.estimators.values.gae import GAE
-from flatroll.estimators.values.td import TD0Estimator, TD1Estimator, TDLambdaEstimator
-from flatroll.estimators.values.vtrace import VTrace
+from flatroll.estimators.values.estimators import (
+    GAE,
+    TD0Estimator,
+    TD1Estimator,
+    TDLambdaEstimator,
+    ValueEstimators,
+    VTrace,
+)
 
 __all__ = [
     "GAE",

@@ -11,8 +11,8 @@ from flatroll.layout.keys import (
     TRAJ_IDS,
     NestedKey,
     flat_column,
+    marker,
     missing_marker,
-    optional_marker,
 )
 
 
@@ -55,7 +55,8 @@ def run_ends(
     """
     if batch.batch_dims < 1:
         raise ValueError("batch must have at least one batch dimension (time is the last), got batch size []")
-    done, is_init, mask = (optional_marker(batch, key) for key in (done_key, is_init_key, mask_key))
+    keys = (done_key, is_init_key, mask_key)
+    done, is_init, mask = (marker(batch, key) if batch.get(key, None) is not None else None for key in keys)
     ids = batch.get(traj_key, None)
     if ids is not None:
         ids = flat_column(ids, batch, traj_key)
@@ -66,10 +67,9 @@ def run_ends(
     if done is None:
         ends = torch.zeros(batch.batch_size, dtype=torch.bool, device=there.device)
     else:
-        ends = done.to(there.device, copy=True)
-    # rows that have a row after them; what the later row says ends the run before it
-    inner = ends[..., :-1]
-    if is_init is not None:
+        ends = done.to(there.device, copy=True)  # a copy: the lines below write into it
+    inner = ends[..., :-1]  # a view: the rows that have a row after them
+    if is_init is not None:  # row i ends a run where row i + 1 begins one
         inner |= is_init[..., 1:].to(there.device)
     for column in (ids, mask):
         if column is not None:
@@ -119,5 +119,6 @@ def steps_into_run(starts: Tensor) -> Tensor:
     >>> steps_into_run(torch.tensor([True, False, False, True]))
     tensor([0, 1, 2, 0])
     """
+    # The number of each row minus that of the last start up to it, which cummax carries along.
     at = torch.arange(starts.shape[-1], device=starts.device).expand(starts.shape)
     return at - torch.where(starts, at, 0).cummax(-1).values

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from flatroll.estimators.functional.time_columns import Series
-from flatroll.kernels import vtrace_scan
-from flatroll.kernels.scans.scan import numberless
+from flatroll.estimators.functional.returns import TimeColumns
+from flatroll.kernels.scans.scan import is_tracing, vtrace_scan
 
 
 def vtrace_advantage_estimate(
@@ -65,33 +64,35 @@ def vtrace_advantage_estimate(
         L. Espeholt et al., IMPALA: scalable distributed deep-RL with importance weighted actor-learner
         architectures, https://arxiv.org/abs/1802.01561
     """
-    series = Series(reward, time_dim, state_value=state_value, next_state_value=next_state_value)
-    over, stop = series.flags(done, terminated, ends)
-    ratio = (series.spread("log_pi", log_pi) - series.spread("log_mu", log_mu)).exp_()
+    series = TimeColumns(reward, time_dim, state_value=state_value, next_state_value=next_state_value)
+    terminated, ends = series.flags(done, terminated, ends)
+    # pi / mu, written over the difference of logs, which is a new tensor.
+    ratio = (series.expanded("log_pi", log_pi) - series.expanded("log_mu", log_mu)).exp_()
     same = not isinstance(c_thresh, Tensor) and not isinstance(rho_thresh, Tensor) and c_thresh == rho_thresh
-    rho = _clipped("rho_thresh", ratio, rho_thresh, own=same and not ratio.requires_grad)
+    # One weight for both uses where the thresholds are one number; autograd still needs the ratio as it was.
+    rho = _clipped("rho_thresh", ratio, rho_thresh, in_place=same and not ratio.requires_grad)
     c = rho if same else _clipped("c_thresh", ratio, c_thresh)
     advantage, target = vtrace_scan(
         series.factor("gamma", gamma),
-        series.number(rho),
-        series.number(c),
-        series.number(reward),
-        series.number(state_value),
-        series.number(next_state_value),
-        over,
-        stop,
+        series.column(rho),
+        series.column(c),
+        series.column(reward),
+        series.column(state_value),
+        series.column(next_state_value),
+        terminated,
+        ends,
         longest=series.longest,
     )
-    return series.back(advantage), series.back(target)
+    return series.restored(advantage), series.restored(target)
 
 
-def _clipped(name: str, ratio: Tensor, threshold: float | Tensor, *, own: bool = False) -> Tensor:
-    """``ratio`` up to the threshold; in its own place if nobody else reads it."""
+def _clipped(name: str, ratio: Tensor, threshold: float | Tensor, *, in_place: bool = False) -> Tensor:
+    """``min(ratio, threshold)``, written over ``ratio`` if ``in_place``."""
     if isinstance(threshold, Tensor):
-        read = threshold.device.type == "cpu" and not numberless()
+        read = threshold.device.type == "cpu" and not is_tracing()
         if read and not bool((threshold >= 0.0).all()):
             raise ValueError(f"{name} must be at least 0, got {threshold}")
         return torch.minimum(ratio, threshold.to(ratio.dtype))
     if not threshold >= 0.0:
         raise ValueError(f"{name} must be at least 0, got {threshold}")
-    return ratio.clamp_(max=threshold) if own else ratio.clamp(max=threshold)
+    return ratio.clamp_(max=threshold) if in_place else ratio.clamp(max=threshold)

@@ -10,13 +10,16 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
-from flatroll.estimators.functional.td import td0_return_estimate, td_lambda_return_estimate
-from flatroll.estimators.functional.time_columns import unit_interval
+from flatroll.estimators.functional.returns import (
+    td0_return_estimate,
+    td_lambda_return_estimate,
+    unit_interval,
+)
 from flatroll.estimators.losses.base import LossInputs, LossModule
 from flatroll.estimators.masked import DISTANCES, Distance, Reduction, mask_and, on_host, one_of, reduced
 from flatroll.estimators.values.base import ValueEstimator
-from flatroll.estimators.values.by_name import ValueEstimators, name_of
-from flatroll.estimators.values.next_observations import usable
+from flatroll.estimators.values.estimators import ValueEstimators, name_of
+from flatroll.estimators.values.evaluate import fill_missing
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.fast_call import written
 from flatroll.layout.keys import NEXT_KNOWN, NestedKey, flat_column, marker, next_key, require
@@ -194,7 +197,8 @@ class OffPolicyLoss(LossModule):
         """
         batch = inputs.batch
         columns = {
-            key: usable(require(batch, next_key(key)), require(batch, key), inputs.unknown) for key in keys
+            key: fill_missing(require(batch, next_key(key)), require(batch, key), inputs.unknown)
+            for key in keys
         }
         return TensorDict(columns, batch_size=batch.batch_size)
 

@@ -11,7 +11,6 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from flatroll.estimators.masked import Reduction, WarnOnce, mask_and, on_host, one_of, zero_masked
-from flatroll.estimators.values.keyed import VALID, renamed, under_next
 from flatroll.layout.boundaries import run_starts, steps_into_run
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import (
@@ -19,10 +18,13 @@ from flatroll.layout.keys import (
     IS_INIT,
     MASK,
     TRAJ_IDS,
+    VALID,
     NestedKey,
     flat_column,
     marker,
     missing_marker,
+    renamed,
+    under_next,
 )
 
 N = TypeVar("N", bound=nn.Module)

@@ -11,8 +11,9 @@ from typing_extensions import override
 from flatroll.estimators.losses.action_values import STEPS, ActionSpace, OffPolicyLoss, value_of_action
 from flatroll.estimators.losses.base import LossInputs, target_copy
 from flatroll.estimators.masked import Distance, Reduction, distance, masked_mean
-from flatroll.estimators.values.evaluate import NetworkInputs, Route, StateValues
-from flatroll.estimators.values.next_observations import Boundaries
+from flatroll.estimators.values.evaluate import ValueInputs, Values, state_values
+from flatroll.estimators.values.extended_stream import Boundaries
+from flatroll.estimators.values.options import Evaluation, NetworkInputs
 from flatroll.layout.keys import OBSERVATION, NestedKey, next_key
 from flatroll.modules import set_recurrent_mode
 
@@ -155,20 +156,18 @@ class DQNLoss(OffPolicyLoss):
                 "transform out, and make_value_estimator('td_lambda') for longer returns"
             )
         at = Boundaries(self.ends(inputs), self.terminated(inputs), inputs.unknown)
-        online = self._stream(self.value_network)(inputs.batch, at)
+        online = self._over_stream(self.value_network, inputs.batch, at)
         choice = next_value = online.next_value.detach()  # [*B, A]
         if self.target_value_network is not None:
             with torch.no_grad():
-                next_value = self._stream(self.target_value_network)(inputs.batch, at).next_value
+                next_value = self._over_stream(self.target_value_network, inputs.batch, at).next_value
         return online.value, next_state_value(next_value, choice if self.double_dqn else None)
 
-    def _stream(self, network: TensorDictModuleBase) -> StateValues:
-        return StateValues(
-            network,
-            value_key=self.key("action_value"),
-            is_init_key=self.key("is_init"),
-            route=Route(shifted=True),
-            warn=lambda text: None,  # a row of which it would be said does not count
+    def _over_stream(self, network: TensorDictModuleBase, batch: TensorDictBase, at: Boundaries) -> Values:
+        """Action values of each row and of what follows it; a row of which a warning would tell does not count."""
+        inputs = NetworkInputs.of(network, self.key("is_init"))
+        return state_values(
+            ValueInputs(inputs, self.key("action_value"), batch, at, Evaluation(shifted=True))
         )
 
 

@@ -33,7 +33,7 @@ from flatroll.estimators.masked import (
     standardized,
 )
 from flatroll.estimators.values.base import ValueEstimator
-from flatroll.estimators.values.by_name import Kind, ValueEstimators, make_estimator
+from flatroll.estimators.values.estimators import Kind, ValueEstimators, make_estimator
 from flatroll.layout.fast_call import through
 from flatroll.layout.keys import NestedKey, flat_column, missing_marker, require
 from flatroll.modules import set_recurrent_mode

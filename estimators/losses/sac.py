@@ -27,7 +27,7 @@ from flatroll.estimators.losses.base import (
     target_copy,
 )
 from flatroll.estimators.masked import Distance, Reduction, distance, masked_mean
-from flatroll.estimators.values.evaluate import NetworkInputs
+from flatroll.estimators.values.options import NetworkInputs
 from flatroll.layout.keys import NestedKey, as_tuple, next_key
 
 

@@ -1,54 +1,114 @@
 """What every value estimator does around its recursion: read the batch, evaluate it, write the result."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, ClassVar, Unpack
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
 
-from flatroll.estimators.functional.time_columns import unit_interval
+from flatroll.estimators.functional.returns import factor_over, unit_interval
 from flatroll.estimators.masked import (
     WarnOnce,
     expand_mask,
     mask_and,
-    one_of,
     standardized,
     standardized_in_groups,
 )
-from flatroll.estimators.values.batch_inputs import (
-    BootstrapMissing,
-    boundaries_of,
-    discount_over,
-    reward_of,
-    time_last,
-)
-from flatroll.estimators.values.chunks import Chunks
-from flatroll.estimators.values.evaluate import Parameters, Route, StateValues, Values
-from flatroll.estimators.values.finite import check_finite
-from flatroll.estimators.values.inputs import Estimated as Estimated
-from flatroll.estimators.values.inputs import Given as Given
-from flatroll.estimators.values.inputs import in_order
-from flatroll.estimators.values.keyed import VALID, renamed, under_next
-from flatroll.estimators.values.network import checked_network
-from flatroll.estimators.values.next_observations import Boundaries, beside
-from flatroll.estimators.values.options import checked_budget, one_stream
-from flatroll.kernels import zeroed
+from flatroll.estimators.values.batch_inputs import broadcast_like, check_finite
+from flatroll.estimators.values.evaluate import ValueInputs, Values, state_values
+from flatroll.estimators.values.extended_stream import Boundaries
+from flatroll.estimators.values.options import EstimatorOptions, NetworkInputs, Parameters, evaluation_from
+from flatroll.kernels.scans.scan import zeroed
+from flatroll.layout.boundaries import run_ends
 from flatroll.layout.keys import (
     IS_INIT,
     MASK,
+    NEXT_KNOWN,
+    REWARD,
     TRAJ_IDS,
+    VALID,
     NestedKey,
     flat_column,
     marker,
     next_key,
+    renamed,
     require,
+    under_next,
 )
 from flatroll.modules import set_recurrent_mode
 
 #: Names of entries that stand under ``"next"``.
 _UNDER_NEXT = ("reward", "done", "terminated")
+
+
+@dataclass(frozen=True)
+class EstimatorInputs:
+    """What an estimate is made of: columns ``[*B, T, *F]`` and flags ``[*B, T]`` of a batch whose last dim is time.
+
+    Attributes:
+        batch: the batch.
+        at: its boundaries.
+        value: of each row's observation.
+        next_value: of its next one.
+        reward, terminated, ends: as the functions of ``flatroll.estimators.functional.returns`` take them.
+        time_dim: likewise.
+        factors: what the estimator names in ``factor_names``, by name: numbers, or one number per row in the order
+            of these columns.
+        turned: the batch dim in which the caller has time, if that is not the last.
+    """
+
+    batch: TensorDictBase
+    at: Boundaries
+    value: Tensor
+    next_value: Tensor
+    reward: Tensor
+    terminated: Tensor
+    ends: Tensor
+    time_dim: int
+    factors: dict[str, float | Tensor]
+    turned: int | None
+
+
+def in_order(name: str, x: float | Tensor, reward: Tensor, rows: int, turned: int) -> float | Tensor:
+    """A factor whose time dim stands where the caller has it, with its dims in the reward's order.
+
+    Args:
+        name: of the factor.
+        x: a number, one per row or what broadcasts to the reward.
+        reward: ``[*B, T, *F]``.
+        rows: number of its dims that are rows.
+        turned: where ``x`` has its time; the reward has it in the last dim of the rows.
+    """
+    if not isinstance(x, Tensor) or not x.ndim:
+        return x
+    # First broadcast to the shape that the reward has in the caller's order, then turned like it.
+    full = factor_over(name, x, reward.transpose(turned, rows - 1).shape, rows)
+    return full.transpose(turned, rows - 1)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What an estimator writes.
+
+    Attributes:
+        advantage, target, value, next_value: ``[*B, T, *F]``.
+        valid: bool ``[*B, T]``, the rows that count; None if all do.
+    """
+
+    advantage: Tensor
+    target: Tensor
+    value: Tensor
+    next_value: Tensor
+    valid: Tensor | None
+
+
+def _of_evaluation(name: str) -> Any:
+    """An attribute of an estimator that stands in its ``evaluation``."""
+    return property(attrgetter(f"evaluation.{name}"), lambda self, x: setattr(self.evaluation, name, x))
 
 
 class ValueEstimator(TensorDictModuleBase):
@@ -108,8 +168,18 @@ class ValueEstimator(TensorDictModuleBase):
         "valid": VALID,
     }
     gamma: float | Tensor
+    #: The attributes that are discounts, decays or thresholds: a number, or one per row.
+    factor_names: ClassVar[tuple[str, ...]] = ("gamma",)
     #: Whether the value target depends on the values of the rows, not only on those of the next ones.
     target_needs_value: ClassVar[bool] = False
+
+    differentiable = _of_evaluation("differentiable")
+    shifted = _of_evaluation("shifted")
+    shifted_budget = _of_evaluation("shifted_budget")
+    chunks = _of_evaluation("chunks")
+    skip_existing = _of_evaluation("skip_existing")
+    check_finite = _of_evaluation("check_finite")
+    bootstrap_missing = _of_evaluation("bootstrap_missing")
 
     def __init__(
         self,
@@ -118,55 +188,34 @@ class ValueEstimator(TensorDictModuleBase):
         value_network: TensorDictModuleBase | None,
         standardize: bool = False,
         average_rewards: bool = False,
-        differentiable: bool = False,
-        shifted: bool = False,
-        shifted_budget: int | None = None,
-        single_call: bool | None = None,
-        value_chunk_size: int | None = None,
-        num_chunks: int | None = None,
-        num_chunk: int | None = None,
-        value_chunk_dim: int = 0,
-        skip_existing: bool | None = None,
-        check_finite: bool = False,
-        bootstrap_missing: BootstrapMissing = "error",
-        group_key: NestedKey | None = None,
-        time_dim: int | None = None,
-        advantage_key: NestedKey | None = None,
-        value_target_key: NestedKey | None = None,
-        value_key: NestedKey | None = None,
-        device: torch.device | str | None = None,
-        vectorized: bool | None = None,
-        deactivate_vmap: bool = False,
+        **options: Unpack[EstimatorOptions],
     ) -> None:
         super().__init__()
-        if value_network is not None:
-            checked_network(
-                value_network,
-                "value_network",
-                "TensorDictModule(net, in_keys=['observation'], out_keys=['state_value'])",
+        for name in options:
+            if name not in EstimatorOptions.__annotations__:
+                raise TypeError(f"ValueEstimator.__init__() got an unexpected keyword argument {name!r}")
+        if value_network is not None and not hasattr(value_network, "in_keys"):
+            raise TypeError(
+                "value_network must be a tensordict module, e.g. TensorDictModule(net, in_keys=['observation'], "
+                f"out_keys=['state_value']), got {type(value_network).__name__}"
             )
-        one_of("bootstrap_missing", bootstrap_missing, ("error", "current", "mask"))
-        if num_chunk is not None and num_chunks not in (None, num_chunk):
-            raise ValueError(f"num_chunk is another name of num_chunks, got {num_chunk} and {num_chunks}")
         self.value_network = value_network
-        self.differentiable = differentiable
-        self.shifted = one_stream(shifted, single_call)
-        self.shifted_budget = checked_budget(shifted_budget, self.shifted)
-        number = num_chunks if num_chunk is None else num_chunk
-        self.chunks = Chunks(value_chunk_size, number, value_chunk_dim)
-        self.skip_existing, self.check_finite = bool(skip_existing), check_finite
-        self.bootstrap_missing: BootstrapMissing = bootstrap_missing
-        self.standardize, self.average_rewards, self.group_key = standardize, average_rewards, group_key
-        if group_key is not None and not (standardize or average_rewards):
+        self.evaluation = evaluation_from(options)
+        self.standardize, self.average_rewards = standardize, average_rewards
+        self.group_key, self.time_dim = options.get("group_key"), options.get("time_dim")
+        if self.group_key is not None and not (standardize or average_rewards):
             raise ValueError(
-                f"group_key={group_key!r} says within what the advantage or the rewards are standardised: ask "
+                f"group_key={self.group_key!r} says within what the advantage or the rewards are standardised: ask "
                 "for that, too (average_gae=True, average_adv=True or average_rewards=True)"
             )
-        self.time_dim = time_dim
-        self.number("gamma", gamma, device)
+        self.number("gamma", gamma, options.get("device"))
         self._warn_once = WarnOnce()
         self.tensor_keys: dict[str, NestedKey] = dict(self.default_keys)
-        self.set_keys(advantage=advantage_key, value_target=value_target_key, value=value_key)
+        self.set_keys(
+            advantage=options.get("advantage_key"),
+            value_target=options.get("value_target_key"),
+            value=options.get("value_key"),
+        )
 
     def number(self, name: str, x: float | Tensor, device: torch.device | str | None = None) -> None:
         """Keep a discount or decay in [0, 1] as attribute ``name``: a float, or a buffer of several numbers."""
@@ -192,18 +241,24 @@ class ValueEstimator(TensorDictModuleBase):
             ValueError: there is no such key.
         """
         self.tensor_keys = renamed(self.tensor_keys, keys)
-        observed: list[Any] = [] if self.value_network is None else list(self.value_network.in_keys)
-        values: list[Any] = [self.tensor_keys["value"], next_key(self.tensor_keys["value"])]
+        #: Where each entry stands in a batch, by the name that it has in :attr:`tensor_keys`.
+        self.places = {k: under_next(x) if k in _UNDER_NEXT else x for k, x in self.tensor_keys.items()}
+        network, value = self.value_network, self.tensor_keys["value"]
+        #: The network that the keys below are of, and what it reads.
+        self._inputs = None if network is None else NetworkInputs.of(network, self.tensor_keys["is_init"])
+        observed: list[Any] = [] if network is None else list(network.in_keys)
+        values: list[Any] = [value, next_key(value)]
         read: list[Any] = [*observed, *map(next_key, observed)] or list(values)
-        read += map(self.key, _UNDER_NEXT)
+        read += [self.places[name] for name in _UNDER_NEXT]
         written: list[Any] = [self.tensor_keys["advantage"], self.tensor_keys["value_target"], *values]
         self.in_keys, self.out_keys = read, written
+        self._written: list[NestedKey] = list(written)
 
     def key(self, name: str) -> NestedKey:
         """Where the entry called ``name`` in :meth:`set_keys` stands."""
-        return under_next(self.tensor_keys[name]) if name in _UNDER_NEXT else self.tensor_keys[name]
+        return self.places[name]
 
-    def estimate(self, given: Given) -> tuple[Tensor, Tensor]:
+    def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
         """Advantage and value target, shaped like the reward."""
         raise NotImplementedError(f"{type(self).__name__} must define estimate")
 
@@ -234,21 +289,19 @@ class ValueEstimator(TensorDictModuleBase):
             TypeError: the reward is not floating, or a flag not bool.
             ValueError: shapes that do not match, hidden final observations, a ``final`` of another batch.
         """
-        batch, dim = time_last(tensordict, self.time_dim if time_dim is None else time_dim)
-        out = self._estimated(batch, dim, Parameters(params, target_params), None, final)
-        names = self.tensor_keys
-        written = {
-            names["advantage"]: out.advantage,
-            names["value_target"]: out.target,
-            names["value"]: out.value,
-            next_key(names["value"]): out.next_value,
-        }
-        stale = tensordict.get(names["valid"], None) is not None  # never leave an old one behind
-        if out.valid is not None or self.shifted or stale:
+        dim = self.time_dim if time_dim is None else time_dim
+        batch, turned = time_last(tensordict, dim)
+        out = self._estimate(batch, turned, Parameters(params, target_params), None, final)
+        columns = [out.advantage, out.target, out.value, out.next_value]
+        written = dict(zip(self._written, columns, strict=True))
+        valid_key = self.tensor_keys["valid"]
+        stale = tensordict.get(valid_key, None) is not None  # never leave an old one behind
+        if out.valid is not None or self.evaluation.shifted or stale:
             everywhere = torch.ones(batch.batch_size, dtype=torch.bool, device=out.target.device)
-            written[names["valid"]] = everywhere if out.valid is None else out.valid
+            written[valid_key] = everywhere if out.valid is None else out.valid
+        # Time goes back to the dim where the caller has it.
         for key, column in written.items():
-            tensordict.set(key, column if dim is None else column.transpose(dim, tensordict.batch_dims - 1))
+            tensordict.set(key, column if turned is None else column.transpose(turned, batch.batch_dims - 1))
         return tensordict
 
     def value_estimate(
@@ -268,106 +321,169 @@ class ValueEstimator(TensorDictModuleBase):
                 network is not called for them, nor, by an estimator of temporal differences, at all.
             tensordict, params, target_params, final, time_dim: as in :meth:`forward`, as is what is raised.
         """
-        batch, dim = time_last(tensordict, self.time_dim if time_dim is None else time_dim)
-        if next_value is not None and dim is not None:
-            next_value = next_value.transpose(dim, batch.batch_dims - 1)
-        target = self._estimated(batch, dim, Parameters(params, target_params), next_value, final).target
-        return target if dim is None else target.transpose(dim, batch.batch_dims - 1)
+        batch, turned = time_last(tensordict, self.time_dim if time_dim is None else time_dim)
+        last = batch.batch_dims - 1
+        if next_value is not None and turned is not None:
+            next_value = next_value.transpose(turned, last)
+        target = self._estimate(batch, turned, Parameters(params, target_params), next_value, final).target
+        return target if turned is None else target.transpose(turned, last)
 
-    def _estimated(
+    def _estimate(
         self,
         batch: TensorDictBase,
         turned: int | None,
         parameters: Parameters,
         next_value: Tensor | None,
         final: TensorDictBase | None,
-    ) -> Estimated:
-        grad = self.differentiable and torch.is_grad_enabled()
+    ) -> Estimate:
+        """Advantage, target and values of a batch whose last dim is time; the caller had it at ``turned``."""
+        keys, grad = self.places, self.evaluation.differentiable and torch.is_grad_enabled()
         with torch.set_grad_enabled(grad), set_recurrent_mode(True):
-            reward = reward_of(batch, self.key("reward"))
-            at = boundaries_of(batch, self.tensor_keys, self.bootstrap_missing)
-            if next_value is not None and next_value.shape == batch.batch_size:
-                next_value = next_value.unsqueeze(-1)
-            if next_value is not None and next_value.shape != reward.shape:
-                raise ValueError(
-                    f"next_value must have the reward's shape {tuple(reward.shape)}, got {tuple(next_value.shape)}"
-                )
-            values = self._values(batch, turned, at, parameters, next_value, final)
-            for column in (values.value, values.next_value):
-                if column.shape != reward.shape:
-                    words = (
-                        "the batch must hold" if self.value_network is None else "value_network must write"
-                    )
-                    raise ValueError(
-                        f"{words} values of the reward's shape {tuple(reward.shape)}, got {tuple(column.shape)}"
-                    )
-            if self.check_finite:
-                check_finite(batch, self.value_network, reward, values, turned)
+            reward, at, values = self._evaluate(batch, turned, parameters, next_value, final)
             valid, ends = values.valid, at.ends
-            if at.unknown is not None and self.bootstrap_missing == "mask":
+            if at.unknown is not None and self.evaluation.bootstrap_missing == "mask":
                 valid = mask_and(valid, ~at.unknown)
-            if valid is not None:  # the row before one that is left out stops there
+            if valid is not None:  # a run stops at the row before one that is left out
                 ends = ends.clone()
-                ends[..., :-1] |= ~valid[..., 1:]
-            counted = self._counted(batch, valid)
-            gamma = in_order("gamma", self.gamma, reward, batch.batch_dims, turned)
-            gamma = discount_over(gamma, batch, self.tensor_keys["steps_to_next_obs"], reward)
+                ends[..., :-1] |= ~valid[..., 1:]  # where row t + 1 does not count
+            counted = valid  # the rows that moments are taken over; None is all of them
+            if (self.standardize or self.average_rewards) and batch.get(keys["mask"], None) is not None:
+                counted = mask_and(marker(batch, keys["mask"]), valid)
+            factors, dims = {name: getattr(self, name) for name in self.factor_names}, batch.batch_dims
+            if turned is not None:
+                factors = {k: in_order(k, x, reward, dims, turned) for k, x in factors.items()}
+            steps = batch.get(keys["steps_to_next_obs"], None)
+            if steps is not None:  # the discount over all the steps that a row spans
+                spanned = flat_column(steps, batch, keys["steps_to_next_obs"]).to(reward.dtype)
+                gamma = torch.as_tensor(factors["gamma"], dtype=reward.dtype, device=reward.device)
+                gamma = factor_over("gamma", gamma, reward.shape, dims) if gamma.ndim else gamma
+                factors["gamma"] = gamma ** broadcast_like(spanned, reward)
             if self.average_rewards:
                 reward = self._standardized(batch, reward, counted)
-            given = Given(
+            inputs = EstimatorInputs(
                 batch,
                 at,
-                gamma,
                 values.value,
                 values.next_value,
                 reward,
-                beside(at.terminated, reward),
-                beside(ends, reward),
-                batch.batch_dims - 1,
+                at.terminated,
+                ends,
+                dims - 1,
+                factors,
                 turned,
             )
-            advantage, target = self.estimate(given)
+            advantage, target = self.estimate(inputs)
             if self.standardize:
                 advantage = self._standardized(batch, advantage, counted)
-            if valid is not None:
-                rows = beside(valid, reward)
+            if valid is not None:  # a row that does not count: no advantage, and its own value for a target
+                rows = broadcast_like(valid, reward)
                 advantage = advantage.masked_fill(~rows, 0.0)
                 target = torch.where(rows, target, values.value)
-            return Estimated(advantage, target, values.value, values.next_value, valid)
+            return Estimate(advantage, target, values.value, values.next_value, valid)
 
-    def _values(
+    def _evaluate(
         self,
         batch: TensorDictBase,
         turned: int | None,
-        at: Boundaries,
         parameters: Parameters,
         next_value: Tensor | None,
         final: TensorDictBase | None,
-    ) -> Values:
+    ) -> tuple[Tensor, Boundaries, Values]:
+        """Reward ``[*B, T, *F]`` (one without feature dims gets a dim of 1), boundaries, and values of its shape."""
+        keys, how, network = self.places, self.evaluation, self.value_network
+        reward = require(batch, keys["reward"], REWARD)
+        if not reward.is_floating_point():
+            key = keys["reward"]
+            raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
+        reward = reward.unsqueeze(-1) if reward.shape == batch.batch_size else reward
+        names = {"is_init_key": "is_init", "done_key": "done", "traj_key": "traj_ids", "mask_key": "mask"}
+        ends = run_ends(batch, **{argument: keys[name] for argument, name in names.items()})
+        at = Boundaries(ends, marker(batch, keys["terminated"]), None)
+        if batch.get(NEXT_KNOWN, None) is not None:
+            at = _with_unknown(batch, at, refuse=how.bootstrap_missing == "error")
+        if next_value is not None and next_value.shape == batch.batch_size:
+            next_value = next_value.unsqueeze(-1)
+        if next_value is not None and next_value.shape != reward.shape:
+            raise ValueError(
+                f"next_value must have the reward's shape {tuple(reward.shape)}, got {tuple(next_value.shape)}"
+            )
         if next_value is not None and not self.target_needs_value:
-            return Values(next_value, zeroed(next_value, at.terminated))
-        evaluate = StateValues(
-            self.value_network,
-            value_key=self.tensor_keys["value"],
-            is_init_key=self.tensor_keys["is_init"],
-            route=Route(self.shifted, self.shifted_budget, self.chunks, self.skip_existing, turned),
-            warn=self._warn_once,
-        )
-        n_step = batch.get(self.tensor_keys["steps_to_next_obs"], None) is not None
-        return evaluate(batch, at, final, parameters, next_value, n_step=n_step)
-
-    def _counted(self, batch: TensorDictBase, valid: Tensor | None) -> Tensor | None:
-        """The rows that moments are taken over; None is all of them."""
-        if (
-            not (self.standardize or self.average_rewards)
-            or batch.get(self.tensor_keys["mask"], None) is None
-        ):
-            return valid
-        return mask_and(marker(batch, self.tensor_keys["mask"]), valid)
+            values = Values(next_value, zeroed(next_value, at.terminated))
+        else:
+            if network is not None and (self._inputs is None or self._inputs.module is not network):
+                self.set_keys()  # somebody has put another network here, which may read other entries
+            n_step = batch.get(keys["steps_to_next_obs"], None) is not None
+            values = state_values(
+                ValueInputs(
+                    None if network is None else self._inputs,
+                    self.tensor_keys["value"],
+                    batch,
+                    at,
+                    how,
+                    final,
+                    parameters,
+                    n_step,
+                    turned,
+                    self._warn_once,
+                ),
+                next_value,
+            )
+        if values.value.shape != reward.shape or values.next_value.shape != reward.shape:
+            column = values.next_value if values.value.shape == reward.shape else values.value
+            words = "the batch must hold" if network is None else "value_network must write"
+            raise ValueError(
+                f"{words} values of the reward's shape {tuple(reward.shape)}, got {tuple(column.shape)}"
+            )
+        if how.check_finite:
+            observed: list[Any] = [] if network is None else list(network.in_keys)
+            check_finite(batch, observed, reward, values.value, values.next_value, turned)
+        return reward, at, values
 
     def _standardized(self, batch: TensorDictBase, column: Tensor, counted: Tensor | None) -> Tensor:
+        """The column with zero mean and unit deviation over the rows ``counted``, or within each group of them."""
         mask = expand_mask(counted, column)
         if self.group_key is None:
             return standardized(column, mask)
         groups = flat_column(require(batch, self.group_key), batch, self.group_key)
         return standardized_in_groups(column, groups, mask)
+
+
+def _with_unknown(batch: TensorDictBase, at: Boundaries, *, refuse: bool) -> Boundaries:
+    """The boundaries, with the bootstrapped ends whose next observation the env hid.
+
+    Raises:
+        ValueError: there are some, and ``refuse``: nobody said what to do about them.
+    """
+    # Only ends need it: inside a run the row behind holds the observation, and a terminated one has no next value.
+    unknown = ~marker(batch, NEXT_KNOWN) & at.bootstrapped
+    if refuse and bool(unknown.any()):
+        rows = unknown.reshape(-1).nonzero().squeeze(-1)
+        raise ValueError(
+            f"the env hid the final observation of {len(rows)} truncated rows (the first is row "
+            f"{int(rows[0])}), so their next value is unknown: choose bootstrap_missing='current' (the "
+            "value of the row's own observation) or 'mask' (leave the rows out), or collect from an env "
+            "that reports final observations"
+        )
+    return Boundaries(at.ends, at.terminated, unknown)
+
+
+def time_last(batch: TensorDictBase, time_dim: int | None) -> tuple[TensorDictBase, int | None]:
+    """The batch with its time dim last, and where that dim was if it was not there.
+
+    Args:
+        batch: ``[*B]``.
+        time_dim: the dim; None is the one named ``"time"``, else the last.
+
+    Raises:
+        ValueError: no such dim, or no dim at all.
+    """
+    last = batch.batch_dims - 1
+    if last < 0:
+        raise ValueError("the batch must have at least one batch dimension (time), got batch size []")
+    if time_dim is None and "time" in batch.names:
+        time_dim = batch.names.index("time")
+    if time_dim is None or time_dim in (last, -1):
+        return batch, None
+    if not -last - 1 <= time_dim < last:
+        raise ValueError(f"time_dim must name a batch dim of {tuple(batch.batch_size)}, got {time_dim}")
+    return batch.transpose(time_dim, last), time_dim % (last + 1)

@@ -1,66 +1,73 @@
-"""The values of a batch's observations and next observations, from one network.
+"""The values of a batch's observations and of those that follow them, from one network.
 
 Two calls, on the observations and on the next observations, are right for a network that reads one row at a time
-(where they are few, one call sees both). The *extended stream* needs one: the rows, and for each run the final
-observation it bootstraps from. A row's next value is then the value of the row behind it. That is N + K rows instead
-of 2 N, exact, and the only right form for a recurrent network, whose memory runs on into the final observation.
+(where they are few, one call sees both). The extended stream needs one: N + K rows instead of 2 N, exact, and the only
+right form for a recurrent network, whose memory runs on into the final observation of each run.
+
+A next observation is the batch's own ``("next", key)``; a compact batch has none, and what ``final`` holds follows the
+ends of its runs. Where neither knows it, the row's own observation stands in, and a warning says so.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from flatroll.estimators.values.budget import Budgeted
-from flatroll.estimators.values.chunks import Chunks
+from flatroll.estimators.values.batch_inputs import broadcast_like, flat_rows
 from flatroll.estimators.values.extended_stream import (
     Appended,
-    Columns,
+    Boundaries,
+    Budgeted,
     Interleaved,
-    Stream,
-    marked,
-    row_stops,
+    true_indices,
 )
-from flatroll.estimators.values.network import NetworkInputs as NetworkInputs
-from flatroll.estimators.values.network import value_of
-from flatroll.estimators.values.next_observations import Boundaries, Following, beside, flat
-from flatroll.kernels import zeroed
+from flatroll.estimators.values.options import Evaluation, NetworkInputs, Parameters
+from flatroll.kernels.scans.scan import is_tracing, zeroed
 from flatroll.layout.boundaries import starts_from
+from flatroll.layout.fast_call import through
+from flatroll.layout.final import Final, read_final
 from flatroll.layout.keys import NestedKey, next_key, require
+
+Columns: TypeAlias = dict[NestedKey, Tensor]
 
 #: Rows and bytes of observations up to which copying them costs less than calling a network twice.
 _FEW_ROWS, _FEW_BYTES = 4096, 1 << 17
 
 
 @dataclass(frozen=True)
-class Route:
-    """How values come about.
+class ValueInputs:
+    """All that the values of a batch are computed from.
 
     Attributes:
-        shifted: one call over the extended stream even where two calls would do.
-        budget: places that a stream of fixed length adds to each series; None is the stream that fits.
-        chunks: rows that go through the network at a time.
-        skip_existing: values that stand in the batch are not computed again.
-        turned: the batch dim that has changed places with the last one since the chunks were chosen.
+        network: the network and what it reads; None takes both values from the batch.
+        value_key: entry the network writes its value under, a trailing dim included (``[*B, T, 1]``).
+        batch: ``[*B, T]``.
+        at: its boundaries.
+        how: whether by one call or two, in which chunks.
+        final: the next observations that no row of a compact batch holds.
+        parameters: in place of the network's own.
+        n_step: whether the next observation of a row is not that of the row behind it.
+        turned: the batch dim that has changed places with the last one since the chunks were chosen, if any.
+        warn: called with a text where the row's own observation stands in and the run is not terminated.
     """
 
-    shifted: bool = False
-    budget: int | None = None
-    chunks: Chunks = field(default_factory=Chunks)
-    skip_existing: bool = False
+    network: NetworkInputs | None
+    value_key: NestedKey
+    batch: TensorDictBase
+    at: Boundaries
+    how: Evaluation
+    final: TensorDictBase | None = None
+    parameters: Parameters = field(default_factory=Parameters)
+    n_step: bool = False
     turned: int | None = None
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """Other parameters than the network's own, for the values of the rows and for those of the next ones."""
-
-    now: TensorDictBase | None = None
-    following: TensorDictBase | None = None
+    warn: Callable[[str], None] = lambda text: None
 
 
 @dataclass(frozen=True)
@@ -78,240 +85,396 @@ class Values:
     valid: Tensor | None = None
 
 
-class StateValues:
-    """Evaluate a batch.
+@dataclass(frozen=True)
+class Observations:
+    """A batch's observations and what is known of those that follow them, all batch dims flattened into one.
 
-    Args:
-        network: tensordict module that writes ``value_key``, a trailing dim included (``[*B, T, 1]``); None
-            takes both values from the batch.
-        value_key: entry the network writes its value under.
-        is_init_key: entry that tells a recurrent network where runs start.
-        route: how.
-        warn: called with a text when a next observation is missing and the root one stands in for it.
+    Attributes:
+        root: what the network reads at each row ``[N, *F]``, by key: observations, and what a memory needs.
+        next: next observations ``[N, *F]`` that stand in the batch.
+        final: next observations ``[K, *F]`` that stand in ``final``.
+        final_row: int64 ``[K]``, ascending, the rows that those follow; None if there are none of them.
+        nowhere: the keys whose next observations stand in neither.
+        unknown: bool ``[N]``, the rows whose next observation the env hid, or None.
+        starts: bool ``[N, 1]``, first rows of runs, and the key under which a memory reads them; None without one.
     """
 
-    def __init__(
-        self,
-        network: TensorDictModuleBase | None,
-        *,
-        value_key: NestedKey,
-        is_init_key: NestedKey,
-        route: Route,
-        warn: Callable[[str], None],
-    ) -> None:
-        self.network, self.value_key, self.is_init_key = network, value_key, is_init_key
-        self.route, self.warn = route, warn
-
-    def __call__(
-        self,
-        batch: TensorDictBase,
-        at: Boundaries,
-        final: TensorDictBase | None = None,
-        parameters: Parameters | None = None,
-        next_value: Tensor | None = None,
-        *,
-        n_step: bool = False,
-    ) -> Values:
-        """The values of the batch.
-
-        Args:
-            batch: ``[*B, T]``.
-            at: its boundaries.
-            final: the next observations that no row of a compact batch holds.
-            parameters: in place of the network's own.
-            next_value: of the next observations ``[*B, T, *F]``, if they are known.
-            n_step: the next observation of a row is not that of the row behind it.
-
-        Raises:
-            KeyError: the batch lacks an entry the network reads, or the network does not write ``value_key``.
-            ValueError: ``final`` does not belong to this batch, the value has no trailing dim, or one stream is
-                asked to serve two sets of parameters, or n-step rows.
-        """
-        value, next_value = self._existing(batch, next_value)
-        if value is not None and next_value is not None:
-            return Values(value, zeroed(next_value, at.terminated))
-        assert self.network is not None
-        work = _Work(self, self.network, batch, at, final, parameters or Parameters(), value)
-        if next_value is not None:
-            return Values(work.of_rows(), zeroed(next_value, at.terminated))
-        if work.row_by_row:
-            return work.two_calls()
-        if n_step:
-            raise ValueError(
-                "n-step rows are followed by an observation several rows on, so one call over the rows (shifted=True, "
-                "a recurrent value_network, a batch without next observations) has no value for it: evaluate "
-                "before the n-step transform, or use shifted=False with a network that reads one row at a time"
-            )
-        return work.one_call()
-
-    def _existing(
-        self, batch: TensorDictBase, next_value: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The values that need not be computed; ``next_value`` as it is, if it is known."""
-        key = next_key(self.value_key)
-        if self.network is None:
-            return require(batch, self.value_key), require(batch, key) if next_value is None else next_value
-        if not self.route.skip_existing:
-            return None, next_value
-        return batch.get(self.value_key, None), batch.get(key, None) if next_value is None else next_value
+    root: Columns
+    next: Columns
+    final: Columns
+    final_row: Tensor | None
+    nowhere: list[NestedKey]
+    unknown: Tensor | None
+    starts: tuple[NestedKey, Tensor] | None
 
 
-class _Work:
-    """One batch on its way through the network."""
+def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Values:
+    """The values of a batch's observations and of those that follow them.
 
-    def __init__(
-        self,
-        values: StateValues,
-        network: TensorDictModuleBase,
-        batch: TensorDictBase,
-        at: Boundaries,
-        final: TensorDictBase | None,
-        parameters: Parameters,
-        value: Tensor | None,
-    ) -> None:
-        self.network, self.value_key, self.is_init_key = network, values.value_key, values.is_init_key
-        self.route, self.batch, self.at, self.parameters, self.value = (
-            values.route,
-            batch,
-            at,
-            parameters,
-            value,
-        )
-        self.inputs = NetworkInputs.of(network, values.is_init_key)
-        self.following = Following(batch, self.inputs.observed, at, final, values.warn)
-        self.dim = values.route.chunks.along(batch.batch_dims, values.route.turned)
+    Args:
+        inputs: the batch and its network.
+        next_value: of the next observations ``[*B, T, *F]``, if they are known.
 
-    @property
-    def row_by_row(self) -> bool:
-        """Whether two calls will do."""
-        return not self.route.shifted and not self.inputs.recurrent and self.following.complete
-
-    def two_calls(self) -> Values:
-        """The observations and the next observations: one after the other, or in one call where they are few."""
-        batch, at, following, now = self.batch, self.at, self.following, self.parameters.now
-        then = now if self.parameters.following is None else self.parameters.following
-        root = {key: require(batch, key) for key in following.root}
-        after = {key: require(batch, next_key(key)) for key in following.root}
-        together = self.value is None and now is then and self.route.chunks.whole
-        values, next_values = [], []
-        for start, stop in self.route.chunks.spans(batch.shape[self.dim]):
-            cut = partial(_rows, dim=self.dim, start=start, stop=stop)
-            part = {key: cut(column) for key, column in root.items()}
-            hidden, over = None if at.unknown is None else cut(at.unknown), cut(at.terminated)
-            next_part = {
-                key: following.usable(key, cut(column), part[key], hidden, over)
-                for key, column in after.items()
-            }
-            if together and _few(part, over.numel()):
-                both = {key: torch.cat([column, next_part[key]]) for key, column in part.items()}
-                found = self._evaluate(both, torch.Size([2 * over.shape[0], *over.shape[1:]]), now)
-                values.append(found[: over.shape[0]])
-                next_values.append(found[over.shape[0] :])
-                continue
-            if self.value is None:
-                values.append(self._evaluate(part, over.shape, now))
-            next_values.append(self._evaluate(next_part, over.shape, then))
-        next_value = _joined(next_values, self.dim)
+    Raises:
+        KeyError: the batch lacks an entry the network reads, or the network does not write ``value_key``.
+        TypeError: ``final`` is no tensordict.
+        ValueError: ``final`` does not belong to this batch, the value has no trailing dim, or one stream is
+            asked to serve two sets of parameters, or n-step rows.
+    """
+    batch, network, value = inputs.batch, inputs.network, None
+    if network is None:
+        value = require(batch, inputs.value_key)
+        next_value = require(batch, next_key(inputs.value_key)) if next_value is None else next_value
+    elif inputs.how.skip_existing:
+        value = batch.get(inputs.value_key, None)
+        next_value = batch.get(next_key(inputs.value_key), None) if next_value is None else next_value
+    if value is not None and next_value is not None:
+        return Values(value, zeroed(next_value, inputs.at.terminated))
+    assert network is not None
+    # What the batch itself holds of both; keys that it lacks under "next" may stand in final.
+    root = {key: require(batch, key) for key in network.observed}
+    next_columns = [batch.get(key, None) for key in network.next_observed]
+    following = {key: column for key, column in zip(root, next_columns, strict=True) if column is not None}
+    absent = [key for key in root if key not in following]
+    from_final = None
+    if inputs.final is not None:
+        from_final = read_final(inputs.final, absent, wanted="the collector.final of this batch")
+    if next_value is None and not (absent or inputs.how.shifted or network.recurrent):
+        return _row_by_row(inputs, network, root, following, value)
+    observations = _flattened(inputs, network, root, following, from_final)
+    if next_value is not None:  # the rows alone: a stream behind which nothing is inserted
+        stream = Appended(torch.zeros(0, dtype=torch.int64), inputs.at.ends.numel())
+        value = _values_at_places(inputs, observations, stream, inputs.parameters.now)
         return Values(
-            self.value if self.value is not None else _joined(values, self.dim),
-            zeroed(next_value, at.terminated),
+            value.reshape(*batch.batch_size, *value.shape[1:]), zeroed(next_value, inputs.at.terminated)
+        )
+    if inputs.n_step:
+        raise ValueError(
+            "n-step rows are followed by an observation several rows on, so one call over the rows (shifted=True, "
+            "a recurrent value_network, a batch without next observations) has no value for it: evaluate "
+            "before the n-step transform, or use shifted=False with a network that reads one row at a time"
+        )
+    following_parameters = inputs.parameters.following
+    if following_parameters is None:
+        return _over_stream(inputs, observations, inputs.parameters.now, value)
+    if inputs.how.shifted:
+        raise ValueError(
+            "shifted=True takes the values of the rows and of the next ones from one call, so from one set "
+            "of parameters: leave target_params out, or shifted=True"
+        )
+    if value is None:  # the stream twice, once with the parameters of either
+        value = _over_stream(inputs, observations, inputs.parameters.now, None).value
+    return Values(value, _over_stream(inputs, observations, following_parameters, None).next_value)
+
+
+def _row_by_row(
+    inputs: ValueInputs, network: NetworkInputs, root: Columns, following: Columns, value: Tensor | None
+) -> Values:
+    """Values of observations and next observations: one call after the other, or one where they are few.
+
+    Args:
+        inputs, network: the batch and its network, which reads one row at a time.
+        root, following: observations and next observations ``[*B, T, *F]``, by key.
+        value: of the observations, if they are known.
+    """
+    at, chunks, now = inputs.at, inputs.how.chunks, inputs.parameters.now
+    then = now if inputs.parameters.following is None else inputs.parameters.following
+    one_call = value is None and now is then and chunks.whole
+    dim, spans = 0, iter([(0, len(at.ends))])
+    if not chunks.whole or chunks.dim != 0:
+        dim = chunks.along(inputs.batch.batch_dims, inputs.turned)
+        spans = chunks.spans(inputs.batch.shape[dim])
+    values, next_values = [] if value is None else [value], []  # one entry for each chunk
+    for start, stop in spans:
+        part, after, unknown, over = root, following, at.unknown, at.terminated
+        if stop - start != over.shape[dim]:  # not all rows at once
+            chunk = (*[slice(None)] * dim, slice(start, stop))  # rows start to stop along dim
+            part, after = ({key: column[chunk] for key, column in c.items()} for c in (root, following))
+            unknown, over = None if unknown is None else unknown[chunk], over[chunk]
+        after = {
+            key: fill_missing(
+                column, part[key], unknown, partial(_warn_of_nan, inputs.warn, key, unknown, over)
+            )
+            for key, column in after.items()
+        }
+        count, shape = len(over), over.shape
+        if one_call and over.numel() <= _FEW_ROWS and sum(c.nbytes for c in part.values()) <= _FEW_BYTES:
+            # Observations first, next observations behind them: one call sees twice the rows.
+            pairs = {key: torch.cat([column, after[key]]) for key, column in part.items()}
+            found = value_of(
+                network.module, pairs, torch.Size([2 * count, *shape[1:]]), inputs.value_key, now
+            )
+            values.append(found[:count])
+            next_values.append(found[count:])
+            continue
+        if value is None:
+            values.append(value_of(network.module, part, shape, inputs.value_key, now))
+        next_values.append(value_of(network.module, after, shape, inputs.value_key, then))
+    value, next_value = (c[0] if len(c) == 1 else torch.cat(c, dim) for c in (values, next_values))
+    return Values(value, zeroed(next_value, at.terminated))
+
+
+def _flattened(
+    inputs: ValueInputs, network: NetworkInputs, root: Columns, following: Columns, final: Final | None
+) -> Observations:
+    """The observations with all batch dims as one, and what a memory reads besides.
+
+    Raises:
+        KeyError: ``final`` does not say which rows its observations follow.
+    """
+    batch, dims = inputs.batch, inputs.batch.batch_dims
+    next_final = {} if final is None else final.next
+    if final is not None and next_final and final.row is None:
+        raise KeyError(
+            "final has no entry 'row', the rows of the batch that its next observations follow: pass "
+            "collector.final as it came with the batch"
+        )
+    columns = {key: flat_rows(column, dims) for key, column in root.items()}
+    starts = None
+    if network.recurrent:  # a memory is told where runs start by the boundaries, not by the batch's own marks
+        starts = starts_from(inputs.at.ends.reshape(-1)).unsqueeze(-1)
+        states = {key: batch.get(key, None) for key in network.states}
+        columns |= {key: flat_rows(column, dims) for key, column in states.items() if column is not None}
+        columns[network.is_init_key] = starts
+    return Observations(
+        root=columns,
+        next={key: flat_rows(column, dims) for key, column in following.items()},
+        final=next_final,
+        final_row=final.row if final is not None and next_final else None,
+        nowhere=[key for key in root if key not in following and key not in next_final],
+        unknown=None if inputs.at.unknown is None else inputs.at.unknown.reshape(-1),
+        starts=None if starts is None else (network.is_init_key, starts),
+    )
+
+
+def _over_stream(
+    inputs: ValueInputs, observations: Observations, parameters: TensorDictBase | None, value: Tensor | None
+) -> Values:
+    """Both values from one call over the extended stream; ``value`` of the rows, if it is known, is kept."""
+    at, network, valid = inputs.at, inputs.network, None
+    count, first, known = at.ends.numel(), 0, []
+    stream: Appended | Interleaved
+    if inputs.how.shifted and inputs.how.shifted_budget is not None:
+        stream = Budgeted.of(at.bootstrapped.reshape(-1, at.ends.shape[-1]), inputs.how.shifted_budget)
+        valid = stream.valid.view(at.ends.shape)
+        if observations.final or observations.nowhere:  # else there is nothing to wait for a device for
+            _check_known(inputs, observations, true_indices(at.bootstrapped & valid))
+    else:
+        after = true_indices(at.bootstrapped)
+        _check_known(inputs, observations, after)
+        if network is not None and network.recurrent:
+            stream = Interleaved.behind(after, count)
+        else:
+            stream = Appended(after, count)
+            if value is not None:  # then only the inserted places are left to evaluate
+                first, known = count, [flat_rows(value, inputs.batch.batch_dims)]
+    found = _values_at_places(inputs, observations, stream, parameters, first)
+    # The values at the places of the rows, and those at the places behind them.
+    now, next_value = stream.split(torch.cat([*known, found]) if known else found)
+    shape = (*inputs.batch.batch_size, *now.shape[1:])
+    now, next_value = now.reshape(shape), next_value.reshape(shape)
+    if valid is not None:  # at a row without a place stands the value of another one
+        now = torch.where(broadcast_like(valid, now), now, 0.0)
+    return Values(now if value is None else value, zeroed(next_value, at.terminated), valid)
+
+
+def _values_at_places(
+    inputs: ValueInputs,
+    observations: Observations,
+    stream: Appended | Interleaved,
+    parameters: TensorDictBase | None,
+    first: int = 0,
+) -> Tensor:
+    """What the network writes for the places of the stream from ``first`` on, chunk by chunk."""
+    assert inputs.network is not None
+    chunks, ends = inputs.how.chunks, inputs.at.ends.reshape(-1)
+    # A memory must meet a run in one piece.
+    stops = stream.stops(ends) if inputs.network.recurrent and not chunks.whole else None
+    # Rows that make up one index of the dim that is split, as all batch dims are one here.
+    each = len(ends) // max(inputs.batch.shape[chunks.along(inputs.batch.batch_dims, inputs.turned)], 1)
+    found = []
+    for start, stop in chunks.spans(stream.places, stops, each=each, first=first):
+        columns = _columns_at_places(inputs, observations, stream, start, stop)
+        found.append(
+            value_of(inputs.network.module, columns, torch.Size([stop - start]), inputs.value_key, parameters)
+        )
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _columns_at_places(
+    inputs: ValueInputs, observations: Observations, stream: Appended | Interleaved, start: int, stop: int
+) -> Columns:
+    """What the network reads at the places ``start`` to ``stop`` of the stream; states repeat the row before."""
+    if isinstance(stream, Appended):
+        count = stream.count  # place count + k holds what follows row after[k]
+        if stop <= count:
+            return {key: column[start:stop] for key, column in observations.root.items()}
+        after = stream.after[max(start - count, 0) : stop - count]
+        inserted = next_observations(inputs, observations, after)
+        if start >= count:  # inserted places only
+            return {
+                key: inserted[key] if key in inserted else c[after] for key, c in observations.root.items()
+            }
+        return {
+            key: torch.cat([c[start:], inserted[key].to(c.dtype) if key in inserted else c[after]])
+            for key, c in observations.root.items()
+        }
+    rows = stream.source[start:stop]
+    columns = {key: column.index_select(0, rows) for key, column in observations.root.items()}
+    if isinstance(stream, Budgeted):  # static shapes: looked up for all places, chosen for the inserted ones
+        return columns | next_observations(inputs, observations, rows, stream.inserted[start:stop])
+    assert stream.after is not None
+    places = stream.position[stream.after] + 1  # of the inserted observations, ascending
+    low, high = 0, len(places)  # which of them stand in this chunk
+    if (start, stop) != (0, stream.places):
+        low, high = torch.searchsorted(places, places.new_tensor([start, stop])).tolist()
+    local = places[low:high] - start  # places within this chunk
+    for key, column in next_observations(inputs, observations, stream.after[low:high]).items():
+        columns[key][local] = column.to(columns[key].dtype)
+    return columns
+
+
+def next_observations(
+    inputs: ValueInputs, observations: Observations, rows: Tensor, chosen: Tensor | None = None
+) -> Columns:
+    """What follows these rows; an entry of which nothing is known is absent.
+
+    Args:
+        inputs, observations: the batch and its observations.
+        rows: int64 ``[M]``.
+        chosen: bool ``[M]``; the others get their own observation. Default: all.
+    """
+    columns: Columns = {}
+    # Rows that get their own observation: the env hid the next one, it is not chosen, or final does not hold it.
+    hidden = None if observations.unknown is None else observations.unknown[rows]
+    if chosen is not None:
+        hidden = ~chosen if hidden is None else hidden | ~chosen
+    for key, column in observations.next.items():
+        own = observations.root[key].index_select(0, rows)
+        warn = partial(_warn_of_nan, inputs.warn, key, hidden, None)
+        columns[key] = fill_missing(column.index_select(0, rows), own, hidden, warn)
+    if observations.final_row is not None and len(observations.final_row):
+        place, missing = _places_in_final(observations.final_row, rows)
+        hidden = missing if hidden is None else hidden | missing
+        for key, column in observations.final.items():
+            own = observations.root[key].index_select(0, rows)
+            warn = partial(_warn_of_nan, inputs.warn, key, hidden, None)
+            columns[key] = fill_missing(column.index_select(0, place).to(own.dtype), own, hidden, warn)
+    if observations.starts is not None:  # what is inserted goes on with the run before it, so it is no start
+        key, starts = observations.starts
+        start = starts.index_select(0, rows)
+        columns[key] = torch.zeros_like(start) if chosen is None else start & ~chosen.unsqueeze(-1)
+    return columns
+
+
+def _check_known(inputs: ValueInputs, observations: Observations, rows: Tensor) -> None:
+    """Look once whether something is known of what follows each of these rows (int64, ascending).
+
+    Raises:
+        ValueError: ``final`` holds nothing for a row of which the env did not hide it.
+    """
+    if observations.final_row is not None:
+        missing = _places_in_final(observations.final_row, rows)[1]
+        if observations.unknown is not None:
+            missing = missing & ~observations.unknown[rows]
+        if bool(missing.any()):
+            raise ValueError(
+                f"final has no next observation for row {int(rows[missing][0])}, which ends a run without "
+                "terminating: final must be the one that came with this batch, rows in the same order"
+            )
+    if observations.nowhere and len(rows):
+        key, lost = (
+            observations.nowhere[0],
+            "no final= came with it" if inputs.final is None else "final= holds none",
+        )
+        inputs.warn(
+            f"the batch has no entry {next_key(key)!r} and {lost}: at the end of each run "
+            f"that is not terminated the value of the row's own {key!r} stands in for the next one's. Pass "
+            "collector.final as final=, keep next observations, or, if a module wrote it, let the value network "
+            "begin with that module, to be exact"
         )
 
-    def of_rows(self) -> Tensor:
-        """The values of the rows alone."""
-        rows, ends = self.at.ends.numel(), self.at.ends.reshape(-1)
-        root, _ = self._columns()
-        chunks = self.route.chunks
-        bounds = row_stops(ends) if self.inputs.recurrent and not chunks.whole else None
-        each = rows // max(self.batch.shape[self.dim], 1)
-        found = [
-            self._evaluate(
-                {key: column[start:stop] for key, column in root.items()},
-                torch.Size([stop - start]),
-                self.parameters.now,
-            )
-            for start, stop in chunks.spans(rows, bounds, each=each)
-        ]
-        value = _joined(found, 0)
-        return value.reshape(*self.batch.batch_size, *value.shape[1:])
 
-    def one_call(self) -> Values:
-        """The extended stream; twice where the next values have parameters of their own."""
-        if self.parameters.following is None:
-            return self._over_stream(self.parameters.now, self.value)
-        if self.route.shifted:
-            raise ValueError(
-                "shifted=True takes the values of the rows and of the next ones from one call, so from one set "
-                "of parameters: leave target_params out, or shifted=True"
-            )
-        value = self._over_stream(self.parameters.now, None).value if self.value is None else self.value
-        return Values(value, self._over_stream(self.parameters.following, None).next_value)
-
-    def _over_stream(self, parameters: TensorDictBase | None, value: Tensor | None) -> Values:
-        stream, valid = self._stream()
-        root, behind = self._columns()
-        chunks, count = self.route.chunks, self.at.ends.numel()
-        bounds = None
-        if self.inputs.recurrent and not chunks.whole and isinstance(stream, Interleaved | Budgeted):
-            bounds = stream.stops(self.at.ends.reshape(-1))
-        known: list[Tensor] = []
-        if value is not None and isinstance(stream, Appended):
-            known = [flat(value, self.batch)]
-        each = count // max(self.batch.shape[self.dim], 1)
-        spans = chunks.spans(stream.rows, bounds, each=each, first=count if known else 0)
-        found = [
-            self._evaluate(stream.columns(root, behind, start, stop), torch.Size([stop - start]), parameters)
-            for start, stop in spans
-        ]
-        now, next_value = stream.split(_joined(known + found, 0))
-        shape = (*self.batch.batch_size, *now.shape[1:])
-        now, next_value = now.reshape(shape), next_value.reshape(shape)
-        if valid is not None:
-            now = torch.where(beside(valid, now), now, 0.0)
-        return Values(now if value is None else value, zeroed(next_value, self.at.terminated), valid)
-
-    def _stream(self) -> tuple[Stream, Tensor | None]:
-        """The stream, and which rows it has room for if not all."""
-        at, count = self.at, self.at.ends.numel()
-        if self.route.shifted and self.route.budget is not None:
-            fixed = Budgeted.of(at.opened.reshape(-1, at.ends.shape[-1]), self.route.budget)
-            valid = fixed.valid.view(at.ends.shape)
-            if not self.following.complete:
-                self.following.expect(marked(at.opened & valid))
-            return fixed, valid
-        after = marked(at.opened)
-        self.following.expect(after)
-        return Interleaved.of(after, count) if self.inputs.recurrent else Appended(after, count), None
-
-    def _columns(self) -> tuple[Columns, Callable[[Tensor, Tensor | None], Columns]]:
-        """What the rows hold, and what follows them; a memory is told where runs start."""
-        batch, following = self.batch, self.following
-        if not self.inputs.recurrent:
-            return following.root, following.behind
-        held = [key for key in self.inputs.states if batch.get(key, None) is not None]
-        ends = self.at.ends.reshape(-1)
-        starts = starts_from(ends).unsqueeze(-1)
-
-        def behind(after: Tensor, chosen: Tensor | None) -> Columns:
-            row = starts.index_select(0, after)
-            start = torch.zeros_like(row) if chosen is None else row & ~chosen.unsqueeze(-1)
-            return following.behind(after, chosen) | {self.is_init_key: start}
-
-        states = {key: flat(require(batch, key), batch) for key in held}
-        return following.root | states | {self.is_init_key: starts}, behind
-
-    def _evaluate(self, columns: Columns, shape: torch.Size, parameters: TensorDictBase | None) -> Tensor:
-        return value_of(self.network, columns, shape, self.value_key, parameters)
+def _places_in_final(final_row: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Where ``final`` holds these rows ``[M]``, and which it does not hold, bool ``[M]``."""
+    if not len(final_row):
+        return torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
+    # The first place whose row is not below: past the end for rows behind all of them, hence the clamp.
+    place = torch.searchsorted(final_row, rows).clamp(max=len(final_row) - 1)
+    return place, final_row[place] != rows
 
 
-def _rows(column: Tensor, *, dim: int, start: int, stop: int) -> Tensor:
-    """These rows along ``dim``; the column itself where they are all."""
-    return column if stop - start == column.shape[dim] else column.narrow(dim, start, stop - start)
+def fill_missing(
+    column: Tensor, root: Tensor, hidden: Tensor | None, warn: Callable[[Tensor], None] | None = None
+) -> Tensor:
+    """Next observations, with the root observation where they are NaN (number by number) or hidden (whole rows).
+
+    Args:
+        column, root: next and root observations ``[*B, *F]``.
+        hidden: bool ``[*B]``, or None.
+        warn: called with the mask of the NaN, if the tensor is on the CPU and there is any.
+
+    >>> fill_missing(torch.tensor([float("nan"), 2.0, 3.0]), torch.ones(3), torch.tensor([False, False, True]))
+    tensor([1., 2., 1.])
+    """
+    bad = None
+    if column.is_floating_point():
+        # One pass: a sum is finite only where no number is NaN. A device is not asked, which would mean to wait for it.
+        asked = column.device.type == "cpu" and not is_tracing()
+        if not (asked and math.isfinite(column.detach().sum().item())):
+            bad = column.isnan()
+            if asked and warn is not None:
+                warn(bad)
+    if hidden is not None:
+        rows = broadcast_like(hidden, column)
+        bad = rows if bad is None else bad | rows
+    return column if bad is None else torch.where(bad, root, column)
 
 
-def _few(columns: Columns, rows: int) -> bool:
-    return rows <= _FEW_ROWS and sum(column.nbytes for column in columns.values()) <= _FEW_BYTES
+def _warn_of_nan(
+    warn: Callable[[str], None], key: NestedKey, hidden: Tensor | None, over: Tensor | None, nan: Tensor
+) -> None:
+    """Warn of the NaN in next observations, but not in rows that are hidden or ``over``: those count nowhere."""
+    # A row is told of if any of its numbers is NaN.
+    silent = over if hidden is None else hidden if over is None else hidden | over
+    rows = nan.reshape(*(nan.shape[:1] if silent is None else silent.shape), -1).any(-1)
+    rows = rows if silent is None else rows & ~silent
+    if bool(rows.any()):
+        warn(
+            f"batch[{next_key(key)!r}] is NaN in {int(rows.sum())} rows that are not terminated: the "
+            f"number of the row's own {key!r} stands in. A storage with compact_obs=True keeps the "
+            "true ones, and so does final= with a compact batch"
+        )
 
 
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+def value_of(
+    network: TensorDictModuleBase,
+    columns: Mapping[NestedKey, Tensor],
+    shape: torch.Size,
+    value_key: NestedKey,
+    parameters: TensorDictBase | None = None,
+) -> Tensor:
+    """What the network writes under ``value_key`` ``[*shape, *F]`` for columns of a batch of that shape.
+
+    Args:
+        parameters: what to use in place of the network's own.
+
+    Raises:
+        KeyError: it writes no such entry.
+        ValueError: the value has no trailing dim.
+    """
+    # The parameters stand in the network for the time of the call only.
+    with nullcontext() if parameters is None else parameters.to_module(network):
+        out = through(network, TensorDict(dict(columns), batch_size=shape))
+    value: Tensor | None = out.get(value_key, None)
+    if value is None:
+        raise KeyError(
+            f"value_network wrote no entry {value_key!r}: its out_keys are {list(network.out_keys)}; "
+            "name the one that holds the value with value_key="
+        )
+    if value.ndim == len(shape):
+        raise ValueError(
+            f"value_network, given a batch of {tuple(shape)}, must write {value_key!r} of shape {(*shape, 1)}, "
+            f"got {tuple(value.shape)}"
+        )
+    return value

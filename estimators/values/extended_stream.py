@@ -1,66 +1,76 @@
-"""The extended stream: a batch and, for each run, the final observation that the run bootstraps from.
+"""The extended stream: the rows of a batch and, for each run, the final observation that the run bootstraps from.
 
-A network that remembers must meet that observation right behind its run. One that does not may meet it
-anywhere, so it stands at the end, where it costs no index over the rows.
+One call of a network over it gives the values of all rows and of what follows them: the next value of a row is the
+value at the place behind it. This file is its index arithmetic: which row stands at which place. There are three:
+
+* :class:`Appended`, for a network that reads one row at a time: the K inserted observations come last, which costs no
+  index over the rows.
+* :class:`Interleaved`, for a network that remembers: each stands right behind its run.
+* :class:`Budgeted`, the same on a number of places that does not depend on the runs.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flatroll.kernels.scans.scan import numberless
-from flatroll.layout.keys import NestedKey
-
-Columns: TypeAlias = dict[NestedKey, Tensor]
-
-#: What follows the rows int64 ``[M]`` (of which, if a bool ``[M]`` is given, only those where it is True).
-Behind: TypeAlias = Callable[[Tensor, Tensor | None], Columns]
+from flatroll.kernels.scans.scan import is_tracing
 
 
-class Stream(Protocol):
-    """The rows of a batch and inserted ones, the observations behind some of them."""
+@dataclass(frozen=True)
+class Boundaries:
+    """Where the runs of a batch end and what is known behind them; bool tensors of the batch's shape ``[*B, T]``.
+
+    Attributes:
+        ends: last row of each run.
+        terminated: ends whose next value is 0.
+        unknown: ends whose next observation the env hid, or None.
+    """
+
+    ends: Tensor
+    terminated: Tensor
+    unknown: Tensor | None
 
     @property
-    def rows(self) -> int:
-        """The rows of the stream."""
-        ...
-
-    def columns(self, root: Columns, behind: Behind, start: int, stop: int) -> Columns:
-        """Rows ``start`` to ``stop`` of the stream.
-
-        Args:
-            root: columns ``[N, *]`` of the batch.
-            behind: what to insert; a column that it leaves out repeats the row before.
-            start, stop: the rows wanted.
-        """
-        ...
-
-    def split(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Values of the batch's rows and of what follows them ``[N, *]``; any number behind a terminated row."""
-        ...
+    def bootstrapped(self) -> Tensor:
+        """Ends whose value is continued by that of the observation behind them."""
+        return self.ends & ~self.terminated
 
 
-def marked(flag: Tensor) -> Tensor:
-    """The marked rows of a bool tensor of any shape, its dims taken as one: int64 ``[K]``, ascending.
+def true_indices(mask: Tensor) -> Tensor:
+    """Where a bool tensor is True, its dims taken as one: int64 ``[K]``, ascending.
 
-    K is read on the host: the one sync of an extended stream.
+    K is read on the host: the one wait for the device that an extended stream needs.
 
-    >>> marked(torch.tensor([False, True, False, True])).tolist()
+    >>> true_indices(torch.tensor([False, True, False, True])).tolist()
     [1, 3]
     """
-    flat = flag.reshape(-1)
-    if flat.device.type == "cpu" and type(flat) is Tensor and not numberless():
+    flat = mask.reshape(-1)
+    if flat.device.type == "cpu" and type(flat) is Tensor and not is_tracing():
         return torch.from_numpy(np.flatnonzero(flat.numpy()))  # torch takes six times as long
     return flat.nonzero().squeeze(-1)
 
 
+def run_stops(ends: Tensor, position: Tensor | None = None, places: int | None = None) -> Tensor:
+    """Past-the-last place of each run, int64 ascending; ``ends [N]`` marks the last row of each.
+
+    Args:
+        ends: True on the last row of each run.
+        position: int64 ``[N]``, the place of each row. Default: its own number.
+        places: number of places. Default: N.
+
+    >>> run_stops(torch.tensor([False, True, False, True])).tolist()
+    [2, 4]
+    """
+    first = true_indices(ends[:-1]) + 1  # the first row of each run but the first
+    first = first if position is None else position[first]
+    return torch.cat([first, first.new_tensor([len(ends) if places is None else places])])
+
+
 @dataclass(frozen=True)
 class Appended:
-    """The inserted rows come last.
+    """The stream of ``count`` rows and, behind them all, what follows each row of ``after`` (int64 ``[K]``).
 
     >>> stream = Appended(torch.tensor([1, 3]), count=4)
     >>> [x.tolist() for x in stream.split(torch.tensor([0.0, 1.0, 2.0, 3.0, 1.5, 3.5]))]
@@ -71,90 +81,119 @@ class Appended:
     count: int
 
     @property
-    def rows(self) -> int:
-        return self.count + self.after.shape[0]
+    def places(self) -> int:
+        """Number of places, N + K."""
+        return self.count + len(self.after)
 
-    def columns(self, root: Columns, behind: Behind, start: int, stop: int) -> Columns:
-        if stop <= self.count:
-            return {key: column[start:stop] for key, column in root.items()}
-        after = self.after[max(start - self.count, 0) : stop - self.count]
-        found = behind(after, None)
-        part = {key: found[key] if key in found else column[after] for key, column in root.items()}
-        if start >= self.count:
-            return part
-        return {key: torch.cat([column[start:], part[key].to(column.dtype)]) for key, column in root.items()}
+    def stops(self, ends: Tensor) -> Tensor:
+        """Past-the-last row of each run, for a stream into which nothing is inserted."""
+        return run_stops(ends)
 
     def split(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Values of the rows and of what follows them ``[N, *]``; any number behind a terminated row."""
         value = values[: self.count]
-        following = torch.cat([value[1:], value[-1:]])
-        return value, following.index_copy_(0, self.after, values[self.count :])
+        next_value = torch.cat([value[1:], value[-1:]])  # of the row behind, which holds inside a run
+        return value, next_value.index_copy_(0, self.after, values[self.count :])
 
 
 @dataclass(frozen=True)
 class Interleaved:
-    """Each inserted row stands right behind its run.
+    """The stream in which each inserted observation stands right behind its run.
 
     Attributes:
-        after: int64 ``[K]``, ascending.
-        position: int64 ``[N]``, where each row of the batch stands in the stream.
-        source: int64 ``[N + K]``, the row of the batch at each place; an inserted row has the one before it.
+        position: int64 ``[N]``, the place of each row.
+        source: int64 ``[N + K]``, the row at each place; an inserted one has the row before it.
+        after: int64 ``[K]``, ascending, the rows behind which something is inserted; None if a subclass says it
+            otherwise.
     """
 
-    after: Tensor
     position: Tensor
     source: Tensor
+    after: Tensor | None
 
     @classmethod
-    def of(cls, after: Tensor, count: int) -> "Interleaved":
-        """The stream of ``count`` rows with one inserted behind each of ``after``.
+    def behind(cls, after: Tensor, count: int) -> "Interleaved":
+        """The stream of ``count`` rows with one place inserted behind each of ``after``.
 
-        >>> stream = Interleaved.of(torch.tensor([1, 3]), count=4)
+        >>> stream = Interleaved.behind(torch.tensor([1, 3]), count=4)
         >>> stream.position.tolist(), stream.source.tolist()
         ([0, 1, 3, 4], [0, 1, 1, 2, 3, 3])
         """
         row = torch.arange(count, device=after.device)
         inserts = torch.zeros_like(row).index_fill_(0, after, 1)
-        source = torch.repeat_interleave(row, 1 + inserts, output_size=count + after.shape[0])
-        return cls(after, row + inserts.cumsum(0) - inserts, source)
+        source = torch.repeat_interleave(row, 1 + inserts, output_size=count + len(after))
+        # cumsum counts the places inserted up to a row, its own included, which stands behind it: hence "- inserts".
+        return cls(row + inserts.cumsum(0) - inserts, source, after)
 
     @property
-    def rows(self) -> int:
-        return self.source.shape[0]
+    def places(self) -> int:
+        """Number of places."""
+        return len(self.source)
 
     def stops(self, ends: Tensor) -> Tensor:
         """Past-the-last place of each run, int64 ascending; ``ends [N]`` marks the last row of each."""
-        return stops(self.position[marked(ends[:-1]) + 1], self.rows)
-
-    def columns(self, root: Columns, behind: Behind, start: int, stop: int) -> Columns:
-        inserted = self.position[self.after] + 1
-        first, past = 0, inserted.shape[0]
-        if (start, stop) != (0, self.rows):
-            first, past = torch.searchsorted(inserted, inserted.new_tensor([start, stop])).tolist()
-        rows, local = self.source[start:stop], inserted[first:past] - start
-        part = {key: column.index_select(0, rows) for key, column in root.items()}
-        for key, column in behind(self.after[first:past], None).items():
-            part[key][local] = column.to(part[key].dtype)
-        return part
+        return run_stops(ends, self.position, self.places)
 
     def split(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        following = (self.position + 1).clamp(max=self.rows - 1)
-        return values.index_select(0, self.position), values.index_select(0, following)
+        """Values of the rows and of what follows them ``[N, *]``; any number behind a terminated row."""
+        behind = (self.position + 1).clamp(
+            max=self.places - 1
+        )  # the last row may end terminated, with no place behind
+        return values.index_select(0, self.position), values.index_select(0, behind)
 
 
-def stops(first: Tensor, rows: int) -> Tensor:
-    """Past-the-last place of each run of a stream of ``rows`` rows, int64 ascending.
+@dataclass(frozen=True)
+class Budgeted(Interleaved):
+    """The stream in which each series of T rows takes T + budget places, whatever its runs are.
 
-    Args:
-        first: places of the first rows of the runs but the first one, int64, ascending.
-        rows: rows of the stream.
+    So shapes are static and nothing waits for a device. The observation behind each bootstrapped end stands right
+    behind its row and moves the rows behind it one place on. A row counts (``valid``) if there is a place behind it.
+    The rows moved out do not, and the trace of the last row that counts is cut there. Places left over repeat the
+    last row; nobody reads their values. ``position`` of a row that has no place is the series' last one.
+
+    Attributes:
+        placed: bool ``[N]``, whether a row has a place.
+        valid: bool ``[B, T]``, whether it counts.
+        inserted: bool ``[B * (T + budget)]``, which places hold what follows their row.
     """
-    return torch.cat([first, first.new_tensor([rows])])
 
+    placed: Tensor
+    valid: Tensor
+    inserted: Tensor
 
-def row_stops(ends: Tensor) -> Tensor:
-    """The same for the batch's own rows: past-the-last row of each run, of which ``ends [N]`` marks the last.
+    @classmethod
+    def of(cls, bootstrapped: Tensor, budget: int) -> "Budgeted":
+        """The stream of series whose bootstrapped ends are marked, bool ``[B, T]``.
 
-    >>> row_stops(torch.tensor([False, True, False, True])).tolist()
-    [2, 4]
-    """
-    return stops(marked(ends[:-1]) + 1, len(ends))
+        >>> stream = Budgeted.of(torch.tensor([[False, True, False, True]]), budget=1)
+        >>> stream.source.tolist(), stream.inserted.int().tolist(), stream.valid.tolist()
+        ([0, 1, 1, 2, 3], [0, 0, 1, 0, 0], [[True, True, True, False]])
+        """
+        count, time = bootstrapped.shape
+        length = time + budget
+        moves = bootstrapped.long()
+        # Place of each row within its series: its number, and one more for each place inserted before it.
+        slot = torch.arange(time, device=bootstrapped.device) + moves.cumsum(-1) - moves
+        valid = slot + 1 < length
+        row = torch.arange(count * time, device=bootstrapped.device).view(count, time)
+        # Scattered into length + 1 columns: what has no place goes to the last one, which is dropped.
+        dropped = torch.full_like(slot, length)
+        source = row[:, -1:].repeat(1, length + 1)
+        source.scatter_(1, torch.where(slot < length, slot, dropped), row)
+        behind = torch.where(bootstrapped & valid, slot + 1, dropped)
+        source.scatter_(1, behind, row)
+        inserted = torch.zeros_like(source, dtype=torch.bool).scatter_(1, behind, True)
+        first = length * torch.arange(count, device=bootstrapped.device).unsqueeze(-1)  # place of each series
+        return cls(
+            position=(slot.clamp(max=length - 1) + first).reshape(-1),
+            source=source[:, :length].reshape(-1),
+            after=None,
+            placed=(slot < length).reshape(-1),
+            valid=valid,
+            inserted=inserted[:, :length].reshape(-1),
+        )
+
+    def stops(self, ends: Tensor) -> Tensor:
+        # Runs whose first row has no place do not begin anywhere.
+        begun = torch.cat([ends[:-1] & self.placed[1:], ends[-1:]])
+        return super().stops(begun)

@@ -1,12 +1,19 @@
-"""The arguments that all value estimators share."""
+"""How a value network is evaluated, and what it reads: the options that all estimators share, checked once."""
 
-from typing import TypedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, TypedDict
 
 import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
 
-from flatroll.estimators.values.batch_inputs import BootstrapMissing
+from flatroll.estimators.masked import one_of
 from flatroll.layout.checks import whole_number
-from flatroll.layout.keys import NestedKey
+from flatroll.layout.keys import NestedKey, next_key
+
+BootstrapMissing = Literal["error", "current", "mask"]
 
 
 class EstimatorOptions(TypedDict, total=False):
@@ -33,26 +40,182 @@ class EstimatorOptions(TypedDict, total=False):
     deactivate_vmap: bool
 
 
-def one_stream(shifted: bool, single_call: bool | None) -> bool:
-    """``shifted``, or its other name.
+@dataclass(frozen=True)
+class Chunks:
+    """How many rows go through a network at a time, so that its activations stay small.
+
+    Attributes:
+        size: rows of a chunk along ``dim``.
+        number: number of chunks, in place of ``size``.
+        dim: the batch dim that is split.
+        whole: whether everything goes through at once, as it does if neither ``size`` nor ``number`` is given.
 
     Raises:
-        ValueError: they differ, or ``shifted`` is no bool.
+        ValueError: both are given, or one is no integer of at least 1.
+
+    >>> list(Chunks(size=4).spans(10))
+    [(0, 4), (4, 8), (8, 10)]
     """
+
+    size: int | None = None
+    number: int | None = None
+    dim: int = 0
+    whole: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.size is not None and self.number is not None:
+            raise ValueError(
+                "give value_chunk_size (rows per chunk) or num_chunks (number of chunks), not both: "
+                f"got {self.size} and {self.number}"
+            )
+        for name, n in (("value_chunk_size", self.size), ("num_chunks", self.number)):
+            if n is not None:
+                whole_number(name, n)
+        object.__setattr__(self, "whole", self.size is None and self.number in (None, 1))
+
+    def along(self, batch_dims: int, turned: int | None = None) -> int:
+        """The dim to split of a batch with so many dims.
+
+        Args:
+            batch_dims: of the batch.
+            turned: the dim that has changed places with the last one since ``dim`` was chosen, if any.
+
+        Raises:
+            ValueError: there is no such dim.
+        """
+        if not -batch_dims <= self.dim < batch_dims:
+            raise ValueError(f"value_chunk_dim must name one of {batch_dims} batch dims, got {self.dim}")
+        # The dims turned and last have changed places, so the caller's number of either is now the other.
+        dim, last = self.dim % batch_dims, batch_dims - 1
+        return dim if turned is None else {turned: last, last: turned}.get(dim, dim)
+
+    def spans(
+        self, rows: int, stops: Tensor | None = None, *, each: int = 1, first: int = 0
+    ) -> Iterator[tuple[int, int]]:
+        """First and past-the-last row of each chunk.
+
+        Args:
+            rows: past-the-last row of all.
+            stops: past-the-last rows of the runs, ascending int64: then a chunk holds whole runs, as many as
+                fit, and one run alone where it is longer than a chunk. Default: runs may be cut.
+            each: rows that count as one for ``size``, where several batch dims have become one.
+            first: first row of all.
+        """
+        # Rows of a chunk: as many as asked for, or all rows over the number of chunks, rounded up; 1 at least.
+        size = (self.size or 0) * each or -(-(rows - first) // (self.number or 1)) or 1
+        if stops is None or size >= rows - first:
+            for start in range(first, max(rows, first + 1), size):  # no rows at all are one chunk of none
+                yield start, min(start + size, rows)
+            return
+        bounds, start, at = stops.tolist(), first, 0
+        while start < rows:
+            # Take runs on as long as the next one still fits; bounds[at] is the stop of the last one taken.
+            while at + 1 < len(bounds) and bounds[at + 1] <= start + size:
+                at += 1
+            yield start, bounds[at]
+            start, at = bounds[at], at + 1
+
+
+@dataclass
+class Evaluation:
+    """How an estimator brings about the values of a batch.
+
+    Attributes:
+        differentiable: let gradients through.
+        shifted: one call of the network over the extended stream even where two calls would do.
+        shifted_budget: places that a stream of fixed length adds to each series; None is the stream that fits.
+        chunks: rows that go through the network at a time.
+        skip_existing: values that stand in the batch are not computed again.
+        check_finite: look whether values and rewards are finite.
+        bootstrap_missing: what to do about bootstrapped observations that the env hid.
+    """
+
+    differentiable: bool = False
+    shifted: bool = False
+    shifted_budget: int | None = None
+    chunks: Chunks = field(default_factory=Chunks)
+    skip_existing: bool = False
+    check_finite: bool = False
+    bootstrap_missing: BootstrapMissing = "error"
+
+
+def evaluation_from(options: EstimatorOptions) -> Evaluation:
+    """The evaluation that the flat options of an estimator ask for, under the names that the references use.
+
+    Raises:
+        ValueError: a number out of range, two names of one thing that differ, both chunk arguments,
+            ``shifted_budget`` without ``shifted``, or an unknown ``bootstrap_missing``.
+
+    >>> evaluation_from({"single_call": True, "num_chunk": 4}).chunks
+    Chunks(size=None, number=4, dim=0)
+    """
+    missing = options.get("bootstrap_missing", "error")
+    one_of("bootstrap_missing", missing, ("error", "current", "mask"))
+    number, num_chunk = options.get("num_chunks"), options.get("num_chunk")
+    if num_chunk is not None and number not in (None, num_chunk):
+        raise ValueError(f"num_chunk is another name of num_chunks, got {num_chunk} and {number}")
+    shifted, single_call = options.get("shifted", False), options.get("single_call")
     if not isinstance(shifted, bool):
         raise ValueError(f"shifted must be True or False, got {shifted!r}")
     if single_call is not None and shifted and not single_call:
         raise ValueError(f"single_call is another name of shifted, got {single_call} and {shifted}")
-    return shifted or bool(single_call)
-
-
-def checked_budget(budget: int | None, shifted: bool) -> int | None:
-    """``shifted_budget``, which must be a positive number and needs ``shifted``."""
-    if budget is None:
-        return None
-    whole_number("shifted_budget", budget)
-    if not shifted:
+    shifted, budget = shifted or bool(single_call), options.get("shifted_budget")
+    if budget is not None and whole_number("shifted_budget", budget) and not shifted:
         raise ValueError(
             f"shifted_budget={budget} says how long the one call of shifted=True is: give that, too"
         )
-    return budget
+    return Evaluation(
+        differentiable=options.get("differentiable", False),
+        shifted=shifted,
+        shifted_budget=budget,
+        chunks=Chunks(
+            options.get("value_chunk_size"),
+            number if num_chunk is None else num_chunk,
+            options.get("value_chunk_dim", 0),
+        ),
+        skip_existing=bool(options.get("skip_existing")),
+        check_finite=options.get("check_finite", False),
+        bootstrap_missing=missing,
+    )
+
+
+@dataclass(frozen=True)
+class NetworkInputs:
+    """What a network reads of a batch: observations, whose next ones matter, and what a memory needs.
+
+    Attributes:
+        module: the network.
+        is_init_key: entry that tells a memory where runs start.
+        observed: keys of the observations.
+        next_observed: keys of the next observations.
+        states: recurrent states, of which only the one at a run's first row is read.
+        recurrent: the network remembers, so the rows of a run must reach it together.
+    """
+
+    module: TensorDictModuleBase
+    is_init_key: NestedKey
+    observed: tuple[NestedKey, ...]
+    next_observed: tuple[NestedKey, ...]
+    states: tuple[NestedKey, ...]
+    recurrent: bool
+
+    @classmethod
+    def of(cls, network: TensorDictModuleBase, is_init_key: NestedKey) -> "NetworkInputs":
+        """Read them off the network's keys, and off its parts: a recurrent module can make a primer."""
+        read: list[NestedKey] = list(network.in_keys)  # pyright: ignore[reportAssignmentType]
+        written = set(network.out_keys)
+        # What it reads and writes one step later is a state, not an observation.
+        states = tuple(key for key in read if next_key(key) in written)
+        observed = tuple(key for key in read if key not in states and key != is_init_key)
+        recurrent = bool(states) or is_init_key in read
+        if not recurrent:
+            recurrent = any(hasattr(type(x), "make_tensordict_primer") for x in network.modules())
+        return cls(network, is_init_key, observed, tuple(map(next_key, observed)), states, recurrent)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Other parameters than the network's own, for the values of the rows and for those of the next ones."""
+
+    now: TensorDictBase | None = None
+    following: TensorDictBase | None = None

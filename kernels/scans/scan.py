@@ -1,6 +1,13 @@
-"""The segmented scan: the one recursion behind every return and advantage."""
+"""Recursions that run backward along the runs of a column: the segmented scan, returns, advantages.
 
+Each stands here twice. The loops at the end (``_..._loop``) are compiled by Numba at their first call and take one
+pass over float32 or float64 columns on the CPU; the torch form takes everything else (other dtypes and devices,
+gradients, ``torch.compile``) in log2(longest run) passes, without a host sync.
+"""
+
+import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,7 +53,7 @@ def segmented_scan(a: Tensor | float, b: Tensor, ends: Tensor, *, longest: int |
     if b.numel() == 0:
         return b.clone()
     rows = b.shape[0] if longest is None else min(longest, b.shape[0])
-    if numberless():
+    if is_tracing():
         return _doubling(a, b, ends, rows)
     if torch.is_grad_enabled() and (b.requires_grad or (isinstance(a, Tensor) and a.requires_grad)):
         y: Tensor = _Scan.apply(a, b, ends, rows)  # type: ignore[no-untyped-call]  # torch's own
@@ -76,65 +83,36 @@ def _checked(a: Tensor | float, b: Tensor, ends: Tensor) -> Tensor | float:
     return a.to(b.dtype)
 
 
-def numberless() -> bool:
-    """Whether tensors stand for others: inside ``torch.compile``, or a transform of ``torch.func``."""
-    if torch.compiler.is_compiling():
-        return True
-    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def runs_compiled(*tensors: Tensor) -> bool:
-    """Whether these tensors are plain CPU arrays that Numba may read now."""
-    if numberless():
-        return False
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return False
-    plain = all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" for x in tensors)
-    return plain and tensors[0].dtype in _COMPILED_DTYPES
-
-
-def zero_strided(a: Tensor | float, b: Tensor) -> Any:
-    """``a`` as an array of the shape of ``b`` that repeats its numbers by zero strides, never by a copy."""
-    if isinstance(a, Tensor):
-        return a.detach().to(b.dtype).expand(b.shape).numpy()
-    number = np.array([a], np.float32 if b.dtype is torch.float32 else np.float64)
-    return np.ndarray(b.shape, number.dtype, number, strides=(0,) * b.ndim)
-
-
-def empty_like(b: Tensor) -> Tensor:
-    """An uninitialised CPU tensor of the shape and dtype of ``b``.
-
-    NumPy asks the system for huge pages, torch does not: at tens of megabytes the first touch of an array from
-    ``torch.empty`` costs twice what a scan does.
-    """
-    return torch.from_numpy(np.empty(b.shape, np.float32 if b.dtype is torch.float32 else np.float64))
-
-
 def _evaluate(a: Tensor | float, b: Tensor, ends: Tensor, longest: int) -> Tensor:
     """The scan with no gradient, in the form that suits the device."""
-    if not runs_compiled(b, ends, *([a] if isinstance(a, Tensor) else [])):
+    arrays = _readable_arrays((b,), (ends,), (a,))
+    if arrays is None:
         return _doubling(a, b, ends, longest)
-    from flatroll.kernels.scans import scan_numba
-
-    y = empty_like(b)
-    flat = (b.shape[0], math.prod(b.shape[1:]))
-    summands, closed = b.detach().reshape(flat).contiguous(), ends.contiguous()
-    scan_numba.scan(zero_strided(a, b).reshape(flat), summands.numpy(), closed.numpy(), y.view(flat).numpy())
-    return y
+    decay, summand, closed = arrays
+    y = np.empty_like(summand)
+    flat = (b.shape[0], math.prod(b.shape[1:]))  # all feature dims as one, which the loop runs over inside
+    machine_code(_scan_loop)(decay.reshape(flat), summand.reshape(flat), closed, y.reshape(flat))
+    return torch.from_numpy(y)
 
 
 def _doubling(a: Tensor | float, b: Tensor, ends: Tensor, longest: int) -> Tensor:
-    """The scan in plain torch: after the pass of stride ``k``, a row holds the sum over ``2 k`` rows."""
+    """The scan in plain torch: after the pass of stride ``k``, a row holds the sum over ``2 k`` rows.
+
+    ``y_2k[i] = y_k[i] + a_k[i] * y_k[i + k]`` and ``a_2k[i] = a_k[i] * a_k[i + k]``, as long as the run of row i
+    goes on for k rows.
+    """
     shape = (-1, *[1] * (b.ndim - 1))
-    open_ = torch.cat([~ends[:-1], torch.zeros_like(ends[-1:])]).view(shape)  # its run goes on k rows further
+    # Whether the run of row i still holds row i + k, for the stride k of the pass.
+    goes_on = torch.cat([~ends[:-1], torch.zeros_like(ends[-1:])]).view(shape)
     row_wise = isinstance(a, Tensor) and a.ndim == b.ndim and a.shape[0] > 1
     k = 1
     while k < longest:
         head = a[:-k] if row_wise else a  # type: ignore[index]  # a tensor where row_wise
-        carried = torch.where(open_[:-k], head * b[k:], 0.0)
+        # Selected, not multiplied by 0: a NaN or inf behind the end of a run must not come across it.
+        carried = torch.where(goes_on[:-k], head * b[k:], 0.0)
         b = torch.cat([b[:-k] + carried, b[-k:]])
         a = torch.cat([head * a[k:], a[-k:]]) if row_wise else a * a  # type: ignore[index]
-        open_ = torch.cat([open_[:-k] & open_[k:], open_[-k:]])
+        goes_on = torch.cat([goes_on[:-k] & goes_on[k:], goes_on[-k:]])
         k *= 2
     return b
 
@@ -155,6 +133,8 @@ class _Scan(torch.autograd.Function):
         y, ends, *rest = ctx.saved_tensors
         a = rest[0] if rest else ctx.number
         row_wise = bool(rest) and a.ndim == y.ndim and a.shape[0] > 1
+        # db runs forward in time: flipped, it is the same scan, its decay one row earlier (a[i - 1] at row i), and a
+        # run ends where it began: at the first row, and behind each end.
         before = torch.cat([a[:1], a[:-1]]).flip(0) if row_wise else a
         first = torch.cat([torch.ones_like(ends[:1]), ends[:-1]]).flip(0)
         db = segmented_scan(before, grad.flip(0), first, longest=ctx.longest).flip(0)
@@ -162,4 +142,328 @@ class _Scan(torch.autograd.Function):
             return None, db, None, None
         inside = ~ends[:-1].view(-1, *[1] * (y.ndim - 1))
         da = torch.cat([torch.where(inside, db[:-1] * y[1:], 0.0), torch.zeros_like(y[-1:])])
-        return da.sum_to_size(a.shape), db, None, None
+        return (
+            da.sum_to_size(a.shape),
+            db,
+            None,
+            None,
+        )  # summed over the rows and features that share a number
+
+
+def residual_scan(
+    gamma: Tensor | float,
+    decay: Tensor | float,
+    reward: Tensor,
+    value: Tensor,
+    next_value: Tensor,
+    terminated: Tensor,
+    ends: Tensor,
+    *,
+    longest: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Scan temporal-difference residuals: ``y[i] = b[i] + decay * y[i + 1]``, ``y[i] = b[i]`` where a run ends.
+
+    ``b[i] = reward[i] + gamma * next_value[i] - value[i]``, in which ``next_value`` counts as 0 where
+    ``terminated``. One fused pass takes 0.6 of the time of four.
+
+    Args:
+        gamma, decay: a number or a tensor ``[N]``.
+        reward, value, next_value: floating tensors ``[N]``.
+        terminated, ends: bool tensors ``[N]``. The last row always ends a run.
+        longest: as in :func:`segmented_scan`.
+
+    Returns:
+        the scan, and the scan plus ``value``, both ``[N]``.
+
+    Example:
+        >>> import torch
+        >>> one, no = torch.ones(3), torch.zeros(3, dtype=torch.bool)
+        >>> residual_scan(1.0, 0.5, one, one, one, no, no)
+        (tensor([1.7500, 1.5000, 1.0000]), tensor([2.7500, 2.5000, 2.0000]))
+    """
+    arrays = _readable_arrays((reward, value, next_value), (terminated, ends), (gamma, decay))
+    if arrays is not None:
+        advantages, targets = np.empty_like(arrays[2]), np.empty_like(arrays[2])
+        machine_code(_residual_loop)(*arrays, advantages, targets)
+        return torch.from_numpy(advantages), torch.from_numpy(targets)
+    residual = reward + gamma * torch.where(terminated, 0.0, next_value) - value
+    scanned = segmented_scan(decay, residual, ends, longest=longest)
+    return scanned, scanned + value
+
+
+def return_scan(
+    gamma: Tensor | float,
+    lmbda: Tensor | float,
+    reward: Tensor,
+    next_value: Tensor,
+    terminated: Tensor,
+    ends: Tensor,
+    *,
+    longest: int | None = None,
+) -> Tensor:
+    """The lambda-return ``y[i] = reward[i] + gamma * ((1 - lmbda) * next_value[i] + lmbda * y[i + 1])``.
+
+    At the end of a run ``lmbda`` counts as 0. ``next_value`` counts as 0 where ``terminated``, and is not read
+    where its factor is 0.
+
+    Args:
+        gamma, lmbda: a number or a tensor ``[N]``.
+        reward, next_value: floating tensors ``[N]``.
+        terminated, ends: bool tensors ``[N]``. The last row always ends a run.
+        longest: as in :func:`segmented_scan`.
+
+    Returns:
+        tensor ``[N]``.
+
+    Example:
+        >>> import torch
+        >>> one, no = torch.ones(3), torch.zeros(3, dtype=torch.bool)
+        >>> return_scan(0.5, 1.0, one, 4 * one, no, no)
+        tensor([2.2500, 2.5000, 3.0000])
+    """
+    arrays = _readable_arrays((reward, next_value), (terminated, ends), (gamma, lmbda))
+    if arrays is not None:
+        returns = np.empty_like(arrays[2])
+        machine_code(_return_loop)(*arrays, returns)
+        return torch.from_numpy(returns)
+    # What a row takes of its own next value: 1 - lmbda inside a run, all of it at the end.
+    share = torch.where(_last_row_ends(ends), 1.0, 1.0 - torch.as_tensor(lmbda, dtype=reward.dtype))
+    bootstrap = torch.where(terminated | (share == 0.0), 0.0, next_value) * share
+    return segmented_scan(gamma * lmbda, reward + gamma * bootstrap, ends, longest=longest)
+
+
+def vtrace_scan(
+    gamma: Tensor | float,
+    rho: Tensor,
+    c: Tensor,
+    reward: Tensor,
+    value: Tensor,
+    next_value: Tensor,
+    terminated: Tensor,
+    ends: Tensor,
+    *,
+    longest: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """V-trace targets and advantages.
+
+    ``target[i] = value[i] + rho[i] * (reward[i] + gamma * next_value[i] - value[i])
+    + gamma * c[i] * (target[i + 1] - value[i + 1])``, the last summand inside a run only, and
+    ``advantage[i] = rho[i] * (reward[i] + gamma * target[i + 1] - value[i])``, with ``next_value[i]`` for
+    ``target[i + 1]`` at the end of a run. ``next_value`` counts as 0 where ``terminated``.
+
+    Args:
+        gamma: a number or a tensor ``[N]``.
+        rho, c: clipped importance weights ``[N]``.
+        reward, value, next_value: floating tensors ``[N]``.
+        terminated, ends: bool tensors ``[N]``. The last row always ends a run.
+        longest: as in :func:`segmented_scan`.
+
+    Returns:
+        advantage and target, both ``[N]``.
+
+    Example:
+        >>> import torch
+        >>> one, no = torch.ones(3), torch.zeros(3, dtype=torch.bool)
+        >>> vtrace_scan(1.0, one, one, one, one, one, no, no)
+        (tensor([3., 2., 1.]), tensor([4., 3., 2.]))
+    """
+    arrays = _readable_arrays((reward, value, next_value), (terminated, ends), (gamma, rho, c))
+    if arrays is not None:
+        advantages, targets = np.empty_like(arrays[3]), np.empty_like(arrays[3])
+        machine_code(_vtrace_loop)(*arrays, advantages, targets)
+        return torch.from_numpy(advantages), torch.from_numpy(targets)
+    bootstrap = torch.where(terminated, 0.0, next_value)
+    residual = rho * (reward + gamma * bootstrap - value)
+    target = value + segmented_scan(gamma * c, residual, ends, longest=longest)
+    next_target = torch.where(_last_row_ends(ends), bootstrap, torch.cat([target[1:], target[-1:]]))
+    return rho * (reward + gamma * next_target - value), target
+
+
+def zeroed(column: Tensor, flag: Tensor) -> Tensor:
+    """``column [*B, *F]`` with 0 in the rows where ``flag [*B]`` is True, whatever stands there; a new tensor.
+
+    >>> import torch
+    >>> zeroed(torch.tensor([[1.0], [float("nan")]]), torch.tensor([False, True])).tolist()
+    [[1.0], [0.0]]
+    """
+    arrays = _readable_arrays((column,), (flag,)) if column.numel() else None
+    if arrays is None:
+        return torch.where(flag.reshape(*flag.shape, *[1] * (column.ndim - flag.ndim)), 0.0, column)
+    numbers, flags = arrays
+    out, rows = np.empty_like(numbers), (flags.size, -1)  # all batch dims as one, all feature dims as another
+    machine_code(_zero_loop)(numbers.reshape(rows), flags.reshape(-1), out.reshape(rows))
+    return torch.from_numpy(out)
+
+
+def is_tracing() -> bool:
+    """Whether tensors hold no numbers to look at: inside ``torch.compile``, or a transform of ``torch.func``."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def empty_like(b: Tensor) -> Tensor:
+    """An uninitialised CPU tensor of the shape and dtype of ``b``.
+
+    NumPy asks the system for huge pages, torch does not: at tens of megabytes the first touch of an array from
+    ``torch.empty`` costs twice what a scan does. The recursions here take theirs from ``np.empty_like``, too.
+    """
+    return torch.from_numpy(np.empty(b.shape, np.float32 if b.dtype is torch.float32 else np.float64))
+
+
+def _readable_arrays(
+    columns: Sequence[Tensor], flags: Sequence[Tensor], factors: Sequence[Tensor | float] = ()
+) -> list[Any] | None:
+    """Factors, columns and flags as the NumPy arrays that a compiled loop reads; None if it may not.
+
+    It may where all are plain CPU tensors without a gradient, the columns of one dtype that is compiled for. Columns
+    and flags are copied only if they are not contiguous, factors ``[N]`` or of the columns' shape never.
+    """
+    dtype, tensors = columns[0].dtype, [*columns, *flags, *(x for x in factors if isinstance(x, Tensor))]
+    if is_tracing() or dtype not in _COMPILED_DTYPES or any(x.dtype != dtype for x in columns):
+        return None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return None
+    if not all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" for x in tensors):
+        return None
+    arrays, shape = [], columns[0].shape
+    for factor in factors:
+        if isinstance(factor, Tensor):
+            arrays.append(factor.detach().to(dtype).expand(shape).numpy())
+        else:  # one number in memory, which strides of 0 show at every row
+            number = np.array([factor], np.float32 if dtype is torch.float32 else np.float64)
+            arrays.append(np.ndarray(shape, number.dtype, number, strides=(0,) * len(shape)))
+    return arrays + [x.detach().contiguous().numpy() for x in (*columns, *flags)]
+
+
+def _last_row_ends(ends: Tensor) -> Tensor:
+    """``ends`` with the last row True."""
+    return torch.cat([ends[:-1], torch.ones_like(ends[-1:])])
+
+
+@functools.cache
+def machine_code(loop: Callable[..., None]) -> Callable[..., None]:
+    """The compiled form of a loop of this file; Numba is imported for the first one."""
+    from flatroll.kernels.compiled import compiled
+
+    # "contract" lets a * y + b round once (one FMA); it assumes nothing about NaN or inf.
+    code: Callable[..., None] = compiled(fastmath={"contract"})(loop)
+    return code
+
+
+# The loops go backward from the last row. In each, `y` is what the row behind has accumulated. Both the sum within
+# a run and the one at its end are computed and one is selected: a branch would be guessed wrong at every other short
+# run, and 0 * NaN must not cross an end. So loads stand outside of conditions, too: the compiler then selects. Arrays
+# are [N], factors of any stride, unless they say otherwise.
+
+
+def _scan_loop(a: Any, b: Any, ends: Any, out: Any) -> None:
+    """Fill ``out [N, F]`` from ``a [N, F]`` (of any stride), contiguous ``b [N, F]`` and ``ends [N]``."""
+    rows, features = b.shape
+    if rows == 0:
+        return
+    last = rows - 1
+    if features == 1:  # the accumulator stays in a register: 1.5 ms per million rows instead of 2.1
+        y = out[last, 0] = b[last, 0]
+        for i in range(last - 1, -1, -1):
+            summand = b[i, 0]
+            inside = summand + a[i, 0] * y
+            y = summand if ends[i] else inside
+            out[i, 0] = y
+        return
+    ys = b[last].copy()
+    out[last] = ys
+    for i in range(last - 1, -1, -1):
+        end = ends[i]
+        for f in range(features):
+            summand = b[i, f]
+            inside = summand + a[i, f] * ys[f]
+            ys[f] = summand if end else inside
+            out[i, f] = ys[f]
+
+
+def _residual_loop(
+    gamma: Any,
+    decay: Any,
+    reward: Any,
+    value: Any,
+    next_value: Any,
+    terminated: Any,
+    ends: Any,
+    advantage: Any,
+    target: Any,
+) -> None:
+    """Residual, scan and target in one pass."""
+    zero = reward.dtype.type(0)
+    y = zero  # the row behind the last: it adds nothing
+    for i in range(reward.shape[0] - 1, -1, -1):
+        ahead = next_value[i]
+        bootstrap = zero if terminated[i] else ahead
+        residual = reward[i] + gamma[i] * bootstrap - value[i]
+        inside = residual + decay[i] * y
+        y = residual if ends[i] else inside
+        advantage[i] = y
+        target[i] = y + value[i]
+
+
+def _return_loop(
+    gamma: Any, lmbda: Any, reward: Any, next_value: Any, terminated: Any, ends: Any, returns: Any
+) -> None:
+    """The lambda-return: ``1 - lmbda`` of the bootstrap inside a run, all of it at its end."""
+    zero, one = reward.dtype.type(0), reward.dtype.type(1)
+    last = reward.shape[0] - 1
+    # Begun with the last row's bootstrap, of which that row takes lmbda as it would of a next return: together with
+    # its own share of 1 - lmbda this is all of it, so the last row need not be marked as an end.
+    y = zero if last < 0 or terminated[last] else next_value[last]
+    for i in range(last, -1, -1):
+        ahead, decay = next_value[i], lmbda[i]
+        share = one if ends[i] else one - decay
+        bootstrap = zero if terminated[i] | (share == zero) else ahead * share  # "or" would branch
+        summand = reward[i] + gamma[i] * bootstrap
+        inside = summand + gamma[i] * decay * y
+        y = summand if ends[i] else inside
+        returns[i] = y
+
+
+def _vtrace_loop(
+    gamma: Any,
+    rho: Any,
+    c: Any,
+    reward: Any,
+    value: Any,
+    next_value: Any,
+    terminated: Any,
+    ends: Any,
+    advantage: Any,
+    target: Any,
+) -> None:
+    """Corrected residuals, scan, target, and the advantage over the target of the row behind."""
+    zero = reward.dtype.type(0)
+    last = reward.shape[0] - 1
+    y = zero
+    # What the row behind is worth: its target, and for the last row what that bootstraps from.
+    behind = zero if last < 0 or terminated[last] else next_value[last]
+    for i in range(last, -1, -1):
+        ahead = next_value[i]
+        bootstrap = zero if terminated[i] else ahead
+        residual = rho[i] * (reward[i] + gamma[i] * bootstrap - value[i])
+        inside = residual + gamma[i] * c[i] * y
+        y = residual if ends[i] else inside
+        next_target = bootstrap if ends[i] else behind
+        advantage[i] = rho[i] * (reward[i] + gamma[i] * next_target - value[i])
+        behind = y + value[i]
+        target[i] = behind
+
+
+def _zero_loop(column: Any, flag: Any, out: Any) -> None:
+    """Fill ``out [N, F]`` with ``column [N, F]``, and with 0 where ``flag [N]``."""
+    zero = column.dtype.type(0)
+    if column.shape[1] == 1:  # one loop, which the compiler makes a vector of
+        for i in range(column.shape[0]):
+            number = column[i, 0]
+            out[i, 0] = zero if flag[i] else number
+        return
+    for i in range(column.shape[0]):
+        for f in range(column.shape[1]):
+            number = column[i, f]
+            out[i, f] = zero if flag[i] else number

@@ -190,7 +190,7 @@ def test_compiles_where_no_machine_code_can_be_kept() -> None:
     """Numba refuses to keep code that has no file, as it does where no directory can be written."""
     import numba
 
-    from flatroll.kernels.scans.scan_numba import compiled
+    from flatroll.kernels.compiled import compiled
 
     scope: dict[str, Callable[[int], int]] = {}
     exec("def twice(x): return 2 * x", scope)

@@ -13,7 +13,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 
 from flatroll.estimators import GAE, TD0Estimator, TDLambdaEstimator
-from flatroll.estimators.values.budget import Budgeted
+from flatroll.estimators.values.extended_stream import Budgeted
 from flatroll.modules import GRUModule
 
 BatchOf = Callable[..., TensorDict]

@@ -1,0 +1,443 @@
+"""The value estimators on a batch: GAE, TD(0), TD(1), TD(lambda), V-trace; and their names, as losses take them."""
+
+import inspect
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, ClassVar, TypeAlias, Unpack, cast
+
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from flatroll.estimators.distributions import distribution, joint, log_prob_of, require_actor
+from flatroll.estimators.functional.returns import (
+    generalized_advantage_estimate,
+    td0_return_estimate,
+    td_lambda_return_estimate,
+)
+from flatroll.estimators.functional.vtrace import vtrace_advantage_estimate
+from flatroll.estimators.masked import one_of
+from flatroll.estimators.values.base import EstimatorInputs, ValueEstimator
+from flatroll.estimators.values.batch_inputs import broadcast_like, flat_rows
+from flatroll.estimators.values.extended_stream import run_stops
+from flatroll.estimators.values.options import EstimatorOptions, NetworkInputs
+from flatroll.layout.boundaries import starts_from
+from flatroll.layout.keys import ACTION, NestedKey, require
+
+
+class GAE(ValueEstimator):
+    """Generalized advantage estimate of a flat batch ``[N]``, or of ``[*B, T]``, whatever runs it is made of.
+
+    The recursion is that of :func:`~flatroll.estimators.generalized_advantage_estimate`; boundaries come from
+    :func:`flatroll.layout.run_ends`, so each run gets exactly what it would get alone.
+
+    Args:
+        gamma: discount in [0, 1].
+        lmbda: trace decay in [0, 1].
+        value_network: tensordict module, e.g. from ``"observation"`` to ``"state_value"`` ``[N, 1]``; None reads
+            both values from the batch.
+        average_gae: zero mean and unit deviation of the advantage over the rows that count. Default: False.
+        options: what all estimators take, see :class:`~flatroll.estimators.values.base.ValueEstimator`:
+            ``differentiable``, ``shifted`` (one call of the network on N + K rows), ``shifted_budget``,
+            ``value_chunk_size``, ``num_chunks``, ``skip_existing``, ``check_finite``, ``bootstrap_missing``,
+            ``group_key``, ``time_dim``, ``advantage_key``, ``value_target_key``, ``value_key``, …
+
+    A NaN in a next observation (what ``NextStateReconstructor`` writes where it has none) never reaches the
+    network: the row's own number stands in, an approximation wherever the run is not terminated, and a warning
+    says so once.
+
+    Raises:
+        ValueError: ``gamma`` or ``lmbda`` outside [0, 1], both chunk arguments, or an option out of range.
+        TypeError: ``value_network`` is no tensordict module.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import TensorDictModule
+        >>> critic = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["state_value"])
+        >>> end = torch.tensor([False, True, True])
+        >>> batch = TensorDict({
+        ...     "observation": torch.tensor([[1.0], [2.0], [3.0]]),
+        ...     "next": {"observation": torch.tensor([[2.0], [4.0], [0.0]]), "reward": torch.ones(3, 1),
+        ...              "done": end, "terminated": torch.tensor([False, False, True])},
+        ... }, [3])
+        >>> GAE(gamma=1.0, lmbda=0.5, value_network=critic)(batch)["advantage"].squeeze(-1)
+        tensor([ 3.5000,  3.0000, -2.0000])
+
+    References:
+        J. Schulman et al., High-dimensional continuous control using generalized advantage estimation,
+        https://arxiv.org/abs/1506.02438
+    """
+
+    lmbda: float | Tensor
+    factor_names = ("gamma", "lmbda")
+    target_needs_value = True
+
+    def __init__(
+        self,
+        *,
+        gamma: float | Tensor,
+        lmbda: float | Tensor,
+        value_network: TensorDictModuleBase | None,
+        average_gae: bool = False,
+        **options: Unpack[EstimatorOptions],
+    ) -> None:
+        super().__init__(gamma=gamma, value_network=value_network, standardize=average_gae, **options)
+        self.number("lmbda", lmbda, options.get("device"))
+
+    def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
+        return generalized_advantage_estimate(
+            inputs.factors["gamma"],
+            inputs.factors["lmbda"],
+            inputs.value,
+            inputs.next_value,
+            inputs.reward,
+            inputs.ends,
+            inputs.terminated,
+            time_dim=inputs.time_dim,
+        )
+
+
+class TD0Estimator(ValueEstimator):
+    """One-step targets ``reward + gamma * next_value * (1 - terminated)``; the advantage is target minus value.
+
+    Rows may come in any order, n-step rows too: where ``"steps_to_next_obs"`` is in the batch, ``gamma`` to that
+    power takes the place of ``gamma``.
+
+    Args:
+        gamma: discount in [0, 1].
+        value_network: tensordict module, e.g. from ``"observation"`` to ``"state_value"`` ``[N, 1]``; None reads
+            both values from the batch.
+        average_rewards: bring the rewards to zero mean and unit deviation over the rows that count first. The
+            batch keeps its own. Default: False.
+        options: what all estimators take, see :class:`~flatroll.estimators.values.base.ValueEstimator`.
+
+    Raises:
+        ValueError: ``gamma`` outside [0, 1], both chunk arguments, or an option out of range.
+        TypeError: ``value_network`` is no tensordict module.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import TensorDictModule
+        >>> critic = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["state_value"])
+        >>> end = torch.tensor([False, True])
+        >>> batch = TensorDict({
+        ...     "observation": torch.tensor([[1.0], [2.0]]),
+        ...     "next": {"observation": torch.tensor([[2.0], [4.0]]), "reward": torch.ones(2, 1), "done": end,
+        ...              "terminated": end},
+        ... }, [2])
+        >>> TD0Estimator(gamma=0.5, value_network=critic)(batch)["value_target"].squeeze(-1)
+        tensor([2., 1.])
+    """
+
+    def __init__(
+        self,
+        *,
+        gamma: float | Tensor,
+        value_network: TensorDictModuleBase | None,
+        average_rewards: bool = False,
+        **options: Unpack[EstimatorOptions],
+    ) -> None:
+        super().__init__(gamma=gamma, value_network=value_network, average_rewards=average_rewards, **options)
+
+    def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
+        target = td0_return_estimate(
+            inputs.factors["gamma"],
+            inputs.next_value,
+            inputs.reward,
+            inputs.terminated,
+            time_dim=inputs.time_dim,
+        )
+        return target - inputs.value, target
+
+
+class TDLambdaEstimator(ValueEstimator):
+    """Lambda-return targets along each run; the advantage is target minus value.
+
+    The recursion is that of :func:`~flatroll.estimators.td_lambda_return_estimate`; boundaries come from
+    :func:`flatroll.layout.run_ends`.
+
+    Args:
+        gamma: discount in [0, 1].
+        lmbda: trace decay in [0, 1]: 0 is :class:`TD0Estimator`, 1 is :class:`TD1Estimator`.
+        value_network, average_rewards, options: as for :class:`TD0Estimator`, as is what is raised.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import TensorDictModule
+        >>> critic = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["state_value"])
+        >>> end = torch.tensor([False, True])
+        >>> batch = TensorDict({
+        ...     "observation": torch.tensor([[1.0], [2.0]]),
+        ...     "next": {"observation": torch.tensor([[2.0], [4.0]]), "reward": torch.ones(2, 1), "done": end,
+        ...              "terminated": torch.tensor([False, False])},
+        ... }, [2])
+        >>> TDLambdaEstimator(gamma=1.0, lmbda=0.5, value_network=critic)(batch)["value_target"].squeeze(-1)
+        tensor([4.5000, 5.0000])
+    """
+
+    lmbda: float | Tensor
+    factor_names = ("gamma", "lmbda")
+
+    def __init__(
+        self,
+        *,
+        gamma: float | Tensor,
+        lmbda: float | Tensor,
+        value_network: TensorDictModuleBase | None,
+        average_rewards: bool = False,
+        **options: Unpack[EstimatorOptions],
+    ) -> None:
+        super().__init__(gamma=gamma, value_network=value_network, average_rewards=average_rewards, **options)
+        self.number("lmbda", lmbda, options.get("device"))
+
+    def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
+        target = td_lambda_return_estimate(
+            inputs.factors["gamma"],
+            inputs.factors["lmbda"],
+            inputs.next_value,
+            inputs.reward,
+            inputs.ends,
+            inputs.terminated,
+            time_dim=inputs.time_dim,
+        )
+        return target - inputs.value, target
+
+
+class TD1Estimator(TDLambdaEstimator):
+    """Targets that sum the discounted rewards to the end of the run: :class:`TDLambdaEstimator` with ``lmbda = 1``.
+
+    A run that is not terminated is bootstrapped at its end.
+
+    Args:
+        gamma: discount in [0, 1].
+        value_network, average_rewards, options: as for :class:`TD0Estimator`, as is what is raised.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import TensorDictModule
+        >>> critic = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["state_value"])
+        >>> end = torch.tensor([False, True])
+        >>> batch = TensorDict({
+        ...     "observation": torch.tensor([[1.0], [2.0]]),
+        ...     "next": {"observation": torch.tensor([[2.0], [4.0]]), "reward": torch.ones(2, 1), "done": end,
+        ...              "terminated": torch.tensor([False, False])},
+        ... }, [2])
+        >>> TD1Estimator(gamma=0.5, value_network=critic)(batch)["value_target"].squeeze(-1)
+        tensor([2.5000, 3.0000])
+    """
+
+    def __init__(
+        self,
+        *,
+        gamma: float | Tensor,
+        value_network: TensorDictModuleBase | None,
+        average_rewards: bool = False,
+        **options: Unpack[EstimatorOptions],
+    ) -> None:
+        super().__init__(
+            gamma=gamma, lmbda=1.0, value_network=value_network, average_rewards=average_rewards, **options
+        )
+
+
+class VTrace(ValueEstimator):
+    """V-trace targets and advantages of a batch that another policy collected.
+
+    The recursion is that of :func:`~flatroll.estimators.vtrace_advantage_estimate`; boundaries come from
+    :func:`flatroll.layout.run_ends`. The weight of a row is the probability of the batch's action under
+    ``actor_network`` over the one it was sampled with, ``"action_log_prob"``.
+
+    Args:
+        gamma: discount in [0, 1].
+        actor_network: tensordict module with ``get_dist(batch)``, the policy that learns. Recurrent ones run in
+            recurrent mode.
+        value_network: tensordict module, e.g. from ``"observation"`` to ``"state_value"`` ``[N, 1]``; None reads
+            both values from the batch.
+        rho_thresh: largest weight of a row's own residual. Default: 1.
+        c_thresh: largest weight of what lies behind a row. Default: 1.
+        average_adv: zero mean and unit deviation of the advantage over the rows that count. Default: False.
+        options: what all estimators take, see :class:`~flatroll.estimators.values.base.ValueEstimator`. Chunks split
+            what goes through the actor, too.
+
+    Raises:
+        ValueError: ``gamma`` outside [0, 1], a threshold below 0, both chunk arguments, or an option out of range.
+        TypeError: the actor has no ``get_dist``, or ``value_network`` is no tensordict module.
+
+    Example:
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
+        >>> from tensordict.nn import TensorDictModule
+        >>> from torch.distributions import Categorical
+        >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["logits"])
+        >>> head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
+        >>> critic = TensorDictModule(lambda x: x[:, :1], in_keys=["observation"], out_keys=["state_value"])
+        >>> end = torch.tensor([False, True])
+        >>> batch = TensorDict({
+        ...     "observation": torch.zeros(2, 4), "action": torch.tensor([0, 3]),
+        ...     "action_log_prob": torch.tensor([-1.3863, -0.3863]),      # a quarter, and e times a quarter
+        ...     "next": {"observation": torch.zeros(2, 4), "reward": torch.ones(2, 1), "done": end,
+        ...              "terminated": end},
+        ... }, [2])
+        >>> actor = ProbabilisticTensorDictSequential(net, head)
+        >>> VTrace(gamma=1.0, actor_network=actor, value_network=critic)(batch)["value_target"].squeeze(-1)
+        tensor([1.3679, 0.3679])
+
+    References:
+        L. Espeholt et al., IMPALA: scalable distributed deep-RL with importance weighted actor-learner
+        architectures, https://arxiv.org/abs/1802.01561
+    """
+
+    default_keys: ClassVar[Mapping[str, NestedKey]] = {
+        **ValueEstimator.default_keys,
+        "action": ACTION,
+        "sample_log_prob": "action_log_prob",
+    }
+    factor_names = ("gamma", "rho_thresh", "c_thresh")
+    target_needs_value = True
+
+    def __init__(
+        self,
+        *,
+        gamma: float | Tensor,
+        actor_network: TensorDictModuleBase,
+        value_network: TensorDictModuleBase | None,
+        rho_thresh: float | Tensor = 1.0,
+        c_thresh: float | Tensor = 1.0,
+        average_adv: bool = False,
+        **options: Unpack[EstimatorOptions],
+    ) -> None:
+        super().__init__(gamma=gamma, value_network=value_network, standardize=average_adv, **options)
+        require_actor(actor_network)
+        self.actor_network = actor_network
+        for name, threshold in (("rho_thresh", rho_thresh), ("c_thresh", c_thresh)):
+            if not bool((torch.as_tensor(threshold) >= 0.0).all()):
+                raise ValueError(f"{name} must be at least 0, got {threshold}")
+        self.rho_thresh, self.c_thresh = rho_thresh, c_thresh
+        self.set_keys()
+
+    def set_keys(self, **keys: NestedKey | None) -> None:
+        """Rename entries: those of the other estimators, ``action`` and ``sample_log_prob``."""
+        super().set_keys(**keys)
+        actor = getattr(self, "actor_network", None)
+        read: list[Any] = [] if actor is None else list(actor.in_keys)
+        read += [self.tensor_keys["action"], self.tensor_keys["sample_log_prob"]]
+        in_keys: list[Any] = list(dict.fromkeys([*self.in_keys, *read]))
+        self.in_keys = in_keys
+
+    def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
+        key = self.tensor_keys["sample_log_prob"]
+        log_mu = joint(require(inputs.batch, key, self.default_keys["sample_log_prob"]), inputs.batch)
+        return vtrace_advantage_estimate(
+            inputs.factors["gamma"],
+            broadcast_like(self._log_prob(inputs), inputs.reward),
+            broadcast_like(log_mu, inputs.reward),
+            inputs.value,
+            inputs.next_value,
+            inputs.reward,
+            inputs.ends,
+            inputs.terminated,
+            inputs.factors["rho_thresh"],
+            inputs.factors["c_thresh"],
+            inputs.time_dim,
+        )
+
+    def _log_prob(self, inputs: EstimatorInputs) -> Tensor:
+        """Log-probability of each row's action under the actor, ``[*B, T]``, chunk by chunk."""
+        batch, is_init = inputs.batch, self.tensor_keys["is_init"]
+        actor, dims = NetworkInputs.of(self.actor_network, is_init), batch.batch_dims
+        states = [key for key in actor.states if batch.get(key, None) is not None]
+        columns = {key: flat_rows(require(batch, key), dims) for key in (*actor.observed, *states)}
+        action = flat_rows(require(batch, self.tensor_keys["action"], ACTION), dims)
+        ends, chunks, stops = inputs.at.ends.reshape(-1), self.evaluation.chunks, None
+        if actor.recurrent:
+            columns[is_init] = starts_from(ends).unsqueeze(-1)
+            if not chunks.whole:  # a memory must meet a run in one piece
+                stops = run_stops(ends)
+        # Rows that make up one index of the dim that is split, as all batch dims are one here.
+        each = len(ends) // max(batch.shape[chunks.along(dims, inputs.turned)], 1)
+        log_probs = []
+        for start, stop in chunks.spans(len(ends), stops, each=each):
+            part = TensorDict({key: column[start:stop] for key, column in columns.items()}, [stop - start])
+            dist = distribution(self.actor_network, part)
+            log_probs.append(joint(log_prob_of(dist, action[start:stop]), part))
+        return torch.cat(log_probs).view(batch.batch_size)
+
+
+class ValueEstimators(StrEnum):
+    """Names of the estimators; the plain text will do as well, and so will ``"TDLambda"`` for ``"td_lambda"``.
+
+    >>> ValueEstimators.TDLambda == "td_lambda"
+    True
+    """
+
+    TD0 = "td0"
+    TD1 = "td1"
+    TDLambda = "td_lambda"
+    GAE = "gae"
+    VTrace = "vtrace"
+
+
+#: What a loss takes: a name, the class, or an estimator that is ready.
+Kind: TypeAlias = ValueEstimators | str | type[ValueEstimator] | ValueEstimator
+
+_DEFAULTS = {"gamma": 0.99, "lmbda": 0.95}
+_CLASSES: dict[str, type[ValueEstimator]] = {
+    "td0": TD0Estimator,
+    "td1": TD1Estimator,
+    "td_lambda": TDLambdaEstimator,
+    "gae": GAE,
+    "vtrace": VTrace,
+}
+
+
+def name_of(kind: str | type[ValueEstimator]) -> str:
+    """The name of a kind.
+
+    Raises:
+        ValueError: there is no such estimator.
+
+    >>> name_of("TDLambda"), name_of(GAE)
+    ('td_lambda', 'gae')
+    """
+    if isinstance(kind, str):
+        name = str(ValueEstimators.__members__.get(kind, kind))
+        one_of("value_type", name, tuple(_CLASSES))
+        return name
+    for name, known in _CLASSES.items():
+        if kind is known:
+            return name
+    raise ValueError(f"value_type must be a name in ValueEstimators or one of its classes, got {kind!r}")
+
+
+def make_estimator(
+    kind: Kind, networks: Mapping[str, TensorDictModuleBase | None], arguments: dict[str, Any]
+) -> ValueEstimator:
+    """The estimator of that kind.
+
+    Args:
+        kind: a name, a class, or an estimator, which is given back as it is.
+        networks: ``value_network`` and ``actor_network``, taken where ``arguments`` name no others.
+        arguments: of the class. Default: ``gamma`` 0.99, and ``lmbda`` 0.95 where there is one.
+
+    Raises:
+        ValueError: unknown name, arguments for an estimator that is ready, or no value network.
+        TypeError: the class knows no such argument.
+    """
+    if isinstance(kind, ValueEstimator):
+        if arguments:
+            raise ValueError(f"this {type(kind).__name__} has its arguments, got {', '.join(arguments)}, too")
+        return cast(ValueEstimator, kind)
+    chosen: Any = _CLASSES[name_of(kind)] if isinstance(kind, str) else kind
+    known = inspect.signature(chosen).parameters
+    if networks["value_network"] is None and "value_network" not in arguments:
+        raise ValueError(
+            f"this loss has no critic_network: give {chosen.__name__} a value_network=, or write the advantage "
+            "into the batch yourself, e.g. with reward2go"
+        )
+    made: ValueEstimator = chosen(
+        **{name: x for name, x in {**_DEFAULTS, **networks}.items() if name in known} | arguments
+    )
+    return made

@@ -1,0 +1,99 @@
+"""``final=``: the next observations that no row of a compact batch holds, as they came with the batch.
+
+A compact batch holds each observation once: the next observation of a row is the observation of the row behind it.
+At the last row of a run there is none, so the collector reports those K apart (``collector.final``): ``"row"``, int64
+``[K]`` ascending, the rows of the batch that they follow, and ``("next", <observation>)`` ``[K, *F]``.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from flatroll.layout.keys import NEXT, NestedKey, as_tuple, next_key
+
+
+class Final(NamedTuple):
+    """What ``final`` holds.
+
+    Attributes:
+        row: int64 ``[K]``, the rows of the batch that the observations follow; None if there is no such entry.
+        next: next observations ``[K, *F]``, by the key that they have at the root of the batch.
+    """
+
+    row: Tensor | None
+    next: dict[NestedKey, Tensor]
+
+
+def read_final(
+    final: object, keys: Iterable[NestedKey] | None = None, *, wanted: str = "collector.final"
+) -> Final:
+    """Read ``final``: the entries that follow the observations ``keys``, as far as it holds them, or all entries.
+
+    Args:
+        final: what the caller passed as ``final=``.
+        keys: keys of observations at the root of the batch. Default: all entries but ``"row"``.
+        wanted: what ``final`` should have been, for the error.
+
+    Raises:
+        TypeError: ``final`` is no tensordict.
+        ValueError: all entries are read and one does not stand under ``"next"``.
+
+    >>> from tensordict import TensorDict
+    >>> final = TensorDict({"row": torch.tensor([1]), "next": {"pos": torch.ones(1)}}, [1])
+    >>> read_final(final), read_final(final, ["velocity"]).next
+    (Final(row=tensor([1]), next={'pos': tensor([1.])}), {})
+    """
+    if not isinstance(final, TensorDictBase):
+        raise TypeError(f"final must be a tensordict, {wanted}, got {type(final).__name__}")
+    found: dict[NestedKey, Tensor] = {}
+    if keys is not None:
+        entries = {key: final.get(next_key(key), None) for key in keys}
+        found = {key: column for key, column in entries.items() if column is not None}
+    else:
+        for key, column in final.items(True, True):
+            names = as_tuple(key)
+            if names == ("row",):
+                continue
+            if names[0] != NEXT or len(names) < 2:
+                raise ValueError(f"final[{key!r}] must be ('next', <entry of the batch>)")
+            found[names[1] if len(names) == 2 else names[1:]] = column  # ("next", "pos") follows "pos"
+    return Final(final.get("row", None), found)
+
+
+def check_final(final: Final, columns: Mapping[NestedKey, Tensor], rows: int) -> Tensor:
+    """The row numbers of ``final``, once they and its observations have been found to fit a batch of ``rows`` rows.
+
+    Args:
+        final: what :func:`read_final` returned.
+        columns: columns ``[rows, *F]`` of the batch by key, the observations at least.
+        rows: number of rows of the batch.
+
+    Raises:
+        ValueError: no ``"row"``, rows out of order or range, or entries of another shape or dtype than the batch's.
+
+    >>> check_final(Final(torch.tensor([1]), {"pos": torch.ones(1)}), {"pos": torch.zeros(2)}, 2)
+    tensor([1])
+    """
+    row = final.row
+    if row is None or row.dtype is not torch.int64 or row.ndim != 1:
+        found = "nothing" if row is None else f"{row.dtype} {tuple(row.shape)}"
+        raise ValueError(f'final needs an int64 entry "row" of shape [K], got {found}: pass collector.final')
+    # Ascending, so the first and the last bound all others, and none comes twice.
+    if len(row) and (int(row[0]) < 0 or int(row[-1]) >= rows or bool((row[1:] <= row[:-1]).any())):
+        raise ValueError(
+            f'final["row"] must ascend within the {rows} rows of the batch, got {row.tolist()[:8]}: '
+            "pass the final that came with this batch, or none with a batch that was changed"
+        )
+    for key, value in final.next.items():
+        column = columns.get(key)
+        if column is None:
+            raise ValueError(f"final[{next_key(key)!r}] must be ('next', <entry of the batch>)")
+        if value.shape[1:] != column.shape[1:] or value.dtype != column.dtype:
+            raise ValueError(
+                f"final[{next_key(key)!r}] is {value.dtype} {tuple(value.shape[1:])} per row, "
+                f"batch[{key!r}] is {column.dtype} {tuple(column.shape[1:])}"
+            )
+    return row
