@@ -49,7 +49,7 @@ def card_lines(room: str, graph: Graph) -> list[tuple[str, bool]]:
     for folder in ["", *order] if "" in by_folder else order:
         if folder:
             lines.append((f"{folder}/", True))
-        lines += [(line, False) for line in textwrap.wrap(", ".join(by_folder[folder]), 52)]
+        lines += [(line, False) for line in textwrap.wrap(", ".join(by_folder[folder]), 66)]
     return lines
 
 
@@ -69,17 +69,20 @@ def draw(axes: Axes, graph: Graph) -> None:
         floor += max(heights.values()) + ROW_GAP
 
     for room, (left, low, height) in corners.items():
-        axes.add_patch(Rectangle((left, low), WIDTH, height, facecolor=COLOURS[room], edgecolor="0.4"))
+        axes.add_patch(
+            Rectangle((left, low), WIDTH, height, facecolor=COLOURS[room], edgecolor="0.4", zorder=2)
+        )
         top = low + height - 1.3 * LINE
-        axes.text(left + 0.12, top, f"flatroll.{room}", weight="bold", size=11)
+        axes.text(left + 0.12, top, f"flatroll.{room}", weight="bold", size=11, zorder=3)
         for i, (line, bold) in enumerate(card_lines(room, graph), 1):
             weight = "bold" if bold else "normal"
-            axes.text(left + (0.12 if bold else 0.3), top - i * LINE, line, size=7.5, weight=weight)
+            axes.text(left + (0.12 if bold else 0.3), top - i * LINE, line, size=7.5, weight=weight, zorder=3)
         for j, below in enumerate(sorted(rooms[room])):
             start = (left + WIDTH * (j + 1) / (len(rooms[room]) + 1), low)
             middle = corners[below][0] + WIDTH / 2
             end = (middle + 0.25 * (start[0] - middle), corners[below][1] + corners[below][2])
-            axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": "0.35", "shrinkB": 1})
+            arrow = {"arrowstyle": "-|>", "color": "0.35", "shrinkB": 1}
+            axes.annotate("", end, start, arrowprops=arrow, zorder=1)  # below the cards
     axes.set(xlim=(-0.1, columns * (WIDTH + GAP) - GAP + 0.1), ylim=(-0.1, floor - ROW_GAP + 0.1))
     axes.set_aspect("equal")
     axes.axis("off")

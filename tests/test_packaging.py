@@ -20,7 +20,9 @@ SOURCE_FILES = {"src/flatroll/__init__.py", "src/flatroll/__main__.py", "src/fla
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    # Without PYTHONPATH, which may lead to a checkout instead of what is installed.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 

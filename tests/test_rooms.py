@@ -31,6 +31,15 @@ ARROWS: dict[str, set[str]] = {
 }
 
 
+# Sub-rooms, each below those behind it: an import goes to an earlier one of its line.
+SUB_ROOMS: dict[str, list[str]] = {
+    "buffers": ["index", "columns", "storages", "samplers", "transforms", "replay_buffer", "ensemble"],
+    "estimators": ["masked", "distributions", "functional", "values", "losses"],
+    "kernels": ["compiled", "rows", "slices"],
+    "layout": ["keys", "boundaries", "inspect"],
+    "modules": ["backends", "networks", "recurrent"],
+    "wrappers": ["arrays", "source", "stream", "adapt_env", "testing"],
+}
 WIDEST_FOLDER, LONGEST_FILE, LONGEST_FUNCTION, LONGEST_CHAIN = 15, 500, 70, 8
 
 
@@ -109,6 +118,14 @@ def test_a_room_reads_no_environment_variable(room: str) -> None:
 def test_arrows_go_one_way(depth: int) -> None:
     """Between rooms, between the sub-rooms of a room and the files beside them, and between files."""
     assert circles(grouped(import_graph(), depth)) == []
+
+
+@pytest.mark.parametrize("room", SUB_ROOMS)
+def test_a_sub_room_imports_only_those_below_it(room: str) -> None:
+    arrows = grouped(import_graph(), 2)
+    order = [f"{room}.{name}" for name in SUB_ROOMS[room]]
+    assert set(order) <= set(arrows), "a name of SUB_ROOMS is gone"
+    assert not [(name, above) for i, name in enumerate(order) for above in order[i:] if above in arrows[name]]
 
 
 def test_import_chains_are_short() -> None:
