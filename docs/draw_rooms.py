@@ -54,35 +54,44 @@ def card_lines(room: str, graph: Graph) -> list[tuple[str, bool]]:
 
 
 def draw(axes: Axes, graph: Graph) -> None:
-    """Cards in rows, each room above the rooms that it imports, and an arrow for each import between rooms."""
+    """Cards in rows, each room above the rooms that it imports.
+
+    An arrow that follows from two others is left out; each card says all that its room imports.
+    """
     rooms = grouped(graph, 1)
     level = levels(rooms)
     rows = [[room for room in COLOURS if level[room] == row] for row in range(max(level.values()) + 1)]
     columns = max(map(len, rows))
     floor = 0.0
-    corners: dict[str, tuple[float, float, float]] = {}  # left edge, lower edge, height
+    corners: dict[str, tuple[float, float, float]] = {}  # left edge, lower edge, upper edge
     for row in rows:
-        heights = {room: LINE * (len(card_lines(room, graph)) + 2.4) for room in row}
+        heights = {room: LINE * (len(card_lines(room, graph)) + 3) for room in row}
+        ceiling = floor + max(heights.values())
         indent = (columns - len(row)) * (WIDTH + GAP) / 2
         for i, (room, height) in enumerate(heights.items()):
-            corners[room] = (indent + i * (WIDTH + GAP), floor, height)
-        floor += max(heights.values()) + ROW_GAP
+            low = floor if floor else ceiling - height  # lower edges in line, in the lowest row upper ones
+            corners[room] = (indent + i * (WIDTH + GAP), low, low + height)
+        floor = ceiling + ROW_GAP
 
-    for room, (left, low, height) in corners.items():
-        axes.add_patch(
-            Rectangle((left, low), WIDTH, height, facecolor=COLOURS[room], edgecolor="0.4", zorder=2)
-        )
-        top = low + height - 1.3 * LINE
-        axes.text(left + 0.12, top, f"flatroll.{room}", weight="bold", size=11, zorder=3)
+    for room, (left, low, high) in corners.items():
+        axes.add_patch(Rectangle((left, low), WIDTH, high - low, facecolor=COLOURS[room], edgecolor="0.4"))
+        imports = ", ".join(sorted(rooms[room]))
+        axes.text(left + 0.12, high - 1.3 * LINE, f"flatroll.{room}", weight="bold", size=11)
+        if imports:
+            axes.text(left + WIDTH - 0.12, high - 1.3 * LINE, f"imports {imports}", size=7.5, ha="right")
         for i, (line, bold) in enumerate(card_lines(room, graph), 1):
             weight = "bold" if bold else "normal"
-            axes.text(left + (0.12 if bold else 0.3), top - i * LINE, line, size=7.5, weight=weight, zorder=3)
-        for j, below in enumerate(sorted(rooms[room])):
-            start = (left + WIDTH * (j + 1) / (len(rooms[room]) + 1), low)
-            middle = corners[below][0] + WIDTH / 2
-            end = (middle + 0.25 * (start[0] - middle), corners[below][1] + corners[below][2])
-            arrow = {"arrowstyle": "-|>", "color": "0.35", "shrinkB": 1}
-            axes.annotate("", end, start, arrowprops=arrow, zorder=1)  # below the cards
+            axes.text(left + (0.12 if bold else 0.3), high - (i + 1.5) * LINE, line, size=7.5, weight=weight)
+        arrows = sorted(rooms[room] - {far for near in rooms[room] for far in rooms[near]})
+        for below in arrows:
+            shift = 0.2 * (
+                corners[below][0] - left
+            )  # towards where the arrow goes, so that few of them cross
+            start, end = (
+                (left + WIDTH / 2 + shift, low),
+                (corners[below][0] + WIDTH / 2 - shift, corners[below][2]),
+            )
+            axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": "0.35", "shrinkB": 1})
     axes.set(xlim=(-0.1, columns * (WIDTH + GAP) - GAP + 0.1), ylim=(-0.1, floor - ROW_GAP + 0.1))
     axes.set_aspect("equal")
     axes.axis("off")
