@@ -126,7 +126,8 @@ class VectorSource(ABC):
     def final_obs(self, info: dict[str, Any], obs: Tree, ended: Array, given: Any = None) -> Tree | None:
         """The last observations of the rows that the step just made has ended and the env has reset.
 
-        Only asked of a SAME_STEP env. The default: ``given``, or else none is shown.
+        Only asked of a SAME_STEP env. The default: ``given``, or else none is shown: then set
+        ``Capabilities(hides_final_obs=True)``, or the first observation of the next episode is taken for it.
 
         Args:
             info: the info of the step.
