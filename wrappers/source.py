@@ -105,18 +105,29 @@ class VectorSource(ABC):
     ) -> tuple[Tree, dict[str, Any]]:
         """Reset all rows, or those where ``rows`` (bool ``(E,)``, in the env's framework) is True.
 
+        Args:
+            seed: an int, a list of E of them, or None: go on with the random numbers.
+            options: as Gymnasium's, without ``"reset_mask"``; None for none.
+            rows: which ones; None for all.
+
         Returns:
             The observations of all E rows (those not reset show what they showed before), and info.
         """
 
     @abstractmethod
     def step(self, actions: Tree) -> Step:
-        """Step all rows; the actions have the space's shape and dtype, one row for each env."""
+        """Step all rows; the actions have the space's shape and dtype, one row for each env.
+
+        Returns:
+            Observations, reward, terminated, truncated and info. Reward and flags have one entry for each env; the
+            stream makes them float32 and bool ``(E,)``.
+        """
 
     def final_obs(self, info: dict[str, Any], obs: Tree, ended: Array, given: Any = None) -> Tree | None:
         """The last observations of the rows that the step just made has ended and the env has reset.
 
-        Only asked of a SAME_STEP env. The default: ``given``, or else none is shown.
+        Only asked of a SAME_STEP env. The default: ``given``, or else none is shown: then set
+        ``Capabilities(hides_final_obs=True)``, or the first observation of the next episode is taken for it.
 
         Args:
             info: the info of the step.

@@ -36,7 +36,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 
     Args:
         source: the adapter of the env, see `VectorSource`.
-        mode: how the source resets rows whose episode has ended.
+        mode: how the source resets rows whose episode has ended, an `AutoresetMode` (not its name).
         final_obs: where a SAME_STEP env leaves its final observations, see `as_vector_env`.
 
     Attributes:

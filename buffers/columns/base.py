@@ -40,6 +40,7 @@ class Column(ABC):
         dtype: of the values as they come and go.
         shape: of one row's value.
         decodes: whether a row read twice in one `take` costs less than in two.
+        row_bytes: what ``stats()`` shows as a row's bytes; override it if a row takes fewer than `value_bytes`.
 
     >>> class HalfColumn(Column):
     ...     '''Keeps float32 values in two bytes each.'''

@@ -32,7 +32,10 @@ class Sampler(ABC):
 
     ``draw`` asks the ring how many rows there are, ``len(ring)``, chooses among them by age, from 0 for the oldest to
     ``len(ring) - 1`` for the newest, and lets the ring say which slots those are, `Ring.slots_by_age`. That is right
-    under every writer; a row's number modulo the capacity is not. To draw whole slices, subclass `SliceSampler`.
+    under every writer; a row's number modulo the capacity is not.
+
+    To draw single rows, subclass `RandomSampler`: its :meth:`mark` makes each drawn row a run of its own, where this
+    class leaves the stored markers as they are. To draw whole slices, subclass `SliceSampler`.
 
     The buffer calls :meth:`claimed`, :meth:`entered` and :meth:`draw` under its lock, the first two only if they are
     overridden. It then reads the rows, and draws again if one of them was overwritten meanwhile.
@@ -48,13 +51,13 @@ class Sampler(ABC):
     A sampler that draws the newest rows twice as often as the others:
 
     >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
-    >>> class RecencySampler(Sampler):
+    >>> class RecencySampler(RandomSampler):
     ...     def draw(self, ring, batch_size, generator, follow):
     ...         version = ring.version  # before anything else is asked of the ring
     ...         ring.check_not_empty()
     ...         chances = torch.linspace(1, 2, len(ring))  # by age: the oldest row, ..., the newest row
     ...         ranks = torch.multinomial(chances, batch_size, replacement=True, generator=generator)
-    ...         slots = ring.slots_by_age(ranks)  # int64 [batch_size]
+    ...         slots = ring.slots_by_age(ranks)  # int64 [batch_size]; a rank must be below len(ring)
     ...         return Draw(slots, follow=ring.follow(slots) if follow else None, version=version)
     >>> buffer = ReplayBuffer(storage=LazyTensorStorage(4), sampler=RecencySampler(), batch_size=1000)
     >>> rows = buffer.extend(torch.arange(6))
