@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
+from typing_extensions import override
 
 from flatroll.estimators.distributions import distribution, joint, log_prob_of, require_actor
 from flatroll.estimators.functional.returns import (
@@ -22,6 +23,7 @@ from flatroll.estimators.values.base import EstimatorInputs, ValueEstimator
 from flatroll.estimators.values.batch_inputs import broadcast_like, flat_rows
 from flatroll.estimators.values.extended_stream import run_stops
 from flatroll.estimators.values.options import EstimatorOptions, NetworkInputs
+from flatroll.kernels.scans.scan import residual_scan
 from flatroll.layout.boundaries import starts_from
 from flatroll.layout.keys import ACTION, NestedKey, require
 
@@ -86,16 +88,30 @@ class GAE(ValueEstimator):
         super().__init__(gamma=gamma, value_network=value_network, standardize=average_gae, **options)
         self.number("lmbda", lmbda, options.get("device"))
 
+    @override
     def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
+        gamma, lmbda, time = inputs.factors["gamma"], inputs.factors["lmbda"], inputs.time_dim
+        columns, shape = (inputs.reward, inputs.value, inputs.next_value), inputs.reward.shape
+        numbers = all(isinstance(x, float) and 0.0 <= x <= 1.0 for x in (gamma, lmbda))
+        if numbers and len({x.dtype for x in columns}) == 1 and shape[time + 1 :].numel() == 1:
+            # One feature, and time last but for it: flattened, series follows series, and run_ends has marked the
+            # last row of each. So the scan reads the columns as they are.
+            reward, value, next_value, ends, terminated = (
+                x.reshape(-1) for x in (*columns, inputs.ends | inputs.terminated, inputs.terminated)
+            )
+            scanned = residual_scan(
+                gamma, gamma * lmbda, reward, value, next_value, terminated, ends, longest=shape[time]
+            )
+            return scanned[0].view(shape), scanned[1].view(shape)
         return generalized_advantage_estimate(
-            inputs.factors["gamma"],
-            inputs.factors["lmbda"],
+            gamma,
+            lmbda,
             inputs.value,
             inputs.next_value,
             inputs.reward,
             inputs.ends,
             inputs.terminated,
-            time_dim=inputs.time_dim,
+            time_dim=time,
         )
 
 
