@@ -103,16 +103,8 @@ class GAE(ValueEstimator):
                 gamma, gamma * lmbda, reward, value, next_value, terminated, ends, longest=shape[time]
             )
             return scanned[0].view(shape), scanned[1].view(shape)
-        return generalized_advantage_estimate(
-            gamma,
-            lmbda,
-            inputs.value,
-            inputs.next_value,
-            inputs.reward,
-            inputs.ends,
-            inputs.terminated,
-            time_dim=time,
-        )
+        values, flags = (inputs.value, inputs.next_value), (inputs.ends, inputs.terminated)
+        return generalized_advantage_estimate(gamma, lmbda, *values, inputs.reward, *flags, time_dim=time)
 
 
 class TD0Estimator(ValueEstimator):
@@ -158,14 +150,10 @@ class TD0Estimator(ValueEstimator):
     ) -> None:
         super().__init__(gamma=gamma, value_network=value_network, average_rewards=average_rewards, **options)
 
+    @override
     def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
-        target = td0_return_estimate(
-            inputs.factors["gamma"],
-            inputs.next_value,
-            inputs.reward,
-            inputs.terminated,
-            time_dim=inputs.time_dim,
-        )
+        gamma, columns = inputs.factors["gamma"], (inputs.next_value, inputs.reward, inputs.terminated)
+        target = td0_return_estimate(gamma, *columns, time_dim=inputs.time_dim)
         return target - inputs.value, target
 
 
@@ -210,16 +198,11 @@ class TDLambdaEstimator(ValueEstimator):
         super().__init__(gamma=gamma, value_network=value_network, average_rewards=average_rewards, **options)
         self.number("lmbda", lmbda, options.get("device"))
 
+    @override
     def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
-        target = td_lambda_return_estimate(
-            inputs.factors["gamma"],
-            inputs.factors["lmbda"],
-            inputs.next_value,
-            inputs.reward,
-            inputs.ends,
-            inputs.terminated,
-            time_dim=inputs.time_dim,
-        )
+        gamma, lmbda = inputs.factors["gamma"], inputs.factors["lmbda"]
+        columns = (inputs.next_value, inputs.reward, inputs.ends, inputs.terminated)
+        target = td_lambda_return_estimate(gamma, lmbda, *columns, time_dim=inputs.time_dim)
         return target - inputs.value, target
 
 
@@ -343,22 +326,14 @@ class VTrace(ValueEstimator):
         in_keys: list[Any] = list(dict.fromkeys([*self.in_keys, *read]))
         self.in_keys = in_keys
 
+    @override
     def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
         key = self.tensor_keys["sample_log_prob"]
         log_mu = joint(require(inputs.batch, key, self.default_keys["sample_log_prob"]), inputs.batch)
-        return vtrace_advantage_estimate(
-            inputs.factors["gamma"],
-            broadcast_like(self._log_prob(inputs), inputs.reward),
-            broadcast_like(log_mu, inputs.reward),
-            inputs.value,
-            inputs.next_value,
-            inputs.reward,
-            inputs.ends,
-            inputs.terminated,
-            inputs.factors["rho_thresh"],
-            inputs.factors["c_thresh"],
-            inputs.time_dim,
-        )
+        log_pi, log_mu = (broadcast_like(x, inputs.reward) for x in (self._log_prob(inputs), log_mu))
+        columns = (inputs.value, inputs.next_value, inputs.reward, inputs.ends, inputs.terminated)
+        gamma, rho, c = (inputs.factors[name] for name in self.factor_names)
+        return vtrace_advantage_estimate(gamma, log_pi, log_mu, *columns, rho, c, inputs.time_dim)
 
     def _log_prob(self, inputs: EstimatorInputs) -> Tensor:
         """Log-probability of each row's action under the actor, ``[*B, T]``, chunk by chunk."""
@@ -410,10 +385,7 @@ _CLASSES: dict[str, type[ValueEstimator]] = {
 
 
 def name_of(kind: str | type[ValueEstimator]) -> str:
-    """The name of a kind.
-
-    Raises:
-        ValueError: there is no such estimator.
+    """The name of a kind; ValueError if there is no such estimator.
 
     >>> name_of("TDLambda"), name_of(GAE)
     ('td_lambda', 'gae')
@@ -431,16 +403,9 @@ def name_of(kind: str | type[ValueEstimator]) -> str:
 def make_estimator(
     kind: Kind, networks: Mapping[str, TensorDictModuleBase | None], arguments: dict[str, Any]
 ) -> ValueEstimator:
-    """The estimator of that kind.
+    """The estimator of that kind: a name, a class, or an estimator, which is given back as it is.
 
-    Args:
-        kind: a name, a class, or an estimator, which is given back as it is.
-        networks: ``value_network`` and ``actor_network``, taken where ``arguments`` name no others.
-        arguments: of the class. Default: ``gamma`` 0.99, and ``lmbda`` 0.95 where there is one.
-
-    Raises:
-        ValueError: unknown name, arguments for an estimator that is ready, or no value network.
-        TypeError: the class knows no such argument.
+    ``networks`` (``value_network`` and ``actor_network``) and the defaults count where ``arguments`` name no others.
     """
     if isinstance(kind, ValueEstimator):
         if arguments:
