@@ -328,15 +328,8 @@ vec_td_lambda_advantage_estimate = td_lambda_advantage_estimate
 class TimeColumns:
     """Tensors ``[*B, T, *F]`` seen as the columns ``[B * F * T]`` that the kernels read: one series after the other.
 
-    Args:
-        reward: the tensor whose shape the others follow.
-        time_dim: the dim of T; a tensor ``[N]`` has but one.
-        values: further floating tensors by name, which must have the reward's shape. The columns are in the
-            dtype that all of them promote to.
-
-    Raises:
-        TypeError: the reward is not floating.
-        ValueError: another shape.
+    The reward and the ``values``, further floating tensors by name, must have one shape; the columns are in the dtype
+    that all of them promote to.
     """
 
     def __init__(self, reward: Tensor, time_dim: int, **values: Tensor) -> None:

@@ -293,6 +293,7 @@ class OffPolicyLoss(LossModule):
         Returns:
             the reduced loss, see :meth:`reduce`.
         """
+        # unknown rows get the least priority: drawn again, they would count nowhere again
         error = error.detach().abs()
         priority = error if inputs.unknown is None else error.masked_fill(inputs.unknown, 0.0)
         inputs.batch.set(self.key("priority"), priority)

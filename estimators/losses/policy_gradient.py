@@ -293,7 +293,10 @@ class PolicyGradientLoss(LossModule):
             )
         value = flat_column(column, inputs.batch, key)
         loss = distance(value, target, self.loss_critic_type)
-        diagnostics = {"explained_variance": explained_variance(value.detach(), target.detach(), inputs.mask)}
+        # 1 - Var(target - value) / Var(target): 1 for a perfect critic, 0 for a constant one; eps: no division by 0
+        free, aim, tiny = value.detach(), target.detach(), torch.finfo(target.dtype).eps
+        left, total = (masked_variance(x, inputs.mask, correction=0) for x in (aim - free, aim))
+        diagnostics = {"explained_variance": 1.0 - left / (total + tiny)}
         if self.clip_value:
             # the larger of the two losses counts: moving further than clip_value from the sampled value earns nothing
             sampled = self.column(inputs, "value")
@@ -430,13 +433,6 @@ class ClipPPOLoss(PPOLoss):
         free = log_ratio.detach()
         fraction = masked_mean((free.clamp(least, most) != free).to(free.dtype), inputs.mask)
         return -bounded.exp() * advantage, diagnose(free, inputs.mask) | {"clip_fraction": fraction}
-
-
-def explained_variance(value: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
-    """``1 - Var(target - value) / Var(target)``: 1 for a perfect critic, 0 for a constant one."""
-    tiny = torch.finfo(target.dtype).eps  # constant targets: no division by 0
-    total = masked_variance(target, mask, correction=0)
-    return 1.0 - masked_variance(target - value, mask, correction=0) / (total + tiny)
 
 
 def diagnose(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor]:

@@ -318,6 +318,7 @@ class ValueEstimator(TensorDictModuleBase):
                 spanned = flat_column(steps, batch, keys["steps_to_next_obs"]).to(reward.dtype)
                 gamma = torch.as_tensor(factors["gamma"], dtype=reward.dtype, device=reward.device)
                 gamma = factor_over("gamma", gamma, reward.shape, dims) if gamma.ndim else gamma
+                # one power for each row: a reward that spans k rows is discounted k times
                 factors["gamma"] = gamma ** broadcast_like(spanned, reward)
             if self.average_rewards:
                 reward = self._standardized(batch, reward, counted)

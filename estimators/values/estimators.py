@@ -332,6 +332,7 @@ class VTrace(ValueEstimator):
         log_mu = joint(require(inputs.batch, key, self.default_keys["sample_log_prob"]), inputs.batch)
         log_pi, log_mu = (broadcast_like(x, inputs.reward) for x in (self._log_prob(inputs), log_mu))
         columns = (inputs.value, inputs.next_value, inputs.reward, inputs.ends, inputs.terminated)
+        # the thresholds of the weights of a row's own residual and of what lies behind it
         gamma, rho, c = (inputs.factors[name] for name in self.factor_names)
         return vtrace_advantage_estimate(gamma, log_pi, log_mu, *columns, rho, c, inputs.time_dim)
 

@@ -190,7 +190,7 @@ def _row_by_row(
             )
             for key, column in after.items()
         }
-        count, shape = len(over), over.shape
+        count, shape = len(over), over.shape  # of the chunk: count is what dim 0 is cut at below
         if one_call and over.numel() <= _FEW_ROWS and sum(c.nbytes for c in part.values()) <= _FEW_BYTES:
             # Observations first, next observations behind them: one call sees twice the rows.
             pairs = {key: torch.cat([column, after[key]]) for key, column in part.items()}
@@ -331,17 +331,16 @@ def next_observations(
     hidden = None if observations.unknown is None else observations.unknown[rows]
     if chosen is not None:
         hidden = ~chosen if hidden is None else hidden | ~chosen
-    for key, column in observations.next.items():
-        own = observations.root[key].index_select(0, rows)
-        warn = partial(_warn_of_nan, inputs.warn, key, hidden, None)
-        columns[key] = fill_missing(column.index_select(0, rows), own, hidden, warn)
+    # Next observations by key, the place of each row in them, and the rows for which they hold nothing true.
+    sources = [(observations.next, rows, hidden)]
     if observations.final_row is not None and len(observations.final_row):
         place, missing = _places_in_final(observations.final_row, rows)
-        hidden = missing if hidden is None else hidden | missing
-        for key, column in observations.final.items():
+        sources.append((observations.final, place, missing if hidden is None else hidden | missing))
+    for source, place, lost in sources:
+        for key, column in source.items():
             own = observations.root[key].index_select(0, rows)
-            warn = partial(_warn_of_nan, inputs.warn, key, hidden, None)
-            columns[key] = fill_missing(column.index_select(0, place).to(own.dtype), own, hidden, warn)
+            warn = partial(_warn_of_nan, inputs.warn, key, lost, None)
+            columns[key] = fill_missing(column.index_select(0, place).to(own.dtype), own, lost, warn)
     if observations.starts is not None:  # what is inserted goes on with the run before it, so it is no start
         key, starts = observations.starts
         start = starts.index_select(0, rows)

@@ -132,7 +132,7 @@ class Interleaved:
         return run_stops(ends, self.position, self.places)
 
     def split(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Values of the rows and of what follows them ``[N, *]``; any number behind a terminated row."""
+        """As :meth:`Appended.split`."""
         # The clamp: the last row may end terminated, with no place behind it.
         behind = (self.position + 1).clamp(max=self.places - 1)
         return values.index_select(0, self.position), values.index_select(0, behind)

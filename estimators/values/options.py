@@ -50,9 +50,6 @@ class Chunks:
         dim: the batch dim that is split.
         whole: whether everything goes through at once, as it does if neither ``size`` nor ``number`` is given.
 
-    Raises:
-        ValueError: both are given, or one is no integer of at least 1.
-
     >>> list(Chunks(size=4).spans(10))
     [(0, 4), (4, 8), (8, 10)]
     """
@@ -123,10 +120,6 @@ class Evaluation:
 
 def evaluation_from(options: EstimatorOptions) -> Evaluation:
     """The evaluation that the flat options of an estimator ask for, under the names that the references use.
-
-    Raises:
-        ValueError: a number out of range, two names of one thing that differ, both chunk arguments,
-            ``shifted_budget`` without ``shifted``, or an unknown ``bootstrap_missing``.
 
     >>> evaluation_from({"single_call": True, "num_chunk": 4}).chunks
     Chunks(size=None, number=4, dim=0)

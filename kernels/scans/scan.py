@@ -145,12 +145,8 @@ class _Scan(torch.autograd.Function):
             return None, db, None, None
         inside = ~ends[:-1].view(-1, *[1] * (y.ndim - 1))
         da = torch.cat([torch.where(inside, db[:-1] * y[1:], 0.0), torch.zeros_like(y[-1:])])
-        return (
-            da.sum_to_size(a.shape),
-            db,
-            None,
-            None,
-        )  # summed over the rows and features that share a number
+        # Summed over the rows and features that share a number.
+        return da.sum_to_size(a.shape), db, None, None
 
 
 def residual_scan(
@@ -229,8 +225,9 @@ def return_scan(
         returns = np.empty(reward.shape, arrays[0].dtype)
         machine_code(_return_loop)(*arrays, returns)
         return torch.from_numpy(returns)
-    # What a row takes of its own next value: 1 - lmbda inside a run, all of it at the end.
-    share = torch.where(_last_row_ends(ends), 1.0, 1.0 - torch.as_tensor(lmbda, dtype=reward.dtype))
+    # What a row takes of its own next value: 1 - lmbda inside a run, all of it at the end, as at the last row.
+    stop = torch.cat([ends[:-1], torch.ones_like(ends[-1:])])
+    share = torch.where(stop, 1.0, 1.0 - torch.as_tensor(lmbda, dtype=reward.dtype))
     bootstrap = torch.where(terminated | (share == 0.0), 0.0, next_value) * share
     return segmented_scan(gamma * lmbda, reward + gamma * bootstrap, ends, longest=longest)
 
@@ -278,7 +275,9 @@ def vtrace_scan(
     bootstrap = torch.where(terminated, 0.0, next_value)
     residual = rho * (reward + gamma * bootstrap - value)
     target = value + segmented_scan(gamma * c, residual, ends, longest=longest)
-    next_target = torch.where(_last_row_ends(ends), bootstrap, torch.cat([target[1:], target[-1:]]))
+    # The row behind is in the same run, but at its end, as at the last row: there it is what the run bootstraps from.
+    stop = torch.cat([ends[:-1], torch.ones_like(ends[-1:])])
+    next_target = torch.where(stop, bootstrap, torch.cat([target[1:], target[-1:]]))
     return rho * (reward + gamma * next_target - value), target
 
 
@@ -293,7 +292,10 @@ def zeroed(column: Tensor, flag: Tensor) -> Tensor:
     if arrays is None:
         return torch.where(flag.reshape(*flag.shape, *[1] * (column.ndim - flag.ndim)), 0.0, column)
     numbers, flags = arrays
-    out, rows = np.empty(column.shape, numbers.dtype), (flags.size, -1)  # batch dims as one, features as another
+    out, rows = (
+        np.empty(column.shape, numbers.dtype),
+        (flags.size, -1),
+    )  # batch dims as one, features as another
     machine_code(_zero_loop)(numbers.reshape(rows), flags.reshape(-1), out.reshape(rows))
     return torch.from_numpy(out)
 
@@ -328,11 +330,6 @@ def _readable_arrays(
             number = np.array([factor], np.float32 if dtype is torch.float32 else np.float64)
             arrays.append(np.ndarray(shape, number.dtype, number, strides=(0,) * len(shape)))
     return arrays + [x.detach().contiguous().numpy() for x in (*columns, *flags)]
-
-
-def _last_row_ends(ends: Tensor) -> Tensor:
-    """``ends`` with the last row True."""
-    return torch.cat([ends[:-1], torch.ones_like(ends[-1:])])
 
 
 @functools.cache
