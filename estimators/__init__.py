@@ -20,8 +20,8 @@ from flatroll.estimators.losses.a2c import A2CLoss
 from flatroll.estimators.losses.action_values import OffPolicyLoss, critic_ensemble
 from flatroll.estimators.losses.base import LossInputs, LossModule, frozen, target_copy
 from flatroll.estimators.losses.dqn import DQNLoss
-from flatroll.estimators.losses.policy_gradient import PolicyGradientLoss
-from flatroll.estimators.losses.ppo import ClipPPOLoss, KLPENPPOLoss, PPOLoss
+from flatroll.estimators.losses.kl_penalty import KLPENPPOLoss
+from flatroll.estimators.losses.policy_gradient import ClipPPOLoss, PolicyGradientLoss, PPOLoss
 from flatroll.estimators.losses.reinforce import ReinforceLoss
 from flatroll.estimators.losses.sac import DiscreteSACLoss, SACLoss
 from flatroll.estimators.losses.target_networks import HardUpdate, SoftUpdate

@@ -93,15 +93,9 @@ def standardized(column: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def standardized_in_groups(column: Tensor, groups: Tensor, mask: Tensor | None) -> Tensor:
-    """:func:`standardized` within groups of rows, e.g. the tasks of a multi-task batch.
+    """:func:`standardized` within groups of rows, e.g. the tasks of a multi-task batch; a group of one row gets 0.
 
-    Args:
-        column: ``[*B, *F]``.
-        groups: integer ``[*B]`` or ``[*B, 1]``, one id per row.
-        mask: bool of the column's shape, the real rows; None means all True.
-
-    Returns:
-        tensor of the column's shape. A group of one row gets 0.
+    ``groups``, integer ``[*B]`` or ``[*B, 1]``, holds one id for each row of ``column [*B, *F]``.
 
     >>> standardized_in_groups(torch.tensor([1.0, 3.0, 50.0, 50.0]), torch.tensor([0, 0, 7, 7]), None)
     tensor([-0.7071,  0.7071,  0.0000,  0.0000])

@@ -75,16 +75,9 @@ def generalized_advantage_estimate(
     series = TimeColumns(reward, time_dim, state_value=state_value, next_state_value=next_state_value)
     terminated, ends = series.flags(done, terminated, ends)
     discount, trace = series.factor("gamma", gamma), series.factor("lmbda", lmbda)
-    reward, state_value, next_state_value = map(series.column, (reward, state_value, next_state_value))
+    columns = series.column(reward), series.column(state_value), series.column(next_state_value)
     advantage, target = residual_scan(
-        discount,
-        discount * trace,
-        reward,
-        state_value,
-        next_state_value,
-        terminated,
-        ends,
-        longest=series.longest,
+        discount, discount * trace, *columns, terminated, ends, longest=series.longest
     )
     return series.restored(advantage), series.restored(target)
 
@@ -234,18 +227,8 @@ def td1_advantage_estimate(
     >>> td1_advantage_estimate(0.5, one, one, one, end)
     tensor([0.5000, 0.0000])
     """
-    return td_lambda_advantage_estimate(
-        gamma,
-        1.0,
-        state_value,
-        next_state_value,
-        reward,
-        done,
-        terminated,
-        rolling_gamma,
-        time_dim,
-        ends=ends,
-    )
+    columns = (state_value, next_state_value, reward, done)
+    return td_lambda_advantage_estimate(gamma, 1.0, *columns, terminated, rolling_gamma, time_dim, ends=ends)
 
 
 def td_lambda_return_estimate(
@@ -303,16 +286,9 @@ def td_lambda_return_estimate(
         )
     series = TimeColumns(reward, time_dim, next_state_value=next_state_value)
     terminated, ends = series.flags(done, terminated, ends)
-    returns = return_scan(
-        series.factor("gamma", gamma),
-        series.factor("lmbda", lmbda),
-        series.column(reward),
-        series.column(next_state_value),
-        terminated,
-        ends,
-        longest=series.longest,
-    )
-    return series.restored(returns)
+    discount, trace = series.factor("gamma", gamma), series.factor("lmbda", lmbda)
+    columns = series.column(reward), series.column(next_state_value)
+    return series.restored(return_scan(discount, trace, *columns, terminated, ends, longest=series.longest))
 
 
 def td_lambda_advantage_estimate(
@@ -352,15 +328,8 @@ vec_td_lambda_advantage_estimate = td_lambda_advantage_estimate
 class TimeColumns:
     """Tensors ``[*B, T, *F]`` seen as the columns ``[B * F * T]`` that the kernels read: one series after the other.
 
-    Args:
-        reward: the tensor whose shape the others follow.
-        time_dim: the dim of T; a tensor ``[N]`` has but one.
-        values: further floating tensors by name, which must have the reward's shape. The columns are in the
-            dtype that all of them promote to.
-
-    Raises:
-        TypeError: the reward is not floating.
-        ValueError: another shape.
+    The reward and the ``values``, further floating tensors by name, must have one shape; the columns are in the dtype
+    that all of them promote to.
     """
 
     def __init__(self, reward: Tensor, time_dim: int, **values: Tensor) -> None:
@@ -396,13 +365,7 @@ class TimeColumns:
         return column.view(moved).movedim(-1, self.time)
 
     def expanded(self, name: str, x: Tensor, *, flag: bool = False) -> Tensor:
-        """``x`` in the reward's shape: it has it, or 1 for a feature dim, or no feature dims at all (``[*B, T]``).
-
-        Args:
-            name: of ``x``, for the errors.
-            x: the tensor.
-            flag: whether it must be bool.
-        """
+        """``x`` in the reward's shape: it has it, or 1 for a feature dim, or no feature dims at all (``[*B, T]``)."""
         if flag and x.dtype is not torch.bool:
             raise TypeError(f"{name} must be bool, got {x.dtype}: cast it with .bool()")
         if x.shape == self.shape:
@@ -425,24 +388,17 @@ class TimeColumns:
         stop = stop | over  # a new tensor: the lines below write into it
         if ends is not None:
             stop = stop | self.column(self.expanded("ends", ends, flag=True))
-        if (
-            stop.shape[0] != self.longest
-        ):  # several series; a kernel ends a single one at its last row by itself
-            stop.view(-1, self.longest)[:, -1:] = True  # a column holds one series after the other
+        # A column holds one series after the other; where there is but one, a kernel ends it by itself.
+        if stop.shape[0] != self.longest:
+            stop.view(-1, self.longest)[:, -1:] = True
         return over, stop
 
     def factor(self, name: str, x: float | Tensor) -> float | Tensor:
-        """A discount or decay: the number itself, or one per row as a column.
-
-        Raises:
-            ValueError: outside [0, 1] (tensors on other devices than the CPU, and inside transforms, are not
-                read), or a shape that neither is that of the rows ``[*B, T]`` nor broadcasts to the reward.
-        """
+        """A discount or decay: the number itself, or one per row as a column; ValueError if outside [0, 1]."""
         if not isinstance(x, Tensor):
             return unit_interval(name, x)
-        if (
-            x.device.type == "cpu" and not is_tracing() and x.numel()
-        ):  # elsewhere a look would wait for the device
+        # Elsewhere a look would wait for the device.
+        if x.device.type == "cpu" and not is_tracing() and x.numel():
             for bound in x.detach().aminmax():
                 unit_interval(name, float(bound))
         x = x.to(self.dtype)

@@ -72,17 +72,10 @@ def vtrace_advantage_estimate(
     # One weight for both uses where the thresholds are one number; autograd still needs the ratio as it was.
     rho = _clipped("rho_thresh", ratio, rho_thresh, in_place=same and not ratio.requires_grad)
     c = rho if same else _clipped("c_thresh", ratio, c_thresh)
-    advantage, target = vtrace_scan(
-        series.factor("gamma", gamma),
-        series.column(rho),
-        series.column(c),
-        series.column(reward),
-        series.column(state_value),
-        series.column(next_state_value),
-        terminated,
-        ends,
-        longest=series.longest,
-    )
+    discount = series.factor("gamma", gamma)
+    weights = series.column(rho), series.column(c)
+    columns = series.column(reward), series.column(state_value), series.column(next_state_value)
+    advantage, target = vtrace_scan(discount, *weights, *columns, terminated, ends, longest=series.longest)
     return series.restored(advantage), series.restored(target)
 
 

@@ -293,6 +293,7 @@ class OffPolicyLoss(LossModule):
         Returns:
             the reduced loss, see :meth:`reduce`.
         """
+        # unknown rows get the least priority: drawn again, they would count nowhere again
         error = error.detach().abs()
         priority = error if inputs.unknown is None else error.masked_fill(inputs.unknown, 0.0)
         inputs.batch.set(self.key("priority"), priority)
@@ -358,14 +359,7 @@ def critic_ensemble(
 def value_of_action(value: Tensor, action: Tensor, space: ActionSpace | None) -> Tensor:
     """The value ``[*B]`` of each row's action, of the values ``[*B, A]`` of all actions.
 
-    Args:
-        value: ``[*B, A]``.
-        action: integers ``[*B]`` or ``[*B, 1]``, or one-hot ``[*B, A]``.
-        space: which of the two; None asks the shape.
-
-    Raises:
-        ValueError: the shape is neither, or an action is none of the A.
-        TypeError: an action that is an index is not an integer.
+    Actions are integers ``[*B]`` or ``[*B, 1]``, or one-hot ``[*B, A]``, as ``space`` says; None asks the shape.
     """
     if space == "one-hot" or (space is None and action.shape == value.shape and value.shape[-1] > 1):
         if action.shape != value.shape:

@@ -139,9 +139,7 @@ class DQNLoss(OffPolicyLoss):
         if self._network_inputs.recurrent or not complete:
             return self._values_of_runs(inputs)
         (value,) = self.critic_values([online], self.root_entries(inputs, observed), "value_network")
-        with (
-            torch.no_grad()
-        ):  # double DQN: the network chooses the next action, its copy says what that is worth
+        with torch.no_grad():  # double DQN: the network chooses the next action, its copy says its value
             after = self.next_entries(inputs, observed)
             choice = self.critic_values([online], after, "value_network")[0] if self.double_dqn else None
             (next_value,) = self.critic_values([target], after, "value_network")
@@ -165,10 +163,8 @@ class DQNLoss(OffPolicyLoss):
 
     def _over_stream(self, network: TensorDictModuleBase, batch: TensorDictBase, at: Boundaries) -> Values:
         """Action values of each row and of what follows it; a row of which a warning would tell does not count."""
-        inputs = NetworkInputs.of(network, self.key("is_init"))
-        return state_values(
-            ValueInputs(inputs, self.key("action_value"), batch, at, Evaluation(shifted=True))
-        )
+        reads = NetworkInputs.of(network, self.key("is_init"))
+        return state_values(ValueInputs(reads, self.key("action_value"), batch, at, Evaluation(shifted=True)))
 
 
 def next_state_value(value: Tensor, choice: Tensor | None) -> Tensor:

@@ -1,9 +1,10 @@
-"""Base of the policy-gradient losses: log-probabilities, advantages, entropy term and critic loss."""
+"""Losses of an actor and its critic: the base of them all, PPO, and clipped PPO."""
 
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import reduce
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 import torch
 from tensordict import TensorDict, TensorDictBase, unravel_key, unravel_key_list
@@ -31,12 +32,33 @@ from flatroll.estimators.masked import (
     one_of,
     reduced,
     standardized,
+    zero_masked,
 )
 from flatroll.estimators.values.base import ValueEstimator
 from flatroll.estimators.values.estimators import Kind, ValueEstimators, make_estimator
 from flatroll.layout.fast_call import through
 from flatroll.layout.keys import NestedKey, flat_column, missing_marker, require
 from flatroll.modules import set_recurrent_mode
+
+
+class CriticOptions(TypedDict, total=False):
+    """Options of every policy-gradient loss; :class:`PolicyGradientLoss` says what they mean."""
+
+    critic_coeff: float | None
+    loss_critic_type: Distance
+    clip_value: bool | float | None
+    normalize_advantage: bool
+    separate_losses: bool
+    burn_in: int
+    reduction: Reduction
+
+
+class PolicyOptions(CriticOptions, total=False):
+    """Options of the losses with an entropy term."""
+
+    entropy_bonus: bool
+    entropy_coeff: float
+    samples_mc_entropy: int
 
 
 class PolicyGradientLoss(LossModule):
@@ -271,7 +293,10 @@ class PolicyGradientLoss(LossModule):
             )
         value = flat_column(column, inputs.batch, key)
         loss = distance(value, target, self.loss_critic_type)
-        diagnostics = {"explained_variance": explained_variance(value.detach(), target.detach(), inputs.mask)}
+        # 1 - Var(target - value) / Var(target): 1 for a perfect critic, 0 for a constant one; eps: no division by 0
+        free, aim, tiny = value.detach(), target.detach(), torch.finfo(target.dtype).eps
+        left, total = (masked_variance(x, inputs.mask, correction=0) for x in (aim - free, aim))
+        diagnostics = {"explained_variance": 1.0 - left / (total + tiny)}
         if self.clip_value:
             # the larger of the two losses counts: moving further than clip_value from the sampled value earns nothing
             sampled = self.column(inputs, "value")
@@ -282,8 +307,153 @@ class PolicyGradientLoss(LossModule):
         return loss, diagnostics
 
 
-def explained_variance(value: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
-    """``1 - Var(target - value) / Var(target)``: 1 for a perfect critic, 0 for a constant one."""
-    tiny = torch.finfo(target.dtype).eps  # constant targets: no division by 0
-    total = masked_variance(target, mask, correction=0)
-    return 1.0 - masked_variance(target - value, mask, correction=0) / (total + tiny)
+class PPOLoss(PolicyGradientLoss):
+    """Importance-weighted policy gradient: ``-ratio * advantage`` per row.
+
+    ``ratio`` is the probability of the action under the actor over the one it was sampled with. A flat batch
+    goes through recurrent actors and critics as it is.
+
+    Args:
+        actor_network, critic_network, entropy_bonus, ...: see :class:`~flatroll.estimators.PolicyGradientLoss`.
+
+    Writes ``loss_objective``, ``loss_critic``, ``loss_entropy``, and detached ``kl_approx``, ``ESS`` (effective
+    sample size over the rows, in [0, 1]), ``max_ratio``, ``mean_ratio``, ``entropy``, ``explained_variance``.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+        >>> from torch.distributions import Categorical
+        >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["logits"])
+        >>> head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
+        >>> actor = ProbabilisticTensorDictSequential(net, head)
+        >>> batch = TensorDict({
+        ...     "observation": torch.zeros(2, 2), "action": torch.tensor([0, 1]),
+        ...     "action_log_prob": torch.tensor([0.25, 0.5]).log(), "advantage": torch.tensor([[3.0], [4.0]]),
+        ... }, [2])
+        >>> PPOLoss(actor)(batch)["loss_objective"]                           # ratios 2 and 1
+        tensor(-5.)
+
+    References:
+        J. Schulman et al., Proximal policy optimization algorithms, https://arxiv.org/abs/1707.06347
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ("action", "sample_log_prob", "advantage")
+    diagnostics: ClassVar[tuple[str, ...]] = ("kl_approx", "ESS", "max_ratio", "mean_ratio")
+
+    @override
+    def objective(
+        self, inputs: LossInputs, dist: Distribution, log_prob: Tensor, advantage: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        log_ratio = self.log_ratio(inputs, log_prob)
+        return -log_ratio.exp() * advantage, diagnose(log_ratio.detach(), inputs.mask)
+
+    def log_ratio(self, inputs: LossInputs, log_prob: Tensor) -> Tensor:
+        """Log of the ratio ``[*B]``; 0 in rows that do not count.
+
+        What the policy wrote when it acted may be one entry for each part of an action: then they add up.
+        """
+        names: list[Any] = list(getattr(self.actor_network, "log_prob_keys", None) or ())
+        if len(names) > 1 and inputs.batch.get(self.key("sample_log_prob"), None) is None:
+            columns = [require(inputs.batch, name, "action_log_prob") for name in names]
+        else:
+            columns = [self.entry(inputs, "sample_log_prob")]
+        sampled = reduce(torch.add, [joint(column.detach(), inputs.batch) for column in columns])
+        log_ratio = log_prob - sampled
+        return log_ratio if inputs.mask is None else zero_masked(log_ratio, inputs.mask)
+
+
+class ClipPPOLoss(PPOLoss):
+    """Clipped PPO: ``-min(ratio * advantage, clip(ratio, 1 - eps, 1 + eps) * advantage)`` per row.
+
+    Args:
+        actor_network, critic_network, options: see :class:`~flatroll.estimators.PolicyGradientLoss`.
+        clip_epsilon: ``eps``, or a pair (below 1, above 1). Default: 0.2.
+        clip_value: as for the others; True takes ``clip_epsilon``. Default: None, any move.
+
+    Writes what :class:`PPOLoss` writes, and ``clip_fraction``.
+
+    Raises:
+        ValueError: a ``clip_epsilon`` that is not positive or reaches 1 below, or ``clip_value=True`` with a pair.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+        >>> from torch.distributions import Categorical
+        >>> net = TensorDictModule(lambda x: x, in_keys=["observation"], out_keys=["logits"])
+        >>> head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
+        >>> critic = TensorDictModule(lambda x: x[:, :1], in_keys=["observation"], out_keys=["state_value"])
+        >>> batch = TensorDict({
+        ...     "observation": torch.zeros(2, 4), "action": torch.tensor([0, 3]),
+        ...     "action_log_prob": torch.tensor([-1.3863, -2.3863]),           # a quarter, and a quarter / e
+        ...     "advantage": torch.tensor([[1.0], [1.0]]), "value_target": torch.zeros(2, 1),
+        ... }, [2])
+        >>> losses = ClipPPOLoss(ProbabilisticTensorDictSequential(net, head), critic)(batch)
+        >>> losses["loss_objective"], losses["clip_fraction"]          # -(1 + 1.2) / 2, one of two clipped
+        (tensor(-1.1000), tensor(0.5000))
+
+    References:
+        J. Schulman et al., Proximal policy optimization algorithms, https://arxiv.org/abs/1707.06347
+    """
+
+    diagnostics: ClassVar[tuple[str, ...]] = (*PPOLoss.diagnostics, "clip_fraction")
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase,
+        critic_network: TensorDictModuleBase | None = None,
+        *,
+        clip_epsilon: float | tuple[float, float] = 0.2,
+        **options: Unpack[PolicyOptions],
+    ) -> None:
+        low, high = clip_epsilon if isinstance(clip_epsilon, tuple) else (clip_epsilon, clip_epsilon)
+        if not (0.0 < low < 1.0 and high > 0.0):
+            raise ValueError(
+                f"clip_epsilon must be above 0, and below 1 on the lower side, got {clip_epsilon}"
+            )
+        if options.get("clip_value") is True:
+            if isinstance(clip_epsilon, tuple):
+                raise ValueError(
+                    "clip_value=True needs one clip_epsilon, not a pair: give clip_value a number"
+                )
+            options["clip_value"] = low
+        super().__init__(actor_network, critic_network, **options)
+        self.clip_epsilon = clip_epsilon
+
+    @override
+    def objective(
+        self, inputs: LossInputs, dist: Distribution, log_prob: Tensor, advantage: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        log_ratio = self.log_ratio(inputs, log_prob)
+        low, high = self.clip_epsilon if isinstance(self.clip_epsilon, tuple) else 2 * (self.clip_epsilon,)
+        least, most = math.log1p(-low), math.log1p(high)  # log(1 - low), log(1 + high)
+        # min(ratio * A, clip(ratio) * A) bounds the ratio on one side only: above if A >= 0, below if A < 0.
+        # The logarithm is bounded, before exp: where the limit holds, a ratio that overflows leaves no NaN in the
+        # gradient (inf * 0).
+        bounded = torch.where(advantage < 0, log_ratio.clamp(min=least), log_ratio.clamp(max=most))
+        free = log_ratio.detach()
+        fraction = masked_mean((free.clamp(least, most) != free).to(free.dtype), inputs.mask)
+        return -bounded.exp() * advantage, diagnose(free, inputs.mask) | {"clip_fraction": fraction}
+
+
+def diagnose(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+    """How far the policy has moved from the one that acted, by the log-ratios ``[*B]``, 0 where masked.
+
+    ``kl_approx`` is the mean of ``-log_ratio``, which estimates ``KL(sampled | current)``. ``ESS`` is the effective
+    sample size ``sum(ratio) ** 2 / sum(ratio ** 2)`` as a share of the rows.
+    """
+    count: Tensor | int = log_ratio.numel()
+    real = log_ratio
+    if mask is not None:
+        count = mask.sum().clamp(min=1)
+        real = log_ratio.masked_fill(~mask, -torch.inf)  # a ratio of 0 adds nothing to the sums
+    # Ratios relative to the largest lie in [0, 1], so neither they nor their squares overflow, and the factor cancels
+    # in ESS. The bound keeps -inf - (-inf) = NaN out where no row counts.
+    largest = real.max().clamp(min=torch.finfo(real.dtype).min)
+    relative = (real - largest).exp()
+    total, max_ratio = relative.sum(), largest.exp()
+    return {
+        "kl_approx": masked_mean(-log_ratio, mask),
+        "ESS": total.square() / relative.square().sum().clamp(min=1.0) / count,
+        "max_ratio": max_ratio,
+        "mean_ratio": max_ratio * total / count,
+    }

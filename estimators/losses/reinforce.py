@@ -1,6 +1,6 @@
 """REINFORCE."""
 
-from typing import Any, ClassVar
+from typing import ClassVar, Unpack
 
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch.distributions import Distribution
 from typing_extensions import override
 
 from flatroll.estimators.losses.base import LossInputs, target_copy
-from flatroll.estimators.losses.policy_gradient import PolicyGradientLoss
+from flatroll.estimators.losses.policy_gradient import CriticOptions, PolicyGradientLoss
 
 
 class ReinforceLoss(PolicyGradientLoss):
@@ -55,7 +55,7 @@ class ReinforceLoss(PolicyGradientLoss):
         critic_network: TensorDictModuleBase | None = None,
         *,
         delay_value: bool = False,
-        **options: Any,
+        **options: Unpack[CriticOptions],
     ) -> None:
         super().__init__(actor_network, critic_network, entropy_bonus=False, **options)
         if delay_value and critic_network is None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -29,6 +29,23 @@ from flatroll.estimators.losses.base import (
 from flatroll.estimators.masked import Distance, Reduction, distance, masked_mean
 from flatroll.estimators.values.options import NetworkInputs
 from flatroll.layout.keys import NestedKey, as_tuple, next_key
+
+
+class SACOptions(TypedDict, total=False):
+    """Options of both losses; :class:`SACLoss` says what they mean."""
+
+    num_qvalue_nets: int
+    loss_function: Distance
+    alpha_init: float
+    min_alpha: float | None
+    max_alpha: float | None
+    fixed_alpha: bool
+    target_entropy: float | Literal["auto"]
+    delay_actor: bool
+    delay_qvalue: bool
+    separate_losses: bool
+    use_prioritized_weights: bool | Literal["auto"]
+    reduction: Reduction
 
 
 class SoftActorCritic(OffPolicyLoss):
@@ -293,7 +310,7 @@ class DiscreteSACLoss(SoftActorCritic):
         *,
         action_space: ActionSpace | None = None,
         target_entropy_weight: float = 0.98,
-        **options: Any,
+        **options: Unpack[SACOptions],
     ) -> None:
         super().__init__(actor_network, qvalue_network, **options)
         self.action_space: ActionSpace | None = action_space

@@ -9,15 +9,7 @@ from flatroll.estimators.losses.base import LossModule, parameters_and_buffers
 
 
 class TargetNetUpdater:
-    """Base of the updaters: finds each network of a loss that has a target copy.
-
-    Args:
-        loss_module: a loss with target copies, e.g. ``DQNLoss(..., delay_value=True)``.
-
-    Raises:
-        TypeError: ``loss_module`` is no loss.
-        ValueError: it has no target copy.
-    """
+    """Base of the updaters: moves each network's target copy in a loss that has some."""
 
     def __init__(self, loss_module: LossModule) -> None:
         if not isinstance(loss_module, LossModule):

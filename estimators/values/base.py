@@ -11,13 +11,7 @@ from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
 
 from flatroll.estimators.functional.returns import factor_over, unit_interval
-from flatroll.estimators.masked import (
-    WarnOnce,
-    expand_mask,
-    mask_and,
-    standardized,
-    standardized_in_groups,
-)
+from flatroll.estimators.masked import WarnOnce, expand_mask, mask_and, standardized, standardized_in_groups
 from flatroll.estimators.values.batch_inputs import broadcast_like, check_finite
 from flatroll.estimators.values.evaluate import ValueInputs, Values, state_values
 from flatroll.estimators.values.extended_stream import Boundaries
@@ -71,39 +65,6 @@ class EstimatorInputs:
     time_dim: int
     factors: dict[str, float | Tensor]
     turned: int | None
-
-
-def in_order(name: str, x: float | Tensor, reward: Tensor, rows: int, turned: int) -> float | Tensor:
-    """A factor whose time dim stands where the caller has it, with its dims in the reward's order.
-
-    Args:
-        name: of the factor.
-        x: a number, one per row or what broadcasts to the reward.
-        reward: ``[*B, T, *F]``.
-        rows: number of its dims that are rows.
-        turned: where ``x`` has its time; the reward has it in the last dim of the rows.
-    """
-    if not isinstance(x, Tensor) or not x.ndim:
-        return x
-    # First broadcast to the shape that the reward has in the caller's order, then turned like it.
-    full = factor_over(name, x, reward.transpose(turned, rows - 1).shape, rows)
-    return full.transpose(turned, rows - 1)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What an estimator writes.
-
-    Attributes:
-        advantage, target, value, next_value: ``[*B, T, *F]``.
-        valid: bool ``[*B, T]``, the rows that count; None if all do.
-    """
-
-    advantage: Tensor
-    target: Tensor
-    value: Tensor
-    next_value: Tensor
-    valid: Tensor | None
 
 
 def _of_evaluation(name: str) -> Any:
@@ -254,10 +215,6 @@ class ValueEstimator(TensorDictModuleBase):
         self.in_keys, self.out_keys = read, written
         self._written: list[NestedKey] = list(written)
 
-    def key(self, name: str) -> NestedKey:
-        """Where the entry called ``name`` in :meth:`set_keys` stands."""
-        return self.places[name]
-
     def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
         """Advantage and value target, shaped like the reward."""
         raise NotImplementedError(f"{type(self).__name__} must define estimate")
@@ -291,14 +248,14 @@ class ValueEstimator(TensorDictModuleBase):
         """
         dim = self.time_dim if time_dim is None else time_dim
         batch, turned = time_last(tensordict, dim)
-        out = self._estimate(batch, turned, Parameters(params, target_params), None, final)
-        columns = [out.advantage, out.target, out.value, out.next_value]
-        written = dict(zip(self._written, columns, strict=True))
-        valid_key = self.tensor_keys["valid"]
+        parameters = Parameters(params, target_params)
+        advantage, target, values = self._estimate(batch, turned, parameters, None, final)
+        written = dict(zip(self._written, (advantage, target, values.value, values.next_value), strict=True))
+        valid_key, valid = self.tensor_keys["valid"], values.valid
         stale = tensordict.get(valid_key, None) is not None  # never leave an old one behind
-        if out.valid is not None or self.evaluation.shifted or stale:
-            everywhere = torch.ones(batch.batch_size, dtype=torch.bool, device=out.target.device)
-            written[valid_key] = everywhere if out.valid is None else out.valid
+        if valid is not None or self.evaluation.shifted or stale:
+            everywhere = torch.ones(batch.batch_size, dtype=torch.bool, device=target.device)
+            written[valid_key] = everywhere if valid is None else valid
         # Time goes back to the dim where the caller has it.
         for key, column in written.items():
             tensordict.set(key, column if turned is None else column.transpose(turned, batch.batch_dims - 1))
@@ -325,7 +282,7 @@ class ValueEstimator(TensorDictModuleBase):
         last = batch.batch_dims - 1
         if next_value is not None and turned is not None:
             next_value = next_value.transpose(turned, last)
-        target = self._estimate(batch, turned, Parameters(params, target_params), next_value, final).target
+        _, target, _ = self._estimate(batch, turned, Parameters(params, target_params), next_value, final)
         return target if turned is None else target.transpose(turned, last)
 
     def _estimate(
@@ -335,7 +292,7 @@ class ValueEstimator(TensorDictModuleBase):
         parameters: Parameters,
         next_value: Tensor | None,
         final: TensorDictBase | None,
-    ) -> Estimate:
+    ) -> tuple[Tensor, Tensor, Values]:
         """Advantage, target and values of a batch whose last dim is time; the caller had it at ``turned``."""
         keys, grad = self.places, self.evaluation.differentiable and torch.is_grad_enabled()
         with torch.set_grad_enabled(grad), set_recurrent_mode(True):
@@ -351,35 +308,29 @@ class ValueEstimator(TensorDictModuleBase):
                 counted = mask_and(marker(batch, keys["mask"]), valid)
             factors, dims = {name: getattr(self, name) for name in self.factor_names}, batch.batch_dims
             if turned is not None:
-                factors = {k: in_order(k, x, reward, dims, turned) for k, x in factors.items()}
+                # A factor stands in the caller's order of dims: broadcast it to the reward there, then turn it.
+                shape = reward.transpose(turned, dims - 1).shape
+                for name, x in factors.items():
+                    if isinstance(x, Tensor) and x.ndim:
+                        factors[name] = factor_over(name, x, shape, dims).transpose(turned, dims - 1)
             steps = batch.get(keys["steps_to_next_obs"], None)
             if steps is not None:  # the discount over all the steps that a row spans
                 spanned = flat_column(steps, batch, keys["steps_to_next_obs"]).to(reward.dtype)
                 gamma = torch.as_tensor(factors["gamma"], dtype=reward.dtype, device=reward.device)
                 gamma = factor_over("gamma", gamma, reward.shape, dims) if gamma.ndim else gamma
+                # one power for each row: a reward that spans k rows is discounted k times
                 factors["gamma"] = gamma ** broadcast_like(spanned, reward)
             if self.average_rewards:
                 reward = self._standardized(batch, reward, counted)
-            inputs = EstimatorInputs(
-                batch,
-                at,
-                values.value,
-                values.next_value,
-                reward,
-                at.terminated,
-                ends,
-                dims - 1,
-                factors,
-                turned,
-            )
-            advantage, target = self.estimate(inputs)
+            columns = (values.value, values.next_value, reward, at.terminated, ends)
+            advantage, target = self.estimate(EstimatorInputs(batch, at, *columns, dims - 1, factors, turned))
             if self.standardize:
                 advantage = self._standardized(batch, advantage, counted)
             if valid is not None:  # a row that does not count: no advantage, and its own value for a target
                 rows = broadcast_like(valid, reward)
                 advantage = advantage.masked_fill(~rows, 0.0)
                 target = torch.where(rows, target, values.value)
-            return Estimate(advantage, target, values.value, values.next_value, valid)
+            return advantage, target, Values(values.value, values.next_value, valid)
 
     def _evaluate(
         self,
@@ -413,18 +364,10 @@ class ValueEstimator(TensorDictModuleBase):
             if network is not None and (self._inputs is None or self._inputs.module is not network):
                 self.set_keys()  # somebody has put another network here, which may read other entries
             n_step = batch.get(keys["steps_to_next_obs"], None) is not None
+            read, value_key = None if network is None else self._inputs, self.tensor_keys["value"]
             values = state_values(
                 ValueInputs(
-                    None if network is None else self._inputs,
-                    self.tensor_keys["value"],
-                    batch,
-                    at,
-                    how,
-                    final,
-                    parameters,
-                    n_step,
-                    turned,
-                    self._warn_once,
+                    read, value_key, batch, at, how, final, parameters, n_step, turned, self._warn_once
                 ),
                 next_value,
             )
@@ -449,11 +392,7 @@ class ValueEstimator(TensorDictModuleBase):
 
 
 def _with_unknown(batch: TensorDictBase, at: Boundaries, *, refuse: bool) -> Boundaries:
-    """The boundaries, with the bootstrapped ends whose next observation the env hid.
-
-    Raises:
-        ValueError: there are some, and ``refuse``: nobody said what to do about them.
-    """
+    """The boundaries with the bootstrapped ends whose next observation the env hid; ValueError if ``refuse``."""
     # Only ends need it: inside a run the row behind holds the observation, and a terminated one has no next value.
     unknown = ~marker(batch, NEXT_KNOWN) & at.bootstrapped
     if refuse and bool(unknown.any()):
@@ -470,12 +409,7 @@ def _with_unknown(batch: TensorDictBase, at: Boundaries, *, refuse: bool) -> Bou
 def time_last(batch: TensorDictBase, time_dim: int | None) -> tuple[TensorDictBase, int | None]:
     """The batch with its time dim last, and where that dim was if it was not there.
 
-    Args:
-        batch: ``[*B]``.
-        time_dim: the dim; None is the one named ``"time"``, else the last.
-
-    Raises:
-        ValueError: no such dim, or no dim at all.
+    A ``time_dim`` of None is the dim named ``"time"``, else the last. Raises ValueError if there is no such dim.
     """
     last = batch.batch_dims - 1
     if last < 0:

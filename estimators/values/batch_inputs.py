@@ -27,16 +27,10 @@ def check_finite(
     next_value: Tensor,
     turned: int | None = None,
 ) -> None:
-    """Raise unless rewards and values are finite, naming the first row where they are not, before it spreads.
+    """Raise ValueError unless rewards and values ``[*B, T, *F]`` are finite, naming the first row where they are not.
 
-    Args:
-        batch: ``[*B, T]``.
-        observed: keys of what the network read there to write the values.
-        reward, value, next_value: ``[*B, T, *F]``.
-        turned: the batch dim that the caller has in the last one's place, if any; rows are named in his order.
-
-    Raises:
-        ValueError: NaN or inf; the text names the row, and whether the network's input was finite.
+    The text says whether what the network read there, the entries ``observed``, was finite. Rows are named in the
+    caller's order, who has the batch dim ``turned`` in the last one's place.
     """
     for column, words, read in (
         (reward, "", ()),

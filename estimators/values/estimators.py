@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
+from typing_extensions import override
 
 from flatroll.estimators.distributions import distribution, joint, log_prob_of, require_actor
 from flatroll.estimators.functional.returns import (
@@ -22,6 +23,7 @@ from flatroll.estimators.values.base import EstimatorInputs, ValueEstimator
 from flatroll.estimators.values.batch_inputs import broadcast_like, flat_rows
 from flatroll.estimators.values.extended_stream import run_stops
 from flatroll.estimators.values.options import EstimatorOptions, NetworkInputs
+from flatroll.kernels.scans.scan import residual_scan
 from flatroll.layout.boundaries import starts_from
 from flatroll.layout.keys import ACTION, NestedKey, require
 
@@ -86,17 +88,23 @@ class GAE(ValueEstimator):
         super().__init__(gamma=gamma, value_network=value_network, standardize=average_gae, **options)
         self.number("lmbda", lmbda, options.get("device"))
 
+    @override
     def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
-        return generalized_advantage_estimate(
-            inputs.factors["gamma"],
-            inputs.factors["lmbda"],
-            inputs.value,
-            inputs.next_value,
-            inputs.reward,
-            inputs.ends,
-            inputs.terminated,
-            time_dim=inputs.time_dim,
-        )
+        gamma, lmbda, time = inputs.factors["gamma"], inputs.factors["lmbda"], inputs.time_dim
+        columns, shape = (inputs.reward, inputs.value, inputs.next_value), inputs.reward.shape
+        numbers = all(isinstance(x, float) and 0.0 <= x <= 1.0 for x in (gamma, lmbda))
+        if numbers and len({x.dtype for x in columns}) == 1 and shape[time + 1 :].numel() == 1:
+            # One feature, and time last but for it: flattened, series follows series, and run_ends has marked the
+            # last row of each. So the scan reads the columns as they are.
+            reward, value, next_value, ends, terminated = (
+                x.reshape(-1) for x in (*columns, inputs.ends | inputs.terminated, inputs.terminated)
+            )
+            scanned = residual_scan(
+                gamma, gamma * lmbda, reward, value, next_value, terminated, ends, longest=shape[time]
+            )
+            return scanned[0].view(shape), scanned[1].view(shape)
+        values, flags = (inputs.value, inputs.next_value), (inputs.ends, inputs.terminated)
+        return generalized_advantage_estimate(gamma, lmbda, *values, inputs.reward, *flags, time_dim=time)
 
 
 class TD0Estimator(ValueEstimator):
@@ -142,14 +150,10 @@ class TD0Estimator(ValueEstimator):
     ) -> None:
         super().__init__(gamma=gamma, value_network=value_network, average_rewards=average_rewards, **options)
 
+    @override
     def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
-        target = td0_return_estimate(
-            inputs.factors["gamma"],
-            inputs.next_value,
-            inputs.reward,
-            inputs.terminated,
-            time_dim=inputs.time_dim,
-        )
+        gamma, columns = inputs.factors["gamma"], (inputs.next_value, inputs.reward, inputs.terminated)
+        target = td0_return_estimate(gamma, *columns, time_dim=inputs.time_dim)
         return target - inputs.value, target
 
 
@@ -194,16 +198,11 @@ class TDLambdaEstimator(ValueEstimator):
         super().__init__(gamma=gamma, value_network=value_network, average_rewards=average_rewards, **options)
         self.number("lmbda", lmbda, options.get("device"))
 
+    @override
     def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
-        target = td_lambda_return_estimate(
-            inputs.factors["gamma"],
-            inputs.factors["lmbda"],
-            inputs.next_value,
-            inputs.reward,
-            inputs.ends,
-            inputs.terminated,
-            time_dim=inputs.time_dim,
-        )
+        gamma, lmbda = inputs.factors["gamma"], inputs.factors["lmbda"]
+        columns = (inputs.next_value, inputs.reward, inputs.ends, inputs.terminated)
+        target = td_lambda_return_estimate(gamma, lmbda, *columns, time_dim=inputs.time_dim)
         return target - inputs.value, target
 
 
@@ -327,22 +326,15 @@ class VTrace(ValueEstimator):
         in_keys: list[Any] = list(dict.fromkeys([*self.in_keys, *read]))
         self.in_keys = in_keys
 
+    @override
     def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
         key = self.tensor_keys["sample_log_prob"]
         log_mu = joint(require(inputs.batch, key, self.default_keys["sample_log_prob"]), inputs.batch)
-        return vtrace_advantage_estimate(
-            inputs.factors["gamma"],
-            broadcast_like(self._log_prob(inputs), inputs.reward),
-            broadcast_like(log_mu, inputs.reward),
-            inputs.value,
-            inputs.next_value,
-            inputs.reward,
-            inputs.ends,
-            inputs.terminated,
-            inputs.factors["rho_thresh"],
-            inputs.factors["c_thresh"],
-            inputs.time_dim,
-        )
+        log_pi, log_mu = (broadcast_like(x, inputs.reward) for x in (self._log_prob(inputs), log_mu))
+        columns = (inputs.value, inputs.next_value, inputs.reward, inputs.ends, inputs.terminated)
+        # the thresholds of the weights of a row's own residual and of what lies behind it
+        gamma, rho, c = (inputs.factors[name] for name in self.factor_names)
+        return vtrace_advantage_estimate(gamma, log_pi, log_mu, *columns, rho, c, inputs.time_dim)
 
     def _log_prob(self, inputs: EstimatorInputs) -> Tensor:
         """Log-probability of each row's action under the actor, ``[*B, T]``, chunk by chunk."""
@@ -394,10 +386,7 @@ _CLASSES: dict[str, type[ValueEstimator]] = {
 
 
 def name_of(kind: str | type[ValueEstimator]) -> str:
-    """The name of a kind.
-
-    Raises:
-        ValueError: there is no such estimator.
+    """The name of a kind; ValueError if there is no such estimator.
 
     >>> name_of("TDLambda"), name_of(GAE)
     ('td_lambda', 'gae')
@@ -415,16 +404,9 @@ def name_of(kind: str | type[ValueEstimator]) -> str:
 def make_estimator(
     kind: Kind, networks: Mapping[str, TensorDictModuleBase | None], arguments: dict[str, Any]
 ) -> ValueEstimator:
-    """The estimator of that kind.
+    """The estimator of that kind: a name, a class, or an estimator, which is given back as it is.
 
-    Args:
-        kind: a name, a class, or an estimator, which is given back as it is.
-        networks: ``value_network`` and ``actor_network``, taken where ``arguments`` name no others.
-        arguments: of the class. Default: ``gamma`` 0.99, and ``lmbda`` 0.95 where there is one.
-
-    Raises:
-        ValueError: unknown name, arguments for an estimator that is ready, or no value network.
-        TypeError: the class knows no such argument.
+    ``networks`` (``value_network`` and ``actor_network``) and the defaults count where ``arguments`` name no others.
     """
     if isinstance(kind, ValueEstimator):
         if arguments:

@@ -109,11 +109,7 @@ class Observations:
 
 
 def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Values:
-    """The values of a batch's observations and of those that follow them.
-
-    Args:
-        inputs: the batch and its network.
-        next_value: of the next observations ``[*B, T, *F]``, if they are known.
+    """The values of a batch's observations and of those that follow them (``[*B, T, *F]``), if not known already.
 
     Raises:
         KeyError: the batch lacks an entry the network reads, or the network does not write ``value_key``.
@@ -170,12 +166,9 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
 def _row_by_row(
     inputs: ValueInputs, network: NetworkInputs, root: Columns, following: Columns, value: Tensor | None
 ) -> Values:
-    """Values of observations and next observations: one call after the other, or one where they are few.
+    """Values of observations and next observations of a network that reads one row at a time.
 
-    Args:
-        inputs, network: the batch and its network, which reads one row at a time.
-        root, following: observations and next observations ``[*B, T, *F]``, by key.
-        value: of the observations, if they are known.
+    It is called on one after the other, or once where they are few. ``value``, of the observations, may be known.
     """
     at, chunks, now = inputs.at, inputs.how.chunks, inputs.parameters.now
     then = now if inputs.parameters.following is None else inputs.parameters.following
@@ -197,15 +190,13 @@ def _row_by_row(
             )
             for key, column in after.items()
         }
-        count, shape = len(over), over.shape
+        count, shape = len(over), over.shape  # of the chunk: count is what dim 0 is cut at below
         if one_call and over.numel() <= _FEW_ROWS and sum(c.nbytes for c in part.values()) <= _FEW_BYTES:
             # Observations first, next observations behind them: one call sees twice the rows.
             pairs = {key: torch.cat([column, after[key]]) for key, column in part.items()}
-            found = value_of(
-                network.module, pairs, torch.Size([2 * count, *shape[1:]]), inputs.value_key, now
-            )
-            values.append(found[:count])
-            next_values.append(found[count:])
+            both = value_of(network.module, pairs, torch.Size([2 * count, *shape[1:]]), inputs.value_key, now)
+            values.append(both[:count])
+            next_values.append(both[count:])
             continue
         if value is None:
             values.append(value_of(network.module, part, shape, inputs.value_key, now))
@@ -217,11 +208,7 @@ def _row_by_row(
 def _flattened(
     inputs: ValueInputs, network: NetworkInputs, root: Columns, following: Columns, final: Final | None
 ) -> Observations:
-    """The observations with all batch dims as one, and what a memory reads besides.
-
-    Raises:
-        KeyError: ``final`` does not say which rows its observations follow.
-    """
+    """The observations with all batch dims as one, and what a memory reads besides."""
     batch, dims = inputs.batch, inputs.batch.batch_dims
     next_final = {} if final is None else final.next
     if final is not None and next_final and final.row is None:
@@ -268,9 +255,9 @@ def _over_stream(
             stream = Appended(after, count)
             if value is not None:  # then only the inserted places are left to evaluate
                 first, known = count, [flat_rows(value, inputs.batch.batch_dims)]
-    found = _values_at_places(inputs, observations, stream, parameters, first)
+    evaluated = _values_at_places(inputs, observations, stream, parameters, first)
     # The values at the places of the rows, and those at the places behind them.
-    now, next_value = stream.split(torch.cat([*known, found]) if known else found)
+    now, next_value = stream.split(torch.cat([*known, evaluated]) if known else evaluated)
     shape = (*inputs.batch.batch_size, *now.shape[1:])
     now, next_value = now.reshape(shape), next_value.reshape(shape)
     if valid is not None:  # at a row without a place stands the value of another one
@@ -292,13 +279,11 @@ def _values_at_places(
     stops = stream.stops(ends) if inputs.network.recurrent and not chunks.whole else None
     # Rows that make up one index of the dim that is split, as all batch dims are one here.
     each = len(ends) // max(inputs.batch.shape[chunks.along(inputs.batch.batch_dims, inputs.turned)], 1)
-    found = []
+    module, key, values = inputs.network.module, inputs.value_key, []  # one entry for each chunk
     for start, stop in chunks.spans(stream.places, stops, each=each, first=first):
         columns = _columns_at_places(inputs, observations, stream, start, stop)
-        found.append(
-            value_of(inputs.network.module, columns, torch.Size([stop - start]), inputs.value_key, parameters)
-        )
-    return found[0] if len(found) == 1 else torch.cat(found)
+        values.append(value_of(module, columns, torch.Size([stop - start]), key, parameters))
+    return values[0] if len(values) == 1 else torch.cat(values)
 
 
 def _columns_at_places(
@@ -337,29 +322,25 @@ def _columns_at_places(
 def next_observations(
     inputs: ValueInputs, observations: Observations, rows: Tensor, chosen: Tensor | None = None
 ) -> Columns:
-    """What follows these rows; an entry of which nothing is known is absent.
+    """What follows these rows (int64 ``[M]``); an entry of which nothing is known is absent.
 
-    Args:
-        inputs, observations: the batch and its observations.
-        rows: int64 ``[M]``.
-        chosen: bool ``[M]``; the others get their own observation. Default: all.
+    Rows that are not ``chosen`` (bool ``[M]``; None is all) get their own observation.
     """
     columns: Columns = {}
     # Rows that get their own observation: the env hid the next one, it is not chosen, or final does not hold it.
     hidden = None if observations.unknown is None else observations.unknown[rows]
     if chosen is not None:
         hidden = ~chosen if hidden is None else hidden | ~chosen
-    for key, column in observations.next.items():
-        own = observations.root[key].index_select(0, rows)
-        warn = partial(_warn_of_nan, inputs.warn, key, hidden, None)
-        columns[key] = fill_missing(column.index_select(0, rows), own, hidden, warn)
+    # Next observations by key, the place of each row in them, and the rows for which they hold nothing true.
+    sources = [(observations.next, rows, hidden)]
     if observations.final_row is not None and len(observations.final_row):
         place, missing = _places_in_final(observations.final_row, rows)
-        hidden = missing if hidden is None else hidden | missing
-        for key, column in observations.final.items():
+        sources.append((observations.final, place, missing if hidden is None else hidden | missing))
+    for source, place, lost in sources:
+        for key, column in source.items():
             own = observations.root[key].index_select(0, rows)
-            warn = partial(_warn_of_nan, inputs.warn, key, hidden, None)
-            columns[key] = fill_missing(column.index_select(0, place).to(own.dtype), own, hidden, warn)
+            warn = partial(_warn_of_nan, inputs.warn, key, lost, None)
+            columns[key] = fill_missing(column.index_select(0, place).to(own.dtype), own, lost, warn)
     if observations.starts is not None:  # what is inserted goes on with the run before it, so it is no start
         key, starts = observations.starts
         start = starts.index_select(0, rows)
@@ -368,11 +349,7 @@ def next_observations(
 
 
 def _check_known(inputs: ValueInputs, observations: Observations, rows: Tensor) -> None:
-    """Look once whether something is known of what follows each of these rows (int64, ascending).
-
-    Raises:
-        ValueError: ``final`` holds nothing for a row of which the env did not hide it.
-    """
+    """Refuse a ``final`` that lacks what follows one of these rows (int64, ascending), unless the env hid it."""
     if observations.final_row is not None:
         missing = _places_in_final(observations.final_row, rows)[1]
         if observations.unknown is not None:
@@ -383,10 +360,8 @@ def _check_known(inputs: ValueInputs, observations: Observations, rows: Tensor) 
                 "terminating: final must be the one that came with this batch, rows in the same order"
             )
     if observations.nowhere and len(rows):
-        key, lost = (
-            observations.nowhere[0],
-            "no final= came with it" if inputs.final is None else "final= holds none",
-        )
+        key = observations.nowhere[0]
+        lost = "no final= came with it" if inputs.final is None else "final= holds none"
         inputs.warn(
             f"the batch has no entry {next_key(key)!r} and {lost}: at the end of each run "
             f"that is not terminated the value of the row's own {key!r} stands in for the next one's. Pass "
@@ -407,12 +382,9 @@ def _places_in_final(final_row: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 def fill_missing(
     column: Tensor, root: Tensor, hidden: Tensor | None, warn: Callable[[Tensor], None] | None = None
 ) -> Tensor:
-    """Next observations, with the root observation where they are NaN (number by number) or hidden (whole rows).
+    """Next observations ``[*B, *F]``, with the root's where they are NaN (number by number) or hidden (rows ``[*B]``).
 
-    Args:
-        column, root: next and root observations ``[*B, *F]``.
-        hidden: bool ``[*B]``, or None.
-        warn: called with the mask of the NaN, if the tensor is on the CPU and there is any.
+    ``warn`` is called with the mask of the NaN, if the tensor is on the CPU and there is any.
 
     >>> fill_missing(torch.tensor([float("nan"), 2.0, 3.0]), torch.ones(3), torch.tensor([False, False, True]))
     tensor([1., 2., 1.])
@@ -456,12 +428,8 @@ def value_of(
 ) -> Tensor:
     """What the network writes under ``value_key`` ``[*shape, *F]`` for columns of a batch of that shape.
 
-    Args:
-        parameters: what to use in place of the network's own.
-
-    Raises:
-        KeyError: it writes no such entry.
-        ValueError: the value has no trailing dim.
+    ``parameters`` take the place of its own. A KeyError says that it writes no such entry, a ValueError that the
+    value has no trailing dim.
     """
     # The parameters stand in the network for the time of the call only.
     with nullcontext() if parameters is None else parameters.to_module(network):

@@ -55,10 +55,7 @@ def true_indices(mask: Tensor) -> Tensor:
 def run_stops(ends: Tensor, position: Tensor | None = None, places: int | None = None) -> Tensor:
     """Past-the-last place of each run, int64 ascending; ``ends [N]`` marks the last row of each.
 
-    Args:
-        ends: True on the last row of each run.
-        position: int64 ``[N]``, the place of each row. Default: its own number.
-        places: number of places. Default: N.
+    ``position`` (int64 ``[N]``) is the place of each row, by default its own number; ``places`` their number, N.
 
     >>> run_stops(torch.tensor([False, True, False, True])).tolist()
     [2, 4]
@@ -135,10 +132,9 @@ class Interleaved:
         return run_stops(ends, self.position, self.places)
 
     def split(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Values of the rows and of what follows them ``[N, *]``; any number behind a terminated row."""
-        behind = (self.position + 1).clamp(
-            max=self.places - 1
-        )  # the last row may end terminated, with no place behind
+        """As :meth:`Appended.split`."""
+        # The clamp: the last row may end terminated, with no place behind it.
+        behind = (self.position + 1).clamp(max=self.places - 1)
         return values.index_select(0, self.position), values.index_select(0, behind)
 
 

@@ -50,9 +50,6 @@ class Chunks:
         dim: the batch dim that is split.
         whole: whether everything goes through at once, as it does if neither ``size`` nor ``number`` is given.
 
-    Raises:
-        ValueError: both are given, or one is no integer of at least 1.
-
     >>> list(Chunks(size=4).spans(10))
     [(0, 4), (4, 8), (8, 10)]
     """
@@ -74,15 +71,7 @@ class Chunks:
         object.__setattr__(self, "whole", self.size is None and self.number in (None, 1))
 
     def along(self, batch_dims: int, turned: int | None = None) -> int:
-        """The dim to split of a batch with so many dims.
-
-        Args:
-            batch_dims: of the batch.
-            turned: the dim that has changed places with the last one since ``dim`` was chosen, if any.
-
-        Raises:
-            ValueError: there is no such dim.
-        """
+        """The dim to split of a batch with so many dims, ``turned`` and last of which have changed places, if given."""
         if not -batch_dims <= self.dim < batch_dims:
             raise ValueError(f"value_chunk_dim must name one of {batch_dims} batch dims, got {self.dim}")
         # The dims turned and last have changed places, so the caller's number of either is now the other.
@@ -118,17 +107,7 @@ class Chunks:
 
 @dataclass
 class Evaluation:
-    """How an estimator brings about the values of a batch.
-
-    Attributes:
-        differentiable: let gradients through.
-        shifted: one call of the network over the extended stream even where two calls would do.
-        shifted_budget: places that a stream of fixed length adds to each series; None is the stream that fits.
-        chunks: rows that go through the network at a time.
-        skip_existing: values that stand in the batch are not computed again.
-        check_finite: look whether values and rewards are finite.
-        bootstrap_missing: what to do about bootstrapped observations that the env hid.
-    """
+    """How an estimator brings about the values of a batch; :class:`ValueEstimator` says what each option means."""
 
     differentiable: bool = False
     shifted: bool = False
@@ -141,10 +120,6 @@ class Evaluation:
 
 def evaluation_from(options: EstimatorOptions) -> Evaluation:
     """The evaluation that the flat options of an estimator ask for, under the names that the references use.
-
-    Raises:
-        ValueError: a number out of range, two names of one thing that differ, both chunk arguments,
-            ``shifted_budget`` without ``shifted``, or an unknown ``bootstrap_missing``.
 
     >>> evaluation_from({"single_call": True, "num_chunk": 4}).chunks
     Chunks(size=None, number=4, dim=0)

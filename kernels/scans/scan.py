@@ -3,6 +3,9 @@
 Each stands here twice. The loops at the end (``_..._loop``) are compiled by Numba at their first call and take one
 pass over float32 or float64 columns on the CPU; the torch form takes everything else (other dtypes and devices,
 gradients, ``torch.compile``) in log2(longest run) passes, without a host sync.
+
+What the loops fill comes from ``np.empty``, not from torch: NumPy asks the system for huge pages, and at tens of
+megabytes the first touch of an array from ``torch.empty``, or from ``np.empty_like``, costs twice what a scan does.
 """
 
 import functools
@@ -89,10 +92,10 @@ def _evaluate(a: Tensor | float, b: Tensor, ends: Tensor, longest: int) -> Tenso
     if arrays is None:
         return _doubling(a, b, ends, longest)
     decay, summand, closed = arrays
-    y = empty_like(b)
+    y = np.empty(b.shape, summand.dtype)
     flat = (b.shape[0], math.prod(b.shape[1:]))  # all feature dims as one, which the loop runs over inside
-    machine_code(_scan_loop)(decay.reshape(flat), summand.reshape(flat), closed, y.view(flat).numpy())
-    return y
+    machine_code(_scan_loop)(decay.reshape(flat), summand.reshape(flat), closed, y.reshape(flat))
+    return torch.from_numpy(y)
 
 
 def _doubling(a: Tensor | float, b: Tensor, ends: Tensor, longest: int) -> Tensor:
@@ -142,12 +145,8 @@ class _Scan(torch.autograd.Function):
             return None, db, None, None
         inside = ~ends[:-1].view(-1, *[1] * (y.ndim - 1))
         da = torch.cat([torch.where(inside, db[:-1] * y[1:], 0.0), torch.zeros_like(y[-1:])])
-        return (
-            da.sum_to_size(a.shape),
-            db,
-            None,
-            None,
-        )  # summed over the rows and features that share a number
+        # Summed over the rows and features that share a number.
+        return da.sum_to_size(a.shape), db, None, None
 
 
 def residual_scan(
@@ -183,9 +182,9 @@ def residual_scan(
     """
     arrays = _readable_arrays((reward, value, next_value), (terminated, ends), (gamma, decay))
     if arrays is not None:
-        advantage, target = empty_like(reward), empty_like(reward)
-        machine_code(_residual_loop)(*arrays, advantage.numpy(), target.numpy())
-        return advantage, target
+        out = np.empty(reward.shape, arrays[0].dtype), np.empty(reward.shape, arrays[0].dtype)
+        machine_code(_residual_loop)(*arrays, *out)
+        return torch.from_numpy(out[0]), torch.from_numpy(out[1])
     residual = reward + gamma * torch.where(terminated, 0.0, next_value) - value
     scanned = segmented_scan(decay, residual, ends, longest=longest)
     return scanned, scanned + value
@@ -223,11 +222,12 @@ def return_scan(
     """
     arrays = _readable_arrays((reward, next_value), (terminated, ends), (gamma, lmbda))
     if arrays is not None:
-        returns = empty_like(reward)
-        machine_code(_return_loop)(*arrays, returns.numpy())
-        return returns
-    # What a row takes of its own next value: 1 - lmbda inside a run, all of it at the end.
-    share = torch.where(_last_row_ends(ends), 1.0, 1.0 - torch.as_tensor(lmbda, dtype=reward.dtype))
+        returns = np.empty(reward.shape, arrays[0].dtype)
+        machine_code(_return_loop)(*arrays, returns)
+        return torch.from_numpy(returns)
+    # What a row takes of its own next value: 1 - lmbda inside a run, all of it at the end, as at the last row.
+    stop = torch.cat([ends[:-1], torch.ones_like(ends[-1:])])
+    share = torch.where(stop, 1.0, 1.0 - torch.as_tensor(lmbda, dtype=reward.dtype))
     bootstrap = torch.where(terminated | (share == 0.0), 0.0, next_value) * share
     return segmented_scan(gamma * lmbda, reward + gamma * bootstrap, ends, longest=longest)
 
@@ -269,13 +269,15 @@ def vtrace_scan(
     """
     arrays = _readable_arrays((reward, value, next_value), (terminated, ends), (gamma, rho, c))
     if arrays is not None:
-        advantage, target = empty_like(reward), empty_like(reward)
-        machine_code(_vtrace_loop)(*arrays, advantage.numpy(), target.numpy())
-        return advantage, target
+        out = np.empty(reward.shape, arrays[0].dtype), np.empty(reward.shape, arrays[0].dtype)
+        machine_code(_vtrace_loop)(*arrays, *out)
+        return torch.from_numpy(out[0]), torch.from_numpy(out[1])
     bootstrap = torch.where(terminated, 0.0, next_value)
     residual = rho * (reward + gamma * bootstrap - value)
     target = value + segmented_scan(gamma * c, residual, ends, longest=longest)
-    next_target = torch.where(_last_row_ends(ends), bootstrap, torch.cat([target[1:], target[-1:]]))
+    # The row behind is in the same run, but at its end, as at the last row: there it is what the run bootstraps from.
+    stop = torch.cat([ends[:-1], torch.ones_like(ends[-1:])])
+    next_target = torch.where(stop, bootstrap, torch.cat([target[1:], target[-1:]]))
     return rho * (reward + gamma * next_target - value), target
 
 
@@ -290,9 +292,12 @@ def zeroed(column: Tensor, flag: Tensor) -> Tensor:
     if arrays is None:
         return torch.where(flag.reshape(*flag.shape, *[1] * (column.ndim - flag.ndim)), 0.0, column)
     numbers, flags = arrays
-    out, rows = empty_like(column), (flags.size, -1)  # all batch dims as one, all feature dims as another
-    machine_code(_zero_loop)(numbers.reshape(rows), flags.reshape(-1), out.view(rows).numpy())
-    return out
+    out, rows = (
+        np.empty(column.shape, numbers.dtype),
+        (flags.size, -1),
+    )  # batch dims as one, features as another
+    machine_code(_zero_loop)(numbers.reshape(rows), flags.reshape(-1), out.reshape(rows))
+    return torch.from_numpy(out)
 
 
 def is_tracing() -> bool:
@@ -300,15 +305,6 @@ def is_tracing() -> bool:
     if torch.compiler.is_compiling():
         return True
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def empty_like(b: Tensor) -> Tensor:
-    """An uninitialised CPU tensor of the shape and dtype of ``b``.
-
-    NumPy asks the system for huge pages, torch does not: at tens of megabytes the first touch of an array from
-    ``torch.empty``, or from ``np.empty_like``, costs twice what a scan does.
-    """
-    return torch.from_numpy(np.empty(b.shape, np.float32 if b.dtype is torch.float32 else np.float64))
 
 
 def _readable_arrays(
@@ -334,11 +330,6 @@ def _readable_arrays(
             number = np.array([factor], np.float32 if dtype is torch.float32 else np.float64)
             arrays.append(np.ndarray(shape, number.dtype, number, strides=(0,) * len(shape)))
     return arrays + [x.detach().contiguous().numpy() for x in (*columns, *flags)]
-
-
-def _last_row_ends(ends: Tensor) -> Tensor:
-    """``ends`` with the last row True."""
-    return torch.cat([ends[:-1], torch.ones_like(ends[-1:])])
 
 
 @functools.cache
