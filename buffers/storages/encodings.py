@@ -12,7 +12,7 @@ from flatroll.buffers.columns.frame_stack import FrameColumn, check_stack
 from flatroll.buffers.columns.sparse import SparseColumn
 from flatroll.buffers.columns.zstd import ZstdColumn
 from flatroll.layout.checks import whole_number
-from flatroll.layout.keys import NestedKey, as_tuple, next_key
+from flatroll.layout.keys import NestedKey, as_tuple, next_key, plain_key
 
 CODECS = ("zstd",)
 
@@ -21,17 +21,8 @@ class Encodings:
     """Which entries of a storage are kept in a smaller form, by key, for the root and for ``"next"``.
 
     The form of every column is decided here and nowhere else. A new form needs a `Column` that keeps it, its option
-    checked in ``__init__``, its bytes in :meth:`row_bytes` and its column in :meth:`column`.
-
-    Args:
-        frame_stack: frames per stack, ``{"observation": 4}``.
-        codec: compression, ``{"observation": "zstd"}``.
-        sparse: keys of entries most of whose rows are zeros.
-
-    Raises:
-        ValueError: an unknown codec, a frame stack of less than 2 frames, or a key that is both sparse and another.
-        TypeError: ``sparse`` is a single name, which would be read letter by letter.
-        ImportError: the codec's package is not installed.
+    checked in ``__init__``, its bytes in :meth:`row_bytes` and its column in :meth:`column`. The arguments and errors
+    are those of `LazyTensorStorage`; ImportError if the codec's package is not installed.
     """
 
     def __init__(
@@ -40,8 +31,8 @@ class Encodings:
         codec: Mapping[NestedKey, str] | None = None,
         sparse: Collection[NestedKey] = (),
     ) -> None:
-        stacks = {_plain(key): frames for key, frames in (frame_stack or {}).items()}
-        codecs = {_plain(key): name for key, name in (codec or {}).items()}
+        stacks = {plain_key(key): frames for key, frames in (frame_stack or {}).items()}
+        codecs = {plain_key(key): name for key, name in (codec or {}).items()}
         for key, frames in stacks.items():
             whole_number(f"frame_stack of {key!r}", frames, 2)
         for key, name in codecs.items():
@@ -54,7 +45,7 @@ class Encodings:
         self.codec = codecs | {next_key(key): name for key, name in codecs.items()}
         if isinstance(sparse, str):
             raise TypeError(f"sparse must be a list of keys, got the string {sparse!r}: write [{sparse!r}]")
-        self.sparse = set(map(_plain, sparse))
+        self.sparse = set(map(plain_key, sparse))
         if both := self.sparse & {*self.frame_stack, *self.codec}:
             raise ValueError(
                 f"sparse names {sorted(map(repr, both))}, which frame_stack or codec keep already"
@@ -63,8 +54,7 @@ class Encodings:
     def row_bytes(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> int:
         """Bytes of a row of columns ``like`` these, as far as known beforehand: compressed values count as nothing.
 
-        Raises:
-            ValueError: an option names an entry that is not in ``like``, or one that is no stack.
+        ValueError if an option names an entry that is not in ``like``, or one that is no stack.
         """
         present = sorted(map(repr, like))
         for option, asked in (("frame_stack", self.frame_stack), ("codec", self.codec)):
@@ -107,9 +97,3 @@ class Encodings:
         memory = np.empty(size + 64, np.uint8)
         first = -memory.ctypes.data % 64
         return TensorColumn(torch.from_numpy(memory[first : first + size]).view(dtype).view(rows, *shape))
-
-
-def _plain(key: NestedKey) -> NestedKey:
-    """A key of one name as a string, as batches name it."""
-    names = as_tuple(key)
-    return names[0] if len(names) == 1 else names

@@ -9,11 +9,7 @@ import torch
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process can take on ``device``.
-
-    On the host the available memory, or less where the process (``ulimit``) or its control group is limited; on a
-    CUDA device its free memory.
-    """
+    """Bytes that this process can take on ``device``; on the host no more than ``ulimit`` and control groups allow."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return max(0, min([int(psutil.virtual_memory().available), *_process_limits(), *_group_limits()]))
@@ -22,12 +18,8 @@ def free_memory(device: torch.device) -> int:
 def check_memory(
     rows: int, row_bytes: int, device: torch.device, ways: Sequence[str] = ("LazyMemmapStorage",)
 ) -> None:
-    """MemoryError if ``rows`` rows of ``row_bytes`` bytes cannot be held on ``device``.
-
-    Devices other than the host and CUDA are not asked. ``ways`` are what the message proposes, besides a smaller
-    ``max_size``.
-    """
-    if device.type not in ("cpu", "cuda"):
+    """MemoryError, which proposes ``ways`` out, if ``rows`` rows of ``row_bytes`` bytes cannot be held on ``device``."""
+    if device.type not in ("cpu", "cuda"):  # others do not say what they have
         return
     free = free_memory(device)
     if rows * row_bytes > free:
@@ -36,9 +28,9 @@ def check_memory(
 
 
 def check_disk(rows: int, row_bytes: int, folder: Path, ways: Sequence[str] = (), spare: int = 0) -> None:
-    """OSError if ``rows`` rows of ``row_bytes`` bytes do not fit on the disk of ``folder``.
+    """OSError if ``rows`` rows of ``row_bytes`` bytes do not fit on the disk of ``folder`` (which may not exist yet).
 
-    The folder need not exist yet; ``spare`` bytes will be freed first.
+    ``spare`` bytes will be freed first.
     """
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free + spare

@@ -24,6 +24,8 @@ from flatroll.layout.keys import (
     missing_marker,
     next_key,
     observation_keys,
+    plain_key,
+    under_next,
 )
 
 #: ``get(positions, keys)``: the named columns of the rows at ``positions`` (int64 ``[M]``).
@@ -49,8 +51,8 @@ class NStep:
         self.n_steps = n_steps
         self.gamma = float(gamma)
         rewards = ["reward"] if reward_keys is None else reward_keys
-        self.reward_keys = [_under_next(key) for key in ([rewards] if isinstance(rewards, str) else rewards)]
-        self.done_key = _under_next("done" if done_key is None else done_key)
+        self.reward_keys = [under_next(key) for key in ([rewards] if isinstance(rewards, str) else rewards)]
+        self.done_key = under_next("done" if done_key is None else done_key)
         self.mask_key = MASK if mask_key is None else mask_key
         self._checked: frozenset[NestedKey] | None = None  # entries that were found complete
 
@@ -61,19 +63,25 @@ class NStep:
 
     @n_steps.setter
     def n_steps(self, n_steps: int) -> None:
-        whole_number("n_steps", n_steps)
-        self._n_steps = n_steps
+        self._n_steps = whole_number("n_steps", n_steps)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_steps={self.n_steps}, gamma={self.gamma})"
 
     def to_n_step(self, columns: Columns, ahead: Tensor, get: Get) -> Columns:
-        """The columns as n-step transitions; see :class:`MultiStepTransform` for what is in them.
+        """The columns of N rows as n-step transitions, as :class:`MultiStepTransform` says.
+
+        A buffer calls it, as ``read``, on a sample before the sampler marks the rows.
 
         Args:
-            columns: of N rows.
-            ahead: int64 ``[N, n]``: positions of each row and of the rows after it in its trajectory, -1 for none.
-            get: columns of the rows at given positions.
+            columns: of the N rows.
+            ahead: int64 ``[N, n]``, positions of each row and of those after it in its trajectory, -1 for none.
+            get: gives the named columns of the rows at positions int64 ``[M]``.
+
+        Raises:
+            KeyError: a reward is missing.
+            TypeError: done is not bool.
+            ValueError: next observations are not stored, or the rows are n-step transitions already.
         """
         if STEPS in columns:
             raise ValueError(
@@ -86,8 +94,7 @@ class NStep:
         deltas: dict[NestedKey, NestedKey] = {}
         for key in moved:
             if as_tuple(key)[:2] == DELTA:
-                names = as_tuple(key)[2:]
-                deltas[key] = names[0] if len(names) == 1 else names
+                deltas[key] = plain_key(as_tuple(key)[2:])
         known = [NEXT_KNOWN] if NEXT_KNOWN in columns else []
         reached = get(last, [*moved, *known, *deltas.values()])
         changed = {key: column for key, column in columns.items() if key not in deltas}
@@ -317,20 +324,7 @@ class MultiStepTransform(NStep):
         """How many rows, itself included, the buffer finds for each sampled row."""
         return self.n_steps
 
-    def read(self, columns: Columns, ahead: Tensor, get: Get) -> Columns:
-        """The columns of a sample as n-step transitions; the buffer calls it before the sampler marks the rows.
-
-        Args:
-            columns: of the N sampled rows.
-            ahead: int64 ``[N, n]``, slots of each row and of those after it in its trajectory, -1 for none.
-            get: gives the named columns of the stored rows in slots int64 ``[M]``.
-
-        Raises:
-            KeyError: a reward is missing.
-            TypeError: done is not bool.
-            ValueError: next observations are not stored, or the rows are n-step transitions already.
-        """
-        return self.to_n_step(columns, ahead, get)
+    read = NStep.to_n_step
 
     def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
         """A sample that :meth:`read` made as it is; of another flat batch, what `MultiStep` makes of it.
@@ -344,12 +338,6 @@ class MultiStepTransform(NStep):
         return self.of_batch(td, None, marked if ends is None else marked | ends.to(marked.device))
 
     __call__ = forward
-
-
-def _under_next(key: NestedKey) -> tuple[str, ...]:
-    """``("next", key)``, or ``key`` itself if it is one already."""
-    names = as_tuple(key)
-    return names if names[0] == NEXT and len(names) > 1 else next_key(key)
 
 
 def _check_flat(td: TensorDictBase, name: str) -> None:
