@@ -203,7 +203,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         storage: Storage | None = None,
         **options: Unpack[Options],
     ) -> None:
-        storage = ListStorage() if storage is None else storage  # not `or`: an empty storage may be false
+        storage = ListStorage() if storage is None else storage
         sampler = PrioritizedSampler(storage.max_size, alpha, beta, eps, dtype)
         super().__init__(storage=storage, sampler=sampler, **options)
 
