@@ -96,7 +96,12 @@ class MappedColumn(TensorColumn):
 
 
 def frames_in_file(
-    first: Path, numbers: Iterator[int], files: list[Path], frames: int, shape: tuple[int, ...], dtype: torch.dtype
+    first: Path,
+    numbers: Iterator[int],
+    files: list[Path],
+    frames: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
 ) -> MappedColumn:
     """A column of ``frames`` frames in the next file: ``first``, then numbered ones beside it; ``files`` gets it."""
     number = next(numbers)

@@ -20,7 +20,6 @@ from flatroll.buffers.columns.base import Column, Columns, TensorColumn
 from flatroll.buffers.columns.frame_stack import FrameColumn
 from flatroll.buffers.index.ring import Array, Follow, Ring
 from flatroll.buffers.storages.columns import ColumnStorage
-from flatroll.buffers.storages.encodings import Encodings
 from flatroll.buffers.storages.free_space import check_disk, check_memory, free_memory, refusal
 from flatroll.buffers.storages.mapped_files import (
     FULL,
@@ -33,6 +32,7 @@ from flatroll.buffers.storages.mapped_files import (
     reserve,
 )
 from flatroll.buffers.storages.next_pool import NextPool
+from flatroll.buffers.storages.tensors import Encodings
 from flatroll.layout.keys import NestedKey
 
 _LOCK, _COUNTERS = "ring.lock", "ring.counters"  # files beside the columns'
