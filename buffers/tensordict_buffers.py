@@ -263,7 +263,7 @@ def _spread(entry: Tensor, inner: torch.Size) -> Tensor:
 
 
 def _one_each(entry: Tensor, dims: int, inner: int) -> Tensor:
-    """The inverse of `_spread`: ``[N, ...]`` of ``entry`` with ``dims`` batch dimensions and ``inner`` ones of items."""
+    """The inverse of `_spread`, ``[N, ...]``; ``entry`` has ``dims`` batch dimensions and ``inner`` ones of items."""
     items = entry.reshape(math.prod(entry.shape[:dims]), *entry.shape[dims:])
     if not inner:
         return items

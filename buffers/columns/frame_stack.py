@@ -311,7 +311,7 @@ class FramePool:
 
 
 def match(words: Tensor, stored: Tensor, held: Array, hint: Array) -> tuple[Array, Array, int]:
-    """Find which frames of new stacks ``words``, integers ``[N, stack, words]``, are among the ``stored`` ``[F, words]``.
+    """Find which frames of new stacks ``words``, integers ``[N, stack, words]``, are among ``stored`` ``[F, words]``.
 
     ``held`` ``[K, stack]`` says which of ``stored`` make the stacks of K stored rows (the oldest is not looked at), and
     ``hint`` int64 ``[N]`` which of those rows each new row may continue, -1 for none.

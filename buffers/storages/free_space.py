@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -12,13 +13,25 @@ def free_memory(device: torch.device) -> int:
     """Bytes that this process can take on ``device``; on the host no more than ``ulimit`` and control groups allow."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return max(0, min([int(psutil.virtual_memory().available), *_process_limits(), *_group_limits()]))
+    free = [int(psutil.virtual_memory().available), *_group_limits()]
+    with suppress(ImportError):  # only POSIX systems have it
+        import resource
+
+        used = psutil.Process().memory_info()
+        for limit, taken in (
+            (resource.RLIMIT_AS, used.vms),
+            (resource.RLIMIT_DATA, getattr(used, "data", 0)),
+        ):
+            soft, _ = resource.getrlimit(limit)
+            if soft != resource.RLIM_INFINITY:
+                free.append(soft - int(taken))
+    return max(0, min(free))
 
 
 def check_memory(
     rows: int, row_bytes: int, device: torch.device, ways: Sequence[str] = ("LazyMemmapStorage",)
 ) -> None:
-    """MemoryError, which proposes ``ways`` out, if ``rows`` rows of ``row_bytes`` bytes cannot be held on ``device``."""
+    """MemoryError, which proposes ``ways`` out, if ``rows`` rows of ``row_bytes`` bytes do not fit on ``device``."""
     if device.type not in ("cpu", "cuda"):  # others do not say what they have
         return
     free = free_memory(device)
@@ -28,10 +41,7 @@ def check_memory(
 
 
 def check_disk(rows: int, row_bytes: int, folder: Path, ways: Sequence[str] = (), spare: int = 0) -> None:
-    """OSError if ``rows`` rows of ``row_bytes`` bytes do not fit on the disk of ``folder`` (which may not exist yet).
-
-    ``spare`` bytes will be freed first.
-    """
+    """OSError if ``rows`` rows do not fit on the disk of ``folder``, of which ``spare`` bytes will be freed first."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free + spare
     if rows * row_bytes > free:
@@ -62,19 +72,6 @@ def shown_size(count: int) -> str:
             break
         size, unit = size / 1024, larger
     return f"{size:.4g} {unit}"
-
-
-def _process_limits() -> Iterator[int]:
-    """Bytes left of the limits of this process (``ulimit``), where it has any."""
-    try:
-        import resource
-    except ImportError:  # no POSIX system
-        return
-    used = psutil.Process().memory_info()
-    for limit, taken in ((resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, getattr(used, "data", 0))):
-        soft, _ = resource.getrlimit(limit)
-        if soft != resource.RLIM_INFINITY:
-            yield soft - int(taken)
 
 
 def _group_limits(

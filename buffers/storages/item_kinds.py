@@ -36,12 +36,14 @@ class Structure(ABC):
 
     def columns_of_rows(self, data: Any, shape: torch.Size) -> Columns:
         """The tensors of ``data`` of batch shape ``shape`` (``[]`` for one item), laid flat: ``[N, ...]``."""
-
-        def flat(leaf: Any) -> Any:
-            leaf = leaf if isinstance(leaf, TensorDictBase) else as_tensor(leaf)
-            return leaf.reshape(math.prod(leaf.shape[: len(shape)]), *leaf.shape[len(shape) :])
-
-        return self.columns(map_rows(data, flat) if shape else one_row(data))
+        if not shape:
+            return self.columns(one_row(data))
+        dims = len(shape)  # as many dimensions of each leaf become one
+        return self.columns(
+            map_rows(
+                data, lambda leaf: as_tensor(leaf).reshape(math.prod(leaf.shape[:dims]), *leaf.shape[dims:])
+            )
+        )
 
     @staticmethod
     def of(batch: Any) -> "Structure":
@@ -234,9 +236,7 @@ def _forms(item: TensorDictBase) -> frozenset[Any]:
 
 def one_row(item: Any) -> Any:
     """A batch of one item."""
-    if isinstance(item, TensorDictBase):
-        return item.unsqueeze(0)
-    return pytree.tree_map(lambda leaf: as_tensor(leaf).unsqueeze(0), item)
+    return map_rows(item, lambda leaf: as_tensor(leaf).unsqueeze(0))
 
 
 def map_rows(batch: Any, change: Callable[[Any], Any]) -> Any:
@@ -244,9 +244,9 @@ def map_rows(batch: Any, change: Callable[[Any], Any]) -> Any:
     return change(batch) if isinstance(batch, TensorDictBase) else pytree.tree_map(change, batch)
 
 
-def as_tensor(leaf: Any) -> Tensor:
-    """A leaf as a tensor; TypeError, which names the way out, for what is none."""
-    if isinstance(leaf, Tensor):
+def as_tensor(leaf: Any) -> Any:
+    """A leaf as a tensor (a tensordict as it is); TypeError, which names the way out, for what is none."""
+    if isinstance(leaf, (Tensor, TensorDictBase)):
         return leaf
     if isinstance(leaf, _SINGLE):
         return torch.as_tensor(leaf)

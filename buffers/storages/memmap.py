@@ -244,13 +244,17 @@ class LazyMemmapStorage(ColumnStorage):
         if self.columns:
             with self.write_lock():
                 other.columns = other._allocate(self._like())
-                _copy(self.columns, other.columns)
                 if self._counters is not None and other._counters is not None:
                     other._counters[:] = self._counters
+                pairs = [(self.columns, other.columns)]
                 if self.pool is not None:
                     other.pool = NextPool(list(self.pool.pairs))
                     other.pool.allocate(other.columns)
-                    _copy(self.pool.entries, other.pool.entries)
+                    pairs.append((self.pool.entries, other.pool.entries))
+                for source, target in pairs:
+                    for key, column in source.items():
+                        assert isinstance(column, TensorColumn)
+                        target[key].load_state_dict({"values": column.data})
         return other
 
     @override
@@ -265,11 +269,3 @@ def _files(folder: Path, names: Iterable[str]) -> list[Path]:
     columns = [folder / name for name in names]
     pools = [column.with_suffix(".pool") for column in columns]
     return [*columns, *pools, folder / _COUNTERS, folder / _LOCK]
-
-
-def _copy(source: Mapping[NestedKey, Column], target: Mapping[NestedKey, Column]) -> None:
-    for key, column in source.items():
-        copy = target[key]
-        assert isinstance(column, TensorColumn) and isinstance(copy, TensorColumn)
-        copy.grow(len(column.data))
-        copy.data.copy_(column.data)

@@ -23,7 +23,7 @@ def time_first(data: Any, ndim: int, dim: int) -> tuple[Any, torch.Size]:
     sizes: set[torch.Size] = set()
 
     def flat(leaf: Any) -> Any:
-        leaf = leaf if isinstance(leaf, TensorDictBase) else as_tensor(leaf)
+        leaf = as_tensor(leaf)
         if (leaf.batch_dims if isinstance(leaf, TensorDictBase) else leaf.ndim) < ndim:
             raise ValueError(
                 f"the storage has ndim={ndim}: extend it with batches of {ndim} batch dimensions, "

@@ -23,7 +23,6 @@ from flatroll.buffers.storages.item_kinds import Structure, map_rows
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import NestedKey, as_tuple, next_key, plain_key
 
-
 CODECS = ("zstd",)
 
 

@@ -169,11 +169,21 @@ class NStep:
             )
         self._checked = keys
 
-    def of_batch(self, td: TensorDictBase, final: TensorDictBase | None, ends: Tensor) -> TensorDictBase:
+    def of_batch(
+        self, td: TensorDictBase, final: TensorDictBase | None, more: Tensor | None, **keys: NestedKey
+    ) -> TensorDictBase:
         """The flat batch ``td`` ``[N]`` as n-step transitions; no window goes beyond the end of its run.
 
-        ``ends``, bool ``[N]``, marks the last rows of runs; ``final`` holds next observations of a compact batch.
+        ``final`` holds next observations of a compact batch; ``more``, bool ``[N]``, marks run ends besides those that
+        `run_ends` finds by ``keys``.
         """
+        if td.batch_dims != 1:
+            raise ValueError(
+                f"{type(self).__name__} needs a flat batch [N], got {list(td.batch_size)}: batch.reshape(-1) lays "
+                '[envs, time] end to end, and ("collector", "traj_ids") or "is_init" tells the trajectories apart'
+            )
+        ends = run_ends(td, done_key=self.done_key, mask_key=self.mask_key, **keys)
+        ends = ends if more is None else ends | more.to(ends.device)
         columns: Columns = dict(td.items(True, True))
         for key in td.keys(True, True, is_leaf=is_leaf_nontensor):
             if key not in columns and as_tuple(key)[0] == NEXT:
@@ -259,15 +269,7 @@ class MultiStep(NStep):
             TypeError: done is not bool.
             ValueError: ``td`` is not flat, lacks next observations, or consists of n-step transitions.
         """
-        _check_flat(td, type(self).__name__)
-        ends = run_ends(
-            td,
-            is_init_key=self.is_init_key,
-            done_key=self.done_key,
-            traj_key=self.traj_key,
-            mask_key=self.mask_key,
-        )
-        return self.of_batch(td, final, ends)
+        return self.of_batch(td, final, None, is_init_key=self.is_init_key, traj_key=self.traj_key)
 
     __call__ = forward
 
@@ -333,16 +335,6 @@ class MultiStepTransform(NStep):
         """
         if td.get(STEPS, None) is not None:
             return td
-        _check_flat(td, type(self).__name__)
-        marked = run_ends(td, done_key=self.done_key, mask_key=self.mask_key)
-        return self.of_batch(td, None, marked if ends is None else marked | ends.to(marked.device))
+        return self.of_batch(td, None, ends)
 
     __call__ = forward
-
-
-def _check_flat(td: TensorDictBase, name: str) -> None:
-    if td.batch_dims != 1:
-        raise ValueError(
-            f"{name} needs a flat batch [N], got {list(td.batch_size)}: batch.reshape(-1) lays [envs, time] end to "
-            'end, and ("collector", "traj_ids") or "is_init" tells the trajectories apart'
-        )
