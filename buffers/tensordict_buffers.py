@@ -79,8 +79,6 @@ class TensorDictReplayBuffer(ReplayBuffer):
         options["writer"] = options.get("writer") or TensorDictRoundRobinWriter()
         super().__init__(storage=storage, sampler=sampler, **options)
 
-    # -- writing -----------------------------------------------------------------------------------------------
-
     @override
     def _write(self, data: Any, final: TensorDictBase | None) -> Tensor:
         check_tensordicts(data, type(self).__name__, "ReplayBuffer takes anything")
@@ -116,8 +114,6 @@ class TensorDictReplayBuffer(ReplayBuffer):
     @override
     def __setitem__(self, index: Any, data: Any) -> None:
         super().__setitem__(index, _without_sample_entries(data))
-
-    # -- reading -----------------------------------------------------------------------------------------------
 
     @override
     def _inform(self, values: Any, info: dict[str, Tensor]) -> Any:

@@ -73,9 +73,7 @@ class PrioritizedSampler(RandomSampler):
         whole_number("max_capacity", max_capacity)
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-        self.max_capacity = max_capacity
-        self.reduction = reduction
-        self.dtype = dtype
+        self.max_capacity, self.reduction, self.dtype = max_capacity, reduction, dtype
         self._beta = _number("beta", beta)
         self._priorities = Priorities(
             max_capacity, _number("alpha", alpha), _number("eps", eps), dtype, max_priority_within_buffer

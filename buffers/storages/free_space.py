@@ -85,24 +85,19 @@ def _group_limits(
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2
-            yield from _room(root, path, "memory.max", "memory.current", "inactive_file")
+            top, limit, usage, cached = root, "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _room(root / "memory", path, *names)
-
-
-def _room(root: Path, path: str, limit: str, usage: str, cached: str) -> Iterator[int]:
-    """Bytes left in the group ``path`` and in each group around it, up to ``root``, as their files say."""
-    folder = root / path.lstrip("/")
-    for group in (folder, *folder.parents):
-        if group != root and root not in group.parents:
-            return
-        try:
-            most, used = (group / limit).read_text(), int((group / usage).read_text())
-            if most.strip() == "max":
-                continue
-            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            # The cache of files is given up when memory is asked for.
-            yield int(most) - used + int(statistics.get(cached, 0))
-        except (OSError, ValueError):  # no such group in this view, or no limits at this level
+            top, limit, usage = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cached = "total_inactive_file"
+        else:
             continue
+        folder = top / path.lstrip("/")
+        # The group itself and each group around it, up to the top: each may have a limit.
+        for group in (group for group in (folder, *folder.parents) if group == top or top in group.parents):
+            with suppress(
+                OSError, ValueError
+            ):  # no such group in this view, or "max": no limit at this level
+                most, used = int((group / limit).read_text()), int((group / usage).read_text())
+                statistics = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
+                # The cache of files is given up when memory is asked for.
+                yield most - used + int(statistics.get(cached, 0))

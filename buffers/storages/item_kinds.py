@@ -36,14 +36,12 @@ class Structure(ABC):
 
     def columns_of_rows(self, data: Any, shape: torch.Size) -> Columns:
         """The tensors of ``data`` of batch shape ``shape`` (``[]`` for one item), laid flat: ``[N, ...]``."""
-        if not shape:
-            return self.columns(one_row(data))
-        dims = len(shape)  # as many dimensions of each leaf become one
-        return self.columns(
-            map_rows(
-                data, lambda leaf: as_tensor(leaf).reshape(math.prod(leaf.shape[:dims]), *leaf.shape[dims:])
-            )
-        )
+
+        def flat(leaf: Any) -> Any:
+            leaf = as_tensor(leaf)
+            return leaf.reshape(math.prod(leaf.shape[: len(shape)]), *leaf.shape[len(shape) :])
+
+        return self.columns(map_rows(data, flat) if shape else one_row(data))
 
     @staticmethod
     def of(batch: Any) -> "Structure":

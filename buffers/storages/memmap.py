@@ -187,8 +187,6 @@ class LazyMemmapStorage(ColumnStorage):
                     column.prefetch(wanted)
         return super().get(slots, follow, slices=slices, keys=keys)
 
-    # -- sharing -----------------------------------------------------------------------------------------------
-
     @override
     def write_lock(self) -> AbstractContextManager[Any]:
         # Held by one thread of one process at a time. The file is there from the first extend on.
@@ -230,7 +228,7 @@ class LazyMemmapStorage(ColumnStorage):
         return super().__getstate__() | {"_counters": None, "auto_cleanup": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        vars(self).update(state)
         assert self.folder is not None
         self._counters = np.frombuffer(mapped_bytes(self.folder / _COUNTERS, _COUNTER_BYTES), np.uint8)
 

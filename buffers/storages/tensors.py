@@ -234,12 +234,9 @@ class TensorStorage(ColumnStorage):
         self.lanes = first.shape[1:ndim]
         # The caller's data laid flat, views of whole steps of all lanes; None once a batch has made columns of them.
         steps = self.capacity // self.lanes.numel()
-        if ndim == 1:
-            self._contents: Any = map_rows(storage, lambda t: t[:steps])
-        elif isinstance(storage, TensorDictBase):
-            self._contents = storage[:steps].view(-1, *storage.batch_size[ndim:])
-        else:
-            self._contents = map_rows(storage, lambda t: t[:steps].view(-1, *t.shape[ndim:]))
+        self._contents: Any = map_rows(
+            storage, lambda t: t[:steps] if ndim == 1 else t[:steps].view(-1, *t.shape[ndim:])
+        )
         self._first_columns: dict[NestedKey, Tensor] = {}
 
     @property

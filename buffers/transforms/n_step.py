@@ -254,8 +254,7 @@ class MultiStep(NStep):
         is_init_key: NestedKey = IS_INIT,
     ) -> None:
         super().__init__(n_steps, gamma, reward_keys=reward_keys, done_key=done_key, mask_key=mask_key)
-        self.traj_key = traj_key
-        self.is_init_key = is_init_key
+        self.traj_key, self.is_init_key = traj_key, is_init_key
 
     def forward(self, td: TensorDictBase, final: TensorDictBase | None = None) -> TensorDictBase:
         """The n-step batch; ``td`` is left as it was.

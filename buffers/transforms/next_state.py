@@ -60,11 +60,8 @@ class NextStateReconstructor:
                 f"{list(keys)!r} for the {len(keys)} keys"
             )
         self.keys: list[NestedKey] = [keys] if isinstance(keys, str) else list(keys)
-        self.traj_key = traj_key
-        self.done_key = done_key
-        self.step_count_key = step_count_key
-        self.fill_value = fill_value
-        self.strict = strict
+        self.traj_key, self.done_key, self.step_count_key = traj_key, done_key, step_count_key
+        self.fill_value, self.strict = fill_value, strict
 
     def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
         """A shallow copy of ``td`` (``[N]``) with the next entries; ``ends`` (bool ``[N]``) adds run ends."""
