@@ -264,9 +264,8 @@ def _one_each(entry: Tensor, dims: int, inner: int) -> Tensor:
     if not inner:
         return items
     first = items.flatten(1, inner)[:, 0]
-    if not bool(
-        (items == _spread(first, items.shape[1 : 1 + inner])).all()
-    ):  # one row of the buffer per item
+    # All steps of an item must name the one row that it is.
+    if not bool((items == _spread(first, items.shape[1 : 1 + inner])).all()):
         raise ValueError(
             f"data has several rows of the buffer along its last {inner} batch dimensions, where an item has one: "
             "give the sample in its shape [N, T]"

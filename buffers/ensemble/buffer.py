@@ -96,12 +96,8 @@ class ReplayBufferEnsemble:
         self._members, self.sampler = rbs, samplers
         self.storage = storages or StorageEnsemble(*(rb.storage for rb in rbs))
         self.writer = writers or WriterEnsemble(*(rb.writer for rb in rbs))
-        self.batch_size, self.collate_fn, self.stack, self.generator = (
-            batch_size,
-            collate_fn,
-            stack,
-            generator,
-        )
+        self.batch_size, self.generator = batch_size, generator
+        self.collate_fn, self.stack = collate_fn, stack
         self._transforms: list[TransformLike] = []
         if transform is not None:
             self.append_transform(transform)

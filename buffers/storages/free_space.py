@@ -92,11 +92,9 @@ def _group_limits(
         else:
             continue
         folder = top / path.lstrip("/")
-        # The group itself and each group around it, up to the top: each may have a limit.
+        # The group itself and each group around it, up to the top: each may have a limit, but "max" or no file is none.
         for group in (group for group in (folder, *folder.parents) if group == top or top in group.parents):
-            with suppress(
-                OSError, ValueError
-            ):  # no such group in this view, or "max": no limit at this level
+            with suppress(OSError, ValueError):
                 most, used = int((group / limit).read_text()), int((group / usage).read_text())
                 statistics = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
                 # The cache of files is given up when memory is asked for.
