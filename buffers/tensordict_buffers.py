@@ -79,8 +79,6 @@ class TensorDictReplayBuffer(ReplayBuffer):
         options["writer"] = options.get("writer") or TensorDictRoundRobinWriter()
         super().__init__(storage=storage, sampler=sampler, **options)
 
-    # -- writing -----------------------------------------------------------------------------------------------
-
     @override
     def _write(self, data: Any, final: TensorDictBase | None) -> Tensor:
         check_tensordicts(data, type(self).__name__, "ReplayBuffer takes anything")
@@ -99,14 +97,11 @@ class TensorDictReplayBuffer(ReplayBuffer):
         """The priorities that new rows come with, checked: (which rows, their values ``[n, ...]``)."""
         if not has_priorities(self.sampler):
             return []
-        if not rows.items:
-            column = rows.columns.get(self.priority_key)
-            priorities = [] if column is None else [(slice(None), column)]
-        else:  # of a ListStorage, each item its own
-            values = [item.get(self.priority_key, None) for item in rows.items]
-            priorities = [
-                (slice(i, i + 1), value[None]) for i, value in enumerate(values) if value is not None
-            ]
+        column = rows.columns.get(self.priority_key)
+        priorities = [] if column is None else [(slice(None), column)]
+        for i, item in enumerate(rows.items):  # of a ListStorage, each item its own
+            if (value := item.get(self.priority_key, None)) is not None:
+                priorities.append((slice(i, i + 1), value[None]))
         for part, priority in priorities:
             if not bool(((priority >= 0) & (priority < math.inf)).all()):
                 raise ValueError(
@@ -120,16 +115,13 @@ class TensorDictReplayBuffer(ReplayBuffer):
     def __setitem__(self, index: Any, data: Any) -> None:
         super().__setitem__(index, _without_sample_entries(data))
 
-    # -- reading -----------------------------------------------------------------------------------------------
-
     @override
     def _inform(self, values: Any, info: dict[str, Tensor]) -> Any:
         if isinstance(values, list):  # items of a ListStorage: the stored ones stay as they are
-            informed = []
             for i, item in enumerate(values):
                 entries = {key: _spread(entry[i : i + 1], item.batch_size)[0] for key, entry in info.items()}
-                informed.append(item.clone(recurse=False).update(entries))
-            return informed
+                values[i] = item.clone(recurse=False).update(entries)
+            return values
         assert isinstance(self.storage.structure, TensorDicts)
         device = next(iter(values.values())).device
         for key, entry in info.items():
@@ -152,8 +144,14 @@ class TensorDictReplayBuffer(ReplayBuffer):
             ValueError: a negative or infinite priority, or NaN.
         """
         check_tensordicts(data, "update_tensordict_priority", "update_priority takes index and priority")
-        index, priority = self._entry(data, _INDEX), self._entry(data, self.priority_key)
+        index, priority = data.get(_INDEX, None), data.get(self.priority_key, None)
         generation = data.get(_GENERATION, None)
+        if index is None or priority is None:
+            raise KeyError(
+                f"data has no entry {_INDEX if index is None else self.priority_key!r}: update_tensordict_priority "
+                f"takes a sample of this buffer, with its {_INDEX!r} and with the new priorities in "
+                f"{self.priority_key!r} (priority_key)"
+            )
         # Batch dimensions of one stored item: 0 for rows, 1 for whole trajectories.
         inner, structure = 0, self.storage.structure
         if isinstance(structure, TensorDicts):
@@ -171,16 +169,6 @@ class TensorDictReplayBuffer(ReplayBuffer):
             priority.reshape(math.prod(priority.shape[:dims]), *priority.shape[dims:]),
             None if generation is None else _one_each(generation, dims, inner),
         )
-
-    def _entry(self, data: TensorDictBase, key: NestedKey) -> Tensor:
-        """An entry that a sample must have; KeyError without it."""
-        value: Tensor | None = data.get(key, None)
-        if value is None:
-            raise KeyError(
-                f"data has no entry {key!r}: update_tensordict_priority takes a sample of this buffer, with its "
-                f"{_INDEX!r} and with the new priorities in {self.priority_key!r} (priority_key)"
-            )
-        return value
 
 
 class PrioritizedReplayBuffer(ReplayBuffer):
@@ -271,14 +259,12 @@ def _spread(entry: Tensor, inner: torch.Size) -> Tensor:
 
 
 def _one_each(entry: Tensor, dims: int, inner: int) -> Tensor:
-    """The inverse of `_spread`: ``[N, ...]`` of ``entry`` with ``dims`` batch dimensions and ``inner`` ones of items.
-
-    ValueError if an item has different values, which then are of several rows of the buffer.
-    """
+    """The inverse of `_spread`, ``[N, ...]``; ``entry`` has ``dims`` batch dimensions and ``inner`` ones of items."""
     items = entry.reshape(math.prod(entry.shape[:dims]), *entry.shape[dims:])
     if not inner:
         return items
     first = items.flatten(1, inner)[:, 0]
+    # All steps of an item must name the one row that it is.
     if not bool((items == _spread(first, items.shape[1 : 1 + inner])).all()):
         raise ValueError(
             f"data has several rows of the buffer along its last {inner} batch dimensions, where an item has one: "

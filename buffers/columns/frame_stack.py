@@ -19,14 +19,9 @@ from flatroll.layout.keys import NestedKey
 #: Makes a column of frames, given (number of frames, shape of a frame in words, integer dtype of a word).
 Make = Callable[[int, tuple[int, ...], torch.dtype], Column]
 
-_STATE = np.dtype(
-    [
-        ("high", "i8"),  # frames ever used, the blank one included
-        ("free", "i8"),  # first frame of the free list, 0 if the list is empty
-        ("last", "i8"),  # last frame of the free list
-        ("spare", "i8"),  # length of the free list
-    ]
-)
+# high: frames ever used, the blank one included; free, last: first and last frame of the free list, 0 if it is empty;
+# spare: its length.
+_STATE = np.dtype([("high", "i8"), ("free", "i8"), ("last", "i8"), ("spare", "i8")])
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _NOTHING, _STORED, _BEFORE = 0, 1, 2  # as in kernels.rows.frame_rows, which needs numba
 
@@ -85,13 +80,33 @@ class FrameColumn(Column):
 
     @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
-        slots = np.arange(slot, slot + len(values))
         # The slot before the first one (around the ring) is a candidate without a hint, too.
-        self._store(slots, values, after, (slot - 1) % len(self._refs) if self._main is self else None)
+        slot_before = (slot - 1) % len(self._refs) if self._main is self else None
+        self.put(torch.arange(slot, slot + len(values)), values, after, slot_before)
 
     @override
-    def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> None:
-        self._store(slots.numpy(force=True), values, after)
+    def put(
+        self, slots: Tensor, values: Tensor, after: After | None = None, slot_before: int | None = None
+    ) -> None:
+        """Store rows, sharing frames with the rows they continue: those of ``after``, row 0 that in ``slot_before``."""
+        if not len(slots):
+            return
+        pool, rows, stack = self._frames, len(slots), self._refs.shape[1]
+        words = pool.words(values, rows, stack)
+        # hint[j]: which of the stored rows ``candidates`` new row j may continue, -1 for none.
+        hint, candidates = np.full(rows, -1), np.zeros(0, np.int64)
+        if after is not None:
+            hint[after.rows.numpy(force=True)] = np.arange(len(after.rows))
+            candidates = after.slots.numpy(force=True)
+        if slot_before is not None and hint[0] < 0:
+            hint[0], candidates = len(candidates), np.append(candidates, slot_before)
+        held, positions = self._main._refs.take(candidates, 0), slots.numpy(force=True)
+        shares, repeats, new = match(words, *pool.look_up(held), hint)
+        # Frames that new rows share are counted before the old rows' are given up: they may be the same ones.
+        kernels().replace(pool.state, pool.counts, self._refs, positions, hint, held, shares)
+        frames, source = pool.allocate(new), np.empty(new, np.int64)
+        kernels().assign(pool.counts, self._refs, positions, shares, repeats, frames, source)
+        pool.put(frames, words.flatten(0, 1), source)
 
     @override
     def take(self, slots: Tensor) -> Tensor:
@@ -120,13 +135,17 @@ class FrameColumn(Column):
     @override
     def nbytes(self) -> int:
         """Bytes of the frame numbers, and for the main column of the whole pool of frames."""
-        return int(self._refs.nbytes) + (self._frames.nbytes if self._main is self else 0)
+        pool, own = self._frames, int(self._refs.nbytes)
+        if self._main is not self:
+            return own
+        return own + sum(column.nbytes for _, column in pool.columns) + int(pool.counts.nbytes)
 
     @property
     @override
     def row_bytes(self) -> int:
-        """Bytes of a row that shares all frames but one."""
-        return self._frames.row_bytes + 4 * self.shape[0]
+        """Bytes of a row that shares all frames but one: that frame, its count, and the numbers of the stack."""
+        pool = self._frames
+        return pool.columns[0][1].row_bytes + pool.counts.itemsize + 4 * self.shape[0]
 
     @property
     def frames_in_use(self) -> int:
@@ -151,29 +170,6 @@ class FrameColumn(Column):
         self._frames.load_state_dict(state["frames"], refs)
         self._refs[: len(refs)] = refs
 
-    def _store(
-        self, slots: Array, values: Tensor, after: After | None, slot_before: int | None = None
-    ) -> None:
-        """Write ``values`` ``[N, *shape]`` to ``slots`` int64 ``[N]``, sharing frames with the rows before."""
-        if not len(slots):
-            return
-        pool, rows, stack = self._frames, len(slots), self._refs.shape[1]
-        words = pool.words(values, rows, stack)
-        # hint[j]: which of the stored rows ``candidates`` new row j may continue, -1 for none.
-        hint, candidates = np.full(rows, -1), np.zeros(0, np.int64)
-        if after is not None:
-            hint[after.rows.numpy(force=True)] = np.arange(len(after.rows))
-            candidates = after.slots.numpy(force=True)
-        if slot_before is not None and hint[0] < 0:
-            hint[0], candidates = len(candidates), np.append(candidates, slot_before)
-        held = self._main._refs.take(candidates, 0)
-        shares, repeats, new = match(words, *pool.look_up(held), hint)
-        # Frames that new rows share are counted before the old rows' are given up: they may be the same ones.
-        kernels().replace(pool.state, pool.counts, self._refs, slots, hint, held, shares)
-        frames, source = pool.allocate(new), np.empty(new, np.int64)
-        kernels().assign(pool.counts, self._refs, slots, shares, repeats, frames, source)
-        pool.put(frames, words.flatten(0, 1), source)
-
 
 class FramePool:
     """Single frames, and how often the rows of `FrameColumn` s name each. Frame 0 is blank and never given up.
@@ -181,15 +177,11 @@ class FramePool:
     Frames are integers ``[words]``. Frames that nobody names form a free list, linked through ``counts``: see
     `flatroll.kernels.rows.frame_rows`.
 
-    Args:
-        frames: room at first, the blank frame included.
-        frame_bytes: bytes of a frame.
-        device: where frames are kept.
-        make: makes a column of so many frames, given (frames, shape in words, integer dtype).
-
     Attributes:
         state: the counters of the free list, one record.
         counts: int32, how often each frame is named, or the next frame of the free list.
+        columns: (first frame, column) of each piece of memory; a tuple that is replaced as a whole, so that a reader
+            sees one or the other.
     """
 
     def __init__(self, frames: int, frame_bytes: int, device: torch.device, make: Make) -> None:
@@ -202,18 +194,7 @@ class FramePool:
         self.counts: Array = np.zeros(frames, np.int32)
         column = make(frames, self._shape, self._word)
         column.write(0, torch.zeros((1, *self._shape), dtype=self._word))
-        # (first frame, column); a tuple that is replaced as a whole, so that a reader sees one or the other
-        self._columns: tuple[tuple[int, Column], ...] = ((0, column),)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the frames, free ones included, and the counts."""
-        return sum(column.nbytes for _, column in self._columns) + int(self.counts.nbytes)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one frame and its count."""
-        return self._columns[0][1].row_bytes + self.counts.itemsize
+        self.columns: tuple[tuple[int, Column], ...] = ((0, column),)
 
     def words(self, values: Tensor, rows: int, stack: int) -> Tensor:
         """``values`` ``[rows, stack, *frame]`` as integers ``[rows, stack, words]`` on the device, aligned."""
@@ -248,7 +229,7 @@ class FramePool:
             kernels().gather(memory.data_ptr(), copies.data_ptr(), frame_bytes, flat)
             return copies
         frames = flat.astype(np.int64)
-        (_, first), *more = self._columns
+        (_, first), *more = self.columns
         if not more:
             return first.take(torch.from_numpy(frames))
         # Most frames are in the first column: read all from there (the blank one for the others), then patch.
@@ -268,14 +249,14 @@ class FramePool:
 
     def _host_memory(self) -> Tensor | None:
         """The frames ``[F, words]`` if they are in one piece of host memory, which the kernels need; else None."""
-        column = self._columns[0][1]
-        if len(self._columns) > 1 or not isinstance(column, TensorColumn) or self._device.type != "cpu":
+        column = self.columns[0][1]
+        if len(self.columns) > 1 or not isinstance(column, TensorColumn) or self._device.type != "cpu":
             return None
         return column.data
 
     def _by_column(self, frames: Array, skip: int = 0) -> Iterator[tuple[Tensor, Column, Tensor]]:
         """Per column that holds any of ``frames``: their positions in ``frames``, the column, their rows in it."""
-        columns = self._columns[skip:]
+        columns = self.columns[skip:]
         # Column c holds the frames begin ... end - 1, where end is the next column's begin.
         ends = [begin for begin, _ in columns[1:]] + [len(self.counts)]
         for (begin, column), end in zip(columns, ends, strict=True):
@@ -293,7 +274,7 @@ class FramePool:
         if missing > 0:
             more = max(missing, len(self.counts) // 16)
             column = self._make(more, self._shape, self._word)
-            self._columns = (*self._columns, (len(self.counts), column))
+            self.columns = (*self.columns, (len(self.counts), column))
             self.counts = np.concatenate([self.counts, np.zeros(more, np.int32)])
         frames = np.empty(count, np.int64)
         kernels().allocate(self.state, self.counts, frames)
@@ -302,18 +283,18 @@ class FramePool:
     def state_dict(self) -> dict[str, Any]:
         """The frames ever used, column by column."""
         high = int(self.state["high"][0])
-        begins = [begin for begin, _ in self._columns]
+        begins = [begin for begin, _ in self.columns]
         sizes = np.diff([*begins, len(self.counts)]).tolist()
         # Of each column only the frames below ``high`` were ever written.
         used = [min(size, max(0, high - begin)) for size, begin in zip(sizes, begins, strict=True)]
-        columns = [column.state_dict(n) for n, (_, column) in zip(used, self._columns, strict=True)]
+        columns = [column.state_dict(n) for n, (_, column) in zip(used, self.columns, strict=True)]
         return {"sizes": sizes, "columns": columns}
 
     def load_state_dict(self, state: dict[str, Any], refs: Array) -> None:
         """Hold the frames of ``state``, named by ``refs`` (int32 ``[rows, stack]``) and by nothing else."""
         sizes: list[int] = state["sizes"]
         begins = np.cumsum([0, *sizes]).tolist()
-        reused = [self._columns[0][1]] if sizes[0] == self._first_size else []
+        reused = [self.columns[0][1]] if sizes[0] == self._first_size else []
         columns = reused + [self._make(size, self._shape, self._word) for size in sizes[len(reused) :]]
         for column, column_state in zip(columns, state["columns"], strict=True):
             column.load_state_dict(column_state)
@@ -326,29 +307,25 @@ class FramePool:
         counts[free] = -1 - np.append(free[1:], 0)
         self.state[0] = (high, free[0], free[-1], len(free)) if len(free) else (high, 0, 0, 0)
         self.counts, self._first_size = counts, sizes[0]
-        self._columns = tuple(zip(begins[:-1], columns, strict=True))
+        self.columns = tuple(zip(begins[:-1], columns, strict=True))
 
 
 def match(words: Tensor, stored: Tensor, held: Array, hint: Array) -> tuple[Array, Array, int]:
-    """Find which frames of new stacks are stored already.
+    """Find which frames of new stacks ``words``, integers ``[N, stack, words]``, are among ``stored`` ``[F, words]``.
 
-    Args:
-        words: the new stacks, integers ``[N, stack, words]``.
-        stored: frames ``[F, words]`` on the same device.
-        held: which of ``stored`` are the stacks of some stored rows, ``[K, stack]``; the oldest is not looked at.
-        hint: which of the K stored rows each new row may continue, -1 for none; int64 ``[N]``.
+    ``held`` ``[K, stack]`` says which of ``stored`` make the stacks of K stored rows (the oldest is not looked at), and
+    ``hint`` int64 ``[N]`` which of those rows each new row may continue, -1 for none.
 
     Returns:
         What each row shares all frames but the newest with, int8 ``[N]``: nothing, a stored row, or the row before
         it in the batch (0, 1, 2); whether each frame equals the one before it in its stack, bool ``[N, stack]``
         (False where it is shared); how many frames are left, which are new.
     """
-    rows, stack = words.shape[:2]
-    shares, repeats = np.zeros(rows, np.int8), np.zeros((rows, stack), np.bool_)
-    if words.device.type == "cpu":
-        new: int = kernels().match(words.numpy(), stored.numpy(), held, hint, shares, repeats)
-        return shares, repeats, new
-    return match_by_torch(words, stored, held, hint)
+    if words.device.type != "cpu":
+        return match_by_torch(words, stored, held, hint)
+    shares, repeats = np.zeros(len(words), np.int8), np.zeros(words.shape[:2], np.bool_)
+    new: int = kernels().match(words.numpy(), stored.numpy(), held, hint, shares, repeats)
+    return shares, repeats, new
 
 
 def match_by_torch(words: Tensor, stored: Tensor, held: Array, hint: Array) -> tuple[Array, Array, int]:

@@ -62,9 +62,6 @@ class ZstdColumn(Column):
             raise ValueError(f"threads must be an integer of at least 1 or None, got {threads!r}")
         self.dtype, self.shape, self.device = dtype, torch.Size(shape), torch.device(device)
         self._codec = _Codec(level, threads)
-        self._start(rows)
-
-    def _start(self, rows: int) -> None:
         # Zeros compressed without the dictionary: every decoder reads them, whichever dictionary comes later.
         self._blank: bytes = _zstandard().ZstdCompressor().compress(bytes(self.value_bytes))
         # bytes objects, each replaced as a whole: a reader gets the old row or the new one, never a mixture.
@@ -74,11 +71,17 @@ class ZstdColumn(Column):
 
     @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
-        self._store(slice(slot, slot + len(values)), values)
+        self.put(torch.arange(slot, slot + len(values)), values)
 
     @override
     def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> None:
-        self._store(slots.numpy(force=True), values)
+        if not len(values):
+            return
+        as_bytes = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        rows = as_bytes.view(len(values), self.value_bytes)
+        if not self._codec.prefix:
+            self._codec.begin(rows[0, -_DICTIONARY_BYTES:].numpy().tobytes())
+        self._replace(slots.numpy(force=True), self._codec.encode(rows.numpy()))
 
     @override
     def take(self, slots: Tensor) -> Tensor:
@@ -96,9 +99,8 @@ class ZstdColumn(Column):
 
     @override
     def pool(self) -> "ZstdColumn":
-        side = object.__new__(ZstdColumn)  # shares the dictionary
-        side.dtype, side.shape, side.device, side._codec = self.dtype, self.shape, self.device, self._codec
-        side._start(0)
+        side = ZstdColumn(0, self.shape, self.dtype, self.device)
+        side._codec = self._codec  # one dictionary for both
         return side
 
     @override
@@ -137,7 +139,8 @@ class ZstdColumn(Column):
         """Hold what the column that gave ``state`` held; rows of another dictionary are compressed anew."""
         joined, sizes = state["rows"].numpy(force=True).tobytes(), state["sizes"].tolist()
         ends = np.cumsum(sizes).tolist()
-        rows = _objects([joined[end - size : end] for end, size in zip(ends, sizes, strict=True)])
+        rows: Array = np.empty(len(sizes), object)
+        rows[:] = [joined[end - size : end] for end, size in zip(ends, sizes, strict=True)]
         self.grow(len(rows))
         prefix = state["dictionary"].numpy(force=True).tobytes()
         self._codec.begin(prefix)
@@ -149,16 +152,6 @@ class ZstdColumn(Column):
         for first in range(0, len(rows), step):
             values = other.decode(rows[first : first + step], self.value_bytes)
             self._replace(slice(first, first + len(values)), self._codec.encode(values))
-
-    def _store(self, slots: Array | slice, values: Tensor) -> None:
-        """Compress ``values`` ``[N, *shape]`` into ``slots``."""
-        if not len(values):
-            return
-        as_bytes = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        rows = as_bytes.view(len(values), self.value_bytes)
-        if not self._codec.prefix:
-            self._codec.begin(rows[0, -_DICTIONARY_BYTES:].numpy().tobytes())
-        self._replace(slots, self._codec.encode(rows.numpy()))
 
     def _replace(self, slots: Array | slice, rows: Array) -> None:
         """Put compressed ``rows`` into ``slots`` and count the bytes that come and go."""
@@ -207,7 +200,7 @@ class _Codec:
 
         def encode_part(first: int, stop: int) -> None:
             with self._borrow(self._compressors, "ZstdCompressor", level=self.level) as compressor:
-                rows[first:stop] = _objects([compressor.compress(row) for row in values[first:stop]])
+                rows[first:stop] = [compressor.compress(row) for row in values[first:stop]]
 
         self._in_threads(encode_part, len(values), values.nbytes)
         return rows
@@ -246,13 +239,6 @@ class _Codec:
 
     def __reduce__(self) -> tuple[type["_Codec"], tuple[int, int | None, bytes]]:
         return _Codec, (self.level, self.threads, self.prefix)
-
-
-def _objects(rows: list[bytes]) -> Array:
-    """An array of these objects (NumPy would make one of characters)."""
-    array: Array = np.empty(len(rows), object)
-    array[:] = rows
-    return array
 
 
 def _zstandard() -> ModuleType:

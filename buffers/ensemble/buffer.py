@@ -93,14 +93,11 @@ class ReplayBufferEnsemble:
             raise TypeError("p, sample_from_all and num_buffer_sampled are given to SamplerEnsemble here")
         if generator is not None and generator.device.type != "cpu":
             raise ValueError(f"generator must be a CPU generator, got {generator.device}")
-        self._members = rbs
+        self._members, self.sampler = rbs, samplers
         self.storage = storages or StorageEnsemble(*(rb.storage for rb in rbs))
-        self.sampler = samplers
         self.writer = writers or WriterEnsemble(*(rb.writer for rb in rbs))
-        self.batch_size = batch_size
-        self.collate_fn = collate_fn
-        self.stack = stack
-        self.generator = generator
+        self.batch_size, self.generator = batch_size, generator
+        self.collate_fn, self.stack = collate_fn, stack
         self._transforms: list[TransformLike] = []
         if transform is not None:
             self.append_transform(transform)
@@ -271,11 +268,10 @@ class ReplayBufferEnsemble:
             ValueError: a negative priority or NaN, or sizes that differ.
             IndexError: a position outside a member.
         """
-        self._check_priorities()
         priority = torch.as_tensor(priority)
-        for member, rb in enumerate(self._members):
+        for member, rb in self._prioritized():
             mask = buffer_ids == member
-            if has_priorities(rb.sampler) and bool(mask.any()):
+            if bool(mask.any()):
                 rb.update_priority(
                     index[mask.to(index.device)],
                     priority[mask.to(priority.device)] if priority.ndim else priority,
@@ -290,7 +286,7 @@ class ReplayBufferEnsemble:
             KeyError: ``("collector", "buffer_ids")``, ``"index"`` or a member's ``priority_key`` is missing.
             ValueError: a negative or infinite priority, or NaN.
         """
-        self._check_priorities()
+        prioritized = self._prioritized()
         check_tensordicts(data, "update_tensordict_priority", "update_priority takes index and priority")
         # Each element along the first dimension goes to its member whole; where one has rows of several members
         # (a sample that was transposed, say), the rows go one by one.
@@ -298,9 +294,9 @@ class ReplayBufferEnsemble:
         rows_ids = ids.reshape(len(ids), -1)
         if not bool((rows_ids == rows_ids[:, :1]).all()):
             data, rows_ids = data.reshape(-1), ids.reshape(-1, 1)
-        for member, rb in enumerate(self._members):
+        for member, rb in prioritized:
             mask = rows_ids[:, 0] == member
-            if not has_priorities(rb.sampler) or not bool(mask.any()):
+            if not bool(mask.any()):
                 continue
             update = getattr(rb, "update_tensordict_priority", None)
             if update is None:
@@ -310,9 +306,12 @@ class ReplayBufferEnsemble:
                 )
             update(data[mask])
 
-    def _check_priorities(self) -> None:
-        if not any(has_priorities(rb.sampler) for rb in self._members):
+    def _prioritized(self) -> list[tuple[int, ReplayBuffer]]:
+        """The members with priorities, and their numbers; TypeError if there are none."""
+        members = [(i, rb) for i, rb in enumerate(self._members) if has_priorities(rb.sampler)]
+        if not members:
             raise TypeError("no member has priorities: use PrioritizedSampler")
+        return members
 
     # -- state -------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """The parts of an ensemble's members, the choice among the members, and putting their samples together."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 import torch
@@ -63,7 +64,7 @@ class StorageEnsemble(_Parts[Storage]):
         super().__init__(*storages)
         if transforms is not None and len(transforms) != len(storages):
             raise ValueError(f"transforms must have one entry per storage, got {len(transforms)}")
-        self.transforms = [None] * len(storages) if transforms is None else list(transforms)
+        self.transforms = list(transforms or [None] * len(storages))
 
     @property
     def max_size(self) -> int:
@@ -109,8 +110,8 @@ class SamplerEnsemble(_Parts[Sampler]):
         num_buffer_sampled: int | None = None,
     ) -> None:
         super().__init__(*samplers)
-        count = len(samplers) if num_buffer_sampled is None else num_buffer_sampled
-        whole_number("num_buffer_sampled", count)
+        given = len(samplers) if num_buffer_sampled is None else num_buffer_sampled
+        count = whole_number("num_buffer_sampled", given)
         if sample_from_all and (p is not None or count != len(samplers)):
             raise TypeError(
                 "sample_from_all=True takes each member once: leave p and num_buffer_sampled out, or sample_from_all"
@@ -175,16 +176,15 @@ def collate_members(parts: list[Any], members: list[int], stack: bool) -> Any:
             "collate_fn makes something else of the members' samples"
         )
     join: Any = torch.stack if stack else torch.cat
-    first = parts[0]
-    if not all(isinstance(part, TensorDictBase) for part in parts):
-        _check_alike([_form(part) for part in parts], members, stack)
-        return pytree.tree_map(lambda *of_parts: join(of_parts), *parts)
-    try:
-        columns = [leaves(part) for part in parts]
-    except TypeError:  # entries that are no tensors
-        _check_alike([_form(part) for part in parts], members, stack)
-        return join(parts)
-    _check_alike([{k: (c.dtype, c.shape) for k, c in each.items()} for each in columns], members, stack)
+    first, columns = parts[0], []
+    tensordicts = all(isinstance(part, TensorDictBase) for part in parts)
+    if tensordicts:
+        with suppress(TypeError):  # entries that are no tensors: the tensordicts are joined as they are
+            columns = [leaves(part) for part in parts]
+    forms = [{k: (c.dtype, c.shape) for k, c in each.items()} for each in columns]
+    _check_alike(forms or [_form(part) for part in parts], members, stack)
+    if not columns:
+        return join(parts) if tensordicts else pytree.tree_map(lambda *of_parts: join(of_parts), *parts)
     joined = {key: join([each[key] for each in columns]) for key in columns[0]}
     rows = (len(parts), len(first)) if stack else (sum(map(len, parts)),)
     made = nest(joined, torch.Size([*rows, *first.batch_size[1:]]))
@@ -224,12 +224,11 @@ def _form(part: Any) -> Form:
         entries: Any = part.items(True, True)
     else:
         entries = pytree.tree_flatten_with_path(part)[0]
-    return {
-        key: (value.dtype, value.shape)
-        if isinstance(value, Tensor)
-        else (type(value).__name__, torch.Size([]))
-        for key, value in entries
-    }
+    form: Form = {}
+    for key, value in entries:
+        is_tensor = isinstance(value, Tensor)
+        form[key] = (value.dtype, value.shape) if is_tensor else (type(value).__name__, torch.Size([]))
+    return form
 
 
 def _shown(key: Any) -> str:

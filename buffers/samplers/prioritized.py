@@ -73,9 +73,7 @@ class PrioritizedSampler(RandomSampler):
         whole_number("max_capacity", max_capacity)
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-        self.max_capacity = max_capacity
-        self.reduction = reduction
-        self.dtype = dtype
+        self.max_capacity, self.reduction, self.dtype = max_capacity, reduction, dtype
         self._beta = _number("beta", beta)
         self._priorities = Priorities(
             max_capacity, _number("alpha", alpha), _number("eps", eps), dtype, max_priority_within_buffer
@@ -127,12 +125,10 @@ class PrioritizedSampler(RandomSampler):
 
     @override
     def claimed(self, ring: Ring, first: int, rows: int) -> None:
-        self._check_capacity(ring)
-        self._catch_up(ring)  # the rows about to be overwritten can no longer be drawn
+        self._catch_up(ring)
 
-    @override
-    def entered(self, ring: Ring, first: int, rows: int) -> None:
-        self._catch_up(ring)  # new rows get their priority and can be drawn
+    # Rows about to be overwritten can no longer be drawn; rows entered get their priority and can be drawn.
+    entered = claimed
 
     @override
     def emptied(self) -> None:
@@ -141,17 +137,19 @@ class PrioritizedSampler(RandomSampler):
         self._priorities.weigh_all()
         self._head = self._written = 0
 
-    #: Whether every stored row may be drawn; if not, `_lost` and `_gained` say which may.
+    #: Whether every stored row may be drawn; if not, `_allow_starts` says which may.
     _every_row = True
 
-    def _lost(self, ring: Ring) -> None:
-        """Let rows be drawn that may be since the ring dropped others."""
-
-    def _gained(self, ring: Ring, first: int) -> None:
-        """Let rows be drawn that may be since the rows from number ``first`` on are there."""
+    def _allow_starts(self, ring: Ring, first: int | None) -> None:
+        """Let rows be drawn that may be since the rows from number ``first`` on are there (None: others dropped)."""
 
     def _catch_up(self, ring: Ring) -> None:
         """Give the rows written since the last time their priority, and take those dropped out of the tree."""
+        if ring.capacity > self.max_capacity:
+            raise ValueError(
+                f"max_capacity={self.max_capacity} is less than the buffer's {ring.capacity} rows: give "
+                f"{type(self).__name__} at least max_capacity={ring.capacity}"
+            )
         head, written = ring.head, ring.written
         in_order = not self._changing and self._priorities.in_step
         if in_order and (self._head, self._written) == (head, written):
@@ -163,19 +161,18 @@ class PrioritizedSampler(RandomSampler):
         for slots in _stretches(self._head, head, ring.capacity):  # rows dropped
             self._priorities.fill(slots, 0.0, drawable=False)
         if head > self._head:
-            self._lost(ring)
+            self._allow_starts(ring, None)
         default = self._priorities.top(self._written - head)
         for slots in _stretches(self._written, written, ring.capacity):  # rows written
             self._priorities.fill(slots, default, drawable=self._every_row)
         if written > self._written:
-            self._gained(ring, self._written)
+            self._allow_starts(ring, self._written)
         self._head, self._written = head, written
         self._changing = False
 
     def _start_over(self, ring: Ring) -> None:
         """Compute all weights anew from the priorities and the ring: after an interrupted change (Ctrl-C), another
         ``alpha``, a state loaded, or rows that were written before the sampler was there."""
-        self._check_capacity(ring)
         self._changing = True
         head, written, priorities = ring.head, ring.written, self._priorities
         # Rows head ... known - 1 have a priority already, rows known ... written - 1 are new.
@@ -187,16 +184,9 @@ class PrioritizedSampler(RandomSampler):
         for slots in _stretches(head, written, ring.capacity) if self._every_row else []:
             priorities.drawable[slots] = True
         priorities.weigh_all()
-        self._gained(ring, head)
+        self._allow_starts(ring, head)
         self._head, self._written = head, written
         self._changing = False
-
-    def _check_capacity(self, ring: Ring) -> None:
-        if ring.capacity > self.max_capacity:
-            raise ValueError(
-                f"max_capacity={self.max_capacity} is less than the buffer's {ring.capacity} rows: give "
-                f"{type(self).__name__} at least max_capacity={ring.capacity}"
-            )
 
     # -- drawing and updating ----------------------------------------------------------------------------------
 
@@ -220,7 +210,10 @@ class PrioritizedSampler(RandomSampler):
         ring.check_not_empty()
         tree = self._priorities.tree
         if not tree.total > 0:
-            raise self._nothing(ring)
+            raise RuntimeError(
+                "no row can be drawn: all priorities are 0 and so is eps; update the priorities or give "
+                f"{type(self).__name__} eps=1e-8"
+            )
         # A uniform number times the sum of all weights falls into the weight of one slot; the tree finds which.
         uniform = torch.rand(count, dtype=torch.float64, generator=generator).numpy()
         slots, generation = np.empty(count, np.int64), np.empty(count, np.int64)
@@ -229,13 +222,6 @@ class PrioritizedSampler(RandomSampler):
         draw(tree.nodes, tree.levels, head, capacity, uniform, slots, ratios, generation)
         weights = torch.from_numpy(ratios).pow_(-self._beta)
         return torch.from_numpy(slots), weights, torch.from_numpy(generation)
-
-    def _nothing(self, ring: Ring) -> RuntimeError:
-        """The error where no row has a weight."""
-        return RuntimeError(
-            "no row can be drawn: all priorities are 0 and so is eps; update the priorities or give "
-            f"{type(self).__name__} eps=1e-8"
-        )
 
     @override
     def update_priority(self, ring: Ring, slots: Tensor, priority: Tensor, generation: Tensor | None) -> None:
@@ -255,9 +241,7 @@ class PrioritizedSampler(RandomSampler):
         """
         index = _host_integers("index", slots)
         values = _reduced(priority, len(index), self.reduction)
-        generations = _NO_GENERATIONS
-        if generation is not None:
-            generations = _host_integers("generation", generation)
+        generations = _NO_GENERATIONS if generation is None else _host_integers("generation", generation)
         if generation is not None and len(generations) != len(index):
             raise ValueError(
                 f"generation must have one entry per index, {len(index)}, got {len(generations)}"
@@ -327,20 +311,14 @@ class Priorities:
     """One priority per slot, and the weights ``(priority + eps) ** alpha`` of the slots that may be drawn.
 
     All that is kept follows from the priorities and from which slots may be drawn; :meth:`weigh_all` brings it
-    back in step after an interrupted change.
-
-    Args:
-        capacity: number of slots.
-        alpha: exponent of the weights.
-        eps: added to every priority.
-        dtype: ``torch.float32`` or ``torch.float64``, in which priorities are kept. Weights are float64.
-        within_buffer: new rows get the highest priority of the rows stored, not the highest there ever was.
+    back in step after an interrupted change. Weights are float64.
 
     Attributes:
-        values: the priorities, 0 where no row is stored.
+        values: the priorities, 0 where no row is stored; whole blocks of 256, more than there are slots.
         drawable: bool, the slots with a weight.
         alpha: may be set; the weights follow at the next :meth:`weigh_all`.
         ever: the highest priority there ever was, at least 1.
+        within_buffer: new rows get the highest priority of the rows stored, not the highest there ever was.
     """
 
     def __init__(
@@ -350,25 +328,15 @@ class Priorities:
 
         if dtype not in _DTYPES:
             raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
-        self.alpha = alpha
-        self.eps = eps
-        self.within_buffer = within_buffer
+        self.alpha, self.eps, self.within_buffer = alpha, eps, within_buffer
         self.tree = SumTree(capacity)
-        # The priorities in blocks of 256 slots, and the highest of each block: a change looks at its blocks only.
-        self._blocks: Array = np.zeros((-(-capacity // _BLOCK), _BLOCK), _DTYPES[dtype])
-        self._highest: Array = np.zeros(len(self._blocks), _DTYPES[dtype])
-        self.values: Array = self._blocks.reshape(-1)[:capacity]
+        # The highest priority of each block of 256 slots, so that a change looks at its blocks only.
+        blocks = -(-capacity // _BLOCK)  # rounded up
+        self.values: Array = np.zeros(blocks * _BLOCK, _DTYPES[dtype])
+        self._highest: Array = np.zeros(blocks, _DTYPES[dtype])
         self.drawable: Array = np.zeros(capacity, np.bool_)
         self._used = alpha  # the exponent of the weights in the tree
         self.ever = 1.0
-
-    def __getstate__(self) -> dict[str, Any]:
-        # ``values`` is a view of the blocks, which a copy must make of its own blocks.
-        return {name: value for name, value in self.__dict__.items() if name != "values"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.values = self._blocks.reshape(-1)[: len(self.drawable)]
 
     @property
     def kernels(self) -> ModuleType:
@@ -380,7 +348,7 @@ class Priorities:
     @property
     def nbytes(self) -> int:
         """Bytes of the priorities and of the tree."""
-        return self.tree.nbytes + self._blocks.nbytes + self._highest.nbytes + self.drawable.nbytes
+        return self.tree.nbytes + self.values.nbytes + self._highest.nbytes + self.drawable.nbytes
 
     @property
     def in_step(self) -> bool:
@@ -411,12 +379,7 @@ class Priorities:
         if self.within_buffer:
             # Blocks that the stretch touches: the last one rounded up.
             blocks = slice(slots.start // _BLOCK, -(-slots.stop // _BLOCK))
-            self._highest[blocks] = self._blocks[blocks].max(1)
-
-    def allow(self, slots: Array) -> None:
-        """Let the rows in ``slots`` (int64) be drawn."""
-        self.drawable[slots] = True
-        self._weigh(slots)
+            self._highest[blocks] = self.values.reshape(-1, _BLOCK)[blocks].max(1)
 
     def put(self, slots: Array, priorities: Array) -> None:
         """Set the priorities of the rows in ``slots`` (int64); where a slot comes twice, the last one stays."""
@@ -426,11 +389,13 @@ class Priorities:
         self.ever = max(self.ever, float(priorities.max()))
         if self.within_buffer:
             blocks = np.unique(slots // _BLOCK)
-            self._highest[blocks] = self._blocks[blocks].max(1)
-        self._weigh(slots)
+            self._highest[blocks] = self.values.reshape(-1, _BLOCK)[blocks].max(1)
+        self.weigh(slots)
 
-    def _weigh(self, slots: Array) -> None:
-        """Compute the weights of ``slots`` (int64) and the sums above them."""
+    def weigh(self, slots: Array, allow: bool = False) -> None:
+        """Compute the weights of ``slots`` (int64) and the sums above them; ``allow`` lets them be drawn first."""
+        if allow:
+            self.drawable[slots] = True
         tree = self.tree
         self.kernels.weigh(tree.nodes, tree.levels, slots, self.values, self.drawable, self.eps, self._used)
 
@@ -441,13 +406,13 @@ class Priorities:
             empty[slots] = False
         self.values[empty] = 0
         self.drawable[:] = False
-        self._highest[:] = self._blocks.max(1)
+        self._highest[:] = self.values.reshape(-1, _BLOCK).max(1)
 
     def weigh_all(self) -> None:
         """Compute all weights and sums anew from `values`, `drawable` and `alpha`."""
-        self._used, tree = self.alpha, self.tree
-        self._highest[:] = self._blocks.max(1)
-        self.kernels.weigh_all(tree.nodes, tree.levels, self.values, self.drawable, self.eps, self._used)
+        self._used, tree, values = self.alpha, self.tree, self.values[: len(self.drawable)]
+        self._highest[:] = self.values.reshape(-1, _BLOCK).max(1)
+        self.kernels.weigh_all(tree.nodes, tree.levels, values, self.drawable, self.eps, self._used)
 
 
 def _reduced(priority: Tensor, count: int, reduction: str) -> Tensor:

@@ -93,17 +93,15 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         )
         self._least: int | None = None  # rows of its trajectory that must be stored from a start on
 
-    # Only rows that can start a slice are drawable. A write changes few of them: the index says which.
-
     @override
-    def _lost(self, ring: Ring) -> None:
-        if self._least is not None and not self.strict_length and isinstance(ring, TrajectoryIndex):
-            self._priorities.allow(ring.shortened_trajectories(self._least, self._head))
-
-    @override
-    def _gained(self, ring: Ring, first: int) -> None:
-        if self._least is not None and isinstance(ring, TrajectoryIndex):
-            self._priorities.allow(ring.new_starts(first, self._least, strict=self.strict_length))
+    def _allow_starts(self, ring: Ring, first: int | None) -> None:
+        # Only rows that can start a slice are drawable. A write changes few of them: the index says which.
+        if self._least is None or not isinstance(ring, TrajectoryIndex):
+            return
+        if first is not None:
+            self._priorities.weigh(ring.new_starts(first, self._least, strict=self.strict_length), allow=True)
+        elif not self.strict_length:
+            self._priorities.weigh(ring.shortened_trajectories(self._least, self._head), allow=True)
 
     @override
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
@@ -117,6 +115,8 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         if least != self._least:  # other starts than before: all are looked for again
             self._least, self._changing = least, True
         self._catch_up(ring)
+        if len(ring) and not self._priorities.tree.total > 0 and not self._priorities.drawable.any():
+            raise index.too_short(least)
         starts, weights, _ = self._choose(ring, batch_size // length, generator)
         draw = index.slices_from(starts, length, follow=follow)
         assert draw.firsts is not None and draw.lasts is not None
@@ -127,9 +127,3 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         spread, head, capacity = self._priorities.kernels.spread, ring.head, ring.capacity
         spread(head, capacity, weights.numpy(), firsts, lasts, slots, row_weights.numpy(), generation.numpy())
         return replace(draw, info={"priority_weight": row_weights, "index_generation": generation})
-
-    @override
-    def _nothing(self, ring: Ring) -> RuntimeError:
-        if isinstance(ring, TrajectoryIndex) and not self._priorities.drawable.any():
-            return ring.too_short(self._least or 1)
-        return super()._nothing(ring)

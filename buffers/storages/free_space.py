@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -9,25 +10,29 @@ import torch
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process can take on ``device``.
-
-    On the host the available memory, or less where the process (``ulimit``) or its control group is limited; on a
-    CUDA device its free memory.
-    """
+    """Bytes that this process can take on ``device``; on the host no more than ``ulimit`` and control groups allow."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return max(0, min([int(psutil.virtual_memory().available), *_process_limits(), *_group_limits()]))
+    free = [int(psutil.virtual_memory().available), *_group_limits()]
+    with suppress(ImportError):  # only POSIX systems have it
+        import resource
+
+        used = psutil.Process().memory_info()
+        for limit, taken in (
+            (resource.RLIMIT_AS, used.vms),
+            (resource.RLIMIT_DATA, getattr(used, "data", 0)),
+        ):
+            soft, _ = resource.getrlimit(limit)
+            if soft != resource.RLIM_INFINITY:
+                free.append(soft - int(taken))
+    return max(0, min(free))
 
 
 def check_memory(
     rows: int, row_bytes: int, device: torch.device, ways: Sequence[str] = ("LazyMemmapStorage",)
 ) -> None:
-    """MemoryError if ``rows`` rows of ``row_bytes`` bytes cannot be held on ``device``.
-
-    Devices other than the host and CUDA are not asked. ``ways`` are what the message proposes, besides a smaller
-    ``max_size``.
-    """
-    if device.type not in ("cpu", "cuda"):
+    """MemoryError, which proposes ``ways`` out, if ``rows`` rows of ``row_bytes`` bytes do not fit on ``device``."""
+    if device.type not in ("cpu", "cuda"):  # others do not say what they have
         return
     free = free_memory(device)
     if rows * row_bytes > free:
@@ -36,10 +41,7 @@ def check_memory(
 
 
 def check_disk(rows: int, row_bytes: int, folder: Path, ways: Sequence[str] = (), spare: int = 0) -> None:
-    """OSError if ``rows`` rows of ``row_bytes`` bytes do not fit on the disk of ``folder``.
-
-    The folder need not exist yet; ``spare`` bytes will be freed first.
-    """
+    """OSError if ``rows`` rows do not fit on the disk of ``folder``, of which ``spare`` bytes will be freed first."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free + spare
     if rows * row_bytes > free:
@@ -72,19 +74,6 @@ def shown_size(count: int) -> str:
     return f"{size:.4g} {unit}"
 
 
-def _process_limits() -> Iterator[int]:
-    """Bytes left of the limits of this process (``ulimit``), where it has any."""
-    try:
-        import resource
-    except ImportError:  # no POSIX system
-        return
-    used = psutil.Process().memory_info()
-    for limit, taken in ((resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, getattr(used, "data", 0))):
-        soft, _ = resource.getrlimit(limit)
-        if soft != resource.RLIM_INFINITY:
-            yield soft - int(taken)
-
-
 def _group_limits(
     groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[int]:
@@ -96,24 +85,17 @@ def _group_limits(
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2
-            yield from _room(root, path, "memory.max", "memory.current", "inactive_file")
+            top, limit, usage, cached = root, "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _room(root / "memory", path, *names)
-
-
-def _room(root: Path, path: str, limit: str, usage: str, cached: str) -> Iterator[int]:
-    """Bytes left in the group ``path`` and in each group around it, up to ``root``, as their files say."""
-    folder = root / path.lstrip("/")
-    for group in (folder, *folder.parents):
-        if group != root and root not in group.parents:
-            return
-        try:
-            most, used = (group / limit).read_text(), int((group / usage).read_text())
-            if most.strip() == "max":
-                continue
-            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            # The cache of files is given up when memory is asked for.
-            yield int(most) - used + int(statistics.get(cached, 0))
-        except (OSError, ValueError):  # no such group in this view, or no limits at this level
+            top, limit, usage = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cached = "total_inactive_file"
+        else:
             continue
+        folder = top / path.lstrip("/")
+        # The group itself and each group around it, up to the top: each may have a limit, but "max" or no file is none.
+        for group in (group for group in (folder, *folder.parents) if group == top or top in group.parents):
+            with suppress(OSError, ValueError):
+                most, used = int((group / limit).read_text()), int((group / usage).read_text())
+                statistics = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
+                # The cache of files is given up when memory is asked for.
+                yield most - used + int(statistics.get(cached, 0))

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from flatroll.buffers.columns.base import Columns
-from flatroll.layout.keys import NestedKey, as_tuple
+from flatroll.layout.keys import NestedKey, plain_key
 
 VALUE: NestedKey = "_value"  # the one column of data that are single tensors
 
@@ -38,7 +38,7 @@ class Structure(ABC):
         """The tensors of ``data`` of batch shape ``shape`` (``[]`` for one item), laid flat: ``[N, ...]``."""
 
         def flat(leaf: Any) -> Any:
-            leaf = leaf if isinstance(leaf, TensorDictBase) else as_tensor(leaf)
+            leaf = as_tensor(leaf)
             return leaf.reshape(math.prod(leaf.shape[: len(shape)]), *leaf.shape[len(shape) :])
 
         return self.columns(map_rows(data, flat) if shape else one_row(data))
@@ -113,7 +113,7 @@ class Trees(Structure):
             names = tuple(
                 str(getattr(step, "key", getattr(step, "idx", getattr(step, "name", step)))) for step in path
             )
-            self.keys.append(names[0] if len(names) == 1 else names or VALUE)
+            self.keys.append(plain_key(names) if names else VALUE)
         if len(set(self.keys)) != len(self.keys):  # {1: ..., "1": ...}
             self.keys = [str(i) for i in range(len(self.keys))]
 
@@ -135,19 +135,13 @@ class Trees(Structure):
     def build(self, columns: Columns, shape: torch.Size) -> Any:
         return pytree.tree_unflatten([columns[key] for key in self.keys], self.spec)
 
-    def __getstate__(self) -> Any:
+    def __reduce__(self) -> tuple[Any, ...]:
         # An example tree instead of the spec, whose form may change with torch's version.
-        return {"form": pytree.tree_unflatten(list(range(self.spec.num_leaves)), self.spec)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Trees.__init__(self, pytree.tree_structure(state["form"]))
+        return Structure.of, (pytree.tree_unflatten(list(range(self.spec.num_leaves)), self.spec),)
 
 
 def batched(items: list[Any]) -> Any:
-    """Stack several items of one kind, tensordicts, tensors or trees of tensors, into a batch.
-
-    Raises:
-        ValueError: items of different forms, shapes or dtypes.
+    """Stack several items of one kind, tensordicts, tensors or trees of tensors; ValueError if they differ in form.
 
     >>> batched([(torch.zeros(2), 1), (torch.ones(2), 2)])[1]
     tensor([1, 2])
@@ -155,8 +149,7 @@ def batched(items: list[Any]) -> Any:
     first = items[0]
     if isinstance(first, TensorDictBase):
         _check_alike(items)
-        stacked: Any = torch.stack(items)
-        return stacked
+        return torch.stack(items)
     spec = pytree.tree_structure(first)
     rows = []
     for i, item in enumerate(items):
@@ -187,14 +180,13 @@ def stacked(items: list[Any]) -> Any:
     if all(isinstance(item, TensorDictBase) for item in items):
         same = len({(item.batch_size, _forms(item)) for item in items}) == 1
         return batched(items) if same else items
-    flat = [pytree.tree_flatten(item) for item in items]
-    spec = flat[0][1]
-    if not all(other == spec and all(isinstance(leaf, Tensor) for leaf in tree) for tree, other in flat):
+    trees = [pytree.tree_leaves(item) for item in items]
+    if not all(tree and all(isinstance(leaf, Tensor) for leaf in tree) for tree in trees):
         return items
-    columns = list(zip(*(tree for tree, _ in flat), strict=True))
-    if not columns or any(len({(c.shape, c.dtype) for c in column}) > 1 for column in columns):
+    try:
+        return batched(items)
+    except ValueError:  # items of different forms
         return items
-    return batched(items)
 
 
 def apart(batch: Any) -> list[Any]:
@@ -214,14 +206,10 @@ def apart(batch: Any) -> list[Any]:
 
 
 def dense(batch: Any) -> Any:
-    """A lazy stack as a plain tensordict, its entries stacked once; anything else as it is.
-
-    Raises:
-        ValueError: items of the stack differ (it would drop entries that some lack, and cast dtypes).
-    """
+    """A lazy stack as a plain tensordict, its entries stacked once; anything else as it is."""
     if not isinstance(batch, LazyStackedTensorDict):
         return batch
-    _check_alike(batch.tensordicts)
+    _check_alike(batch.tensordicts)  # else entries that some items lack would be dropped, and dtypes cast
     return batch.contiguous()
 
 
@@ -246,9 +234,7 @@ def _forms(item: TensorDictBase) -> frozenset[Any]:
 
 def one_row(item: Any) -> Any:
     """A batch of one item."""
-    if isinstance(item, TensorDictBase):
-        return item.unsqueeze(0)
-    return pytree.tree_map(lambda leaf: as_tensor(leaf).unsqueeze(0), item)
+    return map_rows(item, lambda leaf: as_tensor(leaf).unsqueeze(0))
 
 
 def map_rows(batch: Any, change: Callable[[Any], Any]) -> Any:
@@ -256,9 +242,9 @@ def map_rows(batch: Any, change: Callable[[Any], Any]) -> Any:
     return change(batch) if isinstance(batch, TensorDictBase) else pytree.tree_map(change, batch)
 
 
-def as_tensor(leaf: Any) -> Tensor:
-    """A leaf as a tensor; TypeError, which names the way out, for what is none."""
-    if isinstance(leaf, Tensor):
+def as_tensor(leaf: Any) -> Any:
+    """A leaf as a tensor (a tensordict as it is); TypeError, which names the way out, for what is none."""
+    if isinstance(leaf, (Tensor, TensorDictBase)):
         return leaf
     if isinstance(leaf, _SINGLE):
         return torch.as_tensor(leaf)
@@ -277,9 +263,8 @@ def leaves(batch: TensorDictBase, path: tuple[str, ...] = ()) -> Columns:
         elif isinstance(value, TensorDictBase) and not is_non_tensor(value):
             columns |= leaves(value, key)
         else:
-            shown = key if path else name
             raise TypeError(
-                f"batch[{shown!r}] is a {type(value).__name__}: this storage takes tensors only, "
+                f"batch[{plain_key(key)!r}] is a {type(value).__name__}: this storage takes tensors only, "
                 "ListStorage takes anything"
             )
     return columns
@@ -329,4 +314,4 @@ def like(column: Tensor) -> tuple[torch.dtype, torch.Size]:
 
 def shown(key: NestedKey) -> str:
     """A key for an error message."""
-    return "the data" if key == VALUE else f"batch[{as_tuple(key) if not isinstance(key, str) else key!r}]"
+    return "the data" if key == VALUE else f"batch[{key!r}]"

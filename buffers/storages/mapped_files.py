@@ -6,7 +6,7 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,8 @@ class MappedColumn(TensorColumn):
 
     def __init__(self, path: Path, rows: int, dtype: torch.dtype, shape: torch.Size) -> None:
         self.path = path
-        self._memory: mmap.mmap | None = (
-            None  # kept for `prefetch`; the tensor keeps the mapping alive by itself
-        )
+        # Kept for `prefetch`; the tensor keeps the mapping alive by itself.
+        self._memory: mmap.mmap | None = None
         size = rows * math.prod(shape) * dtype.itemsize
         if size:
             self._memory = mapped_bytes(path, size)
@@ -61,7 +60,7 @@ class MappedColumn(TensorColumn):
     @override
     def pool(self) -> "MappedColumn":
         # Next observations that no row holds go to a file of their own beside the column's.
-        return MappedColumn(pool_file(self.path), 0, self.dtype, self.shape)
+        return MappedColumn(self.path.with_suffix(".pool"), 0, self.dtype, self.shape)
 
     @override
     def grow(self, rows: int) -> None:
@@ -96,26 +95,21 @@ class MappedColumn(TensorColumn):
         return MappedColumn, (self.path, len(self.data), self.dtype, self.shape)
 
 
-class FrameFiles:
-    """Makes the files of a pool of frames, which grows by whole files.
-
-    Args:
-        path: the first file; further ones are beside it, numbered.
-        files: the list to which each file is added, so that all are removed in the end.
-    """
-
-    def __init__(self, path: Path, files: list[Path]) -> None:
-        self._path, self._files = path, files
-        self._made = 0
-
-    def __call__(self, frames: int, shape: tuple[int, ...], dtype: torch.dtype) -> MappedColumn:
-        """A column of so many frames of this shape, in the next file."""
-        path = self._path if not self._made else self._path.with_suffix(f".{self._made}.frames")
-        self._made += 1
-        self._files.append(path)  # first, so that a file of which only a part fits is removed, too
-        column = MappedColumn(path, 0, dtype, torch.Size(shape))
-        column.grow(frames)
-        return column
+def frames_in_file(
+    first: Path,
+    numbers: Iterator[int],
+    files: list[Path],
+    frames: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> MappedColumn:
+    """A column of ``frames`` frames in the next file: ``first``, then numbered ones beside it; ``files`` gets it."""
+    number = next(numbers)
+    path = first.with_suffix(f".{number}.frames") if number else first
+    files.append(path)  # before it is made, so that a file of which only a part fits is removed, too
+    column = MappedColumn(path, 0, dtype, torch.Size(shape))
+    column.grow(frames)
+    return column
 
 
 class FileLock:
@@ -140,19 +134,15 @@ class FileLock:
                 self._file = _open(path)
                 fcntl.flock(self._file, fcntl.LOCK_EX)
         except BaseException:
-            self._give_back()
+            self.__exit__()
             raise
 
     def __exit__(self, *error: object) -> None:
         import fcntl
 
-        if self._file is not None:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-        self._give_back()
-
-    def _give_back(self) -> None:
         file, self._file = self._file, None
         if file is not None:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing would not do where a fork has a copy of the descriptor
             os.close(file)
         self._thread.release()  # last: the next thread sets _file
 
@@ -177,11 +167,6 @@ def file_names(keys: Iterable[NestedKey]) -> dict[NestedKey, str]:
         taken.add(name.casefold())
         names[key] = f"{name}.memmap"
     return names
-
-
-def pool_file(path: Path) -> Path:
-    """The file for the pool of the column in ``path``."""
-    return path.with_suffix(".pool")
 
 
 def reserve(path: Path, size: int) -> None:

@@ -1,11 +1,13 @@
 """A storage in memory-mapped files, for buffers larger than the memory and buffers that several processes fill."""
 
+import itertools
 import math
 import os
 import tempfile
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +20,22 @@ from flatroll.buffers.columns.base import Column, Columns, TensorColumn
 from flatroll.buffers.columns.frame_stack import FrameColumn
 from flatroll.buffers.index.ring import Array, Follow, Ring
 from flatroll.buffers.storages.columns import ColumnStorage
-from flatroll.buffers.storages.encodings import Encodings
 from flatroll.buffers.storages.free_space import check_disk, check_memory, free_memory, refusal
 from flatroll.buffers.storages.mapped_files import (
     FULL,
     FileLock,
-    FrameFiles,
     MappedColumn,
     file_names,
+    frames_in_file,
     mapped_bytes,
-    pool_file,
     remove_files,
     reserve,
 )
 from flatroll.buffers.storages.next_pool import NextPool
+from flatroll.buffers.storages.tensors import Encodings
 from flatroll.layout.keys import NestedKey
 
-_LOCK = "ring.lock"
+_LOCK, _COUNTERS = "ring.lock", "ring.counters"  # files beside the columns'
 _COUNTER_BYTES = 4096  # of the ring's counters: a page
 
 
@@ -111,8 +112,8 @@ class LazyMemmapStorage(ColumnStorage):
         self._unshareable: str | None = None  # name of the component that other processes cannot see
         self._has_buffer = False
         self._large = False  # whether the rows are likely to be on disk only
-        if self.scratch_dir is not None and not existsok and _counter_file(self.scratch_dir).exists():
-            raise _already_there(_counter_file(self.scratch_dir))
+        if self.scratch_dir is not None:
+            self._refuse_old([self.scratch_dir / _COUNTERS])
 
     @override
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
@@ -121,17 +122,14 @@ class LazyMemmapStorage(ColumnStorage):
         if not self.frame_stack:
             instead.append("frame_stack for images")
         names = file_names(like)
+        folder = Path(tempfile.gettempdir()) if self.scratch_dir is None else self.scratch_dir
+        made = self.scratch_dir is None or not folder.exists()
+        old = [] if self.scratch_dir is None else self._refuse_old(_files(folder, names.values()))
+        # Old files are removed first; st_blocks counts the 512 bytes that each really occupies.
+        check_disk(self.capacity, size, folder, instead, sum(file.stat().st_blocks * 512 for file in old))
         if self.scratch_dir is None:
-            check_disk(self.capacity, size, Path(tempfile.gettempdir()), instead)
-            folder, made = Path(tempfile.mkdtemp(prefix="flatroll-")), True
-        else:
-            folder, made = self.scratch_dir, not self.scratch_dir.exists()
-            old = [file for file in _files(folder, names.values()) if file.exists()]
-            if old and not self.existsok:
-                raise _already_there(old[0])
-            # Old files are removed first; st_blocks counts the 512 bytes that each really occupies.
-            check_disk(self.capacity, size, folder, instead, sum(file.stat().st_blocks * 512 for file in old))
-            folder.mkdir(parents=True, exist_ok=True)
+            folder = Path(tempfile.mkdtemp(prefix="flatroll-"))
+        folder.mkdir(parents=True, exist_ok=True)
         files = _files(folder, names.values())
         try:
             for file in files:
@@ -139,7 +137,7 @@ class LazyMemmapStorage(ColumnStorage):
             for key, (dtype, shape) in like.items():  # all space is reserved before anything is written
                 if key not in self.frame_stack:
                     reserve(folder / names[key], self.capacity * math.prod(shape) * dtype.itemsize)
-            reserve(_counter_file(folder), _COUNTER_BYTES)
+            reserve(folder / _COUNTERS, _COUNTER_BYTES)
             (folder / _LOCK).touch(mode=0o600)
             columns: dict[NestedKey, Column] = {}
             for key, (dtype, shape) in like.items():
@@ -147,9 +145,9 @@ class LazyMemmapStorage(ColumnStorage):
                 if stack is None:
                     columns[key] = MappedColumn(path, self.capacity, dtype, shape)
                 else:
-                    make = FrameFiles(path, files)
+                    make = partial(frames_in_file, path, itertools.count(), files)
                     columns[key] = FrameColumn(self.capacity, stack, shape, dtype, make=make)
-            self._counters = _counters(folder)
+            self._counters = np.frombuffer(mapped_bytes(folder / _COUNTERS, _COUNTER_BYTES), np.uint8)
         except BaseException as error:  # Ctrl-C too: no file is left behind
             remove_files(files, folder if made else None, os.getpid())
             if isinstance(error, OSError) and error.errno in FULL:
@@ -157,9 +155,18 @@ class LazyMemmapStorage(ColumnStorage):
                 raise OSError(error.errno, refusal(self.capacity, size, available, instead)) from None
             raise
         self.folder, self._large = folder, self.capacity * size > free_memory(self.device)
-        if self.auto_cleanup:  # `files` goes on growing as FrameFiles makes more
+        if self.auto_cleanup:  # `files` goes on growing as frames need more
             weakref.finalize(self, remove_files, files, folder if made else None, os.getpid())
         return columns
+
+    def _refuse_old(self, files: Iterable[Path]) -> list[Path]:
+        """Those of ``files`` that exist; FileExistsError if there are any, unless ``existsok``."""
+        old = [file for file in files if file.exists()]
+        if old and not self.existsok:
+            raise FileExistsError(
+                f"{old[0]} is there already: give another scratch_dir, or existsok=True to put new files in their place"
+            )
+        return old
 
     @override
     def get(
@@ -179,8 +186,6 @@ class LazyMemmapStorage(ColumnStorage):
                 if isinstance(column, MappedColumn) and (keys is None or key in keys):
                     column.prefetch(wanted)
         return super().get(slots, follow, slices=slices, keys=keys)
-
-    # -- sharing -----------------------------------------------------------------------------------------------
 
     @override
     def write_lock(self) -> AbstractContextManager[Any]:
@@ -223,10 +228,9 @@ class LazyMemmapStorage(ColumnStorage):
         return super().__getstate__() | {"_counters": None, "auto_cleanup": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        vars(self).update(state)
         assert self.folder is not None
-        self._counters = _counters(self.folder)
+        self._counters = np.frombuffer(mapped_bytes(self.folder / _COUNTERS, _COUNTER_BYTES), np.uint8)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LazyMemmapStorage":
         """A storage of its own, in temporary files; TypeError with a frame stack."""
@@ -238,13 +242,17 @@ class LazyMemmapStorage(ColumnStorage):
         if self.columns:
             with self.write_lock():
                 other.columns = other._allocate(self._like())
-                _copy(self.columns, other.columns)
                 if self._counters is not None and other._counters is not None:
                     other._counters[:] = self._counters
+                pairs = [(self.columns, other.columns)]
                 if self.pool is not None:
                     other.pool = NextPool(list(self.pool.pairs))
                     other.pool.allocate(other.columns)
-                    _copy(self.pool.entries, other.pool.entries)
+                    pairs.append((self.pool.entries, other.pool.entries))
+                for source, target in pairs:
+                    for key, column in source.items():
+                        assert isinstance(column, TensorColumn)
+                        target[key].load_state_dict({"values": column.data})
         return other
 
     @override
@@ -254,29 +262,8 @@ class LazyMemmapStorage(ColumnStorage):
         return super().state_dict(rows, pool_rows)
 
 
-def _counter_file(folder: Path) -> Path:
-    return folder / "ring.counters"
-
-
-def _counters(folder: Path) -> Array:
-    return np.frombuffer(mapped_bytes(_counter_file(folder), _COUNTER_BYTES), np.uint8)
-
-
 def _files(folder: Path, names: Iterable[str]) -> list[Path]:
     """All files of a storage, except further files of frames."""
     columns = [folder / name for name in names]
-    return [*columns, *map(pool_file, columns), _counter_file(folder), folder / _LOCK]
-
-
-def _already_there(file: Path) -> FileExistsError:
-    return FileExistsError(
-        f"{file} is there already: give another scratch_dir, or existsok=True to put new files in their place"
-    )
-
-
-def _copy(source: Mapping[NestedKey, Column], target: Mapping[NestedKey, Column]) -> None:
-    for key, column in source.items():
-        copy = target[key]
-        assert isinstance(column, TensorColumn) and isinstance(copy, TensorColumn)
-        copy.grow(len(column.data))
-        copy.data.copy_(column.data)
+    pools = [column.with_suffix(".pool") for column in columns]
+    return [*columns, *pools, folder / _COUNTERS, folder / _LOCK]

@@ -15,10 +15,7 @@ from flatroll.buffers.storages.item_kinds import as_tensor, map_rows
 
 
 def time_first(data: Any, ndim: int, dim: int) -> tuple[Any, torch.Size]:
-    """Lay ``data`` flat: its first ``ndim`` dimensions become one, ``dim`` (time) before the others.
-
-    Returns:
-        the flat data, and the sizes of the other dimensions (the lanes).
+    """``data`` laid flat, its first ``ndim`` dimensions one, ``dim`` (time) first; and the others' sizes, the lanes.
 
     >>> time_first(torch.tensor([[1, 2, 3], [4, 5, 6]]), ndim=2, dim=1)
     (tensor([1, 4, 2, 5, 3, 6]), torch.Size([2]))
@@ -26,7 +23,7 @@ def time_first(data: Any, ndim: int, dim: int) -> tuple[Any, torch.Size]:
     sizes: set[torch.Size] = set()
 
     def flat(leaf: Any) -> Any:
-        leaf = leaf if isinstance(leaf, TensorDictBase) else as_tensor(leaf)
+        leaf = as_tensor(leaf)
         if (leaf.batch_dims if isinstance(leaf, TensorDictBase) else leaf.ndim) < ndim:
             raise ValueError(
                 f"the storage has ndim={ndim}: extend it with batches of {ndim} batch dimensions, "
@@ -46,18 +43,14 @@ def time_first(data: Any, ndim: int, dim: int) -> tuple[Any, torch.Size]:
 def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
     """The slots that ``index`` names, in its shape, among those that ``ring`` has used, seen as ``[steps, *lanes]``.
 
-    Raises:
-        IndexError: there is no such position.
-        TypeError: ``index`` is no position.
+    IndexError if there is no such position, TypeError if ``index`` is no position.
     """
     if any(isinstance(part, str) for part in (index if isinstance(index, tuple) else [index])):
         raise TypeError(
             f"rows are written by position, got {index!r}: buffer[:] = TensorDict({{{index!r}: ...}}, ...) "
             "writes one entry of all rows"
         )
-    slots = torch.arange(ring.used)
-    if lanes:
-        slots = slots.view(-1, *lanes)
+    slots = torch.arange(ring.used).view(-1, *lanes)
     if isinstance(index, slice) and index.step is not None and index.step < 0:
         return slots[list(range(len(slots))[index])]  # torch has no steps back
     try:
@@ -78,11 +71,11 @@ def positions(slots: Tensor, lanes: torch.Size) -> Tensor:
     if not lanes:
         return slots
     # As digits of a number: the last dimension first, what is left over is the step.
-    places = []
+    places: list[Tensor] = []
     for size in reversed(lanes):
-        places.append(slots.remainder(size))
+        places.insert(0, slots.remainder(size))
         slots = slots.div(size, rounding_mode="floor")
-    return torch.stack([slots, *reversed(places)], -1)
+    return torch.stack([slots, *places], -1)
 
 
 def slots_of(places: Tensor, lanes: torch.Size) -> Tensor:

@@ -24,6 +24,8 @@ from flatroll.layout.keys import (
     missing_marker,
     next_key,
     observation_keys,
+    plain_key,
+    under_next,
 )
 
 #: ``get(positions, keys)``: the named columns of the rows at ``positions`` (int64 ``[M]``).
@@ -49,8 +51,8 @@ class NStep:
         self.n_steps = n_steps
         self.gamma = float(gamma)
         rewards = ["reward"] if reward_keys is None else reward_keys
-        self.reward_keys = [_under_next(key) for key in ([rewards] if isinstance(rewards, str) else rewards)]
-        self.done_key = _under_next("done" if done_key is None else done_key)
+        self.reward_keys = [under_next(key) for key in ([rewards] if isinstance(rewards, str) else rewards)]
+        self.done_key = under_next("done" if done_key is None else done_key)
         self.mask_key = MASK if mask_key is None else mask_key
         self._checked: frozenset[NestedKey] | None = None  # entries that were found complete
 
@@ -61,19 +63,25 @@ class NStep:
 
     @n_steps.setter
     def n_steps(self, n_steps: int) -> None:
-        whole_number("n_steps", n_steps)
-        self._n_steps = n_steps
+        self._n_steps = whole_number("n_steps", n_steps)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_steps={self.n_steps}, gamma={self.gamma})"
 
     def to_n_step(self, columns: Columns, ahead: Tensor, get: Get) -> Columns:
-        """The columns as n-step transitions; see :class:`MultiStepTransform` for what is in them.
+        """The columns of N rows as n-step transitions, as :class:`MultiStepTransform` says.
+
+        A buffer calls it, as ``read``, on a sample before the sampler marks the rows.
 
         Args:
-            columns: of N rows.
-            ahead: int64 ``[N, n]``: positions of each row and of the rows after it in its trajectory, -1 for none.
-            get: columns of the rows at given positions.
+            columns: of the N rows.
+            ahead: int64 ``[N, n]``, positions of each row and of those after it in its trajectory, -1 for none.
+            get: gives the named columns of the rows at positions int64 ``[M]``.
+
+        Raises:
+            KeyError: a reward is missing.
+            TypeError: done is not bool.
+            ValueError: next observations are not stored, or the rows are n-step transitions already.
         """
         if STEPS in columns:
             raise ValueError(
@@ -86,8 +94,7 @@ class NStep:
         deltas: dict[NestedKey, NestedKey] = {}
         for key in moved:
             if as_tuple(key)[:2] == DELTA:
-                names = as_tuple(key)[2:]
-                deltas[key] = names[0] if len(names) == 1 else names
+                deltas[key] = plain_key(as_tuple(key)[2:])
         known = [NEXT_KNOWN] if NEXT_KNOWN in columns else []
         reached = get(last, [*moved, *known, *deltas.values()])
         changed = {key: column for key, column in columns.items() if key not in deltas}
@@ -162,11 +169,21 @@ class NStep:
             )
         self._checked = keys
 
-    def of_batch(self, td: TensorDictBase, final: TensorDictBase | None, ends: Tensor) -> TensorDictBase:
+    def of_batch(
+        self, td: TensorDictBase, final: TensorDictBase | None, more: Tensor | None, **keys: NestedKey
+    ) -> TensorDictBase:
         """The flat batch ``td`` ``[N]`` as n-step transitions; no window goes beyond the end of its run.
 
-        ``ends``, bool ``[N]``, marks the last rows of runs; ``final`` holds next observations of a compact batch.
+        ``final`` holds next observations of a compact batch; ``more``, bool ``[N]``, marks run ends besides those that
+        `run_ends` finds by ``keys``.
         """
+        if td.batch_dims != 1:
+            raise ValueError(
+                f"{type(self).__name__} needs a flat batch [N], got {list(td.batch_size)}: batch.reshape(-1) lays "
+                '[envs, time] end to end, and ("collector", "traj_ids") or "is_init" tells the trajectories apart'
+            )
+        ends = run_ends(td, done_key=self.done_key, mask_key=self.mask_key, **keys)
+        ends = ends if more is None else ends | more.to(ends.device)
         columns: Columns = dict(td.items(True, True))
         for key in td.keys(True, True, is_leaf=is_leaf_nontensor):
             if key not in columns and as_tuple(key)[0] == NEXT:
@@ -237,8 +254,7 @@ class MultiStep(NStep):
         is_init_key: NestedKey = IS_INIT,
     ) -> None:
         super().__init__(n_steps, gamma, reward_keys=reward_keys, done_key=done_key, mask_key=mask_key)
-        self.traj_key = traj_key
-        self.is_init_key = is_init_key
+        self.traj_key, self.is_init_key = traj_key, is_init_key
 
     def forward(self, td: TensorDictBase, final: TensorDictBase | None = None) -> TensorDictBase:
         """The n-step batch; ``td`` is left as it was.
@@ -252,15 +268,7 @@ class MultiStep(NStep):
             TypeError: done is not bool.
             ValueError: ``td`` is not flat, lacks next observations, or consists of n-step transitions.
         """
-        _check_flat(td, type(self).__name__)
-        ends = run_ends(
-            td,
-            is_init_key=self.is_init_key,
-            done_key=self.done_key,
-            traj_key=self.traj_key,
-            mask_key=self.mask_key,
-        )
-        return self.of_batch(td, final, ends)
+        return self.of_batch(td, final, None, is_init_key=self.is_init_key, traj_key=self.traj_key)
 
     __call__ = forward
 
@@ -317,20 +325,7 @@ class MultiStepTransform(NStep):
         """How many rows, itself included, the buffer finds for each sampled row."""
         return self.n_steps
 
-    def read(self, columns: Columns, ahead: Tensor, get: Get) -> Columns:
-        """The columns of a sample as n-step transitions; the buffer calls it before the sampler marks the rows.
-
-        Args:
-            columns: of the N sampled rows.
-            ahead: int64 ``[N, n]``, slots of each row and of those after it in its trajectory, -1 for none.
-            get: gives the named columns of the stored rows in slots int64 ``[M]``.
-
-        Raises:
-            KeyError: a reward is missing.
-            TypeError: done is not bool.
-            ValueError: next observations are not stored, or the rows are n-step transitions already.
-        """
-        return self.to_n_step(columns, ahead, get)
+    read = NStep.to_n_step
 
     def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
         """A sample that :meth:`read` made as it is; of another flat batch, what `MultiStep` makes of it.
@@ -339,22 +334,6 @@ class MultiStepTransform(NStep):
         """
         if td.get(STEPS, None) is not None:
             return td
-        _check_flat(td, type(self).__name__)
-        marked = run_ends(td, done_key=self.done_key, mask_key=self.mask_key)
-        return self.of_batch(td, None, marked if ends is None else marked | ends.to(marked.device))
+        return self.of_batch(td, None, ends)
 
     __call__ = forward
-
-
-def _under_next(key: NestedKey) -> tuple[str, ...]:
-    """``("next", key)``, or ``key`` itself if it is one already."""
-    names = as_tuple(key)
-    return names if names[0] == NEXT and len(names) > 1 else next_key(key)
-
-
-def _check_flat(td: TensorDictBase, name: str) -> None:
-    if td.batch_dims != 1:
-        raise ValueError(
-            f"{name} needs a flat batch [N], got {list(td.batch_size)}: batch.reshape(-1) lays [envs, time] end to "
-            'end, and ("collector", "traj_ids") or "is_init" tells the trajectories apart'
-        )

@@ -60,11 +60,8 @@ class NextStateReconstructor:
                 f"{list(keys)!r} for the {len(keys)} keys"
             )
         self.keys: list[NestedKey] = [keys] if isinstance(keys, str) else list(keys)
-        self.traj_key = traj_key
-        self.done_key = done_key
-        self.step_count_key = step_count_key
-        self.fill_value = fill_value
-        self.strict = strict
+        self.traj_key, self.done_key, self.step_count_key = traj_key, done_key, step_count_key
+        self.fill_value, self.strict = fill_value, strict
 
     def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
         """A shallow copy of ``td`` (``[N]``) with the next entries; ``ends`` (bool ``[N]``) adds run ends."""
@@ -86,24 +83,19 @@ class NextStateReconstructor:
             result.set(next_key(key), following)
         return result
 
-    def __call__(self, td: TensorDictBase) -> TensorDictBase:
-        """As :meth:`forward`."""
-        return self.forward(td)
+    __call__ = forward
 
     def _run_ends(self, td: TensorDictBase, ends: Tensor | None) -> Tensor:
         """Rows that the next row does not follow, bool ``[N]``: those marked in ``td``, and ``ends``."""
-        keys = [self.traj_key, self.done_key, self.step_count_key]
-        present = [key for key in keys if key is not None and td.get(key, None) is not None]
-        if self.strict:
-            for key in keys:
-                if key is not None:
-                    require(td, key)
+        keys = [key for key in (self.traj_key, self.done_key, self.step_count_key) if key is not None]
+        present = [key for key in keys if td.get(key, None) is not None]
+        for key in keys if self.strict else []:
+            require(td, key)
         if present or ends is None:
             marked = run_ends(td, done_key=self.done_key, traj_key=self.traj_key)
             ends = marked if ends is None else marked | ends.to(marked.device)
-        if self.step_count_key in present:
-            assert self.step_count_key is not None
+        if self.step_count_key is not None and self.step_count_key in present:
             step = flat_column(require(td, self.step_count_key), td, self.step_count_key)
             ends = ends.clone()
-            ends[:-1] |= step[1:] != step[:-1] + 1
+            ends[:-1] |= step[1:] != step[:-1] + 1  # the next row does not count on
         return ends

@@ -57,11 +57,8 @@ class RandomCropTensorDict:
             raise ValueError(
                 f"generator must be a CPU generator (starts are drawn on the host), got {generator.device}"
             )
-        self.sub_seq_len = sub_seq_len
-        self.sample_dim = sample_dim
-        self.mask_key = mask_key
-        self.init_key = init_key
-        self.generator = generator
+        self.sub_seq_len, self.sample_dim, self.generator = sub_seq_len, sample_dim, generator
+        self.mask_key, self.init_key = mask_key, init_key
 
     def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
         """The crops, in memory of their own: ``td`` with ``sub_seq_len`` steps along ``sample_dim``.
