@@ -134,6 +134,7 @@ def differ(left: Tensor, right: Tensor) -> Tensor:
     """
     if left.is_complex():
         left, right = torch.view_as_real(left), torch.view_as_real(right)
+    # Compared as integers of the same width: floats would call 0.0 and -0.0 equal and NaN unequal to itself.
     word = _WORDS[left.element_size()]
     different = left.view(word).ne(right.view(word))
     return different if different.ndim == 1 else different.flatten(1).any(1)
@@ -192,6 +193,7 @@ class TensorColumn(Column):
     def grow(self, rows: int) -> None:
         if rows <= len(self.data):
             return
+        # The old tensor stays whole for who reads it on another thread.
         larger = self.data.new_empty((rows, *self.shape))
         larger[: len(self.data)] = self.data
         self.data = larger

@@ -194,6 +194,7 @@ class Ring:
         head, drawn_head = self.head, draw.version[0]
         if head == drawn_head or not len(draw.slots):
             return True
+        # Rows from head on still stand in their slots; one with a smaller number was given up since the draw.
         return int(self.numbers(draw.slots, drawn_head).min()) >= head
 
     def state_dict(self) -> dict[str, Any]:

@@ -313,6 +313,7 @@ class TrajectoryIndex(Ring):
         self, kernel: Callable[..., Any], arguments: tuple[Any, ...], count: int, most: int, follow: bool
     ) -> Draw:
         """Draw ``count`` slices of up to ``most`` rows together, as ``kernel`` chooses them given ``arguments``."""
+        # The kernel fills these from the front, as far as the slices reach, and returns how far it came.
         slots = np.empty(most, np.int64)
         firsts, lasts = np.empty(count, np.int64), np.empty(count, np.int64)
         following = np.empty(most, np.int64) if follow else _NONE
@@ -322,7 +323,7 @@ class TrajectoryIndex(Ring):
         draw = Draw(torch.from_numpy(slots[:rows]), torch.from_numpy(firsts), torch.from_numpy(lasts))
         if follow:
             draw.follow = Follow(torch.from_numpy(following[:rows]), torch.from_numpy(patch[:, :patched]))
-        state = self._state[0]
+        state = self._state[0]  # unchanged since the kernel ran: the caller holds the lock
         draw.version = int(state["head"]), int(state["taken"])
         return draw
 

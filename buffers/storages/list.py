@@ -87,7 +87,7 @@ class ListStorage(Storage):
 
     @override
     def state_dict(self, rows: int, pool_rows: int = 0) -> dict[str, Any]:
-        return {"items": self._items[:rows]}
+        return {"items": self._items[:rows]}  # a new list of the same items
 
     @override
     def check_state_dict(self, state: dict[str, Any], rows: int) -> None:
