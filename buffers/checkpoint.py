@@ -132,7 +132,17 @@ class BufferState(Shareable):
         if self._prefetcher is not None:
             self._prefetcher.wait()  # its threads read the rows that are about to be overwritten
         with self._write_lock, self._lock:
-            ring = None if state["ring"] is None else self._make_ring(state)
+            ring = None
+            if state["ring"] is not None:
+                needs_index, indexed = self._needs_index(), state["keys"] is not None
+                if needs_index is not None and not indexed:
+                    raise ValueError(
+                        f"the state was saved without a trajectory index, which {needs_index} needs: extend this "
+                        "buffer with the rows of the other one"
+                    )
+                ring = self.writer.ring(state["ring"]["capacity"], indexed)
+                ring.load_state_dict(state["ring"])
+                self.storage.check_state_dict(state["storage"], ring.capacity)
             # Sampler and writer go first, since they can refuse; the rows cannot be brought back.
             before = self.sampler.state_dict(), self.writer.state_dict()
             try:
@@ -150,19 +160,6 @@ class BufferState(Shareable):
                 self.generator.set_state(state["generator"])
             if self._prefetcher is not None:
                 self._prefetcher.replace(copy.deepcopy(state["ahead"]))
-
-    def _make_ring(self, state: dict[str, Any]) -> Ring:
-        """The counters that ``state`` says; ValueError if this buffer cannot have them or the rows."""
-        needs_index = self._needs_index()
-        if needs_index is not None and state["keys"] is None:
-            raise ValueError(
-                f"the state was saved without a trajectory index, which {needs_index} needs: extend this buffer with "
-                "the rows of the other one"
-            )
-        ring = self.writer.ring(state["ring"]["capacity"], state["keys"] is not None)
-        ring.load_state_dict(state["ring"])
-        self.storage.check_state_dict(state["storage"], ring.capacity)
-        return ring
 
     def _load_rows(self, ring: Ring, state: dict[str, Any]) -> None:
         """Copy the rows of ``state`` into the storage, and let ``ring`` count them."""

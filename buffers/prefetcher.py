@@ -43,13 +43,11 @@ class Prefetcher(Generic[T]):
                     self._queue.append(self._pool.submit(finish))
         return future.result()
 
-    def _under_way(self) -> list[Future[T]]:
-        with self._lock:
-            return list(self._queue)
-
     def results(self) -> list[T]:
         """All results under way, oldest first; waits for them."""
-        return [future.result() for future in self._under_way()]
+        with self._lock:
+            futures = list(self._queue)
+        return [future.result() for future in futures]  # without the lock: others may go on meanwhile
 
     def replace(self, results: list[T]) -> None:
         """Have these results under way, and no others."""
@@ -62,7 +60,9 @@ class Prefetcher(Generic[T]):
 
     def wait(self) -> None:
         """Block until all threads are idle; a thread may draw again, if its rows are overwritten meanwhile."""
-        wait(self._under_way())
+        with self._lock:
+            futures = list(self._queue)
+        wait(futures)
 
     def clear(self) -> None:
         """Forget the results under way."""

@@ -170,8 +170,16 @@ class ReplayBuffer(BufferState):
             data = dense(data)
         if isinstance(data, TensorDictBase) and (not data.batch_dims or data.get(MASK, None) is not None):
             check_rows(data, self.storage.ndim)
-        if self.storage.ndim > 1:
-            data = self._time_first(data)
+        storage = self.storage
+        if storage.ndim > 1:  # lay the batch dimensions in one, time before lanes
+            data, lanes = time_first(data, storage.ndim, self.dim_extend)
+            if self._started and lanes != storage.lanes:
+                raise ValueError(
+                    f"every batch must have the lanes of the first, {list(storage.lanes)}, got {list(lanes)}"
+                )
+            if lanes.numel() > storage.max_size:
+                raise ValueError(f"max_size={storage.max_size} holds no step of {list(lanes)} lanes")
+            storage.lanes = lanes
         return self._write(data, final)
 
     def add(self, data: Any) -> int:
@@ -186,20 +194,6 @@ class ReplayBuffer(BufferState):
         if isinstance(data, TensorDictBase) and data.batch_dims and flat:
             raise ValueError(f"add takes one row of batch size [], got {list(data.batch_size)}: use extend")
         return int(self.extend(one_row(data))[0])
-
-    def _time_first(self, data: Any) -> Any:
-        """``data`` with its batch dimensions in one, time before lanes."""
-        storage = self.storage
-        data, lanes = time_first(data, storage.ndim, self.dim_extend)
-        if self._started and lanes != storage.lanes:
-            raise ValueError(
-                f"every batch must have the lanes of the first, {list(storage.lanes)}, got {list(lanes)}"
-            )
-        if lanes.numel() > storage.max_size:
-            raise ValueError(f"max_size={storage.max_size} holds no step of {list(lanes)} lanes")
-        if not self._started:
-            storage.lanes = lanes
-        return data
 
     def _write(self, data: Any, final: TensorDictBase | None) -> Tensor:
         """Store a batch whose batch dimensions are one; positions of its rows."""
@@ -391,15 +385,16 @@ class ReplayBuffer(BufferState):
             ended = self.sampler.ran_out
         return partial(self._finish_sample, ring, draw, size, ended)
 
-    def _draw(self, ring: Ring, size: int) -> Draw:
-        draw = self.sampler.draw(ring, size, self.generator, self.storage.compact_obs)
-        return self._add_ahead(ring, draw) if self._transforms else draw
-
-    def _add_ahead(self, ring: Ring, draw: Draw) -> Draw:
-        """``draw`` with the slots of the rows after each, if a transform looks ahead."""
-        steps = max(map(looks_ahead, self._transforms), default=0)
-        if steps and isinstance(ring, TrajectoryIndex):
-            draw.ahead = ring.ahead(draw.slots, steps)
+    def _draw(self, ring: Ring, size: int = 0, slots: Tensor | None = None, strict: bool = True) -> Draw:
+        """Let the sampler draw ``size`` rows, or draw these ``slots``; with the rows after each for transforms."""
+        if slots is None:
+            draw = self.sampler.draw(ring, size, self.generator, self.storage.compact_obs)
+        else:
+            draw = ring.draw_slots(slots, strict, self.storage.compact_obs)
+        if self._transforms and isinstance(ring, TrajectoryIndex):
+            steps = max(map(looks_ahead, self._transforms))
+            if steps:
+                draw.ahead = ring.ahead(draw.slots, steps)
         return draw
 
     def _finish_sample(self, ring: Ring, draw: Draw, size: int, ended: bool) -> Made:
@@ -436,22 +431,17 @@ class ReplayBuffer(BufferState):
             return entry(self[:], names[1:] if names[0] == "_data" and len(names) > 1 else names)
         self._after_fork()
         slots = slots_at(index, self._ring, self.storage.lanes)
-        strict = not isinstance(index, slice)
-
-        def choose(ring: Ring) -> Draw:
-            return self._add_ahead(ring, ring.draw_slots(slots.reshape(-1), strict, self.storage.compact_obs))
-
+        draw_again = partial(self._draw, slots=slots.reshape(-1), strict=not isinstance(index, slice))
         with self._lock:
             ring = self._ring
-            draw = choose(ring)
-        draw, values = self._read(ring, draw, choose)
-        rows = draw.slots
+            draw = draw_again(ring)
+        draw, values = self._read(ring, draw, draw_again)
+        rows, listed = draw.slots, isinstance(self.storage, ListStorage)
+        if listed and slots.ndim == 0:
+            return values[0]
         ends = torch.ones(len(rows), dtype=torch.bool)
         numbers = ring.numbers(rows, draw.version[0])
         ends[:-1] = numbers[1:] != numbers[:-1] + 1  # where the next row was not written right after
-        listed = isinstance(self.storage, ListStorage)
-        if listed and slots.ndim == 0:
-            return values[0]
         data = values if listed else self.storage.build(values, rows.shape)
         for transform in self._transforms:
             data = apply(transform, data, lambda: ends)

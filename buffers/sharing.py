@@ -24,13 +24,12 @@ class Shareable:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         # torch's pickler for other processes would share the memory of the tensors, but not the counters.
-        ForkingPickler.register(cls, _by_value)
+        ForkingPickler.register(cls, lambda buffer: (pickle.loads, (pickle.dumps(buffer),)))
 
     def _make_locks(self) -> None:
         self._lock = threading.Lock()  # bookkeeping: held for microseconds
-        self._write_lock = (
-            self.storage.write_lock()
-        )  # one writer at a time, of all processes; taken before _lock
+        # One writer at a time, of all processes; taken before _lock, never after it.
+        self._write_lock = self.storage.write_lock()
         self._prefetcher: Prefetcher[Any] | None = Prefetcher(self.prefetch) if self.prefetch else None
         self._process = os.getpid()
 
@@ -48,7 +47,3 @@ class Shareable:
         self.__dict__.update(state)
         self._make_locks()
         self.storage.reattach(self._ring)
-
-
-def _by_value(buffer: Shareable) -> tuple[Any, ...]:
-    return pickle.loads, (pickle.dumps(buffer),)

@@ -197,25 +197,23 @@ class TensorDictMaxValueWriter(Writer):
     def choose(self, ring: Ring, rows: Rows) -> tuple[Tensor, Tensor]:
         """Make room for the best rows and choose them; ValueError if a rank is NaN."""
         assert isinstance(ring, RankedRing)
-        # One rank per item, float64 [N]; items of a list may differ in shape, so they are reduced one by one.
-        if rows.items:
-            ranks = torch.cat([self._ranks(item.get(self.rank_key)[None]) for item in rows.items])
-        else:
-            ranks = self._ranks(rows.columns[self.rank_key])
+        # Items of a list may differ in shape, so they are reduced one by one; columns [N, ...] all at once.
+        parts = [item.get(self.rank_key)[None] for item in rows.items]
+        reduced = []
+        for part in parts or [rows.columns[self.rank_key]]:
+            values = part.detach().to("cpu", torch.float64)
+            if values.ndim > 1:
+                values = getattr(values.flatten(1), _REDUCTIONS[self.reduction])(1)
+            reduced.append(
+                values if isinstance(values, Tensor) else values.values
+            )  # median gives positions, too
+        ranks = torch.cat(reduced)  # float64 [N]
         nan = ranks.isnan()
         if bool(nan.any()):
             raise ValueError(
                 f"batch[{self.rank_key!r}] gives item {int(nan.nonzero()[0])} the rank NaN, which cannot be compared"
             )
         return ring.choose(ranks)
-
-    def _ranks(self, values: Tensor) -> Tensor:
-        """One rank per item, float64 ``[N]``, of ``values`` ``[N, ...]``."""
-        values = values.detach().to("cpu", torch.float64)
-        if values.ndim == 1:
-            return values
-        reduced = getattr(values.flatten(1), _REDUCTIONS[self.reduction])(1)
-        return reduced if isinstance(reduced, Tensor) else reduced.values  # median gives positions, too
 
 
 _REDUCTIONS = {"sum": "sum", "max": "amax", "min": "amin", "mean": "mean", "median": "median"}

@@ -2,7 +2,8 @@
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from typing_extensions import override
 from flatroll.buffers.index.ring import Array
 from flatroll.layout.delta import signed
 from flatroll.layout.keys import NestedKey
+
+if TYPE_CHECKING:
+    from flatroll.kernels.rows.gather import HostColumns
 
 Columns = dict[NestedKey, Tensor]  # of a batch or a sample: tensors [N, ...] by key
 
@@ -131,6 +135,7 @@ def differ(left: Tensor, right: Tensor) -> Tensor:
     """
     if left.is_complex():
         left, right = torch.view_as_real(left), torch.view_as_real(right)
+    # Compared as integers of the same width: floats would call 0.0 and -0.0 equal and NaN unequal to itself.
     word = _WORDS[left.element_size()]
     different = left.view(word).ne(right.view(word))
     return different if different.ndim == 1 else different.flatten(1).any(1)
@@ -189,6 +194,7 @@ class TensorColumn(Column):
     def grow(self, rows: int) -> None:
         if rows <= len(self.data):
             return
+        # The old tensor stays whole for who reads it on another thread.
         larger = self.data.new_empty((rows, *self.shape))
         larger[: len(self.data)] = self.data
         self.data = larger
@@ -205,3 +211,23 @@ class TensorColumn(Column):
             return None
         memory: Array = self.data.view(-1).view(torch.uint8).numpy()
         return memory
+
+
+def plain_columns(columns: Mapping[NestedKey, Column]) -> "HostColumns[NestedKey]":
+    """Those of ``columns`` that are plain tensors in host memory, whose rows can be copied as bytes.
+
+    >>> columns = plain_columns({"x": TensorColumn(torch.arange(4)), "y": TensorColumn(torch.zeros(2, 4).T)})
+    >>> columns.take(torch.tensor([3, 0]))
+    {'x': tensor([3, 0])}
+    """
+    from flatroll.kernels.rows.gather import HostColumns  # numba
+
+    return HostColumns(
+        {
+            key: column.data
+            for key, column in columns.items()
+            if isinstance(column, TensorColumn)
+            and (type(column).take, type(column).write) == (TensorColumn.take, TensorColumn.write)
+            and column.flat is not None
+        }
+    )

@@ -93,6 +93,7 @@ class Fragments(NamedTuple):
         cut = None if cuts is None else cuts.cpu().contiguous()
         columns = (done, init, ids, step, mask, cut)
         addresses = [0 if column is None else column.data_ptr() for column in columns]
+        # One line per field of F numbers or flags; there are at most as many fragments as rows.
         numbers, marks = np.empty((5, rows), np.int64), np.empty((3, rows), np.bool_)
         count = fragments(rows, *addresses, numbers, marks)
         firsts, lasts, names, step_first, step_last = numbers[:, :count]

@@ -12,6 +12,8 @@ from flatroll.layout.checks import whole_number
 
 Array = NDArray[Any]
 
+_EMPTY = "cannot sample from an empty buffer: extend it with a batch first"
+
 
 @dataclass(frozen=True, slots=True)
 class Follow:
@@ -95,13 +97,17 @@ class Ring:
         self._state["head"] = self._state["written"] = first
 
     def __len__(self) -> int:
-        return max(0, self.written - self.head)
+        # Counters may be in memory that other processes write: head is read first, since it moves first. A head read
+        # after written may have passed it.
+        head = self.head
+        return min(self.written - head, self.capacity)
 
     @property
     def used(self) -> int:
         """Slots that were written, counted from slot 0: no stored row stands beyond them."""
+        head = self.head  # before written, as in __len__: the difference would be negative
         # head // capacity * capacity is the row that stood in slot 0 when the oldest row was written.
-        return min(self.written - self.head // self.capacity * self.capacity, self.capacity)
+        return min(self.written - head // self.capacity * self.capacity, self.capacity)
 
     @property
     def head(self) -> int:
@@ -122,7 +128,7 @@ class Ring:
 
     def publish(self, rows: int) -> None:
         """Let ``rows`` claimed and copied rows be read."""
-        # Last, after the columns were copied: readers look at this number.
+        # After the columns were copied: readers look at this number.
         self._state["written"] += rows
 
     def slots_by_age(self, ranks: Tensor) -> Tensor:
@@ -155,9 +161,9 @@ class Ring:
         version = self.version  # first: other processes may write meanwhile
         head, written = version[0], self.written
         if written <= head:
-            raise _empty()
+            raise RuntimeError(_EMPTY)
         slots = torch.randint(head, written, (count,), generator=generator)
-        if written > self.capacity:
+        if written > self.capacity:  # else row r stands in slot r
             slots.remainder_(self.capacity)
         return Draw(slots, version=version)
 
@@ -188,10 +194,11 @@ class Ring:
         head, drawn_head = self.head, draw.version[0]
         if head == drawn_head or not len(draw.slots):
             return True
+        # Rows from head on still stand in their slots; one with a smaller number was given up since the draw.
         return int(self.numbers(draw.slots, drawn_head).min()) >= head
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`load_state_dict` needs; owns its memory."""
+        """Counters for :meth:`load_state_dict`, in memory of their own."""
         return {"capacity": self.capacity, "state": self._state.copy()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -210,7 +217,7 @@ class Ring:
     def check_not_empty(self) -> None:
         """RuntimeError if no row may be read."""
         if not len(self):
-            raise _empty()
+            raise RuntimeError(_EMPTY)
 
     def move(self, memory: Array) -> None:
         """Count in ``memory`` (uint8) from now on, which other processes share, with the numbers of this ring."""
@@ -227,7 +234,3 @@ class Ring:
     def follow(self, slots: Tensor) -> Follow | None:
         """Where the next observations of the rows in ``slots`` (int64 ``[N]``) are; None without a trajectory index."""
         return None
-
-
-def _empty() -> RuntimeError:
-    return RuntimeError("cannot sample from an empty buffer: extend it with a batch first")

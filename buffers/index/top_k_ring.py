@@ -1,6 +1,5 @@
 """A ring that keeps the best rows instead of the latest."""
 
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -46,20 +45,14 @@ class RankedRing(Ring):
         # (rows ever offered, rows stored) and the slots of the stored rows by age, sorted when first asked for
         self._by_age: tuple[tuple[int, int], Tensor] = ((-1, 0), torch.zeros(0, dtype=torch.int64))
 
-    @property
-    def _kernels(self) -> ModuleType:
-        from flatroll.kernels.trees import heap  # numba: 0.3 s, only where rows are ranked
-
-        return heap
-
     def choose(self, ranks: Tensor) -> tuple[Tensor, Tensor]:
         """Rows to keep of those with ``ranks`` (float64 ``[N]``, no NaN), in order, and the slots for them; int64."""
+        from flatroll.kernels.trees.heap import make_room  # numba: 0.3 s, only where rows are ranked
+
         offered = ranks.numpy(force=True)
         # Best first, and of equal ranks the earlier one: the first `room` of them are kept.
         best = np.argsort(-offered, kind="stable")
-        room = self._kernels.make_room(
-            self._state, self._heap, self._rank, self._number, offered[best], _GONE
-        )
+        room = make_room(self._state, self._heap, self._rank, self._number, offered[best], _GONE)
         rows = np.sort(best[:room])
         self._chosen = len(offered), offered[rows], self.written + rows
         # Behind the rows that stay, the heap lists the free slots.
@@ -68,8 +61,10 @@ class RankedRing(Ring):
 
     def publish(self, rows: int) -> None:
         """Let the ``rows`` rows that were chosen be read."""
+        from flatroll.kernels.trees.heap import push  # numba
+
         offered, ranks, numbers = self._chosen
-        self._kernels.push(self._state, self._heap, self._rank, self._number, offered, ranks, numbers)
+        push(self._state, self._heap, self._rank, self._number, offered, ranks, numbers)
         self._chosen = (0, ranks[:0], numbers[:0])
 
     def claim(self, rows: int) -> int:
@@ -128,10 +123,7 @@ class RankedRing(Ring):
                 "the state is of a buffer that keeps the latest rows, this one keeps the best: load it into a "
                 "buffer with RoundRobinWriter"
             )
-        if state["capacity"] != self.capacity:
-            raise ValueError(
-                f"the state is of a ring of {state['capacity']} rows, this one has {self.capacity}"
-            )
-        self._by_age = (-1, 0), self._by_age[1]
-        for name, table in zip(self._TABLES, state["ranked"], strict=True):
+        super().load_state_dict({"capacity": state["capacity"], "state": state["ranked"][0]})
+        for name, table in zip(self._TABLES[1:], state["ranked"][1:], strict=True):
             getattr(self, name)[:] = table
+        self._by_age = (-1, 0), self._by_age[1]  # sorted anew when asked for

@@ -60,10 +60,11 @@ class TrajectoryIndex(Ring):
         self._touched: Array = np.zeros(64, np.int64)
         self._spare: Array = np.zeros(0, np.int64)
         self._claimed: tuple[int, int] = (-1, 0)  # after claim: oldest row before it, chains in _touched
-        self._changing = False
+        self._changing = False  # whether weights may be out of date
         self._weights: OrderedDict[Way, tuple[Array, Array]] = OrderedDict()
 
-    _publishing: ClassVar[ModuleType]  # compiled kernels, loaded with the first index: numba takes 0.3 s
+    # Modules of compiled kernels, loaded with the first index: numba takes 0.3 s.
+    _publishing: ClassVar[ModuleType]
     _drawing: ClassVar[ModuleType]
     _starts: ClassVar[ModuleType]
 
@@ -71,11 +72,7 @@ class TrajectoryIndex(Ring):
         """An index without tables yet; copies and pickles, which pass by ``__init__``, have the kernels too."""
         from flatroll.kernels.slices import drawing, publishing, starts
 
-        TrajectoryIndex._publishing, TrajectoryIndex._drawing, TrajectoryIndex._starts = (
-            publishing,
-            drawing,
-            starts,
-        )
+        cls._publishing, cls._drawing, cls._starts = publishing, drawing, starts
         return super().__new__(cls)
 
     # -- writing -----------------------------------------------------------------------------------------------
@@ -92,9 +89,8 @@ class TrajectoryIndex(Ring):
         if len(self._touched) <= rows:
             self._touched = np.zeros(_power_of_two(rows + 1), np.int64)
         # Dropping rows shortens trajectories, so their weights change before anybody draws again.
-        count = self._publishing.claim(
-            self._state, self.capacity, rows, self._fragments, self._chains, self._spare, self._touched
-        )
+        tables = self._fragments, self._chains, self._spare, self._touched
+        count = self._publishing.claim(self._state, self.capacity, rows, *tables)
         self._claimed = before, count
         self._update_weights(self._touched, count)
         return int(self._state["written"][0])
@@ -110,13 +106,10 @@ class TrajectoryIndex(Ring):
     def enter(
         self, fragments: Fragments, before: Array, pool: Array | None = None, released: Array | None = None
     ) -> None:
-        """Publish the claimed rows of a batch.
+        """Publish the claimed rows of a batch of F fragments, which continue what :meth:`link` said, ``before``.
 
-        Args:
-            fragments: the F fragments of the batch.
-            before: int64 ``[F]``, what :meth:`link` said about them.
-            pool: int64 ``[F]``, pool entry with the next observation of each fragment's last row, -1 for none.
-            released: int64, chains whose last row gives back its pool entry, because the next row holds the same.
+        ``pool`` (int64 ``[F]``) holds the pool entry with the next observation of each fragment's last row, -1 for
+        none; ``released`` (int64) the chains that give back that of their last row: the next row holds the same.
         """
         count = len(fragments.firsts)
         self._reserve(count, int(np.count_nonzero(before == -1)))
@@ -224,17 +217,16 @@ class TrajectoryIndex(Ring):
         Raises:
             RuntimeError: nothing is stored, or no trajectory is long enough.
         """
-        early, late = span
-        if span != (0, 0) and not (0 <= early < length and 0 <= late < length):
+        if span != (0, 0) and not (0 <= span[0] < length and 0 <= span[1] < length):
             raise ValueError(
                 f"span must be two numbers of rows from 0 to length - 1 = {length - 1}, got {span}"
             )
-        tree = self._tree(length, by, strict, early + late)
+        tree = self._tree(length, by, strict, span[0] + span[1])
         if not tree[-1]:
             raise self.too_short(length)
         # Two numbers per slice: one chooses the trajectory by its weight, the other the start within it.
         uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
-        arguments = tree, uniform, length, by == "start", early, late
+        arguments = tree, uniform, length, by == "start", *span
         return self._make_slices(self._drawing.draw, arguments, count, count * length, follow)
 
     def marked_starts(
@@ -255,8 +247,7 @@ class TrajectoryIndex(Ring):
         slice of a trajectory may be short, unless ``strict``.
 
         Raises:
-            RuntimeError: nothing is stored, no trajectory is long enough, or no row at which one could start is
-                marked.
+            RuntimeError: nothing is stored, or no trajectory is long enough and marked where a slice could start.
         """
         tree = self._tree(length, by, strict)
         if not tree[-1]:
@@ -290,20 +281,12 @@ class TrajectoryIndex(Ring):
         """Slices to draw once each: the slots where they begin, and how many rows they have; int64 ``[2, n]``.
 
         By trajectory: one of each, its start drawn uniformly. By start: each trajectory is cut into slices of
-        ``length`` rows one after another, from a random row on (without ``shuffle`` from its first one).
-
-        Args:
-            length: rows per slice; trajectories that are shorter are one slice, or, if ``strict``, none.
-            by: ``"trajectory"`` or ``"start"``.
-            strict: by start, leave out the shorter slices at both ends of each trajectory; as many as fit are cut.
-            shuffle: by start, draw where the cutting begins.
-            generator: CPU random generator; None is torch's global one.
-
-        Raises:
-            RuntimeError: no trajectory is long enough.
+        ``length`` rows one after another, from a random row on (without ``shuffle`` from its first one); ``strict``
+        leaves out the shorter slices at both ends, and cuts as many as fit. A trajectory of fewer than ``length``
+        rows is one slice, or, if ``strict``, none. RuntimeError if none is long enough.
         """
         chains = self._chains[: int(self._state["slots"][0])]
-        rows = chains["total"] - chains["dropped"]
+        rows = chains["total"] - chains["dropped"]  # stored rows of each trajectory
         # How many rows there are at which the (first) slice of each trajectory may begin.
         if by == "trajectory":
             choices = np.maximum(rows - length, 0) + 1
@@ -316,7 +299,7 @@ class TrajectoryIndex(Ring):
             uniform = torch.rand(len(chains), dtype=torch.float64, generator=generator).numpy()
             # uniform * choices may round up to choices
             np.minimum((uniform * choices).astype(np.int64), choices - 1, out=begin)
-        begin[rows < (length if strict else 1)] = -1
+        begin[rows < (length if strict else 1)] = -1  # no slice of this one
         # By start, a trajectory gives its whole slices and one shorter one at either end.
         most = len(chains) if by == "trajectory" else int((rows // length).sum()) + 2 * len(chains)
         slices = np.empty((2, most), np.int64)
@@ -330,6 +313,7 @@ class TrajectoryIndex(Ring):
         self, kernel: Callable[..., Any], arguments: tuple[Any, ...], count: int, most: int, follow: bool
     ) -> Draw:
         """Draw ``count`` slices of up to ``most`` rows together, as ``kernel`` chooses them given ``arguments``."""
+        # The kernel fills these from the front, as far as the slices reach, and returns how far it came.
         slots = np.empty(most, np.int64)
         firsts, lasts = np.empty(count, np.int64), np.empty(count, np.int64)
         following = np.empty(most, np.int64) if follow else _NONE
@@ -339,7 +323,7 @@ class TrajectoryIndex(Ring):
         draw = Draw(torch.from_numpy(slots[:rows]), torch.from_numpy(firsts), torch.from_numpy(lasts))
         if follow:
             draw.follow = Follow(torch.from_numpy(following[:rows]), torch.from_numpy(patch[:, :patched]))
-        state = self._state[0]
+        state = self._state[0]  # unchanged since the kernel ran: the caller holds the lock
         draw.version = int(state["head"]), int(state["taken"])
         return draw
 
@@ -350,13 +334,14 @@ class TrajectoryIndex(Ring):
             return _NONE
         slots = np.empty(self.written - max(first, self.head), np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
+        # The kernel fills slots from the front and returns how many it found.
         return slots[: self._starts.new_starts(*tables, first, length, strict, slots)]
 
     def shortened_trajectories(self, length: int, head: int) -> Array:
         """Slots of the first rows of the trajectories that have fewer than ``length`` rows, but some, since the ring
-        dropped rows from number ``head`` on; int64. Perhaps of others with fewer: it looks at every trajectory unless
-        :meth:`claim` has just dropped them."""
+        dropped rows from number ``head`` on; int64. Perhaps of others with fewer."""
         claimed, count = self._claimed
+        # Only those that claim has just shortened, if it dropped the rows from head on; else every trajectory.
         touched = self._touched[:count] if head == claimed else np.arange(int(self._state["slots"][0]))
         slots = np.empty(len(touched), np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
@@ -378,7 +363,7 @@ class TrajectoryIndex(Ring):
     @override
     def unchanged_since(self, draw: Draw) -> bool:
         state, (drawn_head, drawn_taken) = self._state[0], draw.version
-        # An entry of the pool may be given to another row as soon as entries were taken.
+        # A pool entry given back may hold another row's observation as soon as entries were taken.
         if int(state["taken"]) != drawn_taken:
             in_pool = draw.follow is not None and draw.follow.patch.shape[1] > 0
             if in_pool or draw.ahead is not None:
@@ -388,10 +373,10 @@ class TrajectoryIndex(Ring):
     @override
     def follow(self, slots: Tensor) -> Follow:
         asked = np.ascontiguousarray(slots.numpy(force=True))
-        following = np.empty(len(asked), np.int64)
-        patch = np.empty((2, len(asked)), np.int64)
-        tables = self._state, self.capacity, self._fragments
-        patched = self._drawing.follow_rows(*tables, asked, following, patch)
+        following, patch = np.empty(len(asked), np.int64), np.empty((2, len(asked)), np.int64)
+        patched = self._drawing.follow_rows(
+            self._state, self.capacity, self._fragments, asked, following, patch
+        )
         return Follow(torch.from_numpy(following), torch.from_numpy(patch[:, :patched]))
 
     def next_row(self, slots: Tensor) -> Tensor:
@@ -417,7 +402,7 @@ class TrajectoryIndex(Ring):
         """
         chains = self._chains[: int(self._state["slots"][0])]
         length = chains["total"] - chains["dropped"]
-        chosen = np.flatnonzero((chains["id"] == traj) & (length > 0))
+        chosen = np.flatnonzero((chains["id"] == traj) & (length > 0))  # several, if the id was used again
         if not len(chosen):
             raise KeyError(f"no row of trajectory {traj} is stored")
         chosen = chosen[np.argsort(chains["last"][chosen])]  # in the order in which they were written
@@ -455,10 +440,8 @@ class TrajectoryIndex(Ring):
             raise ValueError(f"by must be 'trajectory' or 'start', got {by!r}")
         if length < 1:
             raise ValueError(f"length must be at least 1, got {length}")
-        if by == "trajectory":
-            span = 0
-            if not strict:
-                length, strict = 1, True  # any trajectory will do
+        if by == "trajectory":  # each trajectory that may be drawn has weight 1: all of them, unless strict
+            length, strict, span = (length, True, 0) if strict else (1, True, 0)
         key = (length, by == "start", strict, span)
         if self._changing:  # a change was interrupted (Ctrl-C) before the weights followed
             self._weights.clear()
@@ -480,11 +463,11 @@ class TrajectoryIndex(Ring):
         self._changing = False
 
     def _reserve(self, fragments: int, chains: int) -> None:
-        """Make room for so many more fragments and trajectories."""
+        """Make room for so many more fragments and trajectories. All tables are powers of two long."""
         state = self._state[0]
         live = int(state["end"] - state["first"])
         if live + fragments > len(self._fragments):
-            numbers = np.arange(state["first"], state["end"])
+            numbers = np.arange(state["first"], state["end"])  # number n stands at n modulo the length
             larger = np.zeros(_power_of_two(live + fragments), self._fragments.dtype)
             larger[numbers & (len(larger) - 1)] = self._fragments[numbers & (len(self._fragments) - 1)]
             self._fragments = larger
@@ -493,6 +476,7 @@ class TrajectoryIndex(Ring):
             larger[: len(self._chains)] = self._chains
             self._chains = larger
             self._weights.clear()  # they are as long as the table; the next draw makes new ones
+        # The hash table of ids stays at most half full; a new one leaves out the ids of closed trajectories.
         if 2 * (int(state["ids"]) + chains) > len(self._table):
             larger = np.zeros(_power_of_two(4 * (int(state["open"]) + chains)), self._table.dtype)
             self._state["ids"] = self._publishing.rehash(self._table, self._chains, larger)

@@ -139,29 +139,23 @@ class SliceSampler(Sampler):
         for key in (self.traj_key, self.end_key):
             if key is not None:
                 require(batch, key)
-        self._check_start_marks(batch)
+        if self.start_key is not None:
+            if self.start_key != HAS_STATE:
+                require(batch, self.start_key)
+            why_not = self._not_at or ("span asks for others" if self.span else "")
+            if batch.get(self.start_key, None) is not None:
+                marker(batch, self.start_key)  # TypeError unless bool
+                if why_not:
+                    raise ValueError(
+                        f"{type(self).__name__} cannot begin its slices at the rows that {self.start_key!r} marks: "
+                        f"{why_not}. Use SliceSampler(slice_len=...) alone, collect with state_stride=1, or, to begin "
+                        f"anywhere, leave the entry out: batch.exclude({self.start_key!r})"
+                    )
         for key in self._flags:
             if batch.get(key, None) is not None:
                 marker(batch, key)
         init_key = IS_INIT if self.init_key is None else self.init_key
         return BoundaryKeys.probe(batch, traj_key=self.traj_key, end_key=self.end_key, init_key=init_key)
-
-    def _check_start_marks(self, batch: TensorDictBase) -> None:
-        """Refuse marks of starts that are not bool, that are asked for and missing, or that cannot be heeded."""
-        if self.start_key is None:
-            return
-        if self.start_key != HAS_STATE:
-            require(batch, self.start_key)
-        if batch.get(self.start_key, None) is None:
-            return
-        marker(batch, self.start_key)
-        why_not = self._not_at or ("span asks for others" if self.span else "")
-        if why_not:
-            raise ValueError(
-                f"{type(self).__name__} cannot begin its slices at the rows that {self.start_key!r} marks: {why_not}. "
-                "Use SliceSampler(slice_len=...) alone, collect with state_stride=1, or, to begin anywhere, leave the "
-                f"entry out: batch.exclude({self.start_key!r})"
-            )
 
     def check(self, batch_size: int | None) -> int:
         """``batch_size``, by default ``num_slices * slice_len``; ValueError if they do not fit."""
@@ -191,25 +185,15 @@ class SliceSampler(Sampler):
         marks = None
         if self._storage is not None and self.start_key is not None:
             marks = self._storage.columns.get(self.start_key)
+        by, strict = self.by, self.strict_length
         if isinstance(marks, TensorColumn):  # of the rows at which slices may begin, bool [capacity]
-            starts = index.marked_starts(
-                count,
-                length,
-                marks.data.view(-1).numpy(force=True),
-                by=self.by,
-                strict=self.strict_length,
-                generator=generator,
-            )
+            marked = marks.data.view(-1).numpy(force=True)
+            starts = index.marked_starts(count, length, marked, by=by, strict=strict, generator=generator)
             draw = index.slices_from(starts, length, follow=follow)
         else:
+            span = spans(self.span, length) if self.span else (0, 0)
             draw = index.draw(
-                count,
-                length,
-                by=self.by,
-                strict=self.strict_length,
-                span=spans(self.span, length) if self.span else (0, 0),
-                generator=generator,
-                follow=follow,
+                count, length, by=by, strict=strict, span=span, generator=generator, follow=follow
             )
         return pad_slices(draw, length, ring) if self.pad_output else draw
 
@@ -220,8 +204,7 @@ class SliceSampler(Sampler):
         """
         if draw.firsts is None or draw.lasts is None:
             return
-        rows = len(draw.slots)
-        device = next(iter(columns.values())).device
+        rows, device = len(draw.slots), next(iter(columns.values())).device
         init = done = terminated = truncated = None
         if self.init_key is not None:
             init = _flag(columns, self.init_key, (rows, 1), device)
@@ -230,7 +213,7 @@ class SliceSampler(Sampler):
             shape = next((columns[key].shape for key in self._flags if key in columns), (rows, 1))
             done = _flag(columns, done_key, shape, device)
             truncated = _flag(columns, truncated_key, shape, device)
-            if terminated_key not in columns:
+            if terminated_key not in columns:  # what else could have ended an episode
                 columns[terminated_key] = done & ~truncated
             terminated = _flag(columns, terminated_key, shape, device)
         _mark((init, done, terminated, truncated), draw.firsts, draw.lasts)

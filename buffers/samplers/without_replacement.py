@@ -15,33 +15,20 @@ from flatroll.buffers.samplers.slices import SliceSampler, indexed, pad_slices
 from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
 
 
-class Pass:
-    """Things to draw, each once, in an order fixed when the pass begins.
+class PassSampler(Sampler):
+    """Draws each of the stored things once per pass, in an order fixed when the pass begins."""
 
-    >>> once = Pass(drop_last=False)
-    >>> [once.take((0,), 2, lambda: torch.arange(3), "rows").tolist() for _ in range(3)], once.ended
-    ([[0, 1], [2], [0, 1]], False)
-    >>> once.take((1,), 2, lambda: torch.arange(3), "rows").tolist()  # something changed: from the start
-    [0, 1]
-    """
+    drop_last: bool
+    _left: Tensor | None = (
+        None  # what the pass has not drawn yet, [..., n]; None: the next draw begins a new pass
+    )
+    _key: tuple[int, ...] = ()  # what the order rests on
 
-    def __init__(self, drop_last: bool) -> None:
-        self.drop_last = drop_last
-        self.ended = False  # with the things taken last
-        self._left: Tensor | None = None
-        self._key: tuple[int, ...] = ()
-
-    def take(self, key: tuple[int, ...], count: int, begin: Callable[[], Tensor], things: str) -> Tensor:
+    def _take(self, key: tuple[int, ...], count: int, begin: Callable[[], Tensor], things: str) -> Tensor:
         """The next ``count`` things, fewer at the end of the pass.
 
-        Args:
-            key: what the order rests on; a new pass begins when it changes.
-            count: how many.
-            begin: makes the order of a new pass, ``[..., n]``.
-            things: what they are called in an error.
-
-        Raises:
-            RuntimeError: with ``drop_last``, if a whole pass has fewer things than ``count``.
+        ``begin`` makes the order ``[..., n]`` of a new pass, when ``key`` has changed. RuntimeError with ``drop_last``,
+        if a whole pass has fewer ``things`` than ``count``.
         """
         left = self._left if key == self._key else None
         if left is None or (self.drop_last and left.shape[-1] < count):
@@ -53,41 +40,23 @@ class Pass:
                 )
         # Views: the order of the pass is drawn once and then only cut.
         taken, left = left[..., :count], left[..., count:]
-        self.ended = left.shape[-1] < (count if self.drop_last else 1)
-        self._left, self._key = None if self.ended else left, key
+        self.ran_out = left.shape[-1] < (count if self.drop_last else 1)
+        self._left, self._key = None if self.ran_out else left, key
         return taken
-
-    def drop(self) -> None:
-        """Begin a new pass with the next draw."""
-        self._left, self.ended = None, False
-
-    def state_dict(self) -> dict[str, Any]:
-        """What :meth:`load_state_dict` needs; owns its memory."""
-        return {"left": None if self._left is None else self._left.clone(), "key": self._key}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the pass that gave ``state`` stood."""
-        left, self._key = state["left"], tuple(state["key"])
-        self._left = None if left is None else left.clone()
-
-
-class PassSampler(Sampler):
-    """A sampler that goes over what is stored in passes, and keeps the pass in its state."""
-
-    _pass: Pass
 
     @override
     def emptied(self) -> None:
-        self._pass.drop()
+        self._left = None
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"pass": self._pass.state_dict(), "ran_out": self.ran_out}
+        left = None if self._left is None else self._left.clone()
+        return {"pass": {"left": left, "key": self._key}, "ran_out": self.ran_out}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._pass.load_state_dict(state["pass"])
-        self.ran_out = state["ran_out"]
+        left, self._key = state["pass"]["left"], tuple(state["pass"]["key"])
+        self._left, self.ran_out = None if left is None else left.clone(), state["ran_out"]
 
 
 class SamplerWithoutReplacement(PassSampler):
@@ -116,23 +85,17 @@ class SamplerWithoutReplacement(PassSampler):
     def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
         self.drop_last = drop_last
         self.shuffle = shuffle
-        self._pass = Pass(drop_last)
 
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
-        """The next ``batch_size`` rows of the pass, fewer at its end.
-
-        Raises:
-            RuntimeError: nothing is stored, or, with ``drop_last``, fewer rows than ``batch_size``.
-        """
+        """The next rows of the pass, fewer at its end; RuntimeError if ``drop_last`` leaves none."""
         version = ring.version  # first: other processes may write meanwhile
         ring.check_not_empty()
 
         def begin() -> Tensor:
-            slots = ring.stored()
+            slots = ring.stored()  # oldest first
             return slots[torch.randperm(len(slots), generator=generator)] if self.shuffle else slots
 
-        slots = self._pass.take((ring.head, ring.written), batch_size, begin, "rows")
-        self.ran_out = self._pass.ended
+        slots = self._take((ring.head, ring.written), batch_size, begin, "rows")
         draw = Draw(slots, follow=ring.follow(slots) if follow else None, version=version)
         if not self.shuffle:
             # Slices end where the next row was not written right after, as where the writer chooses its rows.
@@ -224,15 +187,9 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
         )
         self.drop_last = drop_last
         self.shuffle = shuffle
-        self._pass = Pass(drop_last)
 
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
-        """The next slices of the pass, fewer at its end.
-
-        Raises:
-            RuntimeError: nothing is stored, no trajectory is long enough, or, with ``drop_last``, a pass has fewer
-                slices than a sample.
-        """
+        """The next slices of the pass, fewer at its end; RuntimeError if ``drop_last`` leaves none."""
         index, length = indexed(ring, self), self._length(batch_size)
         index.check_not_empty()
 
@@ -246,7 +203,6 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
 
         # Any write changes one of the two counters, and then slices of the old pass may be gone.
         key = (index.head, index.written, length)
-        starts, lengths = self._pass.take(key, batch_size // length, begin, "slices")
-        self.ran_out = self._pass.ended
+        starts, lengths = self._take(key, batch_size // length, begin, "slices")
         draw = index.slices_from(starts, lengths, follow=follow)
         return pad_slices(draw, length, ring) if self.pad_output else draw

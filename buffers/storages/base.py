@@ -102,7 +102,18 @@ class Storage(ABC):
     def prepare(
         self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
     ) -> Rows:
-        """Check ``batch`` and lay it out, its last `capacity` rows or all (``whole``). Nothing is stored yet."""
+        """Check ``batch`` ``[N]`` and lay it out; the first call allocates. Nothing is stored yet.
+
+        Args:
+            batch: its last `capacity` rows are taken, or all if ``whole``, for a writer that chooses among them.
+            final: the final observations that come with a compact batch.
+            keys: markers by which to find the fragments; None to leave them out.
+            whole: see ``batch``.
+
+        Raises:
+            ValueError: entries, shapes or dtypes that differ from the first batch, or no ``final`` where it is needed.
+            MemoryError: what the columns need is not there.
+        """
 
     @abstractmethod
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
@@ -157,14 +168,14 @@ class Storage(ABC):
         """What :meth:`get` gave, as a batch of batch shape ``shape``."""
 
     @property
-    @abstractmethod
     def bytes_per_row(self) -> int:
         """Bytes of one stored row; 0 before the first extend, or where that is not known."""
+        return 0
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
         """Bytes of the storage; 0 where that is not known."""
+        return 0
 
     @property
     def bytes_saved(self) -> int:

@@ -9,24 +9,24 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import After, Column, Columns, TensorColumn, differ
-from flatroll.buffers.columns.host_block import plain_columns
+from flatroll.buffers.columns.base import (
+    After,
+    Column,
+    Columns,
+    TensorColumn,
+    differ,
+    plain_columns,
+    put_rows,
+)
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.storages.base import Rows, Storage
 from flatroll.buffers.storages.item_kinds import Structure, like, shown
-from flatroll.buffers.storages.next_pool import (
-    FinalRows,
-    NextPool,
-    check_final_covers,
-    final_columns,
-    mostly_shared,
-    next_columns,
-    state_pairs,
-)
+from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, next_columns, state_pairs
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
+from flatroll.layout.final import Final, check_final, read_final
 from flatroll.layout.keys import NestedKey, next_key
 
 if TYPE_CHECKING:
@@ -116,7 +116,8 @@ class ColumnStorage(Storage):
     @override
     def nbytes(self) -> int:
         columns = sum(column.nbytes for column in self.columns.values())
-        return columns + (0 if self.pool is None else self.pool.nbytes)
+        pool = {} if self.pool is None else self.pool.entries  # free entries included
+        return columns + sum(column.nbytes for column in pool.values())
 
     @property
     def bytes_saved(self) -> int:
@@ -127,22 +128,10 @@ class ColumnStorage(Storage):
         plain = sum(c.value_bytes * (2 if key in pairs else 1) for key, c in self.columns.items())
         return plain * self.capacity - self.nbytes
 
+    @override
     def prepare(
         self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
     ) -> Rows:
-        """Check ``batch`` and lay it out; allocates at the first call. Nothing is stored yet.
-
-        Args:
-            batch: ``[N]``; if N exceeds the capacity, its last rows are taken, unless ``whole``.
-            final: the final observations that come with a compact batch.
-            keys: markers by which to find the fragments; None to leave them out.
-            whole: take all rows, for a writer that chooses among them.
-
-        Raises:
-            ValueError: entries, shapes or dtypes that differ from the first batch; a compact batch without the
-                ``final`` that its storage needs.
-            MemoryError: what the columns need is not there (first call).
-        """
         structure = Structure.of(batch) if self.structure is None else self.structure
         columns = structure.columns(batch)
         if not columns:
@@ -155,13 +144,20 @@ class ColumnStorage(Storage):
             raise TypeError(f"compact_obs=True needs tensordict batches, got {type(batch).__name__}")
 
         count = len(next(iter(columns.values())))
-        final_rows = None if final is None else final_columns(final, columns, count)
+        final_rows = None if final is None else read_final(final)
+        row = None if final_rows is None else check_final(final_rows, columns, count)
         # Where lanes make the capacity less than max_size, count is a multiple of them too.
         skip = 0 if whole or count <= self.max_size else count - self.capacity
         if skip:
             columns, count = {key: column[skip:] for key, column in columns.items()}, count - skip
-        if final_rows is not None:
-            final_rows = self._cut_final(final_rows, batch, columns, skip, keys)
+        if final_rows is not None and row is not None:
+            names = keys or BoundaryKeys.probe(batch)
+            if skip:  # the rows that are left are counted from the first of them
+                late, batch = row >= skip, batch[skip:]
+                row = row[late] - skip
+                final_rows = Final(row, {key: obs[late] for key, obs in final_rows.next.items()})
+            ends = run_ends(batch, is_init_key=names.is_init, done_key=names.done, traj_key=names.traj)
+            check_final_covers(row, ends, columns)
 
         if self.compact_obs and keys is None:
             keys = BoundaryKeys.probe(batch)
@@ -174,42 +170,27 @@ class ColumnStorage(Storage):
         if self.compact_obs and keys is not None:
             return self._prepare_compact(structure, columns, count, final_rows, marked, keys)
         if final_rows is not None:
-            columns |= {next_key(key): obs for key, obs in next_columns(columns, *final_rows).items()}
+            columns |= {next_key(key): obs for key, obs in next_columns(columns, final_rows).items()}
         fragments = None if keys is None else Fragments.read(marked, keys)
         self._check_columns(columns, structure)
         return Rows(count, columns, fragments)
-
-    def _cut_final(
-        self, final: FinalRows, batch: TensorDictBase, columns: Columns, skip: int, keys: BoundaryKeys | None
-    ) -> FinalRows:
-        """``final`` without the first ``skip`` rows of ``batch``; ValueError if it lacks the end of a run."""
-        keys = keys or BoundaryKeys.probe(batch)
-        if skip:
-            late = final.row >= skip
-            observations = {key: obs[late] for key, obs in final.observations.items()}
-            final, batch = FinalRows(final.row[late] - skip, observations), batch[skip:]
-        ends = run_ends(batch, is_init_key=keys.is_init, done_key=keys.done, traj_key=keys.traj)
-        check_final_covers(final.row, ends, columns)
-        return final
 
     def _prepare_compact(
         self,
         structure: Structure,
         columns: Columns,
         count: int,
-        final: FinalRows | None,
+        final: Final | None,
         marked: Columns,
         keys: BoundaryKeys,
     ) -> Rows:
         """Lay a batch of ``count`` rows out with each observation once, but for the tails of fragments."""
-        from_final: Columns = {} if final is None else final.observations
+        from_final: Columns = {} if final is None else final.next
         pool = self.pool or NextPool(self._find_pairs(columns, marked, final, keys))
         for key, next_name in pool.next_keys.items():
             now, later = columns.get(key), columns.get(next_name)
-            unpaired = (
-                now is None or later is None or now.shape != later.shape or now.dtype is not later.dtype
-            )
-            if unpaired and key not in from_final:
+            paired = now is not None and later is not None and like(now) == like(later)
+            if not paired and key not in from_final:
                 raise ValueError(
                     f"the batch lacks {next_name!r}, which the first extend had: pass it in the batch or in final"
                 )
@@ -229,11 +210,11 @@ class ColumnStorage(Storage):
         return Rows(count, stored, fragments, tails)
 
     def _find_pairs(
-        self, columns: Columns, marked: Columns, final: FinalRows | None, keys: BoundaryKeys
+        self, columns: Columns, marked: Columns, final: Final | None, keys: BoundaryKeys
     ) -> list[NestedKey]:
         """Root keys of the first batch whose next observations are mostly those of the row after, so kept once."""
         pairs = state_pairs(columns)
-        from_final = [] if final is None else list(final.observations)
+        from_final = [] if final is None else list(final.next)
         pairs += [key for key in from_final if key not in pairs]
         if not pairs and final is not None:
             raise ValueError(
@@ -250,10 +231,19 @@ class ColumnStorage(Storage):
         if len(pairs) == len(from_final):
             return pairs
         first = columns[pairs[0]]
-        ends = torch.zeros(len(first), dtype=torch.bool)
+        ends = torch.zeros(len(first), dtype=torch.bool)  # last rows of runs, as the markers alone tell
         ends[torch.from_numpy(Fragments.read(marked, keys).lasts)] = True
-        ends = ends.to(first.device)
-        return [key for key in pairs if key in from_final or mostly_shared(columns, key, ends)] or pairs
+        inside = ~ends[:-1].to(first.device)
+        # Kept once if at least half of the rows inside runs say that the next observation is that of the row after.
+        # So it is for observations; what a network wrote for both, say, would take a pool entry for each row.
+        most = int(inside.sum()) // 2
+        shared = [
+            key
+            for key in pairs
+            if key in from_final
+            or int((differ(columns[next_key(key)][:-1], columns[key][1:]) & inside).sum()) <= most
+        ]
+        return shared or pairs
 
     def _check_columns(self, columns: Columns, structure: Structure) -> None:
         """ValueError unless ``columns`` are those of the first batch, which allocates."""
@@ -283,16 +273,17 @@ class ColumnStorage(Storage):
         written = () if plain is None else plain.write(slot, rows.columns, rows.count, plain.rows)
         if len(written) == len(rows.columns):
             return
-        fit = min(rows.count, self.capacity - slot)  # rows up to the last slot
-        for key, values in rows.columns.items():
-            if key in written:
-                continue
-            column = self.columns[key]
-            if fit == rows.count:  # else in two stretches, the second from slot 0 on
-                column.write(slot, values, after)
-            else:
-                column.write(slot, values[:fit], _between(after, 0, fit))
-                column.write(0, values[fit:], _between(after, fit, rows.count))
+        # Up to the last slot; what does not fit is a second stretch, from slot 0 on.
+        fit = min(rows.count, self.capacity - slot)
+        whole = fit == rows.count
+        for first, stop, to in [(0, fit, slot)] if whole else [(0, fit, slot), (fit, rows.count, 0)]:
+            hint = after
+            if after is not None and not whole:
+                among = (after.rows >= first) & (after.rows < stop)
+                hint = After(after.rows[among] - first, after.slots[among])
+            for key, values in rows.columns.items():
+                if key not in written:
+                    self.columns[key].write(to, values if whole else values[first:stop], hint)
 
     @override
     def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
@@ -352,9 +343,8 @@ class ColumnStorage(Storage):
         plain, pool = self._plain or self._plain_columns(), None if follow is None else self.pool
         columns = {} if plain is None else plain.take(slots, keys)
         # Root keys of the next observations asked for; later: the rows that follow, of those read so far.
-        pairs = (
-            [] if pool is None else [k for k, name in pool.next_keys.items() if keys is None or name in keys]
-        )
+        names = {} if pool is None else pool.next_keys
+        pairs = [key for key, name in names.items() if keys is None or name in keys]
         later: Columns = {}
         if plain is not None and follow is not None and pairs:
             later = plain.take_next(slots, follow.slots, columns, pairs)
@@ -366,16 +356,19 @@ class ColumnStorage(Storage):
                     continue
                 if key in taken:
                     columns[key] = taken[key]
-                elif (
-                    column.decodes and follow is not None and key in pairs
-                ):  # both at once, each row decoded once
+                elif follow is not None and column.decodes and key in pairs:
+                    # Both at once, so that each row is decoded once.
                     both = column.take(torch.cat([slots, follow.slots.clamp(min=0).to(slots.device)]))
                     columns[key], later[key] = both[: len(slots)], both[len(slots) :]
                 else:
                     columns[key] = column.take(slots)
         if pool is not None and follow is not None:
             for key in pairs:
-                columns[pool.next_keys[key]] = pool.read(key, self.columns[key], follow, later.get(key))
+                rows = later[key] if key in later else self.columns[key].take(follow.slots.clamp(min=0))
+                if follow.patch.shape[1]:  # those that no row holds come from the pool
+                    at, entries = follow.patch
+                    put_rows(rows, at.to(rows.device), pool.entries[key].take(entries))
+                columns[names[key]] = rows
         return columns
 
     def _plain_columns(self) -> "HostColumns[NestedKey] | None":
@@ -431,14 +424,15 @@ class ColumnStorage(Storage):
     def _check_kinds(self, state: dict[str, Any]) -> None:
         """ValueError if the columns of ``state`` are of other shapes, dtypes or kinds than those here."""
         kinds = state["kinds"]
-        saved = {key: _described(dtype, shape, kinds[key]) for key, (dtype, shape) in state["like"].items()}
-        kept = {key: _described(c.dtype, c.shape, _kind(c)) for key, c in self.columns.items()}
-        for key in {**saved, **kept}:
-            if saved.get(key) != kept.get(key):
-                raise ValueError(
-                    f"the state has {saved.get(key, 'nothing')} as {shown(key)}, this storage keeps "
-                    f"{kept.get(key, 'nothing')}"
+        saved = {key: (*like, kinds[key]) for key, like in state["like"].items()}
+        here = {key: (column.dtype, column.shape, _kind(column)) for key, column in self.columns.items()}
+        for key in {**saved, **here}:
+            if saved.get(key) != here.get(key):
+                got, expected = (
+                    f"{form[0]} {tuple(form[1])} per row{form[2]}" if form else "nothing"
+                    for form in (saved.get(key), here.get(key))
                 )
+                raise ValueError(f"the state has {got} as {shown(key)}, this storage keeps {expected}")
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -477,15 +471,3 @@ class ColumnStorage(Storage):
 def _kind(column: Column) -> str:
     """How a column is kept, for errors; in memory or in a file is one kind."""
     return "" if isinstance(column, TensorColumn) else f" in a {type(column).__name__}"
-
-
-def _described(dtype: torch.dtype, shape: torch.Size, kind: str) -> str:
-    return f"{dtype} {tuple(shape)} per row{kind}"
-
-
-def _between(after: After | None, first: int, stop: int) -> After | None:
-    """The hints for the rows ``first ... stop - 1``, counted from ``first``."""
-    if after is None:
-        return None
-    among = (after.rows >= first) & (after.rows < stop)
-    return After(after.rows[among] - first, after.slots[among])

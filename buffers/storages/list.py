@@ -38,7 +38,6 @@ class ListStorage(Storage):
     def prepare(
         self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
     ) -> Rows:
-        """Take the items of ``batch``: a list, or data with a leading dimension to take apart."""
         if keys is not None:
             raise TypeError(
                 "ListStorage holds items, not rows of trajectories: use LazyTensorStorage with a slice sampler"
@@ -52,20 +51,17 @@ class ListStorage(Storage):
 
     @override
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
-        self._reach(min(slot + rows.count, self.max_size))
         fit = min(rows.count, self.max_size - slot)  # the others go on at slot 0
+        self._items.extend([None] * (slot + fit - len(self._items)))
         self._items[slot : slot + fit] = rows.items[:fit]
         self._items[: rows.count - fit] = rows.items[fit:]
 
     @override
     def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
-        self._reach(int(slots.max()) + 1 if len(slots) else 0)
-        chosen = range(rows.count) if at is None else at.tolist()
-        for slot, i in zip(slots.tolist(), chosen, strict=True):
+        numbers, chosen = slots.tolist(), range(rows.count) if at is None else at.tolist()
+        self._items.extend([None] * (max(numbers, default=-1) + 1 - len(self._items)))
+        for slot, i in zip(numbers, chosen, strict=True):
             self._items[slot] = rows.items[i]
-
-    def _reach(self, length: int) -> None:
-        self._items.extend([None] * (length - len(self._items)))
 
     def set(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
         """Overwrite the drawn items with ``data``: one item for one slot, else a list of as many."""
@@ -89,19 +85,9 @@ class ListStorage(Storage):
         """The list, or the stack where its items can be stacked."""
         return stacked(values)
 
-    @property
-    @override
-    def bytes_per_row(self) -> int:
-        return 0
-
-    @property
-    @override
-    def nbytes(self) -> int:
-        return 0
-
     @override
     def state_dict(self, rows: int, pool_rows: int = 0) -> dict[str, Any]:
-        return {"items": self._items[:rows]}
+        return {"items": self._items[:rows]}  # a new list of the same items
 
     @override
     def check_state_dict(self, state: dict[str, Any], rows: int) -> None:

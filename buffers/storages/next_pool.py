@@ -1,33 +1,20 @@
 """Next observations without a second copy: which ones no later row holds, and the pool where those are kept."""
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers.columns.base import After, Column, Columns, differ, put_rows
 from flatroll.buffers.index.fragments import Fragments
-from flatroll.buffers.index.ring import Array, Follow
+from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
+from flatroll.layout.final import Final
 from flatroll.layout.keys import NEXT, NEXT_KNOWN, NestedKey, as_tuple, next_key
 
 #: Entries under "next" that are facts about the step, not the state after it.
 _OF_THE_STEP = {"reward", "done", "terminated", "truncated"}
-
-
-class FinalRows(NamedTuple):
-    """What comes with a compact batch: the K next observations that no row of it holds.
-
-    Attributes:
-        row: int64 ``[K]``, whose they are, ascending.
-        observations: by root key, ``[K, *obs]``.
-    """
-
-    row: Tensor
-    observations: Columns
 
 
 def state_pairs(columns: Columns) -> list[NestedKey]:
@@ -48,53 +35,6 @@ def state_pairs(columns: Columns) -> list[NestedKey]:
     return pairs
 
 
-def mostly_shared(columns: Columns, key: NestedKey, ends: Tensor) -> bool:
-    """Whether at least half of the rows inside runs say that ``("next", key)`` is ``key`` of the row after.
-
-    So it is for observations; what a network wrote for both, say, would take a pool entry for each row.
-    ``ends`` (bool ``[N]``) marks the last rows of runs. True if no row is inside a run.
-    """
-    inside = ~ends[:-1]
-    wrong = differ(columns[next_key(key)][:-1], columns[key][1:]) & inside
-    return 2 * int(wrong.sum()) <= int(inside.sum())
-
-
-def final_columns(final: TensorDictBase, columns: Columns, rows: int) -> FinalRows:
-    """Check a compact collector's ``final`` against the ``columns`` of its batch of ``rows`` rows.
-
-    Raises:
-        TypeError: ``final`` is no tensordict.
-        ValueError: no ``"row"``, rows out of order or range, or entries that do not fit the batch.
-    """
-    if not isinstance(final, TensorDictBase):
-        raise TypeError(f"final must be a tensordict, collector.final, got {type(final).__name__}")
-    row = final.get("row", None)
-    if row is None or row.dtype is not torch.int64 or row.ndim != 1:
-        got = "nothing" if row is None else f"{row.dtype} {tuple(row.shape)}"
-        raise ValueError(f'final needs an int64 entry "row" of shape [K], got {got}: pass collector.final')
-    if len(row) and (int(row[0]) < 0 or int(row[-1]) >= rows or bool((row[1:] <= row[:-1]).any())):
-        raise ValueError(
-            f'final["row"] must ascend within the {rows} rows of the batch, got {row.tolist()[:8]}: '
-            "pass the final that came with this batch, or none with a batch that was changed"
-        )
-    observations: Columns = {}
-    for key, value in final.items(True, True):
-        if key == "row":
-            continue
-        names = as_tuple(key)
-        root: NestedKey = names[1] if len(names) == 2 else names[1:]
-        column = columns.get(root)
-        if names[0] != NEXT or column is None:
-            raise ValueError(f"final[{key!r}] must be ('next', <entry of the batch>)")
-        if value.shape[1:] != column.shape[1:] or value.dtype != column.dtype:
-            raise ValueError(
-                f"final[{key!r}] is {value.dtype} {tuple(value.shape[1:])} per row, "
-                f"batch[{root!r}] is {column.dtype} {tuple(column.shape[1:])}"
-            )
-        observations[root] = value
-    return FinalRows(row, observations)
-
-
 def check_final_covers(row: Tensor, ends: Tensor, columns: Columns) -> None:
     """ValueError if a row that ends a run (``ends``, bool ``[N]``) is not in ``final``, whose rows are ``row``, though
     its next observation is known."""
@@ -110,16 +50,17 @@ def check_final_covers(row: Tensor, ends: Tensor, columns: Columns) -> None:
         )
 
 
-def next_columns(columns: Columns, row: Tensor, observations: Columns, at: Tensor | None = None) -> Columns:
-    """Next observations of the rows ``at`` (int64 ``[M]``, default: all), by root key: the
-    ``observations`` of ``final`` at its rows ``row``, else the row after.
+def next_columns(columns: Columns, final: Final, at: Tensor | None = None) -> Columns:
+    """Next observations of the rows ``at`` (int64 ``[M]``, default: all), by root key: those of ``final`` (checked)
+    at its rows, else the row after.
 
     The last row, if it is not among them, and rows whose next observation the env hid, get NaN (their own
     observation where the dtype has no NaN).
     """
     result: Columns = {}
     known = columns.get(NEXT_KNOWN)
-    for root, value in observations.items():
+    assert final.row is not None
+    for root, value in final.next.items():
         column = columns[root]
         rows = torch.arange(len(column), device=column.device) if at is None else at
         following = column.index_select(0, (rows + 1).clamp_(max=len(column) - 1))
@@ -131,7 +72,7 @@ def next_columns(columns: Columns, row: Tensor, observations: Columns, at: Tenso
             fill = torch.full_like(following, torch.nan)
         following = torch.where(hidden.view(-1, *[1] * (column.ndim - 1)), fill, following)
         # The rows of final stand at these places of `at`, which holds all of them in ascending order.
-        places = row if at is None else torch.searchsorted(rows, row)
+        places = final.row if at is None else torch.searchsorted(rows, final.row)
         put_rows(following, places, value)
         result[root] = following
     return result
@@ -160,16 +101,11 @@ class NextPool:
         """Take the kinds of the storage's ``columns``; the pool starts empty."""
         self.entries = {key: columns[key].pool() for key in self.pairs}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the pool, free entries included."""
-        return sum(column.nbytes for column in self.entries.values())
-
-    def cuts(self, columns: Columns, final: FinalRows | None) -> Tensor:
+    def cuts(self, columns: Columns, final: Final | None) -> Tensor:
         """Rows whose next observation is not the observation of the row after; bool ``[N]``."""
         first = columns[self.pairs[0]]
         cut = torch.zeros(len(first), dtype=torch.bool, device=first.device)
-        if final is not None:
+        if final is not None and final.row is not None:
             cut[final.row] = True
         for key, next_name in self.next_keys.items():
             later = columns.get(next_name)
@@ -178,10 +114,10 @@ class NextPool:
                 cut[:-1].logical_or_(differ(later[:-1], columns[key][1:]))
         return cut
 
-    def tails(self, columns: Columns, final: FinalRows | None, lasts: Array) -> Columns:
+    def tails(self, columns: Columns, final: Final | None, lasts: Array) -> Columns:
         """Next observations of the rows ``lasts`` (int64 ``[F]``), by root key: ``[F, *obs]``."""
         at = torch.from_numpy(lasts).to(columns[self.pairs[0]].device)
-        tails: Columns = {} if final is None else next_columns(columns, *final, at)
+        tails: Columns = {} if final is None else next_columns(columns, final, at)
         for key, next_name in self.next_keys.items():
             if key not in tails:
                 tails[key] = columns[next_name].index_select(0, at)
@@ -196,35 +132,22 @@ class NextPool:
         tails: Columns,
         first: int,
     ) -> tuple[Array, Array]:
-        """Keep what no row will hold; (pool entry per fragment or -1, chains whose last entry is now spare).
-
-        Args:
-            index: where the fragments will be entered.
-            fragments: those of the batch.
-            before: int64 ``[F]``, what each continues (`TrajectoryIndex.link`).
-            heads: columns of the batch, by root key, ``[N, *obs]``.
-            tails: next observation of each fragment's last row, by root key, ``[F, *obs]``.
-            first: number of the batch's first row, whose columns are stored already.
-        """
+        """Keep what no row will hold, as `Storage.keep_next` says, given the batch's columns ``heads`` ``[N, *obs]``
+        and the next observations ``tails`` ``[F, *obs]`` of its fragments' last rows, both by root key."""
         keep = np.ones(len(fragments.firsts), np.bool_)
         inner = np.flatnonzero(before < -1)  # fragments that continue fragment -2 - before of this batch
         if len(inner):
             earlier = -2 - before[inner]
             at = torch.from_numpy(earlier)
-            agree = self._agree(
-                lambda key: tails[key].index_select(0, at.to(tails[key].device)),
-                heads,
-                fragments.firsts[inner],
-            )
-            keep[earlier[agree]] = False
-        outer = np.flatnonzero(
-            before >= 0
-        )  # fragments that continue a stored chain, whose tail is in the pool
+            ends = {key: tails[key].index_select(0, at.to(tails[key].device)) for key in self.pairs}
+            keep[earlier[self._agree(ends, heads, fragments.firsts[inner])]] = False
+        # Fragments that continue a stored chain, whose last next observation is in the pool.
+        outer = np.flatnonzero(before >= 0)
         chains = before[outer]
         if len(outer):
             entries = torch.from_numpy(index.tail_entries(chains))
-            agree = self._agree(lambda key: self.entries[key].take(entries), heads, fragments.firsts[outer])
-            chains = chains[agree]
+            ends = {key: self.entries[key].take(entries) for key in self.pairs}
+            chains = chains[self._agree(ends, heads, fragments.firsts[outer])]
         # The tails that stay get free entries; published with the rows, so nobody reads them before.
         kept = np.flatnonzero(keep)
         taken = index.take(len(kept))
@@ -240,26 +163,12 @@ class NextPool:
             column.put(where, tails[key].index_select(0, source.to(tails[key].device)), after)
         return pool, chains
 
-    def read(self, key: NestedKey, column: Column, follow: Follow, later: Tensor | None = None) -> Tensor:
-        """Next observations ``("next", key)`` of drawn rows, ``[N, *obs]``, given the storage's ``column`` of ``key``.
-
-        ``later`` are the rows ``follow.slots`` of the column, if they were read already (-1 gives any row).
-        """
-        if later is None:
-            later = column.take(follow.slots.clamp(min=0))
-        if follow.patch.shape[1]:
-            at, entries = follow.patch
-            put_rows(later, at.to(later.device), self.entries[key].take(entries))
-        return later
-
-    def _agree(
-        self, tails: Callable[[NestedKey], Tensor], heads: Mapping[NestedKey, Tensor], firsts: Array
-    ) -> Array:
-        """Where the next observations ``tails(key)`` are those of the rows ``heads[key][firsts]``; bool."""
+    def _agree(self, tails: Columns, heads: Mapping[NestedKey, Tensor], firsts: Array) -> Array:
+        """Where the next observations ``tails[key]`` are those of the rows ``heads[key][firsts]``; bool."""
         device = heads[self.pairs[0]].device
         at = torch.from_numpy(firsts).to(device)
         wrong = torch.zeros(len(firsts), dtype=torch.bool, device=device)
         for key in self.pairs:
-            wrong.logical_or_(differ(tails(key).to(device), heads[key].index_select(0, at)))
+            wrong.logical_or_(differ(tails[key].to(device), heads[key].index_select(0, at)))
         agree: Array = wrong.logical_not_().numpy(force=True)
         return agree

@@ -8,10 +8,11 @@ from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
 from flatroll.buffers.columns.base import Columns, take_rows
-from flatroll.buffers.storages.next_pool import check_final_covers, final_columns, next_columns
+from flatroll.buffers.storages.next_pool import check_final_covers, next_columns
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
 from flatroll.layout.delta import decode_delta
+from flatroll.layout.final import check_final, read_final
 from flatroll.layout.keys import (
     DELTA,
     IS_INIT,
@@ -192,9 +193,9 @@ class NStep:
                 )
         rows = len(td)
         if final is not None:
-            row, kept = final_columns(final, columns, rows)
-            check_final_covers(row, ends, columns)
-            columns |= {next_key(key): column for key, column in next_columns(columns, row, kept).items()}
+            final_rows = read_final(final)
+            check_final_covers(check_final(final_rows, columns, rows), ends, columns)
+            columns |= {next_key(key): column for key, column in next_columns(columns, final_rows).items()}
         # Row i looks at the rows i ... i + n - 1, as far as the last row of its run.
         at = torch.arange(rows, device=ends.device)
         lasts = ends.nonzero().squeeze(1)

@@ -55,12 +55,8 @@ def gather(
         if row < 0 or (row >= rows and not is_near):
             return i
         if row != before + 1 or is_near != before_near:
-            stretches[count, 0], stretches[count, 1], stretches[count, 2], stretches[count, 3] = (
-                row,
-                i,
-                0,
-                is_near,
-            )
+            stretches[count, 0], stretches[count, 1] = row, i
+            stretches[count, 2], stretches[count, 3] = 0, is_near
             count += 1
         stretches[count - 1, 2] += 1
         before, before_near = row, is_near
@@ -72,9 +68,8 @@ def gather(
             if asked < len(source):
                 if not stretches[following, 3]:
                     first = source[asked] + stretches[following, 0] * size[asked]
-                    lines = min(
-                        stretches[following, 2] * size[asked] + 63 >> 6, _LINES
-                    )  # of 64 bytes, rounded up
+                    # cache lines of 64 bytes, rounded up
+                    lines = min(stretches[following, 2] * size[asked] + 63 >> 6, _LINES)
                     for line in range(lines):
                         ask(first + 64 * line)
                 following += 1
@@ -127,61 +122,47 @@ class Block:
         self._size: Array = np.array([one.numel() * one.element_size() for one in like], np.int64)
         self.row_bytes = int(self._size.sum())
 
-    def take(self, slots: Tensor) -> list[Tensor]:
+    def take(self, slots: Tensor, follow: Tensor | None = None, taken: Sequence[Tensor] = ()) -> list[Tensor]:
         """Copies of the rows in ``slots`` (int64 ``[N]``, on the host), by column.
+
+        With ``follow`` (int64 ``[N]``), copies of those rows instead (row 0 where it is -1), given the rows in
+        ``slots`` as ``taken``, among which most rows that follow are.
 
         Raises:
             IndexError: a slot that is none.
-        """
-        return self._gathered(slots.numpy(), _NONE, self._address)
-
-    def take_next(self, slots: Tensor, follow: Tensor, taken: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of the rows in ``follow`` (row 0 where it is -1), given the rows in ``slots`` as ``taken``, among
-        which most rows that follow are.
 
         >>> block = Block([torch.arange(10)])
         >>> slots = torch.tensor([3, 4, 5, 8])
-        >>> block.take_next(slots, torch.tensor([4, 5, 6, -1]), block.take(slots))
+        >>> block.take(slots, torch.tensor([4, 5, 6, -1]), block.take(slots))
         [tensor([4, 5, 6, 0])]
         """
-        near = np.array([rows.data_ptr() for rows in taken], np.int64)
-        return self._gathered(slots.numpy(), follow.numpy(), near)
-
-    def _gathered(self, slots: Array, follow: Array, near: Array) -> list[Tensor]:
+        rows, asked = len(slots), slots.numpy()
         # with strides given it takes 1 µs a column, torch.empty 1.7
-        rows = len(slots)
         copies = [
             torch.empty_strided((rows, *shape), stride, dtype=dtype) for shape, stride, dtype in self._forms
         ]
         target = np.array([copy.data_ptr() for copy in copies], np.int64)
-        wrong = gather(self._address, near, target, self._size, self.rows, slots, follow)
+        near, following = self._address, _NONE
+        if follow is not None:
+            near, following = np.array([rows.data_ptr() for rows in taken], np.int64), follow.numpy()
+        wrong = gather(self._address, near, target, self._size, self.rows, asked, following)
         if wrong >= 0:
-            slot = int((follow if len(follow) else slots)[wrong])
+            slot = int((following if len(following) else asked)[wrong])
             raise IndexError(f"slot {slot} is out of range: there are {self.rows} slots")
         return copies
 
     def write(self, slot: int, values: Sequence[Tensor], first: int, rows: int) -> None:
-        """Copy the rows ``first ... first + rows - 1`` of ``values`` to ``slot`` and the slots after it.
-
-        Args:
-            slot: with ``rows``, within the block.
-            values: per column, of its dtype and row shape.
-            first: first row of ``values`` to copy.
-            rows: how many.
-        """
+        """Copy the rows ``first ... first + rows - 1`` of ``values`` (per column, of its dtype and row shape) to
+        ``slot`` and the slots after it, all within the block."""
+        # Numbers in host memory as they are, row after row; those of most batches are so already.
         plain = [
             value
             if value.is_cpu and value.is_contiguous() and not value.is_neg() and not value.is_complex()
-            else _plain(value)
+            else value.cpu().resolve_conj().resolve_neg().contiguous()
             for value in values
         ]
         source = np.array([value.data_ptr() for value in plain], np.int64)
         copy(source, self._address, self._size, first, slot, rows)
-
-
-def _plain(value: Tensor) -> Tensor:
-    """``value`` with its numbers in host memory as they are, row after row."""
-    return value.cpu().resolve_conj().resolve_neg().contiguous()
 
 
 class HostColumns(Generic[K]):
@@ -212,8 +193,7 @@ class HostColumns(Generic[K]):
         block = self._blocks[names] if names in self._blocks else self._new_block(names)
         if block is None or len(slots) * block.row_bytes > _MOST:
             return {}
-        rows = block._gathered(slots.numpy(), _NONE, block._address)
-        return dict(zip(names, rows, strict=True))
+        return dict(zip(names, block.take(slots), strict=True))
 
     def take_next(
         self, slots: Tensor, follow: Tensor, taken: Mapping[K, Tensor], keys: Collection[K]
@@ -224,7 +204,7 @@ class HostColumns(Generic[K]):
         block = self._blocks[names] if names in self._blocks else self._new_block(names)
         if block is None:
             return {}
-        rows = block.take_next(slots, follow, [taken[key] for key in names])
+        rows = block.take(slots, follow, [taken[key] for key in names])
         return dict(zip(names, rows, strict=True))
 
     def write(self, slot: int, values: Mapping[K, Tensor], rows: int, capacity: int) -> tuple[K, ...]:

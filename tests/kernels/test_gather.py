@@ -48,11 +48,11 @@ def test_rows_that_follow_are_taken_from_the_rows_that_were(slots: list[int]) ->
     follow[::7] = -1  # none follows
     follow[3::9] = 0  # another one does
     taken = block.take(index)
-    for later, stored in zip(block.take_next(index, follow, taken), block.columns, strict=True):
+    for later, stored in zip(block.take(index, follow, taken), block.columns, strict=True):
         assert torch.equal(later, stored[follow.clamp(min=0)])
     if slots:
         with pytest.raises(IndexError, match="slot 41 is out of range: there are 41 slots"):
-            block.take_next(index, torch.full_like(index, 41), taken)
+            block.take(index, torch.full_like(index, 41), taken)
 
 
 @pytest.mark.parametrize("slot", [-1, 40])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler, TensorStorage
+from flatroll.buffers import LazyTensorStorage, ReplayBuffer, Ring, SliceSampler, TensorStorage
 
 CAPACITY, EVERY, ADDS = 20, 7, 47
 
@@ -74,3 +74,34 @@ def test_the_same_in_memory_of_the_caller(compact: bool) -> None:
     assert rows_of(buffer, 40) == {(0, c // EVERY, c % EVERY) for c in range(ADDS - CAPACITY, ADDS)}
     slot = int(buffer.extend(row(0, ADDS))[0])
     assert slot == ADDS % CAPACITY and torch.equal(first["observation"][slot], row(0, ADDS)["observation"][0])
+
+
+class WrittenToMeanwhile(Ring):
+    """A ring to which another process writes two rounds of rows between any two reads of its counters."""
+
+    @property
+    def head(self) -> int:
+        return self.read("head")
+
+    @property
+    def written(self) -> int:
+        return self.read("written")
+
+    def read(self, name: str) -> int:
+        value, first = int(self._state[name][0]), int(self._state["written"][0])
+        self._state["head"], self._state["written"] = first + self.capacity, first + 2 * self.capacity
+        return value
+
+
+@pytest.mark.parametrize("rows", [1, 5, 10, 13])
+def test_slots_used_while_another_process_writes(rows: int) -> None:
+    """All slots that were used before are counted, and none that does not exist, however the counters move."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10))
+    for value in range(rows):
+        buffer.add(torch.tensor(value))
+    ring = WrittenToMeanwhile(10)
+    ring._state[:] = buffer._ring._state
+    assert min(rows, 10) <= ring.used <= 10
+    ring._state[:] = buffer._ring._state
+    buffer._ring = ring
+    assert len(buffer[:]) == 10
