@@ -76,7 +76,7 @@ def add_product(
     total: tl.tensor,
     slopes: tl.tensor,
     weight: tl.tensor,
-    width: tl.tensor,
+    GATES: tl.constexpr,
     alive: tl.tensor,
     unit: tl.tensor,
     hidden: tl.tensor,
@@ -84,15 +84,15 @@ def add_product(
     PRECISION: tl.constexpr,
     INNER: tl.constexpr,
 ) -> tl.tensor:
-    """``total [RUNS, UNITS]`` plus the slopes ``[RUNS, width]`` of these runs times the weights of these units."""
+    """``total [RUNS, UNITS]`` plus the slopes ``[RUNS, GATES H]`` of these runs times the weights of these units."""
     # INNER slopes of each run at a time, and the rows of the weights that belong to them
-    for inner in range(0, width, INNER):  # pyright: ignore[reportArgumentType]  # compiled, an int
+    for inner in range(0, GATES * hidden, INNER):  # pyright: ignore[reportArgumentType]  # compiled, an int
         k = inner + tl.arange(0, INNER)
-        inside = k < width
+        inside = k < GATES * hidden
         x = tl.load(slopes[:, None] + k[None, :], mask=alive & inside[None, :], other=0)
         in_weight = inside[:, None] & (unit < hidden)[None, :]
         w = tl.load(weight + (k * hidden)[:, None] + unit[None, :], mask=in_weight, other=0)
-        total = tl.dot(x, w, total, input_precision=PRECISION, out_dtype=REAL)
+        total = tl.dot(x, w, total, input_precision=PRECISION, out_dtype=REAL)  # pyright: ignore[reportArgumentType]
     return total
 
 
@@ -222,9 +222,7 @@ def gru_backward(
                 active = alive & (unit < hidden)[None, :]
                 at_carry = carried[:, None] + unit[None, :]
                 now = tl.load(at_carry, mask=active, other=0)
-                now = add_product(
-                    now, to_state, weight, 3 * hidden, alive, unit, hidden, REAL, PRECISION, INNER
-                )
+                now = add_product(now, to_state, weight, 3, alive, unit, hidden, REAL, PRECISION, INNER)
                 tl.debug_barrier()
                 tl.store(at_carry, now, mask=active)
                 at = d_first + (row * hidden)[:, None] + unit[None, :]

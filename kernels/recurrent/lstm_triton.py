@@ -143,9 +143,7 @@ def lstm_backward(
                 unit = start + tl.arange(0, UNITS)
                 active = alive & (unit < hidden)[None, :]
                 now = tl.zeros((RUNS, UNITS), REAL)
-                now = add_product(
-                    now, to_state, weight, 4 * hidden, alive, unit, hidden, REAL, PRECISION, INNER
-                )
+                now = add_product(now, to_state, weight, 4, alive, unit, hidden, REAL, PRECISION, INNER)
                 tl.store(carry + slot[:, None] + unit[None, :], now, mask=active)
                 at = d_first + (row * hidden)[:, None] + unit[None, :]
                 tl.store(at, now, mask=active & (row == first)[:, None])
