@@ -37,11 +37,6 @@ RESERVED: frozenset[str] = frozenset(
     {ACTION, NEXT, IS_INIT, STEP_COUNT, "collector", "reward", "terminated", "truncated", "done", "delta"}
 )
 
-#: Entries under ``"next"`` that are no observation.
-_NEXT_MARKERS: frozenset[str] = frozenset(
-    {IS_INIT, STEP_COUNT, EPISODE_REWARD, "reward", "terminated", "truncated", "done", "delta"}
-)
-
 #: Column -> who writes it, or how to get it: the hint in the error for a missing column.
 _WRITTEN_BY: dict[NestedKey, str] = {
     OBSERVATION: "the collector writes it",
@@ -238,7 +233,7 @@ def observation_keys(batch: TensorDictBase) -> list[NestedKey]:
     roots: list[NestedKey] = []
     for key in batch.keys(True, True):
         names = as_tuple(key)
-        marks = names[0] in RESERVED or names[0] in _NEXT_MARKERS or names[-1].startswith("recurrent_state")
-        if not marks and (names in next_names or names[0] == OBSERVATION):
+        no_observation = names[0] in (*RESERVED, EPISODE_REWARD) or names[-1].startswith("recurrent_state")
+        if not no_observation and (names in next_names or names[0] == OBSERVATION):
             roots.append(plain_key(names))
     return roots

@@ -159,11 +159,10 @@ class RecurrentModule(StatefulModule):
         index = run_index(starts)
         # from [N, layers, H] the states of first rows, as [layers, runs, H] in rank order
         first = tuple(state.index_select(0, index.first).transpose(0, 1) for state in stored)
-        one_way_scan = self.recurrent_backend in ("auto", "scan") and not self.net.bidirectional
-        if one_way_scan and few_long_runs(self.net, rows, first, index):
-            out, finals = dense_gru(self.net, rows, first, index)
-        else:
-            out, finals = BACKENDS[self.recurrent_backend](self.net, rows, first, index)
+        one_way_scan = self.recurrent_backend in ("auto", "scan") and not self.bidirectional
+        few_and_long = one_way_scan and few_long_runs(self.net, rows, first, index)
+        backend = dense_gru if few_and_long else BACKENDS[self.recurrent_backend]
+        out, finals = backend(self.net, rows, first, index)
         if self._output_is_state:
             # copied, so that an in-place activation on the output leaves the state alone
             return out, (out.clone(),)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar, TypedDict
+from typing import ClassVar, TypedDict, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -155,7 +155,12 @@ class StatefulModule(TensorDictModuleBase):
             ValueError: an input or a state has another shape than the network's sizes ask for; recurrent: a run begins
                 at a row that has not kept its state, or there is no row.
         """
-        return self._forward_runs(tensordict) if self.recurrent_mode else self._forward_steps(tensordict)
+        compute = self._forward_runs if self.recurrent_mode else self._forward_steps
+        out, after = compute(tensordict)
+        tensordict.set(self._output_key, out.reshape(*tensordict.batch_size, out.shape[-1]))
+        for key, state in zip(self._state_out, after, strict=True):
+            tensordict.set(key, state.reshape(*tensordict.batch_size, *self._state_shape))
+        return tensordict
 
     def make_tensordict_primer(self) -> TensorDictPrimer:
         """The state every episode starts from: zeros ``[num_layers, hidden_size]`` under each state key.
@@ -172,19 +177,13 @@ class StatefulModule(TensorDictModuleBase):
         zeros = self.weight.detach().new_zeros(self._state_shape)
         return TensorDictPrimer(dict.fromkeys(self._state_in, zeros))
 
-    def _forward_steps(self, batch: TensorDictBase) -> TensorDictBase:
-        """Every row is one step of its own, from zeros where is_init says so. No host sync."""
+    def _forward_steps(self, batch: TensorDictBase) -> tuple[Tensor, States]:
+        """Outputs and states after each row; every row is one step, from zeros where is_init says so. No host sync."""
         is_init = marker(batch, self._init_key)
         rows = self._input_rows(batch)
         before = [self._state_before(batch, key, is_init) for key in self._state_in]
         states = tuple(state.reshape(-1, *self._state_shape) for state in before)
-        return self._write(batch, *self.in_weight_precision(self.step, rows, states))
-
-    def _write(self, batch: TensorDictBase, out: Tensor, after: States) -> TensorDictBase:
-        batch.set(self._output_key, out.reshape(*batch.batch_size, out.shape[-1]))
-        for key, state in zip(self._state_out, after, strict=True):
-            batch.set(key, state.reshape(*batch.batch_size, *self._state_shape))
-        return batch
+        return self.in_weight_precision(self.step, rows, states)
 
     def _state_before(self, batch: TensorDictBase, key: NestedKey, is_init: Tensor) -> Tensor:
         """The state each row starts from; it replaces the stored one, so that a batch holds what was used."""
@@ -221,8 +220,8 @@ class StatefulModule(TensorDictModuleBase):
                 f"state_stride=1, or start every run from zeros with {type(self).__name__}(..., state='zero')"
             )
 
-    def _forward_runs(self, batch: TensorDictBase) -> TensorDictBase:
-        """The rows are runs of consecutive steps, each from the state stored at its first row."""
+    def _forward_runs(self, batch: TensorDictBase) -> tuple[Tensor, States]:
+        """Outputs and states; the rows are runs of consecutive steps, each from the state stored at its first row."""
         starts = run_starts(
             batch, is_init_key=self._init_key, done_key=self._done_key, traj_key=self._traj_key
         )
@@ -240,14 +239,13 @@ class StatefulModule(TensorDictModuleBase):
                 "needs a network of one direction"
             )
         over_runs = partial(self.in_weight_precision, self.over_runs)
-        return self._write(batch, *run_with_burn_in(over_runs, rows, stored, starts.flatten(), burn_in))
+        return run_with_burn_in(over_runs, rows, stored, starts.flatten(), burn_in)
 
     def _input_rows(self, batch: TensorDictBase) -> Tensor:
         """The input as ``[N, input_size]``."""
-        key, size = self._input_key, self.input_size
-        value = require(batch, key)
-        self._check(batch, key, value, (size,))
-        return value.reshape(-1, size)
+        value = require(batch, self._input_key)
+        self._check(batch, self._input_key, value, (self.input_size,))
+        return value.reshape(-1, self.input_size)
 
     def _stored_state(self, batch: TensorDictBase, key: NestedKey) -> Tensor:
         if self.state == "zero":
@@ -260,8 +258,7 @@ class StatefulModule(TensorDictModuleBase):
                 f"with {type(self).__name__}(..., state='zero')"
             )
         self._check(batch, key, stored, self._state_shape)
-        state: Tensor = stored
-        return state
+        return cast(Tensor, stored)
 
     def _check(self, batch: TensorDictBase, key: NestedKey, value: Tensor, tail: tuple[int, ...]) -> None:
         """Refuse a column that is not ``[*B, *tail]`` in the dtype of the weights."""
