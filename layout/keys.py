@@ -141,14 +141,9 @@ def missing_marker(
     >>> print(missing_marker("is_init", ["action", "observation"]).args[0])  # doctest: +ELLIPSIS
     batch has no entry 'is_init': wrap the env in ... Entries present: 'action', 'observation'
     """
-    shown = plain_key(key)
-    writer = _WRITTEN_BY.get(
-        shown if default is None else plain_key(default), "nothing in this batch wrote it"
-    )
-    present = sorted((repr(k) for k in available), key=str)
-    return KeyError(
-        f"batch has no entry {shown!r}: {writer}. Entries present: {', '.join(present) or 'none'}"
-    )
+    writer = _WRITTEN_BY.get(plain_key(default or key), "nothing in this batch wrote it")
+    present = ", ".join(sorted(map(repr, available))) or "none"
+    return KeyError(f"batch has no entry {plain_key(key)!r}: {writer}. Entries present: {present}")
 
 
 def require(batch: TensorDictBase, key: NestedKey, default: NestedKey | None = None) -> Tensor:
@@ -162,10 +157,9 @@ def require(batch: TensorDictBase, key: NestedKey, default: NestedKey | None = N
     Raises:
         KeyError: the column is missing; the text is that of :func:`missing_marker`.
     """
-    value = batch.get(key, None)
-    if value is None:
+    column: Tensor | None = batch.get(key, None)
+    if column is None:
         raise missing_marker(key, batch.keys(True, True), default)
-    column: Tensor = value
     return column
 
 

@@ -5,15 +5,8 @@ from dataclasses import dataclass
 
 from tensordict import TensorDictBase
 
-from flatroll.layout.inspect.rules import (
-    RULES,
-    WHOLE_BATCH,
-    Severity,
-    UnpaddedRows,
-    padding,
-    shapes_and_dtypes,
-    whole,
-)
+from flatroll.layout.inspect import rules
+from flatroll.layout.inspect.rules import WHOLE_BATCH, Severity
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, observation_keys
 
 
@@ -98,14 +91,14 @@ def audit(
     if batch.shape[0] == 0:
         return []
     observations = observation_keys(batch) if keys is None else list(keys)
-    rows = UnpaddedRows(batch, observations)
-    breaches = list(shapes_and_dtypes(batch, observations))
-    if not rows.has_marker:
+    unpadded = rules.UnpaddedRows(batch, observations)
+    breaches = list(rules.shapes_and_dtypes(batch, observations))
+    if not unpadded.has_marker:
         text = f"none of {IS_INIT!r}, {DONE!r}, {TRAJ_IDS!r} is there and usable: runs cannot be told apart"
-        breaches.append(whole("markers", text))
-    breaches += padding(batch)
-    for rule in RULES:
-        breaches += rule(rows)
+        breaches.append(rules.whole("markers", text))
+    breaches += rules.padding(batch)
+    for rule in rules.RULES:
+        breaches += rule(unpadded)
     findings = []
     for breach in breaches:
         shown, more = breach.rows[:limit], len(breach.rows) - limit

@@ -1,7 +1,7 @@
 """The rules of `audit`: each looks at a whole batch at once and gives the rows that break it.
 
 ``x[:-1]`` and ``x[1:]`` side by side are each row and the row after it; where a flag of that form names the later row,
-``rows.where(flag, 1)`` turns it into row numbers.
+``shift=1`` turns it into row numbers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -92,18 +92,19 @@ class UnpaddedRows:
         starts = starts_from(self.ends)
         self.in_slices = self.is_init is not None and bool((self.is_init | ~starts).all())
 
-    def where(self, flags: Tensor, shift: int = 0) -> list[int]:
-        """Row numbers in the batch of the True flags, bool ``[N]`` (``shift=1``: of the rows after them, ``[N - 1]``)."""
-        return cast(list[int], self.numbers[flags.nonzero().squeeze(-1) + shift].tolist())
+    def breach(
+        self, rule: str, flags: Tensor, text: str, *, shift: int = 0, severity: Severity = "error"
+    ) -> Breach:
+        """The breach of a rule at the rows where bool ``flags`` are True (``shift=1``: at the rows after them)."""
+        return Breach(rule, self.numbers[flags.nonzero().squeeze(-1) + shift].tolist(), text, severity)
 
     def pairs(self) -> list[tuple[NestedKey, Tensor, Tensor]]:
         """The observations that stand both at the root and under next, in one shape and dtype."""
         pairs = []
         for key in self.keys:
             now, later = self.batch.get(key, None), self.batch.get(next_key(key), None)
-            if now is None or later is None or now.shape != later.shape or now.dtype != later.dtype:
-                continue
-            pairs.append((key, now, later))
+            if now is not None and later is not None and (now.shape, now.dtype) == (later.shape, later.dtype):
+                pairs.append((key, now, later))
         return pairs
 
 
@@ -167,23 +168,24 @@ def done_flags(rows: UnpaddedRows) -> Iterator[Breach]:
         return
     for name, flag in (("terminated", rows.terminated), ("truncated", rows.truncated)):
         if flag is not None:
-            yield Breach("done", rows.where(flag & ~rows.done), f"{name} is True but done is False")
+            yield rows.breach("done", flag & ~rows.done, f"{name} is True but done is False")
     if rows.terminated is not None and rows.truncated is not None:
-        without = rows.where(rows.done & ~rows.terminated & ~rows.truncated)
-        yield Breach("done_without_reason", without, "done is True but neither terminated nor truncated is")
+        text = "done is True but neither terminated nor truncated is"
+        yield rows.breach("done_without_reason", rows.done & ~rows.terminated & ~rows.truncated, text)
 
 
 def step_counts(rows: UnpaddedRows) -> Iterator[Breach]:
     """``step_count``, ``next_step_count``: up by one along a run, never negative, the next one more."""
     if rows.step is None:
         return
+    # rows i that do not end their run, and whose step is not one below that of row i + 1
     jumps = ~rows.ends[:-1] & (rows.step[1:] != rows.step[:-1] + 1)
-    yield Breach("step_count", rows.where(jumps, 1), "step_count is not one more than in the row before")
-    yield Breach("step_count", rows.where(rows.step < 0), "step_count is negative")
+    yield rows.breach("step_count", jumps, "step_count is not one more than in the row before", shift=1)
+    yield rows.breach("step_count", rows.step < 0, "step_count is negative")
     next_step = usable(rows.batch, next_key(STEP_COUNT))
     if next_step is not None:
         text = "('next', 'step_count') is not step_count + 1"
-        yield Breach("next_step_count", rows.where(next_step != rows.step + 1), text)
+        yield rows.breach("next_step_count", next_step != rows.step + 1, text)
 
 
 def first_rows(rows: UnpaddedRows) -> Iterator[Breach]:
@@ -194,12 +196,10 @@ def first_rows(rows: UnpaddedRows) -> Iterator[Breach]:
     """
     if rows.is_init is None or rows.step is None:
         return
-    yield Breach(
-        "is_init", rows.where((rows.step == 0) & ~rows.is_init), "step_count is 0 but is_init is False"
-    )
+    yield rows.breach("is_init", (rows.step == 0) & ~rows.is_init, "step_count is 0 but is_init is False")
     if not rows.in_slices:
         text = "is_init is True in mid-episode, and the batch is no batch of slices"
-        yield Breach("is_init", rows.where((rows.step > 0) & rows.is_init), text)
+        yield rows.breach("is_init", (rows.step > 0) & rows.is_init, text)
 
 
 def after_done(rows: UnpaddedRows) -> Iterator[Breach]:
@@ -210,6 +210,7 @@ def after_done(rows: UnpaddedRows) -> Iterator[Breach]:
     """
     if rows.is_init is None or rows.done is None:
         return
+    # row i is done and row i + 1 is no first row
     candidate = rows.done[:-1] & ~rows.is_init[1:]
     severity: Severity = "error"
     if rows.ids is not None:
@@ -218,8 +219,8 @@ def after_done(rows: UnpaddedRows) -> Iterator[Breach]:
         candidate &= rows.step[1:] == rows.step[:-1] + 1
     else:
         severity = "suspicious"
-    yield Breach(
-        "after_done", rows.where(candidate, 1), "the row before is done, but is_init is False", severity
+    yield rows.breach(
+        "after_done", candidate, "the row before is done, but is_init is False", shift=1, severity=severity
     )
 
 
@@ -231,13 +232,16 @@ def silent_resets(rows: UnpaddedRows) -> Iterator[Breach]:
     """
     if rows.is_init is None or rows.done is None or rows.ids is None:
         return
+    # row i + 1 is a first row of the trajectory of row i, which is not done
     again = rows.is_init[1:] & ~rows.done[:-1] & (rows.ids[1:] == rows.ids[:-1])
     if rows.step is not None:
         again &= (rows.step[1:] == 0) | ((rows.step[1:] == rows.step[:-1] + 1) & rows.in_slices)
     text = "is_init in the trajectory of the row before, which is not done: a reset that nothing announced"
     if rows.in_slices:
         text += " (or two slices sampled with truncated_key=None)"
-    yield Breach("silent_reset", rows.where(again, 1), text, "suspicious" if rows.in_slices else "error")
+    yield rows.breach(
+        "silent_reset", again, text, shift=1, severity="suspicious" if rows.in_slices else "error"
+    )
 
 
 def trajectory_ids(rows: UnpaddedRows) -> Iterator[Breach]:
@@ -248,7 +252,7 @@ def trajectory_ids(rows: UnpaddedRows) -> Iterator[Breach]:
     """
     if rows.ids is None:
         return
-    yield Breach("traj_id", rows.where(rows.ids < 0), "the trajectory id is negative: no env wrote this row")
+    yield rows.breach("traj_id", rows.ids < 0, "the trajectory id is negative: no env wrote this row")
     if rows.step is None:
         return
     # rows sorted by id, then by step, then by place: neighbours are the candidates for twins
@@ -256,7 +260,8 @@ def trajectory_ids(rows: UnpaddedRows) -> Iterator[Breach]:
     order = order[rows.ids[order].argsort(stable=True)]
     before, after = order[:-1], order[1:]
     # the same step of the same id, and whether it is another transition
-    twin = (rows.ids[before] == rows.ids[after]) & (rows.step[before] == rows.step[after])
+    one_id = rows.ids[before] == rows.ids[after]
+    twin = one_id & (rows.step[before] == rows.step[after])
     differs = torch.zeros_like(twin)
     for key in {ACTION, *rows.keys}:
         if isinstance(column := rows.batch.get(key, None), Tensor):
@@ -264,22 +269,15 @@ def trajectory_ids(rows: UnpaddedRows) -> Iterator[Breach]:
     text = (
         "an earlier row has this id and step_count and is another transition: the id names two trajectories"
     )
-    # entries of ``after`` are row positions in sorted order: marking them brings them back into the order of rows
-    yield Breach(
-        "traj_id", rows.where(torch.zeros_like(rows.ends).index_fill(0, after[twin & differs], True)), text
-    )
+    # ``after`` are the rows in sorted order: marking them brings them back into their own
+    other = torch.zeros_like(rows.ends).index_fill(0, after[twin & differs], True)
+    yield rows.breach("traj_id", other, text)
     if rows.terminated is not None:
         # a later step of an id whose earlier step terminated
-        late = (
-            (rows.ids[before] == rows.ids[after])
-            & (rows.step[before] < rows.step[after])
-            & rows.terminated[before]
-        )
+        late = one_id & (rows.step[before] < rows.step[after]) & rows.terminated[before]
         over = torch.zeros_like(rows.ends).index_fill(0, after[late], True)
-        yield Breach("traj_id", rows.where(over), "this trajectory terminated at an earlier step")
-    yield Breach(
-        "traj_id", rows.where(_changed_midway(rows), 1), "the id changes, but the trajectory goes on"
-    )
+        yield rows.breach("traj_id", over, "this trajectory terminated at an earlier step")
+    yield rows.breach("traj_id", _changed_midway(rows), "the id changes, but the trajectory goes on", shift=1)
 
 
 def _changed_midway(rows: UnpaddedRows) -> Tensor:
@@ -303,9 +301,10 @@ def _changed_midway(rows: UnpaddedRows) -> Tensor:
 def next_observations(rows: UnpaddedRows) -> Iterator[Breach]:
     """``next_observation``: inside a run, a row's next observation is the observation of the row after."""
     for key, now, later in rows.pairs():
+        # what row i announces is not what row i + 1 holds, in one run
         differs = ~rows.ends[:-1] & ~same(later[:-1], now[1:])
         text = f"{next_key(key)!r} is not {key!r} of the row after, though the run goes on"
-        yield Breach("next_observation", rows.where(differs), text)
+        yield rows.breach("next_observation", differs, text)
 
 
 def not_numbers(rows: UnpaddedRows) -> Iterator[Breach]:
@@ -314,7 +313,7 @@ def not_numbers(rows: UnpaddedRows) -> Iterator[Breach]:
         column = rows.batch.get(key, None)
         if column is not None and column.is_floating_point():
             holds_nan = column.isnan().reshape(len(rows.numbers), -1).any(1)
-            yield Breach("nan", rows.where(holds_nan), f"{key!r} holds NaN")
+            yield rows.breach("nan", holds_nan, f"{key!r} holds NaN")
     deltas = rows.batch.get(DELTA, None)
     if deltas is None:
         return
@@ -323,7 +322,7 @@ def not_numbers(rows: UnpaddedRows) -> Iterator[Breach]:
         if delta.is_floating_point():
             overflows = ~delta.isfinite().reshape(len(rows.numbers), -1).all(1)
             text = f"{name!r} is not finite: the difference does not fit {delta.dtype}"
-            yield Breach("delta", rows.where(overflows), text)
+            yield rows.breach("delta", overflows, text)
 
 
 def reset_as_next(rows: UnpaddedRows) -> Iterator[Breach]:
@@ -331,6 +330,7 @@ def reset_as_next(rows: UnpaddedRows) -> Iterator[Breach]:
     pairs = rows.pairs()
     if rows.done is None or not pairs or (rows.step is None and rows.ids is None):
         return
+    # row i is done, and row i + 1 begins an episode with the observation that row i announces
     fresh = rows.done[:-1].clone()
     if rows.is_init is not None:
         fresh &= rows.is_init[1:]
@@ -341,7 +341,7 @@ def reset_as_next(rows: UnpaddedRows) -> Iterator[Breach]:
         fresh &= same(later[:-1], now[1:])
         moves |= ~same(now[1:], now[:-1])
     text = "the next observation of this ended row is the first one of the next episode: a reset observation?"
-    yield Breach("reset_as_next", rows.where(fresh & moves), text, "suspicious")
+    yield rows.breach("reset_as_next", fresh & moves, text, severity="suspicious")
 
 
 def jumps_to_reset(rows: UnpaddedRows) -> Iterator[Breach]:
@@ -370,16 +370,14 @@ def jumps_to_reset(rows: UnpaddedRows) -> Iterator[Breach]:
         text = (
             f"{key!r} jumps to the first observation of an episode, but nothing says that the env was reset"
         )
-        yield Breach("obs_jump", rows.where(leaps, 1), text, "suspicious")
+        yield rows.breach("obs_jump", leaps, text, shift=1, severity="suspicious")
 
 
 def one_length(rows: UnpaddedRows) -> Iterator[Breach]:
     """``same_length`` (suspicious): five or more episodes of one length > 1, all terminated."""
-    if (
-        rows.step is None
-        or rows.terminated is None
-        or (rows.truncated is not None and bool(rows.truncated.any()))
-    ):
+    if rows.step is None or rows.terminated is None:
+        return
+    if rows.truncated is not None and bool(rows.truncated.any()):
         return
     # terminated rows' steps are the lengths of their episodes
     lengths = rows.step[rows.terminated] + 1
