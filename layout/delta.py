@@ -57,6 +57,7 @@ def encode_delta(obs: Tensor, next_obs: Tensor, dtype: torch.dtype = torch.float
         return (next_obs - obs).to(dtype)
     if obs.dtype is torch.bool:
         return next_obs ^ obs
+    # wraps around modulo 2**bits, and so does the sum that undoes it
     return (signed(next_obs) - signed(obs)).view(obs.dtype)
 
 
@@ -106,6 +107,7 @@ def check_delta(delta: Tensor, obs: Tensor, next_obs: Tensor, key: NestedKey) ->
     """
     if not delta.is_floating_point() or bool(delta.isfinite().all()):
         return
+    # infinite although both sides are finite: the dtype of the delta is too narrow
     overflown = delta.isinf() & obs.isfinite() & next_obs.isfinite()
     if bool(overflown.any()):
         largest = (next_obs[overflown].double() - obs[overflown].double()).abs().max().item()
@@ -114,6 +116,7 @@ def check_delta(delta: Tensor, obs: Tensor, next_obs: Tensor, key: NestedKey) ->
             f"dtype ends at {torch.finfo(delta.dtype).max:.6g}. Use delta_dtype=torch.bfloat16 or float32, "
             "scale the observation, or leave the key out with in_keys"
         )
+    # inf - inf and anything with NaN: NaN comes back where there was a number
     lost = decode_delta(obs, delta).isnan() & ~next_obs.isnan()
     if bool(lost.any()):
         raise ValueError(
@@ -173,9 +176,9 @@ class NextObservationDelta:
             no root observation.
         """
         deltas = td.get(DELTA, None)
-        keys = self.in_keys
         present = [] if deltas is None else [as_tuple(key) for key in deltas.keys(True, True)]
-        missing = [key for key in keys or [] if key not in present]
+        used = present if self.in_keys is None else self.in_keys
+        missing = [key for key in used if key not in present]
         if missing or not present:
             wanted = ("next", "delta", *missing[0]) if missing else DELTA
             raise KeyError(
@@ -183,14 +186,14 @@ class NextObservationDelta:
                 f"take this transform out. Deltas present: {', '.join(map(repr, present)) or 'none'}"
             )
         out = td.copy()
-        for key in present if keys is None else keys:
+        for key in used:
             root = require(out, key)
             if self.restore_dtype is not None and root.is_floating_point():
                 root = root.to(self.restore_dtype)
             out.set(next_key(key), decode_delta(root, require(out, (*DELTA, *key))))
         if not self.drop_delta:
             return out
-        used = present if keys is None else keys
+        # the whole entry if all deltas were used, else one by one
         return out.exclude(*((DELTA,) if len(used) == len(present) else ((*DELTA, *key) for key in used)))
 
     __call__ = forward

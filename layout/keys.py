@@ -37,11 +37,6 @@ RESERVED: frozenset[str] = frozenset(
     {ACTION, NEXT, IS_INIT, STEP_COUNT, "collector", "reward", "terminated", "truncated", "done", "delta"}
 )
 
-#: Entries under ``"next"`` that are no observation.
-_NEXT_MARKERS: frozenset[str] = frozenset(
-    {IS_INIT, STEP_COUNT, EPISODE_REWARD, "reward", "terminated", "truncated", "done", "delta"}
-)
-
 #: Column -> who writes it, or how to get it: the hint in the error for a missing column.
 _WRITTEN_BY: dict[NestedKey, str] = {
     OBSERVATION: "the collector writes it",
@@ -146,14 +141,9 @@ def missing_marker(
     >>> print(missing_marker("is_init", ["action", "observation"]).args[0])  # doctest: +ELLIPSIS
     batch has no entry 'is_init': wrap the env in ... Entries present: 'action', 'observation'
     """
-    shown = plain_key(key)
-    writer = _WRITTEN_BY.get(
-        shown if default is None else plain_key(default), "nothing in this batch wrote it"
-    )
-    present = sorted((repr(k) for k in available), key=str)
-    return KeyError(
-        f"batch has no entry {shown!r}: {writer}. Entries present: {', '.join(present) or 'none'}"
-    )
+    writer = _WRITTEN_BY.get(plain_key(default or key), "nothing in this batch wrote it")
+    present = ", ".join(sorted(map(repr, available))) or "none"
+    return KeyError(f"batch has no entry {plain_key(key)!r}: {writer}. Entries present: {present}")
 
 
 def require(batch: TensorDictBase, key: NestedKey, default: NestedKey | None = None) -> Tensor:
@@ -167,10 +157,9 @@ def require(batch: TensorDictBase, key: NestedKey, default: NestedKey | None = N
     Raises:
         KeyError: the column is missing; the text is that of :func:`missing_marker`.
     """
-    value = batch.get(key, None)
-    if value is None:
+    column: Tensor | None = batch.get(key, None)
+    if column is None:
         raise missing_marker(key, batch.keys(True, True), default)
-    column: Tensor = value
     return column
 
 
@@ -238,7 +227,7 @@ def observation_keys(batch: TensorDictBase) -> list[NestedKey]:
     roots: list[NestedKey] = []
     for key in batch.keys(True, True):
         names = as_tuple(key)
-        marks = names[0] in RESERVED or names[0] in _NEXT_MARKERS or names[-1].startswith("recurrent_state")
-        if not marks and (names in next_names or names[0] == OBSERVATION):
+        no_observation = names[0] in (*RESERVED, EPISODE_REWARD) or names[-1].startswith("recurrent_state")
+        if not no_observation and (names in next_names or names[0] == OBSERVATION):
             roots.append(plain_key(names))
     return roots

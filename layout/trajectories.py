@@ -113,9 +113,9 @@ def join(parts: TensorDictBase | Sequence[TensorDictBase], *, mask_key: NestedKe
     if any(leaf.is_nested for leaf in parts.values(True, True)):
         return _unnest(parts)
     mask = marker(parts, mask_key)
+    # numbers of the real rows in the padded table, seen flat: run by run, in time order
     rows = mask.reshape(-1).nonzero().squeeze(-1)
-    flat: TensorDictBase = parts.exclude(mask_key).reshape(mask.numel())[rows]
-    return flat
+    return cast(TensorDictBase, parts.exclude(mask_key).reshape(mask.numel())[rows])
 
 
 def _keys(prefix: NestedKey | None, trajectory_key: NestedKey | None) -> tuple[NestedKey, NestedKey]:
@@ -150,6 +150,7 @@ def _pad(flat: TensorDictBase, starts: Tensor, offsets: Tensor, mask_key: Nested
 
 
 def _nest(flat: TensorDictBase, offsets: Tensor, layout: torch.layout) -> TensorDict:
+    """Cut every column at ``offsets`` into a nested tensor: a view in the jagged layout, a copy in the strided one."""
     lengths = offsets.diff().tolist()
     if layout is torch.jagged:
         # One offsets tensor for all columns: torch compares jagged shapes by the identity of their offsets.
@@ -175,12 +176,12 @@ def _nest(flat: TensorDictBase, offsets: Tensor, layout: torch.layout) -> Tensor
 
 
 def _unnest(parts: TensorDictBase) -> TensorDictBase:
+    """Nested tensors to the flat batch; in the jagged layout their values are its columns."""
+
     def flatten(column: Tensor) -> Tensor:
         return column.values() if column.layout is torch.jagged else torch.cat(column.unbind())
 
+    # rows of all trajectories together, by any column
     first = next(iter(parts.values(True, True)))
-    rows = (
-        first.values().shape[0] if first.layout is torch.jagged else sum(t.shape[0] for t in first.unbind())
-    )
-    flat: TensorDictBase = parts.apply(flatten, batch_size=[rows])
-    return flat
+    rows = len(first.values()) if first.layout is torch.jagged else sum(map(len, first.unbind()))
+    return cast(TensorDictBase, parts.apply(flatten, batch_size=[rows]))

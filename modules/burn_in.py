@@ -104,16 +104,20 @@ class BurnIn:
         if not self.burn_in or not len(td):
             return td
         marked = td.clone(recurse=False)
-        if absent := [key for key in self.out_keys if td.get(key, None) is None]:
-            primed = self._primed()
-            for key in absent:
-                if key in primed:
-                    marked.set(key, primed[key].to(td.device).expand(len(td), *primed[key].shape))
+        absent = [key for key in self.out_keys if td.get(key, None) is None]
+        for key, first in (self._primed() if absent else {}).items():
+            if key in absent:
+                marked.set(key, first.to(td.device).expand(len(td), *first.shape))
         parts = self._divide(marked, ends)
         rest = cast(TensorDictBase, marked[parts.rest])
         if not len(parts.head):
             return rest
-        after = self._run(cast(TensorDictBase, marked[parts.head]))
+        after = cast(TensorDictBase, marked[parts.head])
+        device = next((p.device for module in self.modules for p in module.parameters()), None)
+        after = after if device is None else after.to(device)
+        with torch.no_grad(), set_recurrent_mode("recurrent"):
+            for module in self.modules:
+                after = module(after)
         for key in self.out_keys:
             state = require(rest, key)
             final = require(after, next_key(key)).index_select(0, parts.final.to(after.device))
@@ -150,23 +154,13 @@ class BurnIn:
         final = burnt[burnt > 0].cumsum(0) - 1
         return _Parts(head.nonzero().squeeze(1), rest, final[~fresh], torch.searchsorted(rest, entry[~fresh]))
 
-    def _run(self, rows: TensorDictBase) -> TensorDictBase:
-        device = next((p.device for module in self.modules for p in module.parameters()), None)
-        rows = rows if device is None else rows.to(device)
-        with torch.no_grad(), set_recurrent_mode("recurrent"):
-            for module in self.modules:
-                rows = module(rows)
-        return rows
-
     def _primed(self) -> dict[NestedKey, Tensor]:
         """The states that the modules' parts declare, with the value that episodes start from."""
         states: dict[NestedKey, Tensor] = {}
-        for module in self.modules:
-            for part in module.modules():
-                make: Any = getattr(part, "make_tensordict_primer", None)
-                primer = None if make is None else make()
-                if isinstance(primer, TensorDictPrimer):
-                    states |= primer.defaults
+        for part in (part for module in self.modules for part in module.modules()):
+            make: Any = getattr(part, "make_tensordict_primer", None)
+            if make is not None and isinstance(primer := make(), TensorDictPrimer):
+                states |= primer.defaults
         return states
 
 

@@ -1,7 +1,6 @@
 """Recurrences that are linear in their state: whole batches at once by one segmented scan."""
 
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +8,8 @@ from typing_extensions import override
 
 from flatroll.kernels import segmented_scan
 from flatroll.layout.checks import whole_number
-from flatroll.layout.keys import DONE, TRAJ_IDS, NestedKey
 from flatroll.modules.backends.packing import States
-from flatroll.modules.mode import Mode
-from flatroll.modules.stateful import Keys, StatefulModule
+from flatroll.modules.stateful import StatefulModule, StatefulOptions
 
 
 class LinearRecurrence(StatefulModule):
@@ -24,16 +21,14 @@ class LinearRecurrence(StatefulModule):
         hidden_size: int,
         num_layers: int,
         dropout: float,
-        keys: Keys,
-        state: str,
-        recurrent: Mode,
+        **options: Unpack[StatefulOptions],
     ) -> None:
         sizes = {"input_size": input_size, "hidden_size": hidden_size, "num_layers": num_layers}
         for name, size in sizes.items():
             whole_number(name, size)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, got {dropout!r}")
-        super().__init__(keys, (num_layers, hidden_size), recurrent, state)
+        super().__init__((num_layers, hidden_size), **options)
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.dropout = dropout
 
@@ -117,19 +112,11 @@ class MinGRUModule(LinearRecurrence):
         bias: bool = True,
         dropout: float = 0.0,
         *,
-        in_key: NestedKey | None = None,
-        in_keys: Sequence[NestedKey] | None = None,
-        out_key: NestedKey | None = None,
-        out_keys: Sequence[NestedKey] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        default_recurrent_mode: Mode = None,
-        state: str = "stored",
-        done_key: NestedKey = DONE,
-        traj_key: NestedKey = TRAJ_IDS,
+        **options: Unpack[StatefulOptions],
     ) -> None:
-        keys = Keys(in_key, in_keys, out_key, out_keys, done_key, traj_key)
-        super().__init__(input_size, hidden_size, num_layers, dropout, keys, state, default_recurrent_mode)
+        super().__init__(input_size, hidden_size, num_layers, dropout, **options)
         sizes = [input_size, *[hidden_size] * (num_layers - 1)]
         self.gates = nn.ModuleList(
             nn.Linear(size, 2 * hidden_size, bias=bias, device=device, dtype=dtype) for size in sizes
@@ -188,27 +175,19 @@ class LinearRecurrentModule(LinearRecurrence):
         dropout: float = 0.0,
         decay: tuple[float, float] = (0.9, 0.999),
         *,
-        in_key: NestedKey | None = None,
-        in_keys: Sequence[NestedKey] | None = None,
-        out_key: NestedKey | None = None,
-        out_keys: Sequence[NestedKey] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        default_recurrent_mode: Mode = None,
-        state: str = "stored",
-        done_key: NestedKey = DONE,
-        traj_key: NestedKey = TRAJ_IDS,
+        **options: Unpack[StatefulOptions],
     ) -> None:
-        keys = Keys(in_key, in_keys, out_key, out_keys, done_key, traj_key)
-        super().__init__(input_size, hidden_size, num_layers, dropout, keys, state, default_recurrent_mode)
+        super().__init__(input_size, hidden_size, num_layers, dropout, **options)
         if not 0 < decay[0] <= decay[1] < 1:
             raise ValueError(f"decay must be two rising numbers between 0 and 1, got {decay!r}")
         sizes = [input_size, *[hidden_size] * (num_layers - 1)]
-        options: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.inputs = nn.ModuleList(nn.Linear(size, hidden_size, bias=False, **options) for size in sizes)
-        self.outputs = nn.ModuleList(nn.Linear(hidden_size, hidden_size, **options) for _ in sizes)
-        self.skips = nn.ModuleList(nn.Linear(size, hidden_size, bias=False, **options) for size in sizes)
-        rates = torch.empty(num_layers, hidden_size, **options).uniform_(*decay)
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.inputs = nn.ModuleList(nn.Linear(size, hidden_size, bias=False, **place) for size in sizes)
+        self.outputs = nn.ModuleList(nn.Linear(hidden_size, hidden_size, **place) for _ in sizes)
+        self.skips = nn.ModuleList(nn.Linear(size, hidden_size, bias=False, **place) for size in sizes)
+        rates = torch.empty(num_layers, hidden_size, **place).uniform_(*decay)
         self.log_rates = nn.Parameter(rates.log().neg().log())
 
     @property

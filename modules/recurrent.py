@@ -1,19 +1,16 @@
 """GRUModule and LSTMModule: a network, stepped in rollouts and run over the runs of a flat batch in training."""
 
-from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple, Self, cast
+from typing import ClassVar, NamedTuple, Self, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from flatroll.layout.keys import DONE, TRAJ_IDS, NestedKey
 from flatroll.modules.backends.choice import BACKENDS, by_row, check_backend
 from flatroll.modules.backends.dense import dense_gru, few_long_runs
 from flatroll.modules.backends.packing import States, call, run_index
-from flatroll.modules.mode import Mode
 from flatroll.modules.networks import GRU, LSTM, NETWORKS, with_weights_of
-from flatroll.modules.stateful import Keys, StatefulModule
+from flatroll.modules.stateful import StatefulModule, StatefulOptions
 
 #: From so many rows on, a step of the stock LSTM is faster on the CPU than that of a cell.
 STOCK_ROWS = 256
@@ -32,12 +29,10 @@ class NetworkSizes(NamedTuple):
     device: torch.device | str | None
 
 
-class BackendOptions(NamedTuple):
-    """How a module computes; :class:`GRUModule` says what each option means."""
+class RecurrentOptions(StatefulOptions, total=False):
+    """Keyword arguments of GRUModule and LSTMModule; :class:`GRUModule` says what each means."""
 
     recurrent_backend: str
-    default_recurrent_mode: Mode
-    state: str
     python_based: bool
 
 
@@ -67,45 +62,43 @@ def _wrapped_network(
 class RecurrentModule(StatefulModule):
     """A recurrent network over the rows of a tensordict; base of :class:`GRUModule` and :class:`LSTMModule`.
 
-    A subclass names its kind of network and its default state keys, and says how one layer makes one step
-    (:meth:`cell`). Each state stands in the tensordict as ``[*B, num_layers, hidden_size]`` (twice the layers if
-    bidirectional).
+    A subclass names its kind of network and its default state keys. Each state stands in the tensordict as
+    ``[*B, num_layers, hidden_size]`` (twice the layers if bidirectional).
 
     Args:
         network: an existing network of that kind, or None.
         sizes: of a new one.
-        keys, options: see :class:`GRUModule`.
+        others: see :class:`GRUModule`.
     """
+
+    autocast_in_part = True
 
     #: ``"GRU"`` or ``"LSTM"``; in lower case the attribute that holds the network.
     kind: ClassVar[str]
 
     def __init__(
-        self, network: nn.RNNBase | None, sizes: NetworkSizes, keys: Keys, options: BackendOptions
+        self,
+        network: nn.RNNBase | None,
+        sizes: NetworkSizes,
+        *,
+        recurrent_backend: str = "auto",
+        python_based: bool = False,
+        **options: Unpack[StatefulOptions],
     ) -> None:
-        net = _wrapped_network(self.kind, network, sizes, options.python_based)
-        check_backend(options.recurrent_backend, net)
+        net = _wrapped_network(self.kind, network, sizes, python_based)
+        check_backend(recurrent_backend, net)
         shape = (net.num_layers * (2 if net.bidirectional else 1), net.hidden_size)
-        super().__init__(keys, shape, options.default_recurrent_mode, options.state)
-        self.input_size = net.input_size
-        self.recurrent_backend = options.recurrent_backend
+        super().__init__(shape, **options)
+        self.input_size, self.bidirectional = net.input_size, net.bidirectional
+        self.recurrent_backend = recurrent_backend
         # whether the output of each row is all of the state after it
         self._output_is_state = self.kind == "GRU" and shape[0] == 1
         setattr(self, self.kind.lower(), net)
 
     @property
-    @override
-    def bidirectional(self) -> bool:
-        return self.net.bidirectional
-
-    @property
     def net(self) -> nn.RNNBase:
         """The wrapped network; its weights load and save as they would without the wrapper."""
         return cast(nn.RNNBase, getattr(self, self.kind.lower()))
-
-    def cell(self, rows: Tensor, states: States, weights: Sequence[Tensor]) -> States:
-        """One step of one layer: rows ``[B, in]``, states ``[B, hidden]`` to new states, output first."""
-        raise NotImplementedError
 
     def make_python_based(self) -> Self:
         """Compute by flatroll's own operators, which ``torch.compile`` takes into one graph; the weights stay.
@@ -131,17 +124,6 @@ class RecurrentModule(StatefulModule):
         return cast(Tensor, self.net.weight_ih_l0)
 
     @override
-    def in_weight_precision(
-        self, compute: Callable[..., tuple[Tensor, States]], rows: Tensor, states: States, *more: Tensor
-    ) -> tuple[Tensor, States]:
-        if rows.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
-            return compute(rows, states, *more)
-        # on the CPU autocast would reach some calls of the network only
-        dtype = self.weight.dtype
-        with torch.autocast("cpu", enabled=False):
-            return compute(rows.to(dtype), tuple(state.to(dtype) for state in states), *more)
-
-    @override
     def step(self, rows: Tensor, states: States) -> tuple[Tensor, States]:
         net = self.net
         if net.bidirectional:
@@ -153,7 +135,11 @@ class RecurrentModule(StatefulModule):
         for layer, weights in enumerate(net.all_weights):
             if layer and net.dropout:
                 rows = nn.functional.dropout(rows, net.dropout, net.training)
-            after.append(self.cell(rows, tuple(state[:, layer] for state in states), weights))
+            before = tuple(state[:, layer] for state in states)
+            if self.kind == "GRU":
+                after.append((torch.gru_cell(rows, before[0], *weights),))
+            else:
+                after.append(torch.lstm_cell(rows, before, *weights))
             rows = after[-1][0]
         hidden, *cells = zip(*after, strict=True)
         # stacked, hence in memory of its own: an in-place activation on the output leaves the state alone
@@ -173,11 +159,10 @@ class RecurrentModule(StatefulModule):
         index = run_index(starts)
         # from [N, layers, H] the states of first rows, as [layers, runs, H] in rank order
         first = tuple(state.index_select(0, index.first).transpose(0, 1) for state in stored)
-        one_way_scan = self.recurrent_backend in ("auto", "scan") and not self.net.bidirectional
-        if one_way_scan and few_long_runs(self.net, rows, first, index):
-            out, finals = dense_gru(self.net, rows, first, index)
-        else:
-            out, finals = BACKENDS[self.recurrent_backend](self.net, rows, first, index)
+        one_way_scan = self.recurrent_backend in ("auto", "scan") and not self.bidirectional
+        few_and_long = one_way_scan and few_long_runs(self.net, rows, first, index)
+        backend = dense_gru if few_and_long else BACKENDS[self.recurrent_backend]
+        out, finals = backend(self.net, rows, first, index)
         if self._output_is_state:
             # copied, so that an in-place activation on the output leaves the state alone
             return out, (out.clone(),)
@@ -274,29 +259,14 @@ class GRUModule(RecurrentModule):
         dropout: float = 0.0,
         bidirectional: bool = False,
         *,
-        in_key: NestedKey | None = None,
-        in_keys: Sequence[NestedKey] | None = None,
-        out_key: NestedKey | None = None,
-        out_keys: Sequence[NestedKey] | None = None,
         device: torch.device | str | None = None,
         gru: nn.GRU | GRU | None = None,
-        recurrent_backend: str = "auto",
-        default_recurrent_mode: Mode = None,
-        python_based: bool = False,
-        state: str = "stored",
-        done_key: NestedKey = DONE,
-        traj_key: NestedKey = TRAJ_IDS,
+        **options: Unpack[RecurrentOptions],
     ) -> None:
         sizes = NetworkSizes(
             input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device
         )
-        keys = Keys(in_key, in_keys, out_key, out_keys, done_key, traj_key)
-        options = BackendOptions(recurrent_backend, default_recurrent_mode, state, python_based)
-        super().__init__(gru, sizes, keys, options)
-
-    @override
-    def cell(self, rows: Tensor, states: States, weights: Sequence[Tensor]) -> States:
-        return (torch.gru_cell(rows, states[0], *weights),)
+        super().__init__(gru, sizes, **options)
 
 
 class LSTMModule(RecurrentModule):
@@ -339,29 +309,14 @@ class LSTMModule(RecurrentModule):
         dropout: float = 0.0,
         bidirectional: bool = False,
         *,
-        in_key: NestedKey | None = None,
-        in_keys: Sequence[NestedKey] | None = None,
-        out_key: NestedKey | None = None,
-        out_keys: Sequence[NestedKey] | None = None,
         device: torch.device | str | None = None,
         lstm: nn.LSTM | LSTM | None = None,
-        recurrent_backend: str = "auto",
-        default_recurrent_mode: Mode = None,
-        python_based: bool = False,
-        state: str = "stored",
-        done_key: NestedKey = DONE,
-        traj_key: NestedKey = TRAJ_IDS,
+        **options: Unpack[RecurrentOptions],
     ) -> None:
         sizes = NetworkSizes(
             input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device
         )
-        keys = Keys(in_key, in_keys, out_key, out_keys, done_key, traj_key)
-        options = BackendOptions(recurrent_backend, default_recurrent_mode, state, python_based)
-        super().__init__(lstm, sizes, keys, options)
-
-    @override
-    def cell(self, rows: Tensor, states: States, weights: Sequence[Tensor]) -> States:
-        return torch.lstm_cell(rows, states, *weights)
+        super().__init__(lstm, sizes, **options)
 
     @override
     def step(self, rows: Tensor, states: States) -> tuple[Tensor, States]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, TypedDict, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -11,9 +11,11 @@ from torch import Tensor
 
 from flatroll.layout.boundaries import run_starts
 from flatroll.layout.keys import (
+    DONE,
     HAS_STATE,
     IS_INIT,
     MASK,
+    TRAJ_IDS,
     NestedKey,
     as_tuple,
     marker,
@@ -27,13 +29,15 @@ from flatroll.modules.mode import Mode, burn_in_rows, named_mode, recurrent_mode
 from flatroll.modules.primer import TensorDictPrimer
 
 
-class Keys(NamedTuple):
-    """Where a module reads and writes; exactly one of ``in_key, in_keys`` and of ``out_key, out_keys`` is given."""
+class StatefulOptions(TypedDict, total=False):
+    """Keyword arguments of every stateful module; :class:`flatroll.modules.GRUModule` says what each means."""
 
     in_key: NestedKey | None
     in_keys: Sequence[NestedKey] | None
     out_key: NestedKey | None
     out_keys: Sequence[NestedKey] | None
+    default_recurrent_mode: Mode
+    state: str
     done_key: NestedKey
     traj_key: NestedKey
 
@@ -60,38 +64,48 @@ class StatefulModule(TensorDictModuleBase):
     ``[*B, *state_shape]``.
 
     Args:
-        keys: where it reads and writes.
         state_shape: layers and features of one row's state.
-        default_recurrent_mode: the mode where none is set; None is False.
-        state: what runs start from, ``"stored"`` or ``"zero"``.
+        others: see :class:`flatroll.modules.GRUModule`.
     """
 
     state_keys: ClassVar[tuple[str, ...]] = ("recurrent_state",)
+    #: Whether autocast on the CPU would reach only a part of the network, so that it is turned off for it.
+    autocast_in_part: ClassVar[bool] = False
     input_size: int
+    #: Whether outputs depend on rows that come later in their run.
+    bidirectional: bool = False
 
     def __init__(
-        self, keys: Keys, state_shape: tuple[int, int], default_recurrent_mode: Mode, state: str
+        self,
+        state_shape: tuple[int, int],
+        *,
+        in_key: NestedKey | None = None,
+        in_keys: Sequence[NestedKey] | None = None,
+        out_key: NestedKey | None = None,
+        out_keys: Sequence[NestedKey] | None = None,
+        default_recurrent_mode: Mode = None,
+        state: str = "stored",
+        done_key: NestedKey = DONE,
+        traj_key: NestedKey = TRAJ_IDS,
     ) -> None:
         super().__init__()
         if state not in ("stored", "zero"):
             raise ValueError(f"state must be 'stored' or 'zero', got {state!r}")
         states = self.state_keys
-        in_keys = _key_list("in_key", keys.in_key, keys.in_keys, states)
-        out_keys = _key_list("out_key", keys.out_key, keys.out_keys, [next_key(key) for key in states])
-        if len(in_keys) == 1 + len(states):
-            in_keys.append(IS_INIT)
-        if len(in_keys) != 2 + len(states):
-            raise ValueError(
-                f"in_keys must be [input, {', '.join(states)}] or that and is_init, got {in_keys}"
-            )
-        if len(out_keys) != 1 + len(states):
-            raise ValueError(f"out_keys must be [output, next {', next '.join(states)}], got {out_keys}")
+        read = _key_list("in_key", in_key, in_keys, states)
+        written = _key_list("out_key", out_key, out_keys, [next_key(key) for key in states])
+        if len(read) == 1 + len(states):
+            read.append(IS_INIT)
+        if len(read) != 2 + len(states):
+            raise ValueError(f"in_keys must be [input, {', '.join(states)}] or that and is_init, got {read}")
+        if len(written) != 1 + len(states):
+            raise ValueError(f"out_keys must be [output, next {', next '.join(states)}], got {written}")
         # tensordict annotates its keys as tuples of length one
-        self.in_keys = in_keys  # pyright: ignore[reportAttributeAccessIssue]
-        self.out_keys = out_keys  # pyright: ignore[reportAttributeAccessIssue]
-        self._input_key, *self._state_in, self._init_key = in_keys
-        self._output_key, *self._state_out = out_keys
-        self._done_key, self._traj_key = keys.done_key, keys.traj_key
+        self.in_keys = read  # pyright: ignore[reportAttributeAccessIssue]
+        self.out_keys = written  # pyright: ignore[reportAttributeAccessIssue]
+        self._input_key, *self._state_in, self._init_key = read
+        self._output_key, *self._state_out = written
+        self._done_key, self._traj_key = done_key, traj_key
         self.default_recurrent_mode = bool(named_mode("default_recurrent_mode", default_recurrent_mode))
         self.state = state
         self._state_shape = state_shape
@@ -116,12 +130,11 @@ class StatefulModule(TensorDictModuleBase):
         self, compute: Callable[..., tuple[Tensor, States]], rows: Tensor, states: States, *more: Tensor
     ) -> tuple[Tensor, States]:
         """``compute(rows, states, *more)``, without autocast where it would reach a part of the network only."""
-        return compute(rows, states, *more)
-
-    @property
-    def bidirectional(self) -> bool:
-        """Whether outputs depend on rows that come later in their run."""
-        return False
+        if not self.autocast_in_part or rows.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+            return compute(rows, states, *more)
+        dtype = self.weight.dtype
+        with torch.autocast("cpu", enabled=False):
+            return compute(rows.to(dtype), tuple(state.to(dtype) for state in states), *more)
 
     @property
     def recurrent_mode(self) -> bool:
@@ -142,7 +155,12 @@ class StatefulModule(TensorDictModuleBase):
             ValueError: an input or a state has another shape than the network's sizes ask for; recurrent: a run begins
                 at a row that has not kept its state, or there is no row.
         """
-        return self._forward_runs(tensordict) if self.recurrent_mode else self._forward_steps(tensordict)
+        compute = self._forward_runs if self.recurrent_mode else self._forward_steps
+        out, after = compute(tensordict)
+        tensordict.set(self._output_key, out.reshape(*tensordict.batch_size, out.shape[-1]))
+        for key, state in zip(self._state_out, after, strict=True):
+            tensordict.set(key, state.reshape(*tensordict.batch_size, *self._state_shape))
+        return tensordict
 
     def make_tensordict_primer(self) -> TensorDictPrimer:
         """The state every episode starts from: zeros ``[num_layers, hidden_size]`` under each state key.
@@ -159,19 +177,13 @@ class StatefulModule(TensorDictModuleBase):
         zeros = self.weight.detach().new_zeros(self._state_shape)
         return TensorDictPrimer(dict.fromkeys(self._state_in, zeros))
 
-    def _forward_steps(self, batch: TensorDictBase) -> TensorDictBase:
-        """Every row is one step of its own, from zeros where is_init says so. No host sync."""
+    def _forward_steps(self, batch: TensorDictBase) -> tuple[Tensor, States]:
+        """Outputs and states after each row; every row is one step, from zeros where is_init says so. No host sync."""
         is_init = marker(batch, self._init_key)
         rows = self._input_rows(batch)
         before = [self._state_before(batch, key, is_init) for key in self._state_in]
         states = tuple(state.reshape(-1, *self._state_shape) for state in before)
-        return self._write(batch, *self.in_weight_precision(self.step, rows, states))
-
-    def _write(self, batch: TensorDictBase, out: Tensor, after: States) -> TensorDictBase:
-        batch.set(self._output_key, out.reshape(*batch.batch_size, out.shape[-1]))
-        for key, state in zip(self._state_out, after, strict=True):
-            batch.set(key, state.reshape(*batch.batch_size, *self._state_shape))
-        return batch
+        return self.in_weight_precision(self.step, rows, states)
 
     def _state_before(self, batch: TensorDictBase, key: NestedKey, is_init: Tensor) -> Tensor:
         """The state each row starts from; it replaces the stored one, so that a batch holds what was used."""
@@ -208,8 +220,8 @@ class StatefulModule(TensorDictModuleBase):
                 f"state_stride=1, or start every run from zeros with {type(self).__name__}(..., state='zero')"
             )
 
-    def _forward_runs(self, batch: TensorDictBase) -> TensorDictBase:
-        """The rows are runs of consecutive steps, each from the state stored at its first row."""
+    def _forward_runs(self, batch: TensorDictBase) -> tuple[Tensor, States]:
+        """Outputs and states; the rows are runs of consecutive steps, each from the state stored at its first row."""
         starts = run_starts(
             batch, is_init_key=self._init_key, done_key=self._done_key, traj_key=self._traj_key
         )
@@ -227,14 +239,13 @@ class StatefulModule(TensorDictModuleBase):
                 "needs a network of one direction"
             )
         over_runs = partial(self.in_weight_precision, self.over_runs)
-        return self._write(batch, *run_with_burn_in(over_runs, rows, stored, starts.flatten(), burn_in))
+        return run_with_burn_in(over_runs, rows, stored, starts.flatten(), burn_in)
 
     def _input_rows(self, batch: TensorDictBase) -> Tensor:
         """The input as ``[N, input_size]``."""
-        key, size = self._input_key, self.input_size
-        value = require(batch, key)
-        self._check(batch, key, value, (size,))
-        return value.reshape(-1, size)
+        value = require(batch, self._input_key)
+        self._check(batch, self._input_key, value, (self.input_size,))
+        return value.reshape(-1, self.input_size)
 
     def _stored_state(self, batch: TensorDictBase, key: NestedKey) -> Tensor:
         if self.state == "zero":
@@ -247,8 +258,7 @@ class StatefulModule(TensorDictModuleBase):
                 f"with {type(self).__name__}(..., state='zero')"
             )
         self._check(batch, key, stored, self._state_shape)
-        state: Tensor = stored
-        return state
+        return cast(Tensor, stored)
 
     def _check(self, batch: TensorDictBase, key: NestedKey, value: Tensor, tail: tuple[int, ...]) -> None:
         """Refuse a column that is not ``[*B, *tail]`` in the dtype of the weights."""

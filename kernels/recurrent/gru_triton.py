@@ -33,6 +33,70 @@ def sigmoid(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def runs_of_block(
+    firsts: tl.tensor, lengths: tl.tensor, block: tl.tensor, runs: tl.tensor, RUNS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """First row and length of each run of a block; runs behind the last one have length 0."""
+    run = block * RUNS + tl.arange(0, RUNS)
+    first = tl.load(firsts + run, mask=run < runs, other=0)
+    return first, tl.load(lengths + run, mask=run < runs, other=0)
+
+
+@triton.jit
+def load_gates(
+    at: tl.tensor, hidden: tl.tensor, active: tl.tensor, REAL: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Entries of the four gates: ``at`` points to those of the first, the other gates stand H columns further each."""
+    a = tl.load(at, mask=active, other=0).to(REAL)
+    b = tl.load(at + hidden, mask=active, other=0).to(REAL)
+    c = tl.load(at + 2 * hidden, mask=active, other=0).to(REAL)
+    d = tl.load(at + 3 * hidden, mask=active, other=0).to(REAL)
+    return a, b, c, d
+
+
+@triton.jit
+def store_gates(
+    at: tl.tensor,
+    hidden: tl.tensor,
+    active: tl.tensor,
+    a: tl.tensor,
+    b: tl.tensor,
+    c: tl.tensor,
+    d: tl.tensor,
+) -> None:
+    """Write what :func:`load_gates` reads."""
+    tl.store(at, a, mask=active)
+    tl.store(at + hidden, b, mask=active)
+    tl.store(at + 2 * hidden, c, mask=active)
+    tl.store(at + 3 * hidden, d, mask=active)
+
+
+@triton.jit
+def add_product(
+    total: tl.tensor,
+    slopes: tl.tensor,
+    weight: tl.tensor,
+    GATES: tl.constexpr,
+    alive: tl.tensor,
+    unit: tl.tensor,
+    hidden: tl.tensor,
+    REAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INNER: tl.constexpr,
+) -> tl.tensor:
+    """``total [RUNS, UNITS]`` plus the slopes ``[RUNS, GATES H]`` of these runs times the weights of these units."""
+    # INNER slopes of each run at a time, and the rows of the weights that belong to them
+    for inner in range(0, GATES * hidden, INNER):  # pyright: ignore[reportArgumentType]  # compiled, an int
+        k = inner + tl.arange(0, INNER)
+        inside = k < GATES * hidden
+        x = tl.load(slopes[:, None] + k[None, :], mask=alive & inside[None, :], other=0)
+        in_weight = inside[:, None] & (unit < hidden)[None, :]
+        w = tl.load(weight + (k * hidden)[:, None] + unit[None, :], mask=in_weight, other=0)
+        total = tl.dot(x, w, total, input_precision=PRECISION, out_dtype=REAL)  # pyright: ignore[reportArgumentType]
+    return total
+
+
+@triton.jit
 def gru_forward(
     count: tl.tensor,
     firsts: tl.tensor,
@@ -61,10 +125,7 @@ def gru_forward(
     """
     runs = tl.load(count)
     for block in range(tl.program_id(0), tl.cdiv(runs, RUNS), tl.num_programs(0)):
-        run = block * RUNS + tl.arange(0, RUNS)
-        # first row and length of each run of the block; runs behind the last one have length 0
-        first = tl.load(firsts + run, mask=run < runs, other=0)
-        length = tl.load(lengths + run, mask=run < runs, other=0)
+        first, length = runs_of_block(firsts, lengths, block, runs, RUNS)
         for step in range(tl.max(length, 0)):
             row = first + step
             alive = (length > step)[:, None]
@@ -95,10 +156,7 @@ def gru_forward(
                 n = tanh(n + r * u)
                 state = tl.load(before[:, None] + unit[None, :], mask=active, other=0).to(REAL)
                 tl.debug_barrier()
-                tl.store(at, n, mask=active)
-                tl.store(at + hidden, r, mask=active)
-                tl.store(at + 2 * hidden, z, mask=active)
-                tl.store(at + 3 * hidden, u, mask=active)
+                store_gates(at, hidden, active, n, r, z, u)
                 tl.store(out + (row * hidden)[:, None] + unit[None, :], n + z * (state - n), mask=active)
             tl.debug_barrier()
 
@@ -133,10 +191,7 @@ def gru_backward(
     runs = tl.load(count)
     carried = carry + (tl.program_id(0) * RUNS + tl.arange(0, RUNS)).to(tl.int64) * hidden
     for block in range(tl.program_id(0), tl.cdiv(runs, RUNS), tl.num_programs(0)):
-        run = block * RUNS + tl.arange(0, RUNS)
-        # first row and length of each run of the block; runs behind the last one have length 0
-        first = tl.load(firsts + run, mask=run < runs, other=0)
-        length = tl.load(lengths + run, mask=run < runs, other=0)
+        first, length = runs_of_block(firsts, lengths, block, runs, RUNS)
         steps = tl.max(length, 0)
         for back in range(steps):
             step = steps - 1 - back
@@ -145,12 +200,8 @@ def gru_backward(
             for start in range(0, hidden, UNITS):  # pyright: ignore[reportArgumentType]  # compiled, an int
                 unit = start + tl.arange(0, UNITS)
                 active = alive & (unit < hidden)[None, :]
-                # the first gate's entries of these rows and units; the other gates stand H columns further each
-                at = gates + (row * 4 * hidden)[:, None] + unit[None, :]
-                n = tl.load(at, mask=active, other=0).to(REAL)
-                r = tl.load(at + hidden, mask=active, other=0).to(REAL)
-                z = tl.load(at + 2 * hidden, mask=active, other=0).to(REAL)
-                u = tl.load(at + 3 * hidden, mask=active, other=0).to(REAL)
+                of_gates = (row * 4 * hidden)[:, None] + unit[None, :]
+                n, r, z, u = load_gates(gates + of_gates, hidden, active, REAL)
                 flat = (row * hidden)[:, None] + unit[None, :]
                 state = tl.load(before + flat, mask=active, other=0).to(REAL)
                 at_carry = carried[:, None] + unit[None, :]
@@ -160,11 +211,8 @@ def gru_backward(
                 d_n = now * (1 - z) * (1 - n * n)
                 d_u = d_n * r
                 tl.debug_barrier()
-                at = slopes + (row * 4 * hidden)[:, None] + unit[None, :]
-                tl.store(at, d_n, mask=active)
-                tl.store(at + hidden, d_u * u * (1 - r), mask=active)
-                tl.store(at + 2 * hidden, now * (state - n) * z * (1 - z), mask=active)
-                tl.store(at + 3 * hidden, d_u, mask=active)
+                d_r, d_z = d_u * u * (1 - r), now * (state - n) * z * (1 - z)
+                store_gates(slopes + of_gates, hidden, active, d_n, d_r, d_z, d_u)
                 tl.store(at_carry, now * z, mask=active)
             tl.debug_barrier()
             # the gradient of the state before the row: slopes [RUNS, gates H] times the weights, in blocks of units
@@ -174,13 +222,7 @@ def gru_backward(
                 active = alive & (unit < hidden)[None, :]
                 at_carry = carried[:, None] + unit[None, :]
                 now = tl.load(at_carry, mask=active, other=0)
-                for inner in range(0, 3 * hidden, INNER):
-                    k = inner + tl.arange(0, INNER)
-                    inside = k < 3 * hidden
-                    x = tl.load(to_state[:, None] + k[None, :], mask=alive & inside[None, :], other=0)
-                    in_weight = inside[:, None] & (unit < hidden)[None, :]
-                    w = tl.load(weight + (k * hidden)[:, None] + unit[None, :], mask=in_weight, other=0)
-                    now = tl.dot(x, w, now, input_precision=PRECISION, out_dtype=REAL)
+                now = add_product(now, to_state, weight, 3, alive, unit, hidden, REAL, PRECISION, INNER)
                 tl.debug_barrier()
                 tl.store(at_carry, now, mask=active)
                 at = d_first + (row * hidden)[:, None] + unit[None, :]

@@ -6,7 +6,14 @@
 import triton
 import triton.language as tl
 
-from flatroll.kernels.recurrent.gru_triton import sigmoid, tanh
+from flatroll.kernels.recurrent.gru_triton import (
+    add_product,
+    load_gates,
+    runs_of_block,
+    sigmoid,
+    store_gates,
+    tanh,
+)
 
 
 @triton.jit
@@ -32,10 +39,7 @@ def lstm_forward(
     """Outputs and cells after each row, and the gates in place of their input parts; else as ``gru_forward``."""
     runs = tl.load(count)
     for block in range(tl.program_id(0), tl.cdiv(runs, RUNS), tl.num_programs(0)):
-        run = block * RUNS + tl.arange(0, RUNS)
-        # first row and length of each run of the block; runs behind the last one have length 0
-        first = tl.load(firsts + run, mask=run < runs, other=0)
-        length = tl.load(lengths + run, mask=run < runs, other=0)
+        first, length = runs_of_block(firsts, lengths, block, runs, RUNS)
         for step in range(tl.max(length, 0)):
             row = first + step
             alive = (length > step)[:, None]
@@ -45,12 +49,8 @@ def lstm_forward(
             for start in range(0, hidden, UNITS):
                 unit = start + tl.arange(0, UNITS)
                 active = alive & (unit < hidden)[None, :]
-                # the first gate's entries of these rows and units; the other gates stand H columns further each
-                at = gates + (row * 4 * hidden)[:, None] + unit[None, :]
-                o = tl.load(at, mask=active, other=0).to(REAL)
-                i = tl.load(at + hidden, mask=active, other=0).to(REAL)
-                f = tl.load(at + 2 * hidden, mask=active, other=0).to(REAL)
-                g = tl.load(at + 3 * hidden, mask=active, other=0).to(REAL)
+                of_gates = (row * 4 * hidden)[:, None] + unit[None, :]
+                o, i, f, g = load_gates(gates + of_gates, hidden, active, REAL)
                 # add the product of the state [RUNS, H] with these units' weights, INNER entries of the state at a time
                 for inner in range(0, hidden, INNER):
                     k = inner + tl.arange(0, INNER)
@@ -69,10 +69,7 @@ def lstm_forward(
                 cell = tl.load(before_cell[:, None] + unit[None, :], mask=active, other=0).to(REAL)
                 cell = f * cell + i * g
                 tl.debug_barrier()
-                tl.store(at, o, mask=active)
-                tl.store(at + hidden, i, mask=active)
-                tl.store(at + 2 * hidden, f, mask=active)
-                tl.store(at + 3 * hidden, g, mask=active)
+                store_gates(gates + of_gates, hidden, active, o, i, f, g)
                 flat = (row * hidden)[:, None] + unit[None, :]
                 tl.store(cells + flat, cell, mask=active)
                 tl.store(out + flat, o * tanh(cell), mask=active)
@@ -109,10 +106,7 @@ def lstm_backward(
     runs = tl.load(count)
     slot = (tl.program_id(0) * RUNS + tl.arange(0, RUNS)).to(tl.int64) * hidden
     for block in range(tl.program_id(0), tl.cdiv(runs, RUNS), tl.num_programs(0)):
-        run = block * RUNS + tl.arange(0, RUNS)
-        # first row and length of each run of the block; runs behind the last one have length 0
-        first = tl.load(firsts + run, mask=run < runs, other=0)
-        length = tl.load(lengths + run, mask=run < runs, other=0)
+        first, length = runs_of_block(firsts, lengths, block, runs, RUNS)
         steps = tl.max(length, 0)
         for back in range(steps):
             step = steps - 1 - back
@@ -123,12 +117,8 @@ def lstm_backward(
             for start in range(0, hidden, UNITS):
                 unit = start + tl.arange(0, UNITS)
                 active = alive & (unit < hidden)[None, :]
-                # the first gate's entries of these rows and units; the other gates stand H columns further each
-                at = gates + (row * 4 * hidden)[:, None] + unit[None, :]
-                o = tl.load(at, mask=active, other=0).to(REAL)
-                i = tl.load(at + hidden, mask=active, other=0).to(REAL)
-                f = tl.load(at + 2 * hidden, mask=active, other=0).to(REAL)
-                g = tl.load(at + 3 * hidden, mask=active, other=0).to(REAL)
+                of_gates = (row * 4 * hidden)[:, None] + unit[None, :]
+                o, i, f, g = load_gates(gates + of_gates, hidden, active, REAL)
                 flat = (row * hidden)[:, None] + unit[None, :]
                 through = tanh(tl.load(cells + flat, mask=active, other=0).to(REAL))
                 cell = tl.load(before_cell[:, None] + unit[None, :], mask=active, other=0).to(REAL)
@@ -141,11 +131,9 @@ def lstm_backward(
                     now_cell += tl.load(grad_cell + flat, mask=active, other=0).to(REAL)
                 now_cell += now * o * (1 - through * through)
                 tl.debug_barrier()
-                at = slopes + (row * 4 * hidden)[:, None] + unit[None, :]
-                tl.store(at, now * through * o * (1 - o), mask=active)
-                tl.store(at + hidden, now_cell * g * i * (1 - i), mask=active)
-                tl.store(at + 2 * hidden, now_cell * cell * f * (1 - f), mask=active)
-                tl.store(at + 3 * hidden, now_cell * i * (1 - g * g), mask=active)
+                d_o, d_i = now * through * o * (1 - o), now_cell * g * i * (1 - i)
+                d_f, d_g = now_cell * cell * f * (1 - f), now_cell * i * (1 - g * g)
+                store_gates(slopes + of_gates, hidden, active, d_o, d_i, d_f, d_g)
                 tl.store(carry_cell + at_carry, now_cell * f, mask=active)
                 tl.store(d_cell + flat, now_cell * f, mask=active & (row == first)[:, None])
             tl.debug_barrier()
@@ -155,13 +143,7 @@ def lstm_backward(
                 unit = start + tl.arange(0, UNITS)
                 active = alive & (unit < hidden)[None, :]
                 now = tl.zeros((RUNS, UNITS), REAL)
-                for inner in range(0, 4 * hidden, INNER):
-                    k = inner + tl.arange(0, INNER)
-                    inside = k < 4 * hidden
-                    x = tl.load(to_state[:, None] + k[None, :], mask=alive & inside[None, :], other=0)
-                    in_weight = inside[:, None] & (unit < hidden)[None, :]
-                    w = tl.load(weight + (k * hidden)[:, None] + unit[None, :], mask=in_weight, other=0)
-                    now = tl.dot(x, w, now, input_precision=PRECISION, out_dtype=REAL)
+                now = add_product(now, to_state, weight, 4, alive, unit, hidden, REAL, PRECISION, INNER)
                 tl.store(carry + slot[:, None] + unit[None, :], now, mask=active)
                 at = d_first + (row * hidden)[:, None] + unit[None, :]
                 tl.store(at, now, mask=active & (row == first)[:, None])

@@ -52,17 +52,17 @@ def match(values: Array, stored: Array, held: Array, hint: Array, shares: Array,
         # a row that continues another one shows its frames but the oldest, shifted by one place
         shares[j] = NOTHING
         if hint[j] >= 0:
-            shares[j] = STORED
             for k in range(stack - 1):
                 if not _equal(values[j, k], stored[held[hint[j], k + 1]]):
-                    shares[j] = NOTHING
                     break
+            else:
+                shares[j] = STORED
         if j and shares[j] == NOTHING:
-            shares[j] = BEFORE
             for k in range(stack - 1):
                 if not _equal(values[j, k], values[j - 1, k + 1]):
-                    shares[j] = NOTHING
                     break
+            else:
+                shares[j] = BEFORE
         # only the newest frame can be new where the others are shared
         first = 0 if shares[j] == NOTHING else stack - 1
         for k in range(first, stack):

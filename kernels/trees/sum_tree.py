@@ -105,10 +105,8 @@ def find(nodes: Array, levels: Array, uniform: Array, slots: Array) -> None:
     """
     depth = len(levels) - 1
     total = nodes[levels[depth, 0]]
-    rest = np.empty(len(uniform))  # weight between the node's first leaf and the hit
-    for i in range(len(uniform)):
-        rest[i] = uniform[i] * total
-        slots[i] = 0
+    rest = uniform * total  # weight between the node's first leaf and the hit
+    slots[:] = 0
     for k in range(depth - 1, -1, -1):
         stride = FAN if k == 0 else 2 * FAN
         for i in range(len(uniform)):

@@ -1,12 +1,12 @@
 """Check a flat batch against the layout contract, row by row."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tensordict import TensorDictBase
 
 from flatroll.layout.inspect import rules
-from flatroll.layout.inspect.rules import WHOLE_BATCH, Breach, RealRows, Severity
+from flatroll.layout.inspect.rules import WHOLE_BATCH, Severity
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, observation_keys
 
 
@@ -91,18 +91,14 @@ def audit(
     if batch.shape[0] == 0:
         return []
     observations = observation_keys(batch) if keys is None else list(keys)
-    real_rows = RealRows(batch, observations)
-    findings = _findings(rules.shapes_and_dtypes(batch, observations), limit)
-    if not real_rows.marked:
+    unpadded = rules.UnpaddedRows(batch, observations)
+    breaches = list(rules.shapes_and_dtypes(batch, observations))
+    if not unpadded.has_marker:
         text = f"none of {IS_INIT!r}, {DONE!r}, {TRAJ_IDS!r} is there and usable: runs cannot be told apart"
-        findings.append(Finding(WHOLE_BATCH, "markers", text))
-    findings += _findings(rules.padding(batch), limit)
+        breaches.append(rules.whole("markers", text))
+    breaches += rules.padding(batch)
     for rule in rules.RULES:
-        findings += _findings(rule(real_rows), limit)
-    return findings
-
-
-def _findings(breaches: Iterable[Breach], limit: int) -> list[Finding]:
+        breaches += rule(unpadded)
     findings = []
     for breach in breaches:
         shown, more = breach.rows[:limit], len(breach.rows) - limit

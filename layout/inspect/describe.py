@@ -33,7 +33,7 @@ def describe(batch: TensorDictBase) -> str:
         name = key if isinstance(key, str) else ".".join(key)
         shape, dtype = str(list(column.shape[batch.batch_dims :])), str(column.dtype).removeprefix("torch.")
         rows.append((name, shape, dtype, f"{size // max(n, 1):,}", f"{size:,}"))
-    head = f"{_count(n, 'row')}, {total:,} bytes ({total // max(n, 1):,} a row)"
+    head = f"{n:,} row{'s' * (n != 1)}, {total:,} bytes ({total // max(n, 1):,} a row)"
     table = _table([("column", "shape", "dtype", "bytes/row", "bytes"), *sorted(rows)])
     return "\n".join([head, *_describe_runs(batch), "", *table])
 
@@ -66,13 +66,9 @@ def _describe_runs(batch: TensorDictBase) -> list[str]:
     k = len(lengths)
     median = (lengths[(k - 1) // 2] + lengths[k // 2]).item() / 2
     return [
-        f"{_count(k, 'run')}: {shown}",
+        f"{k:,} run{'s' * (k != 1)}: {shown}",
         f"run length: {int(lengths[0]):,} shortest, {median:,g} median, {int(lengths[-1]):,} longest",
     ]
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

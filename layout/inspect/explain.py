@@ -54,8 +54,7 @@ def explain(batch: TensorDictBase, i: int, *, final: TensorDictBase | None = Non
     if not -n <= i < n:
         raise IndexError(f"row {i} is out of range: the batch has {n} rows, 0..{n - 1}")
     row = _Row(batch, i % n)
-    lines = [row.where(), *row.start(), *row.end(), row.next_observation(final)]
-    return "\n".join(lines)
+    return "\n".join([row.where(), *row.start(), *row.end(), row.next_observation(final)])
 
 
 class _Row:
@@ -79,13 +78,12 @@ class _Row:
         return None if column is None else int(flat_column(column, self.batch, key)[i])
 
     def where(self) -> str:
+        """Its number, what the columns call it, and its place in the run."""
         i, first, last = self.i, self.first, self.last
-        length = last - first + 1
-        if length == 1:
+        which = {first: "the first of", last: "the last of"}.get(i, "one of")
+        place = f"{which} the {last - first + 1} rows {first}..{last}, which are one run"
+        if first == last:
             place = "a run of its own"
-        else:
-            which = {first: "the first of", last: "the last of"}.get(i, "one of")
-            place = f"{which} the {length} rows {first}..{last}, which are one run"
         names = []
         if (identity := self.number(TRAJ_IDS, i)) is not None:
             names.append(f"trajectory {identity}")
@@ -97,6 +95,7 @@ class _Row:
         return f"Row {i} of {self.batch.shape[0]}{named}: {place}."
 
     def start(self) -> list[str]:
+        """Why the run begins at this row; nothing if it does not."""
         i = self.i
         if i != self.first:
             return []
@@ -117,34 +116,28 @@ class _Row:
 
     def _why(self, i: int) -> str:
         """Which mark separates row ``i`` from the next one."""
-        n = self.batch.shape[0]
-        if i < 0:
-            return "first row of the batch"
-        if i == n - 1:
-            return "last row of the batch"
-        marks = []
-        if self.flag(DONE, i):
-            marks.append(f"row {i} is done")
-        if self.flag(IS_INIT, i + 1):
-            marks.append(f"row {i + 1} is is_init")
+        if i in (-1, self.batch.shape[0] - 1):
+            return "first row of the batch" if i < 0 else "last row of the batch"
         before, after = self.number(TRAJ_IDS, i), self.number(TRAJ_IDS, i + 1)
-        if before != after:
-            marks.append(f"the trajectory id changes from {before} to {after}")
-        if self.flag(MASK, i) != self.flag(MASK, i + 1):
-            marks.append("padding begins or ends")
-        return ", ".join(marks)
+        marks = {
+            f"row {i} is done": self.flag(DONE, i),
+            f"row {i + 1} is is_init": self.flag(IS_INIT, i + 1),
+            f"the trajectory id changes from {before} to {after}": before != after,
+            "padding begins or ends": self.flag(MASK, i) != self.flag(MASK, i + 1),
+        }
+        return ", ".join(text for text, holds in marks.items() if holds)
 
     def end(self) -> list[str]:
+        """Why the run ends at this row, and whether its value is bootstrapped."""
         i = self.i
         if i != self.last:
             return [f"It is inside the run: returns and advantages go on to row {i + 1}."]
         done, terminated, truncated = (self.flag(key, i) for key in (DONE, TERMINATED, TRUNCATED))
         bootstrapped = "The value after it is bootstrapped, the trace stops."
+        unknown = "Whether the value after it is bootstrapped cannot be told."
         if done is terminated is truncated is None:
-            return [
-                f"It ends the run ({self._why(i)}); no column says whether the episode ended here.",
-                "Whether the value after it is bootstrapped cannot be told.",
-            ]
+            why = f"It ends the run ({self._why(i)}); no column says whether the episode ended here."
+            return [why, unknown]
         if not (done or terminated or truncated):
             return [f"It ends the run: cut here ({self._why(i)}), the episode went on.", bootstrapped]
         if terminated:
@@ -155,20 +148,14 @@ class _Row:
             ]
         if truncated:
             in_slice = self.flag(IS_INIT, self.first) and self.number(STEP_COUNT, self.first)
-            who = (
-                "the end of a slice, or a time limit"
-                if in_slice
-                else "a time limit, or the end of a sampled slice"
-            )
-            return [f"It ends the run: truncated here ({who}).", bootstrapped]
+            who = ("a time limit, or the end of a sampled slice", "the end of a slice, or a time limit")
+            return [f"It ends the run: truncated here ({who[bool(in_slice)]}).", bootstrapped]
         if terminated is None:
-            return [
-                "It ends the run: done, and no column says whether it terminated.",
-                "Whether the value after it is bootstrapped cannot be told.",
-            ]
+            return ["It ends the run: done, and no column says whether it terminated.", unknown]
         return ["It ends the run: done, but not terminated.", bootstrapped]
 
     def next_observation(self, final: TensorDictBase | None) -> str:
+        """Where it is: in a column, as a difference, in the row after, or in ``final``."""
         i, batch = self.i, self.batch
         after = f"observation of row {i + 1}"
         keys = [key for key in observation_keys(batch) if batch.get(next_key(key), None) is not None]
@@ -187,9 +174,10 @@ class _Row:
             return f"Its next observation is its observation plus the {dtype} difference in {DELTA!r}."
         if i != self.last:
             return f"Its next observation is the {after}."
-        if final is not None:
-            entry = (final.get("row") == i).nonzero()
-            if len(entry):
-                return f"Its next observation is entry {int(entry[0])} of final."
-            return "Its next observation is unknown: final has no entry for this row."
-        return "Its next observation is unknown: no column, no row and no final holds it."
+        if final is None:
+            return "Its next observation is unknown: no column, no row and no final holds it."
+        # the entry of final that follows row i, if there is one
+        entry = (final.get("row") == i).nonzero()
+        if len(entry):
+            return f"Its next observation is entry {int(entry[0])} of final."
+        return "Its next observation is unknown: final has no entry for this row."

@@ -1,7 +1,7 @@
 """The rules of `audit`: each looks at a whole batch at once and gives the rows that break it.
 
 ``x[:-1]`` and ``x[1:]`` side by side are each row and the row after it; where a flag of that form names the later row,
-``rows(flag, 1)`` turns it into row numbers.
+``shift=1`` turns it into row numbers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -58,26 +58,26 @@ class Breach:
     severity: Severity = "error"
 
 
-class RealRows:
-    """The rows of a batch that are no padding, as the rules read them.
+class UnpaddedRows:
+    """The N rows of a batch that are no padding, and their markers, as the rules read them.
 
     Attributes:
-        at: int64 ``[N]``, the row numbers in the batch.
-        batch: these rows.
+        numbers: int64 ``[N]``, their row numbers in the batch.
+        batch: tensordict ``[N]`` of these rows.
         keys: root keys of the observations.
         is_init, done, terminated, truncated: bool ``[N]``; None where missing or unusable.
         ids, step: integer ``[N]``, trajectory ids and step counts; None likewise.
-        marked: whether one boundary marker is usable.
+        has_marker: whether one boundary marker is usable, without which no runs can be told apart.
         ends: bool ``[N]``, the last rows of runs.
-        sliced: whether the batch looks like slices that a sampler drew.
+        in_slices: whether the batch looks like slices that a sampler drew.
     """
 
     def __init__(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> None:
-        self.at = torch.arange(batch.shape[0], device=batch.device)
+        self.numbers = torch.arange(batch.shape[0], device=batch.device)
         mask = usable(batch, MASK)
         if mask is not None:
-            self.at = mask.nonzero().squeeze(-1)
-            batch = cast(TensorDictBase, batch[self.at])
+            self.numbers = mask.nonzero().squeeze(-1)
+            batch = cast(TensorDictBase, batch[self.numbers])
         self.batch: TensorDictBase = batch
         self.keys = keys
         self.is_init, self.done = usable(batch, IS_INIT), usable(batch, DONE)
@@ -85,27 +85,26 @@ class RealRows:
         self.ids, self.step = usable(batch, TRAJ_IDS), usable(batch, STEP_COUNT)
         markers = {IS_INIT: self.is_init, DONE: self.done, TRAJ_IDS: self.ids}
         present = {key: column for key, column in markers.items() if column is not None}
-        self.marked = bool(present)
-        self.ends = torch.ones_like(self.at, dtype=torch.bool)
-        if present:
-            self.ends = run_ends(TensorDict(present, batch.batch_size))
-        starts = starts_from(self.ends)
+        self.has_marker = bool(present)
+        every = torch.ones_like(self.numbers, dtype=torch.bool)
+        self.ends = run_ends(TensorDict(present, batch.batch_size)) if present else every
         # Only a slice sampler marks every run's first row; a collector's windows begin anywhere.
-        self.sliced = self.is_init is not None and bool((self.is_init | ~starts).all())
+        starts = starts_from(self.ends)
+        self.in_slices = self.is_init is not None and bool((self.is_init | ~starts).all())
 
-    def rows(self, breaks: Tensor, shift: int = 0) -> list[int]:
-        """Row numbers in the batch of the True entries (``shift=1``: of the rows after them)."""
-        numbers: list[int] = self.at[breaks.nonzero().squeeze(-1) + shift].tolist()
-        return numbers
+    def breach(
+        self, rule: str, flags: Tensor, text: str, *, shift: int = 0, severity: Severity = "error"
+    ) -> Breach:
+        """The breach of a rule at the rows where bool ``flags`` are True (``shift=1``: at the rows after them)."""
+        return Breach(rule, self.numbers[flags.nonzero().squeeze(-1) + shift].tolist(), text, severity)
 
     def pairs(self) -> list[tuple[NestedKey, Tensor, Tensor]]:
         """The observations that stand both at the root and under next, in one shape and dtype."""
         pairs = []
         for key in self.keys:
             now, later = self.batch.get(key, None), self.batch.get(next_key(key), None)
-            if now is None or later is None or now.shape != later.shape or now.dtype != later.dtype:
-                continue
-            pairs.append((key, now, later))
+            if now is not None and later is not None and (now.shape, now.dtype) == (later.shape, later.dtype):
+                pairs.append((key, now, later))
         return pairs
 
 
@@ -159,220 +158,230 @@ def padding(batch: TensorDictBase) -> Iterator[Breach]:
     if len(mask) and not bool(mask[0]):
         yield Breach("padding", [0], "padding stands before the first real row")
     if is_init is not None:
-        rows = (is_init & ~mask).nonzero().squeeze(-1).tolist()
-        yield Breach("padding", rows, "a padded row is marked is_init")
+        marked = (is_init & ~mask).nonzero().squeeze(-1).tolist()
+        yield Breach("padding", marked, "a padded row is marked is_init")
 
 
-def done_flags(c: RealRows) -> Iterator[Breach]:
+def done_flags(rows: UnpaddedRows) -> Iterator[Breach]:
     """``done``, ``done_without_reason``: done is terminated or truncated."""
-    if c.done is None:
+    if rows.done is None:
         return
-    for name, flag in (("terminated", c.terminated), ("truncated", c.truncated)):
+    for name, flag in (("terminated", rows.terminated), ("truncated", rows.truncated)):
         if flag is not None:
-            rows = c.rows(flag & ~c.done)
-            yield Breach("done", rows, f"{name} is True but done is False")
-    if c.terminated is not None and c.truncated is not None:
-        rows = c.rows(c.done & ~c.terminated & ~c.truncated)
-        yield Breach("done_without_reason", rows, "done is True but neither terminated nor truncated is")
+            yield rows.breach("done", flag & ~rows.done, f"{name} is True but done is False")
+    if rows.terminated is not None and rows.truncated is not None:
+        text = "done is True but neither terminated nor truncated is"
+        yield rows.breach("done_without_reason", rows.done & ~rows.terminated & ~rows.truncated, text)
 
 
-def step_counts(c: RealRows) -> Iterator[Breach]:
+def step_counts(rows: UnpaddedRows) -> Iterator[Breach]:
     """``step_count``, ``next_step_count``: up by one along a run, never negative, the next one more."""
-    if c.step is None:
+    if rows.step is None:
         return
-    jumps = ~c.ends[:-1] & (c.step[1:] != c.step[:-1] + 1)
-    yield Breach("step_count", c.rows(jumps, 1), "step_count is not one more than in the row before")
-    yield Breach("step_count", c.rows(c.step < 0), "step_count is negative")
-    next_step = usable(c.batch, next_key(STEP_COUNT))
+    # rows i that do not end their run, and whose step is not one below that of row i + 1
+    jumps = ~rows.ends[:-1] & (rows.step[1:] != rows.step[:-1] + 1)
+    yield rows.breach("step_count", jumps, "step_count is not one more than in the row before", shift=1)
+    yield rows.breach("step_count", rows.step < 0, "step_count is negative")
+    next_step = usable(rows.batch, next_key(STEP_COUNT))
     if next_step is not None:
-        rows = c.rows(next_step != c.step + 1)
-        yield Breach("next_step_count", rows, "('next', 'step_count') is not step_count + 1")
+        text = "('next', 'step_count') is not step_count + 1"
+        yield rows.breach("next_step_count", next_step != rows.step + 1, text)
 
 
-def first_rows(c: RealRows) -> Iterator[Breach]:
+def first_rows(rows: UnpaddedRows) -> Iterator[Breach]:
     """``is_init``: every row at step 0 has it, and outside of slices no other row.
 
     A run of a sampled slice may begin in mid-episode. A batch is taken for slices if each of its runs
     starts with ``is_init``, which a collector's windows do not do.
     """
-    if c.is_init is None or c.step is None:
+    if rows.is_init is None or rows.step is None:
         return
-    yield Breach("is_init", c.rows((c.step == 0) & ~c.is_init), "step_count is 0 but is_init is False")
-    if not c.sliced:
-        rows = c.rows((c.step > 0) & c.is_init)
-        yield Breach("is_init", rows, "is_init is True in mid-episode, and the batch is no batch of slices")
+    yield rows.breach("is_init", (rows.step == 0) & ~rows.is_init, "step_count is 0 but is_init is False")
+    if not rows.in_slices:
+        text = "is_init is True in mid-episode, and the batch is no batch of slices"
+        yield rows.breach("is_init", (rows.step > 0) & rows.is_init, text)
 
 
-def after_done(c: RealRows) -> Iterator[Breach]:
+def after_done(rows: UnpaddedRows) -> Iterator[Breach]:
     """``after_done``: what follows a done row begins something new.
 
     Where the next row has another id or another step, it may be the middle of another env's window, which
     needs no ``is_init``. Without ids and steps that cannot be told, hence only ``suspicious``.
     """
-    if c.is_init is None or c.done is None:
+    if rows.is_init is None or rows.done is None:
         return
-    candidate = c.done[:-1] & ~c.is_init[1:]
+    # row i is done and row i + 1 is no first row
+    candidate = rows.done[:-1] & ~rows.is_init[1:]
     severity: Severity = "error"
-    if c.ids is not None:
-        candidate &= c.ids[1:] == c.ids[:-1]
-    elif c.step is not None:
-        candidate &= c.step[1:] == c.step[:-1] + 1
+    if rows.ids is not None:
+        candidate &= rows.ids[1:] == rows.ids[:-1]
+    elif rows.step is not None:
+        candidate &= rows.step[1:] == rows.step[:-1] + 1
     else:
         severity = "suspicious"
-    yield Breach("after_done", c.rows(candidate, 1), "the row before is done, but is_init is False", severity)
+    yield rows.breach(
+        "after_done", candidate, "the row before is done, but is_init is False", shift=1, severity=severity
+    )
 
 
-def silent_resets(c: RealRows) -> Iterator[Breach]:
+def silent_resets(rows: UnpaddedRows) -> Iterator[Breach]:
     """``silent_reset``: a trajectory starts again although the row before is not done.
 
     Slices sampled without truncation marks look alike, so in a batch of slices it is only ``suspicious``,
     and a start at some later step, which a reset cannot give, is no finding.
     """
-    if c.is_init is None or c.done is None or c.ids is None:
+    if rows.is_init is None or rows.done is None or rows.ids is None:
         return
-    again = c.is_init[1:] & ~c.done[:-1] & (c.ids[1:] == c.ids[:-1])
-    if c.step is not None:
-        again &= (c.step[1:] == 0) | ((c.step[1:] == c.step[:-1] + 1) & c.sliced)
+    # row i + 1 is a first row of the trajectory of row i, which is not done
+    again = rows.is_init[1:] & ~rows.done[:-1] & (rows.ids[1:] == rows.ids[:-1])
+    if rows.step is not None:
+        again &= (rows.step[1:] == 0) | ((rows.step[1:] == rows.step[:-1] + 1) & rows.in_slices)
     text = "is_init in the trajectory of the row before, which is not done: a reset that nothing announced"
-    if c.sliced:
+    if rows.in_slices:
         text += " (or two slices sampled with truncated_key=None)"
-    yield Breach("silent_reset", c.rows(again, 1), text, "suspicious" if c.sliced else "error")
+    yield rows.breach(
+        "silent_reset", again, text, shift=1, severity="suspicious" if rows.in_slices else "error"
+    )
 
 
-def trajectory_ids(c: RealRows) -> Iterator[Breach]:
+def trajectory_ids(rows: UnpaddedRows) -> Iterator[Breach]:
     """``traj_id``: an id names one trajectory, and a trajectory has one id.
 
     Slices repeat rows, so the same (id, step) may come back, but only as the same transition, and a
     terminated trajectory has no later step.
     """
-    if c.ids is None:
+    if rows.ids is None:
         return
-    yield Breach("traj_id", c.rows(c.ids < 0), "the trajectory id is negative: no env wrote this row")
-    if c.step is None:
+    yield rows.breach("traj_id", rows.ids < 0, "the trajectory id is negative: no env wrote this row")
+    if rows.step is None:
         return
     # rows sorted by id, then by step, then by place: neighbours are the candidates for twins
-    order = c.step.argsort(stable=True)
-    order = order[c.ids[order].argsort(stable=True)]
+    order = rows.step.argsort(stable=True)
+    order = order[rows.ids[order].argsort(stable=True)]
     before, after = order[:-1], order[1:]
     # the same step of the same id, and whether it is another transition
-    twin = (c.ids[before] == c.ids[after]) & (c.step[before] == c.step[after])
+    one_id = rows.ids[before] == rows.ids[after]
+    twin = one_id & (rows.step[before] == rows.step[after])
     differs = torch.zeros_like(twin)
-    for key in {ACTION, *c.keys}:
-        if isinstance(column := c.batch.get(key, None), Tensor):
+    for key in {ACTION, *rows.keys}:
+        if isinstance(column := rows.batch.get(key, None), Tensor):
             differs |= ~same(column[before], column[after])
-    other = torch.zeros_like(c.ends)
-    other[after[twin & differs]] = True
     text = (
         "an earlier row has this id and step_count and is another transition: the id names two trajectories"
     )
-    yield Breach("traj_id", c.rows(other), text)
-    if c.terminated is not None:
+    # ``after`` are the rows in sorted order: marking them brings them back into their own
+    other = torch.zeros_like(rows.ends).index_fill(0, after[twin & differs], True)
+    yield rows.breach("traj_id", other, text)
+    if rows.terminated is not None:
         # a later step of an id whose earlier step terminated
-        late = (c.ids[before] == c.ids[after]) & (c.step[before] < c.step[after]) & c.terminated[before]
-        other = torch.zeros_like(c.ends)
-        other[after[late]] = True
-        yield Breach("traj_id", c.rows(other), "this trajectory terminated at an earlier step")
-    yield Breach("traj_id", c.rows(_changed_midway(c), 1), "the id changes, but the trajectory goes on")
+        late = one_id & (rows.step[before] < rows.step[after]) & rows.terminated[before]
+        over = torch.zeros_like(rows.ends).index_fill(0, after[late], True)
+        yield rows.breach("traj_id", over, "this trajectory terminated at an earlier step")
+    yield rows.breach("traj_id", _changed_midway(rows), "the id changes, but the trajectory goes on", shift=1)
 
 
-def _changed_midway(c: RealRows) -> Tensor:
+def _changed_midway(rows: UnpaddedRows) -> Tensor:
     """Rows whose successor continues them in step and observation under another id."""
-    pairs = c.pairs()
-    changed = torch.zeros_like(c.ends[:-1])
-    if c.ids is None or c.step is None or not pairs:
+    pairs = rows.pairs()
+    changed = torch.zeros_like(rows.ends[:-1])
+    if rows.ids is None or rows.step is None or not pairs:
         return changed
     # another id, but the next step, and the observation that was announced
-    goes_on = (c.ids[1:] != c.ids[:-1]) & (c.step[1:] == c.step[:-1] + 1)
-    if c.done is not None:
-        goes_on &= ~c.done[:-1]
-    if c.is_init is not None:
-        goes_on &= ~c.is_init[1:]
+    goes_on = (rows.ids[1:] != rows.ids[:-1]) & (rows.step[1:] == rows.step[:-1] + 1)
+    if rows.done is not None:
+        goes_on &= ~rows.done[:-1]
+    if rows.is_init is not None:
+        goes_on &= ~rows.is_init[1:]
     for _, now, later in pairs:
         goes_on &= same(later[:-1], now[1:])
         changed |= ~same(now[1:], now[:-1])  # a constant observation shows nothing
     return goes_on & changed
 
 
-def next_observations(c: RealRows) -> Iterator[Breach]:
+def next_observations(rows: UnpaddedRows) -> Iterator[Breach]:
     """``next_observation``: inside a run, a row's next observation is the observation of the row after."""
-    for key, now, later in c.pairs():
-        rows = c.rows(~c.ends[:-1] & ~same(later[:-1], now[1:]))
+    for key, now, later in rows.pairs():
+        # what row i announces is not what row i + 1 holds, in one run
+        differs = ~rows.ends[:-1] & ~same(later[:-1], now[1:])
         text = f"{next_key(key)!r} is not {key!r} of the row after, though the run goes on"
-        yield Breach("next_observation", rows, text)
+        yield rows.breach("next_observation", differs, text)
 
 
-def not_numbers(c: RealRows) -> Iterator[Breach]:
+def not_numbers(rows: UnpaddedRows) -> Iterator[Breach]:
     """``nan``, ``delta``: no NaN in observations and rewards, no overflow in deltas."""
-    for key in (*c.keys, REWARD):
-        column = c.batch.get(key, None)
+    for key in (*rows.keys, REWARD):
+        column = rows.batch.get(key, None)
         if column is not None and column.is_floating_point():
-            rows = c.rows(column.isnan().reshape(len(c.at), -1).any(1))
-            yield Breach("nan", rows, f"{key!r} holds NaN")
-    deltas = c.batch.get(DELTA, None)
+            holds_nan = column.isnan().reshape(len(rows.numbers), -1).any(1)
+            yield rows.breach("nan", holds_nan, f"{key!r} holds NaN")
+    deltas = rows.batch.get(DELTA, None)
     if deltas is None:
         return
     for key in deltas.keys(True, True):
         delta, name = deltas.get(key), (*DELTA, *as_tuple(key))
         if delta.is_floating_point():
-            rows = c.rows(~delta.isfinite().reshape(len(c.at), -1).all(1))
+            overflows = ~delta.isfinite().reshape(len(rows.numbers), -1).all(1)
             text = f"{name!r} is not finite: the difference does not fit {delta.dtype}"
-            yield Breach("delta", rows, text)
+            yield rows.breach("delta", overflows, text)
 
 
-def reset_as_next(c: RealRows) -> Iterator[Breach]:
+def reset_as_next(rows: UnpaddedRows) -> Iterator[Breach]:
     """``reset_as_next`` (suspicious): the next observation of an ended row is the next episode's first."""
-    pairs = c.pairs()
-    if c.done is None or not pairs or (c.step is None and c.ids is None):
+    pairs = rows.pairs()
+    if rows.done is None or not pairs or (rows.step is None and rows.ids is None):
         return
-    fresh = c.done[:-1].clone()
-    if c.is_init is not None:
-        fresh &= c.is_init[1:]
+    # row i is done, and row i + 1 begins an episode with the observation that row i announces
+    fresh = rows.done[:-1].clone()
+    if rows.is_init is not None:
+        fresh &= rows.is_init[1:]
     # A slice may be followed by the slice that continues it, whose first observation is rightly the next one.
-    fresh &= c.step[1:] == 0 if c.step is not None else c.ids[1:] != c.ids[:-1]  # type: ignore[index]
+    fresh &= rows.step[1:] == 0 if rows.step is not None else rows.ids[1:] != rows.ids[:-1]  # type: ignore[index]
     moves = torch.zeros_like(fresh)
     for _, now, later in pairs:
         fresh &= same(later[:-1], now[1:])
         moves |= ~same(now[1:], now[:-1])
     text = "the next observation of this ended row is the first one of the next episode: a reset observation?"
-    yield Breach("reset_as_next", c.rows(fresh & moves), text, "suspicious")
+    yield rows.breach("reset_as_next", fresh & moves, text, severity="suspicious")
 
 
-def jumps_to_reset(c: RealRows) -> Iterator[Breach]:
+def jumps_to_reset(rows: UnpaddedRows) -> Iterator[Breach]:
     """``obs_jump`` (suspicious): inside a run, a floating observation leaps to exactly a first observation.
 
     Decidable only where resets repeat bit for bit. The leap must be over twice the median move, so that
     walking or standing at the start is no finding.
     """
-    if c.is_init is None or bool(c.is_init.all()):
+    if rows.is_init is None or bool(rows.is_init.all()):
         return
-    for key in c.keys:
-        column = c.batch.get(key, None)
-        if column is None or not column.is_floating_point() or len(c.at) < 2:
+    for key in rows.keys:
+        column = rows.batch.get(key, None)
+        if column is None or not column.is_floating_point() or len(rows.numbers) < 2:
             continue
-        flat = column.reshape(len(c.at), -1)
+        flat = column.reshape(len(rows.numbers), -1)
         # how far the observation moves from each row to the next
         move = (flat[1:] - flat[:-1]).abs().sum(1)
-        inner = ~c.ends[:-1]
+        inner = ~rows.ends[:-1]
         if not bool(inner.any()):
             return
         # equal observations get equal numbers
         _, kind = flat.unique(dim=0, return_inverse=True)
-        start_like = torch.isin(kind[1:], kind[c.is_init])
+        start_like = torch.isin(kind[1:], kind[rows.is_init])
         # in a run, to an observation that some first row has, and far
         leaps = inner & start_like & (move > 2 * move[inner].median())
         text = (
             f"{key!r} jumps to the first observation of an episode, but nothing says that the env was reset"
         )
-        yield Breach("obs_jump", c.rows(leaps, 1), text, "suspicious")
+        yield rows.breach("obs_jump", leaps, text, shift=1, severity="suspicious")
 
 
-def one_length(c: RealRows) -> Iterator[Breach]:
+def one_length(rows: UnpaddedRows) -> Iterator[Breach]:
     """``same_length`` (suspicious): five or more episodes of one length > 1, all terminated."""
-    if c.step is None or c.terminated is None or (c.truncated is not None and bool(c.truncated.any())):
+    if rows.step is None or rows.terminated is None:
+        return
+    if rows.truncated is not None and bool(rows.truncated.any()):
         return
     # terminated rows' steps are the lengths of their episodes
-    lengths = c.step[c.terminated] + 1
-    episodes = len(lengths) if c.ids is None else len(torch.unique(c.ids[c.terminated]))
+    lengths = rows.step[rows.terminated] + 1
+    episodes = len(lengths) if rows.ids is None else len(torch.unique(rows.ids[rows.terminated]))
     if episodes >= 5 and bool((lengths == lengths[0]).all()) and int(lengths[0]) > 1:
         text = (
             f"all {episodes} ended episodes terminate after {int(lengths[0])} steps: is a time limit "
@@ -381,7 +390,7 @@ def one_length(c: RealRows) -> Iterator[Breach]:
         yield whole("same_length", text, "suspicious")
 
 
-RULES: tuple[Callable[[RealRows], Iterator[Breach]], ...] = (
+RULES: tuple[Callable[[UnpaddedRows], Iterator[Breach]], ...] = (
     done_flags,
     step_counts,
     first_rows,

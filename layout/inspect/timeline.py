@@ -93,25 +93,23 @@ def timeline(
     runs, rows = find_runs(batch)
     if not len(runs.first):
         raise ValueError("batch has no rows to draw")
-    shown = RunColumns(*(column[:max_runs] for column in runs))
-    lanes = lay_out(shown)
+    shown = RunTable(*(column[:max_runs] for column in runs))
+    placed = lay_out(shown)
     if not title:
-        title = (
-            f"{int(runs.length.sum()):,} rows in {len(runs.first):,} run{'s' if len(runs.first) != 1 else ''}"
-        )
-        if len(shown.first) < len(runs.first):
-            title += f", the first {len(shown.first):,} shown"
+        count = len(runs.first)
+        title = f"{int(runs.length.sum()):,} rows in {count:,} run{'s' * (count != 1)}"
+        title += f", the first {max_runs:,} shown" if max_runs < count else ""
     if ax is None:
-        height = min(max(0.2 * lanes.count + 1.1, 1.8), 8.5)
+        height = min(max(0.2 * placed.count + 1.1, 1.8), 8.5)
         ax = plt.subplots(figsize=(9.0, height), layout="constrained")[1]
-    _draw_frame(ax, lanes, rows, title)
-    _draw_ribbons(ax, lanes, shown, *_colour_values(batch, rows, color_by))
-    _draw_marks(ax, lanes, shown)
+    _draw_frame(ax, placed, rows, title)
+    _draw_ribbons(ax, placed, shown, *_colour_values(batch, rows, color_by))
+    _draw_marks(ax, placed, shown)
     return ax
 
 
-class RunColumns(NamedTuple):
-    """Runs in order, a column per property; int64 ``[R]``."""
+class RunTable(NamedTuple):
+    """The R runs of a batch in order, a column ``[R]`` of int64 for each property."""
 
     first: Ints  # first row, counted among the real rows
     length: Ints
@@ -120,7 +118,7 @@ class RunColumns(NamedTuple):
     end: Ints  # TERMINATES, TRUNCATES or IS_CUT
 
 
-def find_runs(batch: TensorDictBase) -> tuple[RunColumns, Ints]:
+def find_runs(batch: TensorDictBase) -> tuple[RunTable, Ints]:
     """The runs of the real rows, and the numbers of those rows."""
     mask = optional_marker(batch, MASK)
     rows = np.arange(batch.batch_size.numel()) if mask is None else np.flatnonzero(_to_numpy(mask))
@@ -138,9 +136,9 @@ def find_runs(batch: TensorDictBase) -> tuple[RunColumns, Ints]:
     terminated, truncated, done = (
         np.zeros(len(last), bool) if flag is None else _to_numpy(flag)[rows][last] for flag in flags
     )
-    # Done for no reason given is drawn as truncated: consumers bootstrap there.
+    # Done for no reason given is drawn as truncated: consumers bootstrap there. The first that holds counts.
     end = np.select([terminated, truncated | done], [TERMINATES, TRUNCATES], IS_CUT)
-    return RunColumns(first, last - first + 1, step, np.where(begins, BEGINS, RESUMES), end), rows
+    return RunTable(first, last - first + 1, step, np.where(begins, BEGINS, RESUMES), end), rows
 
 
 def _to_numpy(column: torch.Tensor) -> npt.NDArray[Any]:
@@ -149,18 +147,21 @@ def _to_numpy(column: torch.Tensor) -> npt.NDArray[Any]:
 
 
 @dataclass(frozen=True)
-class Lanes:
-    """Where runs are drawn: pieces of runs, int64 ``[P]``, and the axes around them."""
+class Placement:
+    """Where the runs are drawn: in P pieces (a run that is broken across lines has several), each in a lane.
 
-    count: int
-    run: Ints  # of each piece
+    ``run``, ``skipped``, ``lane``, ``x`` and ``width`` are int64 ``[P]``.
+    """
+
+    count: int  # lanes
+    run: Ints  # of which run each piece is
     skipped: Ints  # rows of its run before the piece
     lane: Ints
-    x: Ints
-    width: Ints
+    x: Ints  # its left edge
+    width: Ints  # its rows
     xlabel: str
-    heads: Ints  # which real row each lane begins with
-    continuous: bool = False
+    heads: Ints  # int64 [count], the first real row of each lane
+    continuous: bool = False  # whether runs stand end to end
 
     def at(self, runs: Ints, rows: Ints) -> tuple[npt.NDArray[Any], Ints]:
         """x (of its middle) and lane of row ``rows[k]`` of run ``runs[k]``."""
@@ -170,7 +171,7 @@ class Lanes:
         return self.x[piece] + (rows - self.skipped[piece]) + 0.5, self.lane[piece]
 
 
-def lay_out(runs: RunColumns) -> Lanes:
+def lay_out(runs: RunTable) -> Placement:
     """A lane for each of a few runs; many runs end to end, broken into lines of one width."""
     count = len(runs.first)
     if count > MOST_LANES:
@@ -180,45 +181,48 @@ def lay_out(runs: RunColumns) -> Lanes:
     x, xlabel = zero, "row within the run"
     if len(runs.step) and int((runs.step + runs.length).max()) <= 20 * float(np.median(runs.length)):
         x, xlabel = runs.step, "step of the episode"
-    return Lanes(count, every, zero, every, x, runs.length, xlabel, runs.first)
+    return Placement(count, every, zero, every, x, runs.length, xlabel, runs.first)
 
 
-def _end_to_end(runs: RunColumns) -> Lanes:
+def _end_to_end(runs: RunTable) -> Placement:
     total = int(runs.length.sum())
     # the width of a line: at least 20, and the next round number after what MOST_LINES lines need
     least = total / MOST_LINES
     power = 10.0 ** np.floor(np.log10(max(least, 1.0)))
     width = max(20, int(next(k * power for k in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if k * power >= least)))
-    # lines that each run reaches into, and one piece of it for each
+    # a run has a piece in each line it reaches into, from the line of its first row to that of its last one
     start = runs.first - runs.first[0]
     pieces = (start + runs.length - 1) // width - start // width + 1
     run = np.repeat(np.arange(len(start)), pieces)
+    # number of the piece within its run: its own less that of the run's first piece
     nth = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     # a piece runs from the start of its line or of its run to the end of the earlier of both
     lane = start[run] // width + nth
     left = np.maximum(start[run], lane * width)
     right = np.minimum(start[run] + runs.length[run], (lane + 1) * width)
-    count = -(-total // width)
+    count = -(-total // width)  # rounded up
     skipped, x, heads = left - start[run], left - lane * width, np.arange(count) * width
-    return Lanes(count, run, skipped, lane, x, right - left, "row within the line", heads, continuous=True)
+    return Placement(
+        count, run, skipped, lane, x, right - left, "row within the line", heads, continuous=True
+    )
 
 
-def _draw_frame(ax: "Axes", lanes: Lanes, rows: Ints, title: str) -> None:
-    right = int((lanes.x + lanes.width).max())
-    left = int(lanes.x.min())
+def _draw_frame(ax: "Axes", placed: Placement, rows: Ints, title: str) -> None:
+    right = int((placed.x + placed.width).max())
+    left = int(placed.x.min())
     left = 0 if 2 * left < right else left
     margin = 0.012 * (right - left)
     ax.set_xlim(left - margin, right + margin)
-    ax.set_ylim(lanes.count - 0.4, -0.6)
+    ax.set_ylim(placed.count - 0.4, -0.6)
     # at most 24 lanes get a number
-    every = max(1, -(-lanes.count // 24))
-    ax.set_yticks(np.arange(lanes.count)[::every], [f"{row:,}" for row in rows[lanes.heads[::every]]])
+    every = max(1, -(-placed.count // 24))
+    ax.set_yticks(np.arange(placed.count)[::every], [f"{row:,}" for row in rows[placed.heads[::every]]])
     ax.set_ylabel("first row", color=MUTED, fontsize=8.5)
-    ax.set_xlabel(lanes.xlabel, color=MUTED, fontsize=8.5)
+    ax.set_xlabel(placed.xlabel, color=MUTED, fontsize=8.5)
     ax.tick_params(length=0, labelsize=8, labelcolor=MUTED)
     ax.grid(axis="x", color="#eef1f4", linewidth=0.8)
     ax.set_axisbelow(True)
-    for lane in range(lanes.count):  # a faint track, so that the eye finds from a short ribbon to its number
+    for lane in range(placed.count):  # a faint track, so that the eye finds from a short ribbon to its number
         ax.axhspan(lane - HALF, lane + HALF, color=TRACK, linewidth=0, zorder=0)
     for spine in ax.spines.values():
         spine.set_visible(False)
@@ -244,16 +248,16 @@ def _colour_values(
 
 
 def _draw_ribbons(
-    ax: "Axes", lanes: Lanes, runs: RunColumns, name: str, values: npt.NDArray[Any] | None
+    ax: "Axes", placed: Placement, runs: RunTable, name: str, values: npt.NDArray[Any] | None
 ) -> None:
     from matplotlib.collections import PolyCollection
 
     if name and values is not None:
         # a box per row: its piece, and its place in that piece
-        piece = np.repeat(np.arange(len(lanes.run)), lanes.width)
-        place = np.arange(len(piece)) - np.repeat(np.cumsum(lanes.width) - lanes.width, lanes.width)
-        boxes = _boxes(lanes.x[piece] + place, np.ones(len(piece)), lanes.lane[piece])
-        of_rows = values[runs.first[lanes.run[piece]] + lanes.skipped[piece] + place]
+        piece = np.repeat(np.arange(len(placed.run)), placed.width)
+        place = np.arange(len(piece)) - np.repeat(np.cumsum(placed.width) - placed.width, placed.width)
+        boxes = _boxes(placed.x[piece] + place, np.ones(len(piece)), placed.lane[piece])
+        of_rows = values[runs.first[placed.run[piece]] + placed.skipped[piece] + place]
         ribbons = PolyCollection(boxes, array=of_rows, cmap="cividis", linewidths=0)
         ax.add_collection(ribbons)
         bar = ax.figure.colorbar(ribbons, ax=ax, pad=0.01, aspect=30, shrink=0.9)
@@ -262,10 +266,10 @@ def _draw_ribbons(
         bar.set_label(name, color=MUTED, fontsize=8.5)
         return
     if values is not None:
-        faces = [TINTS[k % len(TINTS)] for k in values[runs.first][lanes.run]]
+        faces = [TINTS[k % len(TINTS)] for k in values[runs.first][placed.run]]
     else:
-        faces = [RIBBONS[k % 2 if lanes.continuous else 0] for k in lanes.run]
-    boxes = _boxes(lanes.x, lanes.width, lanes.lane)
+        faces = [RIBBONS[k % 2 if placed.continuous else 0] for k in placed.run]
+    boxes = _boxes(placed.x, placed.width, placed.lane)
     ax.add_collection(PolyCollection(boxes, facecolors=faces, linewidths=0))
 
 
@@ -276,15 +280,15 @@ def _boxes(x: npt.NDArray[Any], width: npt.NDArray[Any], lane: Ints) -> list[npt
     return list(np.stack([np.stack(corner, axis=-1) for corner in corners], axis=1))
 
 
-def _draw_marks(ax: "Axes", lanes: Lanes, runs: RunColumns) -> None:
+def _draw_marks(ax: "Axes", placed: Placement, runs: RunTable) -> None:
     from matplotlib.transforms import ScaledTranslation
 
     every = np.arange(len(runs.first))
     # the ribbon's height in points, by which the marks are sized
-    lane_points = ax.get_window_extent().height * 72 / ax.figure.dpi / lanes.count
+    lane_points = ax.get_window_extent().height * 72 / ax.figure.dpi / placed.count
     ribbon = min(2 * HALF * lane_points, 13.0)
-    left = lanes.at(every, np.zeros_like(every))
-    right = lanes.at(every, runs.length - 1)
+    left = placed.at(every, np.zeros_like(every))
+    right = placed.at(every, runs.length - 1)
     for kind, (name, style) in enumerate(MARKS):
         starts = kind in (BEGINS, RESUMES)
         chosen = (runs.begin if starts else runs.end) == kind

@@ -10,7 +10,6 @@ from flatroll.modules.backends.scan_steps import (
     states_before,
     step_widths,
     uninitialised,
-    with_zero_rows,
 )
 
 
@@ -93,15 +92,16 @@ def gru_scan_backward(
     by_step = torch.split(slopes.view(-1, 4, hidden), widths)
     to_state = torch.split(slopes[:, hidden:], widths)
     z_by_step, grads = torch.split(z, widths), torch.split(grad, widths)
-    # back in time: the gradient of the state after a step, which the step's slopes turn into that before it
-    state = grad.new_zeros(widths[0], hidden)
+    # back in time: the gradient of the state after a step, which the step's slopes turn into that before it; a first
+    # state that no run starts from keeps its zeros
+    state = grad.new_zeros(len(first), hidden)
     for t in reversed(range(len(widths))):
         now = state[: widths[t]]
         now += grads[t]
         by_step[t].mul_(now.unsqueeze(1))
         now.mul_(z_by_step[t]).addmm_(to_state[t], w_hh)
     d_rows, d_ih, d_hh, b_ih, b_hh = gru_gradients(slopes, rows, before, w_ih)
-    return d_rows, with_zero_rows(state, len(first)), d_ih, d_hh, b_ih, b_hh
+    return d_rows, state, d_ih, d_hh, b_ih, b_hh
 
 
 def gru_gradients(

@@ -10,7 +10,6 @@ from flatroll.modules.backends.scan_steps import (
     states_before,
     step_widths,
     uninitialised,
-    with_zero_rows,
 )
 
 
@@ -43,9 +42,8 @@ def lstm_scan(
     outs, states = torch.split(out, widths), torch.split(cells, widths)
     state, cell = first, first_cell
     for t, width in enumerate(widths):
-        by_step[t].addmm_(
-            state[:width], weight
-        )  # runs that have ended are the last ones: they are the shortest
+        # runs that have ended are the last ones: they are the shortest
+        by_step[t].addmm_(state[:width], weight)
         o_i_f[t].sigmoid_()
         g[t].tanh_()
         cell = torch.mul(f[t], cell[:width], out=states[t]).addcmul_(i[t], g[t])
@@ -97,8 +95,9 @@ def lstm_scan_backward(
     weight = w_hh.roll(hidden, 0)
     grads = None if grad is None else torch.split(grad, widths)
     cell_grads = None if grad_cell is None else torch.split(grad_cell, widths)
-    # back in time: the gradients of output and cell after a step become those before it, in place
-    state, cell = cells.new_zeros(widths[0], hidden), cells.new_zeros(widths[0], hidden)
+    # back in time: the gradients of output and cell after a step become those before it, in place; first states that
+    # no run starts from keep their zeros
+    state, cell = cells.new_zeros(len(first), hidden), cells.new_zeros(len(first), hidden)
     for t in reversed(range(len(widths))):
         now, now_cell = state[: widths[t]], cell[: widths[t]]
         if grads is not None:
@@ -111,7 +110,7 @@ def lstm_scan_backward(
         torch.mm(by_step[t], weight, out=now)
         now_cell.mul_(f_by_step[t])
     d_rows, d_ih, d_hh, bias = lstm_gradients(slopes, rows, states_before(first, out, widths), w_ih)
-    return d_rows, with_zero_rows(state, len(first)), with_zero_rows(cell, len(first)), d_ih, d_hh, bias
+    return d_rows, state, cell, d_ih, d_hh, bias
 
 
 def lstm_gradients(

@@ -17,11 +17,10 @@ def uninitialised(rows: int, columns: int, like: Tensor) -> Tensor:
 
     On the CPU the memory is NumPy's, which asks the system for huge pages: half the time of wide batches.
     """
-    if like.device.type == "cpu" and like.dtype in (torch.float32, torch.float64):
-        return torch.from_numpy(
-            np.empty((rows, columns), np.float32 if like.dtype is torch.float32 else np.float64)
-        )
-    return like.new_empty(rows, columns)
+    known = {torch.float32: np.float32, torch.float64: np.float64}.get(like.dtype)
+    if known is None or like.device.type != "cpu":
+        return like.new_empty(rows, columns)
+    return torch.from_numpy(np.empty((rows, columns), known))
 
 
 def step_widths(sizes: Tensor) -> list[int]:
@@ -37,13 +36,6 @@ def states_before(first: Tensor, states: Tensor, widths: list[int]) -> Tensor:
     back = counts[:-1].repeat_interleave(counts[1:], output_size=rows - runs)
     rows_before = torch.arange(runs, rows, device=states.device) - back
     return torch.cat([first[:runs], states.index_select(0, rows_before)])
-
-
-def with_zero_rows(state: Tensor, rows: int) -> Tensor:
-    """``state [M, H]`` and zeros below it, ``rows`` rows in all."""
-    if rows == len(state):
-        return state
-    return torch.cat([state, state.new_zeros(rows - len(state), state.shape[1])])
 
 
 def run_layers(
