@@ -19,6 +19,7 @@ from flatroll.layout.keys import (
     NestedKey,
     as_tuple,
     next_key,
+    plain_key,
 )
 from flatroll.wrappers.markers import InitTracker, MarkerWrapper, RewardSum, StepCounter, TrajId
 from flatroll.wrappers.source import layers
@@ -107,17 +108,8 @@ class ColumnKeys:
             for other, owner in self._writers.items():
                 if key[: len(other)] == other[: len(key)]:  # the same, or one inside the other
                     raise ValueError(
-                        f"two parts write one column: {owner} writes {_plain_key(other)!r}, {writer} writes "
-                        f"{_plain_key(key)!r}. Rename one: the marker wrappers take a key argument, policies "
+                        f"two parts write one column: {owner} writes {plain_key(other)!r}, {writer} writes "
+                        f"{plain_key(key)!r}. Rename one: the marker wrappers take a key argument, policies "
                         "out_keys, observations gymnasium.wrappers.TransformObservation"
                     )
         self._writers.update((as_tuple(key), writer) for key in keys)
-
-
-def _plain_key(key: tuple[str, ...]) -> NestedKey:
-    """The key as it is mostly written.
-
-    >>> _plain_key(("observation",)), _plain_key(("next", "reward"))
-    ('observation', ('next', 'reward'))
-    """
-    return key if len(key) != 1 else key[0]

@@ -17,7 +17,7 @@ from gymnasium.vector.utils import batch_space
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.arrays import Tree, map_tree
 from flatroll.wrappers.testing.recording import Record, copied, play, same, suspicions
-from flatroll.wrappers.testing.scripted import row
+from flatroll.wrappers.testing.script import row
 
 _SUSPICION = "suspicion: "
 
