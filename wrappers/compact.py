@@ -4,9 +4,8 @@ from typing import Any
 
 import torch
 
-from flatroll.layout.delta import NextObservationDelta as DeltaTransform
-from flatroll.layout.delta import check_delta, encode_delta
-from flatroll.layout.keys import OBSERVATION, NestedKey
+from flatroll.layout.delta import RestoreNextObservation, check_delta, encode_delta
+from flatroll.layout.keys import OBSERVATION, NestedKey, plain_key
 from flatroll.wrappers.arrays import Array, Tree, full, map_tree, own, select, to_torch
 from flatroll.wrappers.markers import MarkerWrapper, StepResult
 from flatroll.wrappers.stream import VectorStream, observation_leaves
@@ -118,7 +117,7 @@ class ObservationDelta(MarkerWrapper):
         if isinstance(obs, dict):
             deltas = {name: self._delta((*path, name), leaf, next_obs[name]) for name, leaf in obs.items()}
             return {name: delta for name, delta in deltas.items() if delta is not None}
-        key: NestedKey = path if len(path) > 1 else path[0] if path else OBSERVATION
+        key = plain_key(path) if path else OBSERVATION
         if key not in self.keys:
             return None
         before, after = to_torch(obs), to_torch(next_obs)
@@ -158,4 +157,4 @@ class NextObservationDelta(ObservationDelta):
 
     def __new__(cls, env: Any = None, *args: Any, **kwargs: Any) -> Any:
         """The wrapper around ``env``; without an env the buffer-side transform of the same name."""
-        return DeltaTransform(**kwargs) if env is None else super().__new__(cls)
+        return RestoreNextObservation(**kwargs) if env is None else super().__new__(cls)

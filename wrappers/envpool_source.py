@@ -41,7 +41,6 @@ class EnvPoolSource(VectorSource):
         )
         super().__init__(env, num_envs, *single, capabilities)
         self._shown: Tree = None  # the observations returned last, for the rows that a partial reset leaves
-        self._casts = _has_discrete(single[0])
 
     @override
     def reset(
@@ -57,13 +56,12 @@ class EnvPoolSource(VectorSource):
             raise ValueError(f"envpool takes no reset options but reset_mask, got {sorted(options)}")
         if rows is None:
             obs, info = self.env.reset()
-            self._shown = self._cast(obs)
+            self._shown = _cast_discrete(obs, self.single_observation_space)
             return self._shown, info
         # envpool returns only the rows it reset, in order of their numbers.
         part, info = self.env.reset(options={"reset_mask": rows})
-        self._shown = map_tree(
-            lambda whole, some: _scatter(some, rows, np.array(whole)), self._shown, self._cast(part)
-        )
+        part = _cast_discrete(part, self.single_observation_space)
+        self._shown = map_tree(lambda whole, some: _scatter(some, rows, np.array(whole)), self._shown, part)
         whole: dict[str, Any] = {"env_id": np.arange(self.num_envs)}
         for key, value in info.items():
             if key != "env_id" and isinstance(value, np.ndarray) and value.shape[:1] == (int(rows.sum()),):
@@ -76,11 +74,8 @@ class EnvPoolSource(VectorSource):
         if not (isinstance(actions, np.ndarray) and actions.flags.c_contiguous):
             actions = map_tree(np.ascontiguousarray, actions)
         obs, reward, terminated, truncated, info = self.env.step(actions)
-        self._shown = obs = self._cast(obs)
+        self._shown = obs = _cast_discrete(obs, self.single_observation_space)
         return obs, reward, terminated, truncated, info
-
-    def _cast(self, obs: Tree) -> Tree:
-        return _cast_discrete(obs, self.single_observation_space) if self._casts else obs
 
 
 def _scatter(some: Array, rows: Array, whole: Array) -> Array:
@@ -89,15 +84,10 @@ def _scatter(some: Array, rows: Array, whole: Array) -> Array:
     return whole
 
 
-def _has_discrete(space: spaces.Space[Any]) -> bool:
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        children = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
-        return any(map(_has_discrete, children))
-    return isinstance(space, spaces.Discrete)
-
-
 def _cast_discrete(obs: Tree, space: spaces.Space[Any]) -> Tree:
     """Discrete observations arrive as int32 where the space says int64."""
+    if isinstance(space, spaces.Box):  # most often, so it is asked first
+        return obs
     if isinstance(space, spaces.Dict):
         return {key: _cast_discrete(obs[key], child) for key, child in space.spaces.items()}
     if isinstance(space, spaces.Tuple):

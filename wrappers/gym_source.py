@@ -67,9 +67,8 @@ class GymSource(VectorSource):
     def final_obs(self, info: dict[str, Any], obs: Tree, ended: Array, given: Any = None) -> Tree | None:
         if given is None:
             given = info.get("final_obs", info.get("final_observation"))
-        if (
-            isinstance(given, np.ndarray) and given.dtype == object
-        ):  # Gymnasium's: one tree for each ended row
+        if isinstance(given, np.ndarray) and given.dtype == object:
+            # Gymnasium's: an array [E] of objects, with one tree for each ended row.
             rows = np.flatnonzero(ended)
             if self._checks_reuse:
                 self._refuse_reused(given, obs, rows)
@@ -84,7 +83,7 @@ class GymSource(VectorSource):
         """
         resets = getattr(self.env.unwrapped, "_env_obs", None)
         if resets is not None:
-            reused = any(any(_compare(_share_memory, given[i], resets[i])) for i in rows)
+            reused = any(any(_compare(np.shares_memory, given[i], resets[i])) for i in rows)
         else:
             rows = [i for i in rows if not self._proven[i]]
             shown = [map_tree(lambda leaf, i=i: leaf[i], obs) for i in rows]
@@ -106,10 +105,6 @@ def _compare(test: Any, one: Tree, other: Tree) -> list[bool]:
     answers: list[bool] = []
     map_tree(lambda a, b: answers.append(bool(test(a, b))), one, other)
     return answers
-
-
-def _share_memory(one: Any, other: Any) -> bool:
-    return isinstance(one, np.ndarray) and np.shares_memory(one, other)
 
 
 def _with_rows(obs: Tree, rows: Array, values: list[Any]) -> Tree:

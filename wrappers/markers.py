@@ -165,27 +165,24 @@ class StepCounter(MarkerWrapper):
         if max_steps is not None:
             if max_steps < 1:
                 raise ValueError(f"max_steps must be at least 1 or None, got {max_steps}")
-            self._check_order(max_steps)
+            # Rows that are reset in the same step have their last observation in info, where no wrapper sees it.
+            for layer in layers(self.env):
+                if isinstance(layer, VectorObservationWrapper) and find_stream(layer) is not None:
+                    name = type(layer).__name__
+                    raise ValueError(
+                        f"max_steps={max_steps} with {name} around an adapted env: the last observations of the "
+                        f"ended episodes would pass {name} by. Put {name} directly around your env, and StepCounter "
+                        "outside"
+                    )
             self.stream.limit_steps(max_steps)
         self.max_steps = max_steps
         self._count: Array = None
 
-    def _check_order(self, max_steps: int) -> None:
-        """Rows that are reset in the same step have their last observation in info, where no wrapper sees it."""
-        for layer in layers(self.env):
-            if isinstance(layer, VectorObservationWrapper) and find_stream(layer) is not None:
-                name = type(layer).__name__
-                raise ValueError(
-                    f"max_steps={max_steps} with {name} around an adapted env: the last observations of the ended "
-                    f"episodes would pass {name} by. Put {name} directly around your env, and StepCounter outside"
-                )
-
     def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
         zero = full(self.stream.first, self.num_envs, 0, torch.int64)
         self._count = zero if self._count is None else select(rows, zero, self._count)
-        info[self.info_name] = own(
-            self._count
-        )  # a copy: what a caller does to its info must not change the count
+        # A copy: what a caller does to its info must not change the count.
+        info[self.info_name] = own(self._count)
 
     def step(self, actions: Tree) -> StepResult:
         """Step, and count the rows that go on."""
@@ -339,11 +336,6 @@ class RecurrentPrimer(MarkerWrapper):
             for parent in parents:
                 place = place.setdefault(parent, {})
             place[name] = primed
-
-    def step(self, actions: Tree) -> StepResult:
-        """Step; the states go from the policy to itself."""
-        result: StepResult = self.env.step(actions)
-        return result
 
 
 def find_wrapper(env: VectorEnv[Any, Any, Any], kind: type[VectorWrapper]) -> Any:

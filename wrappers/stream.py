@@ -193,7 +193,15 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self.actions = self._check_actions(actions)
         obs, reward, terminated, truncated, info = self.source.step(self.actions)
         if not self.capabilities.exact_flags:
-            reward, terminated, truncated = self._exact_flags(reward, terminated, truncated)
+            # Reward float32 and flags bool, all (E,), whatever the env calls its own; no copies where they fit.
+            if isinstance(reward, Tensor):
+                reward, terminated, truncated = reward.float(), terminated.bool(), truncated.bool()
+            else:
+                reward = np.asarray(reward, dtype=np.float32)
+                terminated, truncated = np.asarray(terminated, dtype=bool), np.asarray(truncated, dtype=bool)
+            shape = (self.num_envs,)
+            if reward.shape != shape or terminated.shape != shape or truncated.shape != shape:
+                reward, terminated, truncated = (x.reshape(shape) for x in (reward, terminated, truncated))
         ended: Array = terminated | truncated
         resets = ended if self._folds else None  # the rows that this stream has to reset itself
         if self._limit is not None:
@@ -275,18 +283,6 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                 f"{tuple(mask.shape)}"
             )
         return mask
-
-    def _exact_flags(self, reward: Array, terminated: Array, truncated: Array) -> tuple[Array, Array, Array]:
-        """Reward float32 and flags bool, all of shape ``(E,)``, whatever the env calls its own."""
-        shape = (self.num_envs,)
-        if isinstance(reward, Tensor):  # no copies where the dtype fits
-            reward, terminated, truncated = reward.float(), terminated.bool(), truncated.bool()
-        else:
-            reward = np.asarray(reward, dtype=np.float32)
-            terminated, truncated = np.asarray(terminated, dtype=bool), np.asarray(truncated, dtype=bool)
-        if reward.shape != shape or terminated.shape != shape or truncated.shape != shape:
-            return reward.reshape(shape), terminated.reshape(shape), truncated.reshape(shape)
-        return reward, terminated, truncated
 
 
 def observation_leaves(space: spaces.Space[Any]) -> list[tuple[NestedKey, tuple[Any, ...]]]:

@@ -260,8 +260,7 @@ class ScriptedTorchEnv:
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         mode = AutoresetMode.SAME_STEP if autoreset else AutoresetMode.DISABLED
         self.metadata = {"autoreset_mode": mode} if declare else {}
-        self.actions: list[Any] = []
-        self.closed = False
+        self.unwrapped, self.actions, self.closed = self, list[Any](), False
         self._shown, self._reuse, self._autoreset = final_obs, reuse_obs, autoreset
         self._clock = Clock(script, lambda x: torch.from_numpy(np.ascontiguousarray(x)).to(self.device))
         self._obs, self._final = self._clock.observe(), self._clock.observe()
@@ -271,11 +270,6 @@ class ScriptedTorchEnv:
         self.truncated_buf = torch.zeros_like(self.terminated_buf)
         if final_obs == "dense":
             self.extras["final_obs"] = self._final
-
-    @property
-    def unwrapped(self) -> "ScriptedTorchEnv":
-        """The env itself."""
-        return self
 
     def reset(
         self,
@@ -361,7 +355,7 @@ class ScriptedRslEnv:
         self.cfg: dict[str, Any] = {}
         self.dones_buf = torch.zeros(self.num_envs, dtype=torch.int64, device=self.device)
         self.extras: dict[str, Any] = {"time_outs": torch.zeros(self.num_envs, device=self.device)}
-        self._obs, _ = self._env.reset()
+        self.reset()
 
     @property
     def episode_length_buf(self) -> Tensor:
@@ -371,23 +365,22 @@ class ScriptedRslEnv:
 
     def get_observations(self) -> Any:
         """The current observations."""
-        obs = self._wrap(self._obs)
-        return obs if self._style == "tensordict" else (obs, self.extras)
+        return self._obs if self._style == "tensordict" else (self._obs, self.extras)
 
     def reset(self) -> Any:
         """Begin the next episode everywhere: (obs, extras)."""
-        self._obs, _ = self._env.reset()
-        return self._wrap(self._obs), self.extras
+        return self._show(self._env.reset()[0]), self.extras
 
     def step(self, actions: Tensor) -> tuple[Any, Tensor, Tensor, dict[str, Any]]:
         """(obs, reward, dones, extras)."""
-        self._obs, reward, terminated, truncated, _ = self._env.step(actions)
+        obs, reward, terminated, truncated, _ = self._env.step(actions)
         self.dones_buf.copy_(terminated | truncated)
         self.extras["time_outs"].copy_(truncated)
-        return self._wrap(self._obs), reward, self.dones_buf, self.extras
+        return self._show(obs), reward, self.dones_buf, self.extras
+
+    def _show(self, obs: Tensor) -> Any:
+        self._obs = TensorDict({"policy": obs}, [self.num_envs]) if self._style == "tensordict" else obs
+        return self._obs
 
     def close(self) -> None:
         """Nothing to release."""
-
-    def _wrap(self, obs: Tensor) -> Any:
-        return TensorDict({"policy": obs}, [self.num_envs]) if self._style == "tensordict" else obs
