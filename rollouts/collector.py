@@ -57,8 +57,7 @@ class Collector:
         init_random_frames: take random actions in the first so many rows, up to the end of the vector step
             that the last of them is in; the policy's other outputs are recorded as they are.
         reset_at_each_iter: reset the env before each batch that it is stepped for.
-        split_trajs: yield padded ``[n, T_max]`` batches with a mask. Discouraged: warns. Not with a
-            ``replay_buffer``.
+        split_trajs: yield padded ``[n, T_max]`` batches with a mask. Discouraged: warns. Not with a ``replay_buffer``.
         postproc: function of the batch; its result is yielded. `final` counts the rows before it.
         pre_collect_hook: called without arguments before each batch is collected.
         post_collect_hook: called with each batch before it is yielded; what it returns is ignored.

@@ -48,9 +48,8 @@ def as_function_of_obs(policy: Any, space: spaces.Space[Any], devices: Devices) 
 class ModulePolicy:
     """A tensordict module: reads and writes a tensordict of batch size ``[E]``.
 
-    It is given the observation, the markers, the chosen info entries and its recurrent states. What it
-    writes under its ``out_keys`` besides ``"action"`` becomes columns of the batch; names that begin with
-    ``_`` do not.
+    It is given the observation, the markers, the chosen info entries and its recurrent states. What it writes under
+    its ``out_keys`` besides ``"action"`` becomes columns of the batch; names that begin with ``_`` do not.
 
     Args:
         policy: the module, with ``in_keys`` and ``out_keys``.

@@ -14,13 +14,6 @@ Array: TypeAlias = Any
 Tree: TypeAlias = Any
 
 
-_NUMPY_DTYPES: dict[torch.dtype, Any] = {
-    torch.bool: np.bool_,
-    torch.float32: np.float32,
-    torch.int64: np.int64,
-}
-
-
 def map_tree(fn: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
     """Apply ``fn`` to the leaves of one or more equally nested trees.
 
@@ -61,26 +54,20 @@ def full(like: Array, size: int, value: float, dtype: torch.dtype) -> Array:
     """A constant vector of ``size`` rows in the framework and on the device of ``like``."""
     if isinstance(like, Tensor):
         return torch.full((size,), value, dtype=dtype, device=like.device)
-    return np.full(size, value, dtype=_NUMPY_DTYPES[dtype])
+    return np.full(
+        size, value, dtype=str(dtype).removeprefix("torch.")
+    )  # bool, int64 and float32 are in both
 
 
 def first_leaf(tree: Tree) -> Array:
-    """Any one leaf: it tells the framework and the device.
-
-    >>> first_leaf({"a": (1, 2), "b": 3})
-    1
-    """
+    """Any one leaf: it tells the framework and the device."""
     while isinstance(tree, (dict, tuple)):
         tree = next(iter(tree.values())) if isinstance(tree, dict) else tree[0]
     return tree
 
 
 def leaves_at(tree: Tree, paths: Sequence[tuple[Any, ...]]) -> list[Array]:
-    """The leaves of a tree at paths of keys and positions.
-
-    >>> leaves_at({"a": (1, 2), "b": 3}, [("b",), ("a", 1)])
-    [3, 2]
-    """
+    """The leaves of a tree at paths of keys and positions: ``("a", 1)`` is ``tree["a"][1]``."""
     leaves = []
     for path in paths:
         leaf = tree
@@ -146,19 +133,17 @@ class ActionCheck:
         if self._children:
             return self._nested(actions)
         on_torch = self._framework == "torch"
-        if isinstance(actions, Tensor):
-            array: Array = actions
-            if not on_torch:
-                array = actions.numpy(force=not actions.is_cpu or actions.requires_grad)
+        if on_torch:
+            array: Array = actions if isinstance(actions, Tensor) else torch.as_tensor(actions)
+        elif isinstance(actions, Tensor):
+            # Without force the array shares the tensor's memory; a copy is made only where that is impossible.
+            array = actions.numpy(force=not actions.is_cpu or actions.requires_grad)
         else:
-            array = torch.as_tensor(actions) if on_torch else np.asarray(actions)
+            array = np.asarray(actions)
         if array.shape != self._shape:
             hint = "one row for each env"
-            if (
-                isinstance(self._space, spaces.Discrete)
-                and array.shape[:1] == self._shape
-                and array.ndim == 2
-            ):
+            discrete = isinstance(self._space, spaces.Discrete)
+            if discrete and array.shape[:1] == self._shape and array.ndim == 2:
                 hint = "one integer for each env: take .argmax(-1) of one-hot actions, .squeeze(-1) of [E, 1]"
             raise ValueError(f"actions must have shape {self._shape} ({hint}), got {tuple(array.shape)}")
         if on_torch:

@@ -7,7 +7,8 @@ import torch
 from flatroll.layout.delta import RestoreNextObservation, check_delta, encode_delta
 from flatroll.layout.keys import OBSERVATION, NestedKey, plain_key
 from flatroll.wrappers.arrays import Array, Tree, full, map_tree, own, select, to_torch
-from flatroll.wrappers.markers import MarkerWrapper, StepResult
+from flatroll.wrappers.markers import MarkerWrapper
+from flatroll.wrappers.source import Step
 from flatroll.wrappers.stream import VectorStream, observation_leaves
 
 
@@ -61,7 +62,7 @@ class CompactObs(MarkerWrapper):
     def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
         info["_final_obs"] = full(self.stream.first, self.num_envs, False, torch.bool)
 
-    def step(self, actions: Tree) -> StepResult:
+    def step(self, actions: Tree) -> Step:
         """Step, and mark the rows whose last observation is in ``info["final_obs"]``."""
         result = self.env.step(actions)
         info, stream = result[4], self.stream
@@ -94,7 +95,7 @@ class ObservationDelta(MarkerWrapper):
     def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
         self._obs = obs
 
-    def step(self, actions: Tree) -> StepResult:
+    def step(self, actions: Tree) -> Step:
         """Step, and subtract."""
         result = self.env.step(actions)
         obs, info, stream = result[0], result[4], self.stream

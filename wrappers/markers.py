@@ -16,10 +16,8 @@ from flatroll.layout.keys import EPISODE_REWARD, IS_INIT, STEP_COUNT, TRAJ_IDS, 
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.arrays import Array, Tree, fill_rows, full, own, select
 from flatroll.wrappers.primers import recurrent_states
-from flatroll.wrappers.source import layers
+from flatroll.wrappers.source import Step, layers
 from flatroll.wrappers.stream import VectorStream
-
-StepResult = tuple[Tree, Array, Array, Array, dict[str, Any]]
 
 
 class MarkerWrapper(VectorWrapper):
@@ -123,7 +121,7 @@ class InitTracker(MarkerWrapper):
     def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
         info[self.info_name] = own(self.stream.first)
 
-    def step(self, actions: Tree) -> StepResult:
+    def step(self, actions: Tree) -> Step:
         """Step, and mark the rows that now show a first observation."""
         result = self.env.step(actions)
         result[4][self.info_name] = self.stream.first  # no copy: the stream makes it afresh at each step
@@ -138,9 +136,8 @@ class StepCounter(MarkerWrapper):
 
     Args:
         env: anything `as_vector_env` takes.
-        max_steps: truncate every episode after so many steps (``truncated`` is set, ``terminated`` is not
-            touched; the row is reset in the same step, with its last observation in ``info["final_obs"]``).
-            Default None: no limit.
+        max_steps: truncate every episode after so many steps (``truncated`` is set, ``terminated`` is not touched; the
+            row is reset in the same step, with its last observation in ``info["final_obs"]``). Default None: no limit.
         step_count_key: another key to store it under. Default ``"step_count"``.
 
     Raises:
@@ -184,7 +181,7 @@ class StepCounter(MarkerWrapper):
         # A copy: what a caller does to its info must not change the count.
         info[self.info_name] = own(self._count)
 
-    def step(self, actions: Tree) -> StepResult:
+    def step(self, actions: Tree) -> Step:
         """Step, and count the rows that go on."""
         result = self.env.step(actions)
         count = self._count + 1
@@ -234,7 +231,7 @@ class TrajId(MarkerWrapper):
             self._ids = self._ids + rows * self.num_envs
         info[self.info_name] = own(self._ids)
 
-    def step(self, actions: Tree) -> StepResult:
+    def step(self, actions: Tree) -> Step:
         """Step, and give the rows that now show a first observation a new id."""
         result = self.env.step(actions)
         if self.stream.any_first is not False:
@@ -283,7 +280,7 @@ class RewardSum(MarkerWrapper):
         self._sum = zero if self._sum is None else select(rows, zero, self._sum)
         info[self.info_name] = own(self._sum)
 
-    def step(self, actions: Tree) -> StepResult:
+    def step(self, actions: Tree) -> Step:
         """Step, and add up the reward of the rows that are transitions."""
         result = self.env.step(actions)
         stream = self.stream

@@ -25,11 +25,7 @@ from flatroll.wrappers.source import Capabilities, Step, VectorSource
 class TorchSource(VectorSource):
     """A vector env that returns tensors: 5-tuples, or rsl_rl's 4-tuples with ``extras["time_outs"]``.
 
-    Args:
-        env: the env; ``num_envs``, ``reset`` and ``step`` are all it must have, and spaces or rsl_rl's
-            ``get_observations`` and ``num_actions``.
-        device: its device; None reads ``env.device``.
-        own_buffers: ``"auto"`` and True copy what the env returns; False trusts it to be fresh.
+    It must have ``num_envs``, ``reset``, ``step``, and spaces or rsl_rl's ``get_observations`` and ``num_actions``.
     """
 
     def __init__(
@@ -151,9 +147,8 @@ class TorchView(VectorSource):
     @override
     def final_obs(self, info: dict[str, Any], obs: Tree, ended: Array, given: Any = None) -> Tree | None:
         shown, done = self._seen
-        final = (
-            shown if given is None and not done.any() else self._source.final_obs(info, shown, done, given)
-        )
+        hidden = given is not None or done.any()
+        final = self._source.final_obs(info, shown, done, given) if hidden else shown
         return None if final is None else self._tensors(final)
 
     def _tensors(self, tree: Tree) -> Tree:

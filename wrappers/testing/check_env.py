@@ -5,6 +5,7 @@
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from flatroll.wrappers.testing.recording import Record, copied, play, same, susp
 from flatroll.wrappers.testing.script import row
 
 _SUSPICION = "suspicion: "
+_STEP_DTYPES = (("reward", np.float32), ("terminated", np.bool_), ("truncated", np.bool_))
 
 
 class ContractError(AssertionError):
@@ -55,10 +57,9 @@ def vector_env_problems(
 ) -> list[str]:
     """Play an environment and say in plain words what is wrong with it.
 
-    The env goes through `flatroll.wrappers.as_vector_env` and is stepped twice from the same seed. Checked
-    are the spaces, the shapes, dtypes and ownership of all that it returns, the rows that follow an ended
-    episode, final observations, reproducibility, masked resets and the refusal of a wrong number of
-    actions. The env is not closed.
+    The env goes through `flatroll.wrappers.as_vector_env` and is stepped twice from the same seed. Checked are the
+    spaces, the shapes, dtypes and ownership of all that it returns, the rows that follow an ended episode, final
+    observations, reproducibility, masked resets and the refusal of a wrong number of actions. The env is not closed.
 
     Args:
         env: anything `flatroll.wrappers.as_vector_env` accepts, on a device whose values can be read.
@@ -111,24 +112,19 @@ def _of_spaces(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
 def _of_returns(env: VectorEnv[Any, Any, Any], record: Record) -> Iterator[str]:
     """Shapes, dtypes and bounds; each fault once, with the first step that shows it."""
     seen: set[str] = set()
-    for k, obs in enumerate(record.obs):
+    shape = (env.num_envs,)
+    for k, obs in enumerate(record.obs, -1):  # obs after step k; -1 is the reset
         faults = list(_of_tree(env.observation_space, obs, "obs"))
-        if k:
-            faults += _of_step(env, record, k - 1)
-        where = f"after step {k - 1}" if k else "from reset"
+        for name, dtype in _STEP_DTYPES if k >= 0 else ():
+            array = getattr(record, name)[k]
+            if array.shape != shape or array.dtype != dtype:
+                faults.append(f"{name} must be {np.dtype(dtype)} {shape}, it is {array.dtype} {array.shape}")
+        if k >= 0 and record.final[k] is not None:
+            ended = record.terminated[k] | record.truncated[k]
+            faults += _of_tree(env.observation_space, record.final[k], "info['final_obs']", ended)
+        where = f"after step {k}" if k >= 0 else "from reset"
         yield from (f"{text} (first seen {where})" for text in faults if text not in seen)
         seen.update(faults)
-
-
-def _of_step(env: VectorEnv[Any, Any, Any], record: Record, k: int) -> Iterator[str]:
-    shape = (env.num_envs,)
-    for name, dtype in (("reward", np.float32), ("terminated", np.bool_), ("truncated", np.bool_)):
-        array = getattr(record, name)[k]
-        if array.shape != shape or array.dtype != dtype:
-            yield f"{name} must be {np.dtype(dtype)} {shape}, it is {array.dtype} {array.shape}"
-    if record.final[k] is not None:
-        ended = record.terminated[k] | record.truncated[k]
-        yield from _of_tree(env.observation_space, record.final[k], "info['final_obs']", ended)
 
 
 def _of_tree(
@@ -138,9 +134,13 @@ def _of_tree(
     if isinstance(space, spaces.Dict | spaces.Tuple):
         items = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
         parts: dict[Any, spaces.Space[Any]] = dict(items)
-        entries = list(tree) if isinstance(tree, dict) else []
-        if isinstance(tree, tuple):
-            entries = list(range(len(tree)))
+        entries = (
+            list(range(len(tree)))
+            if isinstance(tree, tuple)
+            else list(tree)
+            if isinstance(tree, dict)
+            else []
+        )
         if set(entries) != set(parts):
             kind = type(tree).__name__
             yield f"{name} must have the entries {list(parts)} as its space says, it is {kind} {entries}"
@@ -162,11 +162,10 @@ def _of_tree(
 
 
 def _of_ownership(record: Record) -> Iterator[str]:
-    changed: dict[str, int] = {}
     # Each array that came back was copied at once: is it still what it was?
-    for name, array, copy in record.returned:
-        if not same(map_tree(copied, array), copy):
-            changed[name] = changed.get(name, 0) + 1
+    changed = Counter(
+        name for name, array, copy in record.returned if not same(map_tree(copied, array), copy)
+    )
     for name, times in changed.items():
         yield f"{name} changed after it was returned ({times} times): the env writes into the same memory"
 

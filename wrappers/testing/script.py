@@ -41,8 +41,7 @@ class Script:
 
     Args:
         num_envs: number of environments E.
-        lengths: steps per episode. An int for all, one list that every env cycles through, or one list
-            per env.
+        lengths: steps per episode. An int for all, one list that every env cycles through, or one list per env.
         ends: how episodes end, ``"terminated"``, ``"truncated"`` or ``"both"``; given as ``lengths`` is.
         obs: kind of observation. ``"float32"``, ``"float64"`` and ``"int64"`` hold (env, episode, step);
             ``"uint8"`` is a ``[3, 2, 2]`` image of them modulo 256; ``"discrete"`` is ``env*10000 +
@@ -222,11 +221,7 @@ def overwrite(buffer: Any, value: Any) -> Any:
 
 
 def row(tree: Any, i: Any) -> Any:
-    """Row ``i``, or rows ``i``, of every leaf of a batched observation.
-
-    >>> row({"a": np.arange(4).reshape(2, 2), "b": (np.eye(2),)}, 1)
-    {'a': array([2, 3]), 'b': (array([0., 1.]),)}
-    """
+    """Row ``i``, or rows ``i``, of every leaf of a batched observation."""
     return map_tree(lambda leaf: leaf[i], tree)
 
 

@@ -189,8 +189,7 @@ def make_scripted(
             one: it holds a process per env); ``"native"`` is a :class:`ScriptedVectorEnv`.
         autoreset_mode: any of gymnasium's three.
         reuse_buffer: the single envs (or the native env) write into the arrays they returned.
-        record_actions: the envs keep their actions; read them with ``env.get_attr("actions")`` or
-            ``env.actions``.
+        record_actions: the envs keep their actions; read them with ``env.get_attr("actions")`` or ``env.actions``.
         copy: as for gymnasium's vector envs; ``copy=False`` makes the native env reuse its buffers.
         shared_memory: as for ``AsyncVectorEnv``.
 
