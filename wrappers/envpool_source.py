@@ -9,8 +9,7 @@ from gymnasium import spaces
 from typing_extensions import override
 
 from flatroll.wrappers.arrays import Array, Tree, map_tree
-from flatroll.wrappers.source import Capabilities, Step, VectorSource
-from flatroll.wrappers.spaces import mend_bounds
+from flatroll.wrappers.source import Capabilities, Info, Step, VectorSource
 
 
 class EnvPoolSource(VectorSource):
@@ -43,9 +42,7 @@ class EnvPoolSource(VectorSource):
         self._shown: Tree = None  # the observations returned last, for the rows that a partial reset leaves
 
     @override
-    def reset(
-        self, seed: Any, options: dict[str, Any] | None, rows: Array | None = None
-    ) -> tuple[Tree, dict[str, Any]]:
+    def reset(self, seed: Any, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         if seed is not None:
             warnings.warn(
                 "envpool takes its seed when it is made (envpool.make_gymnasium(..., seed=...)): "
@@ -93,3 +90,26 @@ def _cast_discrete(obs: Tree, space: spaces.Space[Any]) -> Tree:
     if isinstance(space, spaces.Tuple):
         return tuple(_cast_discrete(obs[i], child) for i, child in enumerate(space.spaces))
     return obs.astype(space.dtype, copy=False) if isinstance(space, spaces.Discrete) else obs
+
+
+def mend_bounds(space: spaces.Space[Any]) -> spaces.Space[Any]:
+    """Give "unbounded" Box spaces their infinite bounds back.
+
+    Several envpool families declare ``low = finfo.tiny`` (the smallest *positive* number) and
+    ``high = finfo.max`` where they mean no bound, so that no negative observation is inside.
+    """
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({key: mend_bounds(child) for key, child in space.spaces.items()})
+    if isinstance(space, spaces.Tuple):
+        return spaces.Tuple(tuple(mend_bounds(child) for child in space.spaces))
+    if not isinstance(space, spaces.Box) or not np.issubdtype(space.dtype, np.floating):
+        return space
+    info = np.finfo(space.dtype)
+    # The bounds were written as float32 even where the space is float64.
+    tiny = np.isin(space.low, (info.tiny, np.finfo(np.float32).tiny))
+    if not tiny.any():
+        return space
+    low = np.where(tiny, -np.inf, space.low).astype(space.dtype)
+    huge = np.isin(space.high, (info.max, np.finfo(np.float32).max))
+    high = np.where(huge, np.inf, space.high).astype(space.dtype)
+    return spaces.Box(low, high, dtype=space.dtype.type)

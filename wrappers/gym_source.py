@@ -8,7 +8,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from typing_extensions import override
 
 from flatroll.wrappers.arrays import Array, Tree, map_tree, own
-from flatroll.wrappers.source import Capabilities, Step, VectorSource, layers
+from flatroll.wrappers.source import Capabilities, Info, Step, VectorSource, layers
 
 
 class GymSource(VectorSource):
@@ -41,9 +41,7 @@ class GymSource(VectorSource):
         super().__init__(env, env.num_envs, *spaces, capabilities)
 
     @override
-    def reset(
-        self, seed: Any, options: dict[str, Any] | None, rows: Array | None = None
-    ) -> tuple[Tree, dict[str, Any]]:
+    def reset(self, seed: Any, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         if rows is not None:
             options = {**(options or {}), "reset_mask": rows}
         else:
@@ -64,7 +62,7 @@ class GymSource(VectorSource):
         return obs, reward, terminated, truncated, info
 
     @override
-    def final_obs(self, info: dict[str, Any], obs: Tree, ended: Array, given: Any = None) -> Tree | None:
+    def final_obs(self, info: Info, obs: Tree, ended: Array, given: Any = None) -> Tree | None:
         if given is None:
             given = info.get("final_obs", info.get("final_observation"))
         if isinstance(given, np.ndarray) and given.dtype == object:

@@ -23,7 +23,6 @@ from flatroll.wrappers.arrays import (
     select,
 )
 from flatroll.wrappers.source import VectorSource
-from flatroll.wrappers.spaces import check_space
 
 FinalObs = str | Callable[[dict[str, Any], Array], Tree] | None
 
@@ -322,6 +321,33 @@ def space_leaves(
     return [leaf for name, child in items for leaf in space_leaves(child, (*key, str(name)), (*path, name))]
 
 
+def check_space(space: Any, name: str) -> None:
+    """Refuse spaces whose samples are not arrays of one shape.
+
+    Raises:
+        TypeError: a leaf is not Box, Discrete, MultiDiscrete or MultiBinary (inside Dict or Tuple).
+
+    >>> check_space(spaces.Text(5), "observation_space")
+    Traceback (most recent call last):
+    TypeError: observation_space must be made of Box, Discrete, MultiDiscrete or MultiBinary inside Dict or \
+Tuple, got Text(1, 5, charset=...): convert it with an observation or action wrapper first
+    """
+    if isinstance(space, spaces.Dict):
+        for key, child in space.spaces.items():
+            check_space(child, f"{name}[{key!r}]")
+    elif isinstance(space, spaces.Tuple):
+        for i, child in enumerate(space.spaces):
+            check_space(child, f"{name}[{i}]")
+    elif not isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):
+        shown = str(space)
+        if isinstance(space, spaces.Text):
+            shown = f"Text({space.min_length}, {space.max_length}, charset=...)"
+        raise TypeError(
+            f"{name} must be made of Box, Discrete, MultiDiscrete or MultiBinary inside Dict or Tuple, "
+            f"got {shown}: convert it with an observation or action wrapper first"
+        )
+
+
 def _restarted_info(info: dict[str, Any], reset_info: dict[str, Any], rows: Array) -> dict[str, Any]:
     """Gymnasium's SAME_STEP info: in the restarted rows the reset's entries, the step's in ``final_info``.
 
@@ -329,19 +355,21 @@ def _restarted_info(info: dict[str, Any], reset_info: dict[str, Any], rows: Arra
     that the env itself restarted in this step keep what it put into ``final_info`` for them.
     """
     known = info.get("_final_info")
-    merged = {
-        **info,
-        "final_info": _final_info(info, rows),
-        "_final_info": rows if known is None else rows | known,
-    }
+    final_info, final_rows = _final_info(info, rows), rows if known is None else rows | known
+    merged = {**info, "final_info": final_info, "_final_info": final_rows}
     for key, value in info.items():
-        if key not in reset_info and isinstance(value, np.ndarray | Tensor) and value.shape[:1] == rows.shape:
+        if key not in reset_info and _has_rows(value, rows):
             merged[key] = _emptied(value, rows)
     for key, value in reset_info.items():
         old: Any = info.get(key)
         arrays = isinstance(value, np.ndarray | Tensor) and isinstance(old, np.ndarray | Tensor)
         merged[key] = select(rows, value, old) if arrays and old.shape == value.shape else value
     return merged
+
+
+def _has_rows(entry: Any, rows: Array) -> bool:
+    """Whether an entry of ``info`` is an array with one row for each env, as ``rows`` (bool ``(E,)``) has."""
+    return isinstance(entry, np.ndarray | Tensor) and entry.shape[:1] == rows.shape
 
 
 def _emptied(entry: Array, rows: Array) -> Array:
@@ -354,20 +382,14 @@ def _final_info(info: dict[str, Any], rows: Array) -> dict[str, Any]:
     native = info.get("final_info")
     if not isinstance(native, dict):
         return info
-    final = dict(native)
-    for key, value in info.items():
-        if key in ("final_info", "_final_info"):
-            continue
-        if not isinstance(value, np.ndarray | Tensor) or value.shape[:1] != rows.shape:
-            final.setdefault(key, value)
-            continue
-        old: Any = native.get(key)
-        if isinstance(old, np.ndarray | Tensor) and old.shape == value.shape:
-            final[key] = select(rows, value, old)
-        else:
-            final[key] = _emptied(value, ~rows)
+    step = {key: value for key, value in info.items() if key not in ("final_info", "_final_info")}
+    final = {**step, **native}
+    for key, value in step.items():
+        if _has_rows(value, rows):
+            old: Any = native.get(key)
+            mixes = isinstance(old, np.ndarray | Tensor) and old.shape == value.shape
+            final[key] = select(rows, value, old) if mixes else _emptied(value, ~rows)
     for key in native.keys() - info.keys():
-        old = native[key]
-        if isinstance(old, np.ndarray | Tensor) and old.shape[:1] == rows.shape:
-            final[key] = _emptied(old, rows)
+        if _has_rows(native[key], rows):
+            final[key] = _emptied(native[key], rows)
     return final

@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.wrappers.arrays import ActionCheck, Array, Tree, first_leaf, map_tree, to_torch
-from flatroll.wrappers.source import Capabilities, Step, VectorSource
+from flatroll.wrappers.source import Capabilities, Info, Step, VectorSource
 
 
 class TorchSource(VectorSource):
@@ -52,9 +52,7 @@ class TorchSource(VectorSource):
         super().__init__(env, int(env.num_envs), *single, capabilities)
 
     @override
-    def reset(
-        self, seed: Any, options: dict[str, Any] | None, rows: Array | None = None
-    ) -> tuple[Tree, dict[str, Any]]:
+    def reset(self, seed: Any, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         arguments: dict[str, Any] = {}
         if seed is not None and self._takes_seed:
             arguments["seed"] = seed
@@ -97,7 +95,7 @@ class TorchSource(VectorSource):
         return self._owned(obs), reward, terminated, truncated, dict(extras)
 
     @override
-    def final_obs(self, info: dict[str, Any], obs: Tree, ended: Array, given: Any = None) -> Tree | None:
+    def final_obs(self, info: Info, obs: Tree, ended: Array, given: Any = None) -> Tree | None:
         """The final observations of this step: dense, or as mjlab's env_ids and rows, or None if hidden."""
         if given is None:
             given = info.get("final_obs", info.get("final_observation"))
@@ -129,9 +127,7 @@ class TorchView(VectorSource):
         super().__init__(source.env, source.num_envs, source.single_observation_space, space, capabilities)
 
     @override
-    def reset(
-        self, seed: Any, options: dict[str, Any] | None, rows: Array | None = None
-    ) -> tuple[Tree, dict[str, Any]]:
+    def reset(self, seed: Any, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         mask = None if rows is None else rows.cpu().numpy()
         obs, info = self._source.reset(seed, options, mask)
         return self._tensors(obs), info
@@ -145,7 +141,7 @@ class TorchView(VectorSource):
         return self._tensors(obs), *flags, info
 
     @override
-    def final_obs(self, info: dict[str, Any], obs: Tree, ended: Array, given: Any = None) -> Tree | None:
+    def final_obs(self, info: Info, obs: Tree, ended: Array, given: Any = None) -> Tree | None:
         shown, done = self._seen
         hidden = given is not None or done.any()
         final = self._source.final_obs(info, shown, done, given) if hidden else shown
