@@ -35,19 +35,17 @@ from flatroll.wrappers.stream import VectorStream
 
 
 class Runner:
-    """Steps an env with a policy and lays the transitions out.
-
-    Args:
-        env: anything `as_vector_env` takes, or a stack of wrappers; InitTracker and TrajId are added where
-            the stack lacks them.
-        info_keys: entries of ``info`` to store: ``key`` as it came with the observation, ``("next", key)`` as
-            it came with the step.
-        track_traj_ids: whether to add TrajId.
-        writer: the number of this writer, for ids that are unique over all that write into one buffer.
-    """
+    """Steps an env with a policy and lays the transitions out; adds InitTracker and TrajId where they are missing."""
 
     def __init__(
-        self, env: Any, *, info_keys: Sequence[str] = (), track_traj_ids: bool = True, writer: int = 0
+        self,
+        env: Any,  # anything as_vector_env takes, or a stack of wrappers
+        *,
+        info_keys: Sequence[
+            str
+        ] = (),  # stored: key as it came with the observation, ("next", key) with the step
+        track_traj_ids: bool = True,
+        writer: int = 0,  # for ids that are unique over all that write into one buffer
     ) -> None:
         env = adapt_env(env)
         if find_wrapper(env, InitTracker) is None:
@@ -96,24 +94,15 @@ class Runner:
 
     def start(
         self,
-        policy: Any,
-        steps: int,
+        policy: Any,  # a tensordict module, a callable from observation to action, or None for random actions
+        steps: int,  # vector steps to have room for
         *,
         devices: Devices,
-        seed: int | None = None,
-        recurrent: bool = True,
-        state_stride: int = 1,
+        seed: int | None = None,  # of random actions
+        recurrent: bool = True,  # wire the recurrent states that the policy declares
+        state_stride: int = 1,  # keep them in every so many rows of a trajectory, and in the first rows of runs
     ) -> None:
-        """Set the policy and the window's first size.
-
-        Args:
-            policy: a tensordict module, a callable from observation to action, or None for random actions.
-            steps: vector steps to have room for.
-            devices: where the policy wants its input.
-            seed: of random actions.
-            recurrent: wire the recurrent states that the policy declares.
-            state_stride: keep them in every so many rows of a trajectory, and in the first rows of runs.
-        """
+        """Set the policy and the window's first size."""
         space = self.env.single_action_space
         self.random = RandomPolicy(space, self.num_envs, self.device, seed)
         if hasattr(policy, "in_keys") and hasattr(policy, "out_keys"):

@@ -92,24 +92,17 @@ class ActionCheck:
     Accepts NumPy arrays, torch tensors and lists; casts to the single space's dtype where that loses no kind
     (int to float, float64 to float32, never float to int); checks the row count and the shape.
 
-    Args:
-        space: the single action space.
-        num_envs: how many rows an action has.
-        framework: ``"numpy"`` or ``"torch"``, what the env takes.
-        device: where a torch env wants its actions; None leaves them.
-        check_range: refuse discrete actions outside the space (for envs that would read out of bounds).
-
     >>> ActionCheck(spaces.Discrete(2), 3, "numpy")(torch.tensor([0, 1, 1]))
     array([0, 1, 1])
     """
 
     def __init__(
         self,
-        space: spaces.Space[Any],
+        space: spaces.Space[Any],  # of one action
         num_envs: int,
-        framework: str,
-        device: torch.device | None = None,
-        check_range: bool = False,
+        framework: str,  # "numpy" or "torch", what the env takes
+        device: torch.device | None = None,  # where a torch env wants its actions; None leaves them
+        check_range: bool = False,  # refuse discrete actions outside the space, for envs that do not look
     ) -> None:
         self._space = space
         self._framework = framework

@@ -13,11 +13,7 @@ from flatroll.wrappers.stream import VectorStream, observation_leaves
 
 
 def final_of(info: dict[str, Any], stream: VectorStream) -> Tree | None:
-    """The last observations of the ended rows of a SAME_STEP env (dense), or None if the env hides them.
-
-    Raises:
-        ValueError: a wrapper in between made an ``info`` of its own and left it out.
-    """
+    """The last observations of the ended rows of a SAME_STEP env (dense), or None if the env hides them."""
     final = info.get("final_obs")
     if final is None and stream.has_final and stream.any_ended is not False:
         raise ValueError(

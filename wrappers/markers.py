@@ -16,7 +16,7 @@ from flatroll.layout.keys import EPISODE_REWARD, IS_INIT, STEP_COUNT, TRAJ_IDS, 
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.arrays import Array, Tree, fill_rows, full, own, select
 from flatroll.wrappers.primers import recurrent_states
-from flatroll.wrappers.source import Step, layers
+from flatroll.wrappers.source import Info, Seed, Step, layers
 from flatroll.wrappers.stream import VectorStream
 
 
@@ -82,9 +82,7 @@ class MarkerWrapper(VectorWrapper):
     def __del__(self) -> None:
         """Before 1.3 Gymnasium closes a dropped wrapper's env, which is the caller's."""
 
-    def reset(
-        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Tree, dict[str, Any]]:
+    def reset(self, *, seed: Seed = None, options: Info | None = None) -> tuple[Tree, Info]:
         """Reset, and mark the rows that were reset."""
         mask = (options or {}).get("reset_mask")
         env: Any = self.env  # Gymnasium types the seed of vector envs as an int only
@@ -94,7 +92,7 @@ class MarkerWrapper(VectorWrapper):
         self._on_reset(obs, info, rows)
         return obs, info
 
-    def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
+    def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         """Start the masked rows (bool ``[E]``) afresh and add the entry to ``info``."""
         raise NotImplementedError
 
@@ -118,7 +116,7 @@ class InitTracker(MarkerWrapper):
     def __init__(self, env: Any, init_key: NestedKey = IS_INIT) -> None:
         super().__init__(env, init_key)
 
-    def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
+    def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         info[self.info_name] = own(self.stream.first)
 
     def step(self, actions: Tree) -> Step:
@@ -175,7 +173,7 @@ class StepCounter(MarkerWrapper):
         self.max_steps = max_steps
         self._count: Array = None
 
-    def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
+    def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         zero = full(self.stream.first, self.num_envs, 0, torch.int64)
         self._count = zero if self._count is None else select(rows, zero, self._count)
         # A copy: what a caller does to its info must not change the count.
@@ -219,7 +217,7 @@ class TrajId(MarkerWrapper):
         self._ids: Array = None
         self._episode = 0
 
-    def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
+    def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         if self._ids is None:
             first = self.stream.first
             numbers: Any = np.arange(self.num_envs)
@@ -275,7 +273,7 @@ class RewardSum(MarkerWrapper):
         super().__init__(env, out_key)
         self._sum: Array = None
 
-    def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
+    def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         zero = full(self.stream.first, self.num_envs, 0.0, torch.float32)
         self._sum = zero if self._sum is None else select(rows, zero, self._sum)
         info[self.info_name] = own(self._sum)
@@ -324,7 +322,7 @@ class RecurrentPrimer(MarkerWrapper):
         super().__init__(env, next(iter(states)))
         self.states = states
 
-    def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
+    def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         device = self.stream.capabilities.device
         for key, value in self.states.items():
             primed = value.to(device).expand(self.num_envs, *value.shape).clone()

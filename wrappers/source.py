@@ -12,6 +12,8 @@ from gymnasium.vector import VectorWrapper
 Array: TypeAlias = Any
 #: An array, or dicts and tuples of them, as a Gymnasium space nests them.
 Tree: TypeAlias = Any
+#: What the envs of a vector env can be seeded with: one number for all, or one for each.
+Seed: TypeAlias = int | list[int | None] | None
 #: Further facts of a reset or step, by name.
 Info: TypeAlias = dict[str, Any]
 #: What a step returns: observations, rewards ``(E,)``, terminated ``(E,)``, truncated ``(E,)``, info.

@@ -22,7 +22,7 @@ from flatroll.wrappers.arrays import (
     own,
     select,
 )
-from flatroll.wrappers.source import VectorSource
+from flatroll.wrappers.source import Info, Seed, Step, VectorSource
 
 FinalObs = str | Callable[[dict[str, Any], Array], Tree] | None
 
@@ -58,18 +58,14 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         check_space(source.single_observation_space, "observation_space")
         check_space(source.single_action_space, "action_space")
         self.single_observation_space = source.single_observation_space
-        self.single_action_space = source.single_action_space
+        self.single_action_space = space = source.single_action_space
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.render_mode = getattr(source.env, "render_mode", None)
         self.spec = getattr(source.env, "spec", None)
         self.capabilities = can = source.capabilities
         self._check_actions = ActionCheck(
-            self.single_action_space,
-            self.num_envs,
-            can.framework,
-            can.device,
-            check_range=can.checks_range is False,
+            space, self.num_envs, can.framework, can.device, not can.checks_range
         )
         self._on_host = can.framework == "numpy"
         self._final = final_obs
@@ -148,9 +144,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self._limit = max_steps if self._limit is None else min(max_steps, self._limit)
         self._declare(AutoresetMode.SAME_STEP)
 
-    def reset(
-        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Tree, dict[str, Any]]:
+    def reset(self, *, seed: Seed = None, options: Info | None = None) -> tuple[Tree, Info]:
         """Reset all rows, or those of ``options["reset_mask"]`` (bool ``(E,)``, NumPy or torch).
 
         The caller's ``options`` stay as they are. A masked reset returns the full batch; the other rows keep
@@ -177,6 +171,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         if not self._started:
             raise RuntimeError("options['reset_mask'] was given to the first reset: reset all rows first")
         obs, info = self.source.reset(seed, options, rows)
+        # New arrays: the old ones were given away.
         self.first, self.ended = self.first | rows, self.ended & ~rows
         if self._elapsed is not None:
             self._elapsed = self._elapsed * ~rows  # 0 where reset
@@ -184,7 +179,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             self.any_first, self.any_ended = bool(self.first.any()), bool(self.ended.any())
         return obs, info
 
-    def step(self, actions: Tree) -> tuple[Tree, Array, Array, Array, dict[str, Any]]:
+    def step(self, actions: Tree) -> Step:
         """Step all rows; see Gymnasium. ``info["final_obs"]`` is dense in a SAME_STEP env that knows it."""
         if not self._started:
             raise RuntimeError("step was called before reset: call env.reset() first")
@@ -228,9 +223,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
     def __del__(self) -> None:
         """Before 1.3 Gymnasium closes a dropped vector env; what this one adapts is the caller's."""
 
-    def _restart(
-        self, obs: Tree, info: dict[str, Any], ended: Array, resets: Array | None
-    ) -> tuple[Tree, dict[str, Any]]:
+    def _restart(self, obs: Tree, info: Info, ended: Array, resets: Array | None) -> tuple[Tree, Info]:
         """Put the true last observations into ``info["final_obs"]`` and first ones into the ended rows."""
         final: Tree | None = obs  # what the step returned is final in the rows that are not reset yet
         if self._native_same_step:
@@ -251,7 +244,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             info["final_obs"] = final
         return obs, info
 
-    def _native_final(self, info: dict[str, Any], obs: Tree, ended: Array) -> Tree | None:
+    def _native_final(self, info: Info, obs: Tree, ended: Array) -> Tree | None:
         """The last observations that a SAME_STEP env shows, as `as_vector_env`'s ``final_obs`` says."""
         if self._final is None:
             return None
@@ -322,16 +315,7 @@ def space_leaves(
 
 
 def check_space(space: Any, name: str) -> None:
-    """Refuse spaces whose samples are not arrays of one shape.
-
-    Raises:
-        TypeError: a leaf is not Box, Discrete, MultiDiscrete or MultiBinary (inside Dict or Tuple).
-
-    >>> check_space(spaces.Text(5), "observation_space")
-    Traceback (most recent call last):
-    TypeError: observation_space must be made of Box, Discrete, MultiDiscrete or MultiBinary inside Dict or \
-Tuple, got Text(1, 5, charset=...): convert it with an observation or action wrapper first
-    """
+    """Refuse spaces whose samples are not arrays of one shape."""
     if isinstance(space, spaces.Dict):
         for key, child in space.spaces.items():
             check_space(child, f"{name}[{key!r}]")
@@ -348,7 +332,7 @@ Tuple, got Text(1, 5, charset=...): convert it with an observation or action wra
         )
 
 
-def _restarted_info(info: dict[str, Any], reset_info: dict[str, Any], rows: Array) -> dict[str, Any]:
+def _restarted_info(info: Info, reset_info: Info, rows: Array) -> dict[str, Any]:
     """Gymnasium's SAME_STEP info: in the restarted rows the reset's entries, the step's in ``final_info``.
 
     A restarted row of an entry that only steps give is empty (0, False or None), as Gymnasium leaves it. Rows
@@ -377,7 +361,7 @@ def _emptied(entry: Array, rows: Array) -> Array:
     return fill_rows(own(entry), rows, None if entry.dtype == object else False)
 
 
-def _final_info(info: dict[str, Any], rows: Array) -> dict[str, Any]:
+def _final_info(info: Info, rows: Array) -> dict[str, Any]:
     """The step's entries in ``rows``, and in the others those of the env's own ``final_info``, if it made one."""
     native = info.get("final_info")
     if not isinstance(native, dict):

@@ -108,25 +108,17 @@ def vector_env_problems(
 
 @dataclass
 class Record:
-    """What a played env returned: NumPy copies, one entry per vector step (``obs`` has one more, the first).
-
-    Attributes:
-        mode: the declared autoreset mode.
-        seeded: whether ``reset(seed=...)`` has an effect.
-        obs: observations; ``obs[k + 1]`` came back from step k.
-        final: ``info["final_obs"]``, or None where there was none.
-        infos: the info dicts, not copied.
-        returned: (what it was, the object returned, a copy made at once).
-    """
+    """What a played env returned: NumPy copies, one entry per vector step (``obs`` has one more, the first)."""
 
     mode: AutoresetMode
-    seeded: bool
-    obs: list[Tree] = field(default_factory=list)
+    seeded: bool  # whether reset(seed=...) has an effect
+    obs: list[Tree] = field(default_factory=list)  # obs[k + 1] came back from step k
     reward: list[npt.NDArray[Any]] = field(default_factory=list)
     terminated: list[npt.NDArray[Any]] = field(default_factory=list)
     truncated: list[npt.NDArray[Any]] = field(default_factory=list)
-    final: list[Tree | None] = field(default_factory=list)
-    infos: list[dict[str, Any]] = field(default_factory=list)
+    final: list[Tree | None] = field(default_factory=list)  # info["final_obs"]
+    infos: list[dict[str, Any]] = field(default_factory=list)  # not copied
+    # (What it was, the object returned, a copy made at once.)
     returned: list[tuple[str, Tree, Tree]] = field(default_factory=list)
 
     def ended(self) -> npt.NDArray[np.bool_]:
@@ -346,6 +338,7 @@ def _silent_resets(record: Record) -> Iterator[str]:
     ordinary = ~ended & ~first[1:]
     if not ordinary.any():
         return
+    # Compared with the median of ordinary steps, so that the env's own scale does not matter.
     far = length > _JUMP * np.median(length[ordinary])
     jump = ordinary & inside[1:] & ~inside[:-1] & far
     if jump.any():
@@ -360,6 +353,7 @@ def _features(tree: Tree) -> npt.NDArray[np.float64]:
     """About `_FEATURES` numbers of each row, evenly spaced over its leaves: ``[E, F]``."""
     leaves: list[npt.NDArray[Any]] = []
     map_tree(lambda leaf: leaves.append(leaf.reshape(len(leaf), -1)), tree)
+    # Every stride-th number of each leaf, rounded up, so that all leaves together give about _FEATURES.
     stride = -(-max(leaf.shape[1] for leaf in leaves) * len(leaves) // _FEATURES)
     return np.concatenate([leaf[:, ::stride].astype(np.float64) for leaf in leaves], 1)
 
@@ -369,7 +363,7 @@ def _unflagged_ends(record: Record) -> Iterator[str]:
         for key in _SAYS_DONE:
             if key not in info:
                 continue
-            said = copied(info[key])
+            said = copied(info[key])  # [E] in every dialect that is known
             if said.shape == ended.shape and (said.astype(bool) & ~ended).any():
                 yield (
                     f"info[{key!r}] is set in a row of step {k} that is neither terminated nor truncated: "
@@ -385,7 +379,7 @@ def _one_length(record: Record) -> Iterator[str]:
     for first, terminated, truncated in zip(starts, record.terminated, record.truncated, strict=True):
         if truncated.any():
             return
-        elapsed = np.where(first, 0, elapsed) + 1
+        elapsed = np.where(first, 0, elapsed) + 1  # int64 [E]
         lengths += elapsed[terminated].tolist()
     if len(lengths) >= 5 and len(set(lengths)) == 1 and lengths[0] > 1:
         yield (

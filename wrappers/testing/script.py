@@ -157,23 +157,22 @@ def decode(kind: ObsKind, obs: Any) -> npt.NDArray[np.int64]:
         return decode("float32", obs[0])
     array = np.asarray(obs)
     if kind == "discrete":
+        # The digits of env * 10,000 + episode * 100 + step.
         return np.stack([array // 10_000, array // 100 % 100, array % 100], -1).astype(np.int64)
     return (array[..., 0, 0] if kind == "uint8" else array).astype(np.int64)
 
 
 class Clock:
-    """The (episode, step) of all envs of a script, ``[E]``, or of one of them; NumPy or torch, elementwise only.
-
-    Args:
-        script: the script.
-        put: makes the working arrays from NumPy ones (``np.asarray``, or a torch constructor on a device).
-        index: the number of the one env to play; None plays all.
-    """
+    """The (episode, step) of all envs of a script, ``[E]``, or of one of them; NumPy or torch, elementwise only."""
 
     def __init__(
-        self, script: Script, put: Callable[[npt.NDArray[Any]], Any], index: int | None = None
+        self,
+        script: Script,
+        put: Callable[[npt.NDArray[Any]], Any],  # makes the working arrays of NumPy ones, on a device, say
+        index: int | None = None,  # of the one env to play; None plays all
+        reuse: bool = False,  # show every observation in the same memory, as careless envs do
     ) -> None:
-        self.obs = script.obs
+        self.obs, self._reuse, self._shown = script.obs, reuse, None
         self.env = put(np.arange(script.num_envs) if index is None else np.array(index))
         codes = [[_ENDS.index(end) for end in row] for row in script.table("ends")]
         # Episode k of env e is entry k % period[e] of row e of a table [E, longest row] padded with zeros.
@@ -206,6 +205,12 @@ class Clock:
     def observe(self) -> Any:
         """The observations of all envs, in new memory."""
         return encode(self.obs, self.env, self.episode, self.step)
+
+    def show(self) -> Any:
+        """The observations of all envs; with ``reuse``, in the arrays of the last call."""
+        obs = self.observe()
+        self._shown = overwrite(self._shown, obs) if self._reuse else obs
+        return self._shown
 
 
 def overwrite(buffer: Any, value: Any) -> Any:
@@ -259,10 +264,11 @@ def expected_rows(
             length, end = script.length(env, episode), script.end(env, episode)
             over, cut = step + 1 == length, step + 1 == max_steps
             terminated, truncated = over and end != "truncated", (over and end != "terminated") or cut
-            reward = 100 * episode + step + 1
+            reward = 100 * episode + step + 1  # as `Clock.advance` pays it
             table.append((at, env, episode, step, step, reward, terminated, truncated, step == 0))
             done = over or cut
             at += 2 if done and gap else 1  # the vector step after an end is no transition
             episode, step = (episode + 1, 0) if done else (episode, step + 1)
     rows = np.array(table, _ROW)
+    # The last key counts most: vector step, then env.
     return rows[np.lexsort((rows["env"], rows["vector_step"]))]

@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flatroll.wrappers.arrays import map_tree, select
+from flatroll.wrappers.source import Info, Seed
 from flatroll.wrappers.testing.script import Clock, Mode, Script, overwrite, row
 
 Backend: TypeAlias = Literal["sync", "async", "native"]
@@ -48,16 +49,14 @@ class ScriptedEnv(gymnasium.Env[Any, Any]):
         self.script, self.index = script, index
         self.observation_space, self.action_space = script.observation_space, script.action_space
         self.actions: list[Any] = []
-        self._record, self._reuse = record_actions, reuse_buffer
-        self._clock, self._shown = Clock(script, np.asarray, index), None
+        self._record = record_actions
+        self._clock = Clock(script, np.asarray, index, reuse_buffer)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
         super().reset(seed=seed)
         if seed is not None:
             self._clock.restart()
-        self._clock.begin(np.True_)
+        self._clock.begin(np.True_)  # not True: the clock needs ~True to be False
         return self._observe(), {"t": 0}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -68,9 +67,7 @@ class ScriptedEnv(gymnasium.Env[Any, Any]):
         return self._observe(), float(reward), bool(terminated), bool(truncated), info
 
     def _observe(self) -> Any:
-        obs = self._clock.observe()
-        self._shown = overwrite(self._shown, obs) if self._reuse else obs
-        return self._shown
+        return self._clock.show()
 
 
 class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
@@ -117,9 +114,7 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
         # What the last calls returned, in this order: observation, reward, terminated, truncated, final observation.
         self._shown: list[Any] = [None] * 5
 
-    def reset(
-        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Seed = None, options: Info | None = None) -> tuple[Any, Info]:
         """Begin the next episode everywhere, or where ``reset_mask`` says; a seed restarts the script."""
         mask = np.ones(self.num_envs, np.bool_)
         if options is not None and "reset_mask" in options:
@@ -260,9 +255,9 @@ class ScriptedTorchEnv:
         mode = AutoresetMode.SAME_STEP if autoreset else AutoresetMode.DISABLED
         self.metadata = {"autoreset_mode": mode} if declare else {}
         self.unwrapped, self.actions, self.closed = self, list[Any](), False
-        self._shown, self._reuse, self._autoreset = final_obs, reuse_obs, autoreset
-        self._clock = Clock(script, lambda x: torch.from_numpy(np.ascontiguousarray(x)).to(self.device))
-        self._obs, self._final = self._clock.observe(), self._clock.observe()
+        self._final_obs, self._autoreset = final_obs, autoreset
+        self._clock = Clock(script, lambda x: torch.from_numpy(x).to(self.device), reuse=reuse_obs)
+        self._final = self._clock.observe()
         self.extras: dict[str, Any] = {"log": {}}
         self.reward_buf = torch.zeros(self.num_envs, device=self.device)
         self.terminated_buf = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
@@ -284,7 +279,7 @@ class ScriptedTorchEnv:
             mask = torch.zeros_like(mask)
             mask[torch.as_tensor(env_ids, device=self.device)] = True
         self._clock.begin(mask)
-        return self._observe(), self.extras
+        return self._clock.show(), self.extras
 
     def step(self, action: Any) -> tuple[Any, Tensor, Tensor, Tensor, dict[str, Any]]:
         """One vector step; with ``autoreset``, ended envs are reset before it returns."""
@@ -298,23 +293,18 @@ class ScriptedTorchEnv:
         done = terminated | truncated
         if self._autoreset:
             final = clock.observe()
-            if self._shown == "dense":
+            if self._final_obs == "dense":
                 # In place: rows that did not end keep the observations of earlier ends.
                 map_tree(lambda old, new: old.copy_(select(done, new, old)), self._final, final)
-            elif self._shown == "ids":
+            elif self._final_obs == "ids":
                 ids = done.nonzero().squeeze(-1)
                 self.extras["terminal"] = {"env_ids": ids, "observations": row(final, ids)}
             clock.begin(done)
-        return self._observe(), self.reward_buf, self.terminated_buf, self.truncated_buf, self.extras
+        return clock.show(), self.reward_buf, self.terminated_buf, self.truncated_buf, self.extras
 
     def close(self) -> None:
         """Remember that it was closed."""
         self.closed = True
-
-    def _observe(self) -> Any:
-        obs = self._clock.observe()
-        self._obs = overwrite(self._obs, obs) if self._reuse else obs
-        return self._obs
 
 
 class ScriptedRslEnv:
