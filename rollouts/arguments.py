@@ -14,9 +14,9 @@ def check_counts(**counts: Any) -> None:
     """Refuse counts of a `Collector` that make no sense; warn where the total is no whole number of batches."""
     optional = {"trajs_per_batch", "max_frames_per_traj"}
     for name, count in counts.items():
-        if count is None and name in optional:
-            continue
-        if isinstance(count, bool) or not hasattr(count, "__index__"):
+        if count is None or isinstance(count, bool) or not hasattr(count, "__index__"):
+            if count is None and name in optional:
+                continue
             raise TypeError(f"{name} must be an integer, got {count!r}")
         if name == "total_frames":
             if count == 0 or count < -1:

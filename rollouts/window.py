@@ -154,7 +154,13 @@ class Window:
         for key in keys.counts:
             batch.set(keys.next_of[key], columns[key] + 1)
         if keys.strided:
-            _thin_states(batch, keys)
+            # Zeros for the states of rows that are not to keep theirs; the first rows of runs always do.
+            has_state = batch.get(HAS_STATE) | run_starts(batch, is_init_key=keys.init, traj_key=keys.traj)
+            batch.set(HAS_STATE, has_state)
+            for key in keys.states:
+                state = batch.get(key)
+                state.masked_fill_(~has_state.view(-1, *(1,) * (state.ndim - 1)), 0)
+                batch.exclude(next_key(key), inplace=True)
         for key in keys.deltas:
             column = next_obs.pop(key)
             delta = encode_delta(columns[key], column, keys.delta_dtype)
@@ -247,16 +253,6 @@ def _zeros_like(array: Array, shape: tuple[int, ...]) -> Array:
     if isinstance(array, Tensor):
         return torch.zeros(shape, dtype=array.dtype, device=array.device)
     return np.zeros(shape, dtype=array.dtype)
-
-
-def _thin_states(batch: TensorDict, keys: ColumnKeys) -> None:
-    """Zeros for the states of rows that are not to keep theirs; the first rows of runs always do."""
-    has_state = batch.get(HAS_STATE) | run_starts(batch, is_init_key=keys.init, traj_key=keys.traj)
-    batch.set(HAS_STATE, has_state)
-    for key in keys.states:
-        state = batch.get(key)
-        state.masked_fill_(~has_state.view(-1, *(1,) * (state.ndim - 1)), 0)
-        batch.exclude(next_key(key), inplace=True)
 
 
 def compact_batch(

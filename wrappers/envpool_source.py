@@ -71,6 +71,7 @@ class EnvPoolSource(VectorSource):
         if not (isinstance(actions, np.ndarray) and actions.flags.c_contiguous):
             actions = map_tree(np.ascontiguousarray, actions)
         obs, reward, terminated, truncated, info = self.env.step(actions)
+        # Kept without a copy: envpool's arrays are new at each step, and a partial reset copies before it writes.
         self._shown = obs = _cast_discrete(obs, self.single_observation_space)
         return obs, reward, terminated, truncated, info
 

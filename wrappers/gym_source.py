@@ -84,7 +84,9 @@ class GymSource(VectorSource):
             reused = any(any(_compare(np.shares_memory, given[i], resets[i])) for i in rows)
         else:
             rows = [i for i in rows if not self._proven[i]]
-            shown = [map_tree(lambda leaf, i=i: leaf[i], obs) for i in rows]
+            shown = [
+                map_tree(lambda leaf, i=i: leaf[i], obs) for i in rows
+            ]  # what follows each ended episode
             reused = any(
                 all(_compare(np.array_equal, given[i], row)) for i, row in zip(rows, shown, strict=True)
             )
@@ -111,7 +113,7 @@ def _with_rows(obs: Tree, rows: Array, values: list[Any]) -> Tree:
         return {key: _with_rows(child, rows, [value[key] for value in values]) for key, child in obs.items()}
     if isinstance(obs, tuple):
         return tuple(_with_rows(child, rows, [value[i] for value in values]) for i, child in enumerate(obs))
-    dense = np.array(obs)
+    dense = np.array(obs)  # a copy, [E, ...]
     if len(rows):
         dense[rows] = np.stack(values)
     return dense

@@ -226,7 +226,7 @@ class TrajId(MarkerWrapper):
             # Writer in the bits from 40 up, below it episode * E + env: adding E gives a row its next episode.
             self._ids = numbers + (self.writer << 40) + self._episode * self.num_envs
         else:
-            self._ids = self._ids + rows * self.num_envs
+            self._ids = self._ids + rows * self.num_envs  # a new array: the old one was given away
         info[self.info_name] = own(self._ids)
 
     def step(self, actions: Tree) -> Step:
@@ -325,6 +325,7 @@ class RecurrentPrimer(MarkerWrapper):
     def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         device = self.stream.capabilities.device
         for key, value in self.states.items():
+            # One row for each env, [*S] -> [E, *S]; cloned, because the rows are the caller's to write into.
             primed = value.to(device).expand(self.num_envs, *value.shape).clone()
             *parents, name = as_tuple(key)
             place = info

@@ -195,7 +195,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                 terminated, truncated = np.asarray(terminated, dtype=bool), np.asarray(truncated, dtype=bool)
             shape = (self.num_envs,)
             if reward.shape != shape or terminated.shape != shape or truncated.shape != shape:
-                reward, terminated, truncated = (x.reshape(shape) for x in (reward, terminated, truncated))
+                reward, terminated = reward.reshape(shape), terminated.reshape(shape)
+                truncated = truncated.reshape(shape)
         ended: Array = terminated | truncated
         resets = ended if self._folds else None  # the rows that this stream has to reset itself
         if self._limit is not None:

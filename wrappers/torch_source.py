@@ -143,8 +143,9 @@ class TorchView(VectorSource):
     @override
     def final_obs(self, info: Info, obs: Tree, ended: Array, given: Any = None) -> Tree | None:
         shown, done = self._seen
-        hidden = given is not None or done.any()
-        final = self._source.final_obs(info, shown, done, given) if hidden else shown
+        # Where no episode ended nobody reads them: any tree of the right shapes will do.
+        needed = given is not None or done.any()
+        final = self._source.final_obs(info, shown, done, given) if needed else shown
         return None if final is None else self._tensors(final)
 
     def _tensors(self, tree: Tree) -> Tree:

@@ -65,7 +65,7 @@ class Script:
     def __post_init__(self) -> None:
         for name in ("lengths", "ends"):
             value = getattr(self, name)
-            rows = (value,) if isinstance(value, int | str) else tuple(value)
+            rows: tuple[Any, ...] = (value,) if isinstance(value, int | str) else tuple(value)
             if not rows or isinstance(rows[0], int | str):  # one list, for all envs
                 rows = (rows,) * self.num_envs
             elif len(rows) != self.num_envs:
@@ -172,7 +172,8 @@ class Clock:
         index: int | None = None,  # of the one env to play; None plays all
         reuse: bool = False,  # show every observation in the same memory, as careless envs do
     ) -> None:
-        self.obs, self._reuse, self._shown = script.obs, reuse, None
+        self.obs: ObsKind = script.obs
+        self._reuse, self._shown = reuse, None
         self.env = put(np.arange(script.num_envs) if index is None else np.array(index))
         codes = [[_ENDS.index(end) for end in row] for row in script.table("ends")]
         # Episode k of env e is entry k % period[e] of row e of a table [E, longest row] padded with zeros.

@@ -127,7 +127,7 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """One vector step of the declared mode."""
-        leaf = actions["press"] if self.script.action == "dict" else actions
+        leaf = actions["press"] if self.script.action == "dict" else actions  # one row for each env
         if len(leaf) != self.num_envs:
             raise ValueError(f"expected actions for {self.num_envs} envs, got {len(leaf)}")
         if self._record:
