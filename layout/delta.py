@@ -125,7 +125,7 @@ def check_delta(delta: Tensor, obs: Tensor, next_obs: Tensor, key: NestedKey) ->
         )
 
 
-class NextObservationDelta:
+class RestoreNextObservation:
     """Buffer-side transform: restores ``("next", <obs>)`` in samples from ``("next", "delta", <obs>)``.
 
     The decoding is elementwise, so it does not depend on how rows were sampled: ended and cut rows get
@@ -197,3 +197,7 @@ class NextObservationDelta:
         return out.exclude(*((DELTA,) if len(used) == len(present) else ((*DELTA, *key) for key in used)))
 
     __call__ = forward
+
+
+#: The transform's public name: that of the wrapper whose work it undoes, `flatroll.wrappers.NextObservationDelta`.
+NextObservationDelta = RestoreNextObservation

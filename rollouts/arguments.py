@@ -1,54 +1,36 @@
 """The arguments of a collector: in groups, checked, and the env made of them."""
 
 import warnings
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 
 from flatroll.wrappers.markers import StepCounter, TrajId, find_wrapper
 
 
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """How many rows, trajectories and steps; see `Collector` for each.
-
-    Raises:
-        TypeError, ValueError: a count is no integer, or makes no sense.
-    """
-
-    frames_per_batch: int
-    total_frames: int
-    trajs_per_batch: int | None
-    init_random_frames: int
-    max_frames_per_traj: int | None
-    state_stride: int
-
-    def __post_init__(self) -> None:
-        """Refuse counts that make no sense; warn where the total is no whole number of batches."""
-        optional = {"trajs_per_batch", "max_frames_per_traj"}
-        for name, count in vars(self).items():
-            if count is None or isinstance(count, bool) or not hasattr(count, "__index__"):
-                if count is None and name in optional:
-                    continue
-                raise TypeError(f"{name} must be an integer, got {count!r}")
-            if name == "total_frames":
-                if count == 0 or count < -1:
-                    raise ValueError(f"total_frames must be positive, or -1 for no end, got {count}")
-            elif count < (least := 0 if name == "init_random_frames" else 1):
-                otherwise = " or None" if name in optional else ""
-                raise ValueError(f"{name} must be at least {least}{otherwise}, got {count}")
-        total, frames = self.total_frames, self.frames_per_batch
-        if total > 0 and total % frames:
-            whole = -(-total // frames) * frames  # rounded up to whole batches
-            warnings.warn(
-                f"total_frames={total} is no multiple of frames_per_batch={frames}: {whole} frames will be "
-                "collected",
-                stacklevel=4,
-            )
+def check_counts(**counts: Any) -> None:
+    """Refuse counts of a `Collector` that make no sense; warn where the total is no whole number of batches."""
+    optional = {"trajs_per_batch", "max_frames_per_traj"}
+    for name, count in counts.items():
+        if count is None or isinstance(count, bool) or not hasattr(count, "__index__"):
+            if count is None and name in optional:
+                continue
+            raise TypeError(f"{name} must be an integer, got {count!r}")
+        if name == "total_frames":
+            if count == 0 or count < -1:
+                raise ValueError(f"total_frames must be positive, or -1 for no end, got {count}")
+        elif count < (least := 0 if name == "init_random_frames" else 1):
+            otherwise = " or None" if name in optional else ""
+            raise ValueError(f"{name} must be at least {least}{otherwise}, got {count}")
+    total, frames = counts["total_frames"], counts["frames_per_batch"]
+    if total > 0 and total % frames:
+        whole = -(-total // frames) * frames  # rounded up to whole batches
+        warnings.warn(
+            f"total_frames={total} is no multiple of frames_per_batch={frames}: {whole} frames will be collected",
+            stacklevel=3,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,17 +76,6 @@ def make_devices(
         storing=None if storing is None else torch.device(storing),
         blocking=not no_cuda_sync,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Delivery:
-    """What is done with a finished batch, in this order, before it is yielded; see `Collector` for each."""
-
-    set_truncated: bool
-    split_trajs: bool
-    postproc: Callable[[TensorDict], TensorDict] | None
-    hook: Callable[[TensorDict], Any] | None
-    buffer: Any
 
 
 def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool) -> None:

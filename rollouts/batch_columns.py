@@ -19,6 +19,7 @@ from flatroll.layout.keys import (
     NestedKey,
     as_tuple,
     next_key,
+    plain_key,
 )
 from flatroll.wrappers.markers import InitTracker, MarkerWrapper, RewardSum, StepCounter, TrajId
 from flatroll.wrappers.source import layers
@@ -31,27 +32,6 @@ DEAD = ("collector", "_dead")
 class ColumnKeys:
     """The keys of a batch, read off a stack of wrappers; no two parts may write one column.
 
-    Args:
-        env: the stack.
-        info_keys: the entries of ``info`` to store.
-        deltas: the observation keys whose next observation is stored as a difference, in ``delta_dtype``.
-
-    Attributes:
-        obs, obs_paths: the key and the path in the observation tree of every observation entry.
-        actions, action_paths: the same of every part of the action.
-        roots, root_names: the key and the name in ``info`` of the markers that describe the observation a row
-            starts from.
-        nexts, next_names: the same of those that describe the step.
-        counts: the step counters' keys, whose ``("next", key)`` is one more.
-        next_of: ``("next", key)`` of all these keys at the root.
-        traj, init: where the ids and first-row marks stand.
-        has_ids: whether there are trajectory ids.
-        returns: where a RewardSum's returns stand, or None.
-        float32: the columns that are float32 whatever a wrapper makes of them.
-        trailing: the columns that stand as ``[N, 1]`` if they are one number for each row.
-        states: the recurrent states of the policy, once there is one.
-        strided: whether only some rows keep them (``("collector", "has_state")`` says which).
-
     Raises:
         ValueError: two parts write one column; the text names both.
     """
@@ -59,31 +39,37 @@ class ColumnKeys:
     def __init__(
         self,
         env: VectorEnv[Any, Any, Any],
-        info_keys: Sequence[str],
-        deltas: Sequence[NestedKey] = (),
-        delta_dtype: torch.dtype = torch.float16,
+        info_keys: Sequence[str],  # the entries of info to store
+        deltas: Sequence[NestedKey] = (),  # the observations whose next one is stored as a difference
+        delta_dtype: torch.dtype = torch.float16,  # of the differences
     ) -> None:
         if isinstance(info_keys, str):
             raise TypeError(
                 f"info_keys must be a list of names, got the string {info_keys!r}: write [{info_keys!r}]"
             )
         markers = [layer for layer in layers(env) if isinstance(layer, MarkerWrapper) and layer.is_column]
+        # The key, and the path in the tree, of every observation entry and of every part of the action.
         self.obs, self.obs_paths = zip(*observation_leaves(env.single_observation_space), strict=True)
         self.actions, self.action_paths = zip(*space_leaves(env.single_action_space, (ACTION,)), strict=True)
+        # The key, and the name in info, of the markers that describe the observation a row starts from ...
         self.roots: list[NestedKey] = [m.key for m in markers if not m.describes_step]
         self.root_names = [m.info_name for m in markers if not m.describes_step]
+        # ... and of those that describe the step.
         self.nexts: list[NestedKey] = [next_key(m.key) for m in markers if m.describes_step]
         self.next_names = [m.info_name for m in markers if m.describes_step]
+        # Step counters: ("next", key) is one more.
         self.counts = [m.key for m in markers if isinstance(m, StepCounter)]
         self.traj: NestedKey = next((m.key for m in markers if isinstance(m, TrajId)), TRAJ_IDS)
         self.init: NestedKey = next((m.key for m in markers if isinstance(m, InitTracker)), IS_INIT)
         self.has_ids = any(isinstance(m, TrajId) for m in markers)
         self.returns = next((next_key(m.key) for m in markers if isinstance(m, RewardSum)), None)
+        # Columns that are float32 whatever a wrapper makes of them.
         self.float32: set[NestedKey] = {REWARD} if self.returns is None else {REWARD, self.returns}
         self.deltas, self.delta_dtype = deltas, delta_dtype
         self.infos = tuple(info_keys)
-        self.states: list[NestedKey] = []
-        self.strided = False
+        self.states: list[NestedKey] = []  # the recurrent states of the policy, once there is one
+        self.strided = False  # whether only some rows keep them: ("collector", "has_state") says which
+        # Columns that stand as [N, 1] if they are one number for each row.
         self.trailing: set[NestedKey] = {REWARD, TERMINATED, TRUNCATED, *self.nexts, *self.roots} - {
             self.traj
         }
@@ -107,17 +93,8 @@ class ColumnKeys:
             for other, owner in self._writers.items():
                 if key[: len(other)] == other[: len(key)]:  # the same, or one inside the other
                     raise ValueError(
-                        f"two parts write one column: {owner} writes {_plain_key(other)!r}, {writer} writes "
-                        f"{_plain_key(key)!r}. Rename one: the marker wrappers take a key argument, policies "
+                        f"two parts write one column: {owner} writes {plain_key(other)!r}, {writer} writes "
+                        f"{plain_key(key)!r}. Rename one: the marker wrappers take a key argument, policies "
                         "out_keys, observations gymnasium.wrappers.TransformObservation"
                     )
         self._writers.update((as_tuple(key), writer) for key in keys)
-
-
-def _plain_key(key: tuple[str, ...]) -> NestedKey:
-    """The key as it is mostly written.
-
-    >>> _plain_key(("observation",)), _plain_key(("next", "reward"))
-    ('observation', ('next', 'reward'))
-    """
-    return key if len(key) != 1 else key[0]

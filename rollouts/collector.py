@@ -13,8 +13,7 @@ from torch import nn
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.keys import DONE, TRUNCATED
 from flatroll.layout.trajectories import split_trajectories
-from flatroll.rollouts.arguments import Counts, Delivery, check_together, make_devices, make_env
-from flatroll.rollouts.progress import Progress
+from flatroll.rollouts.arguments import check_counts, check_together, make_devices, make_env
 from flatroll.rollouts.runner import Runner
 from flatroll.rollouts.whole_trajectories import TrajectoryJoiner
 from flatroll.rollouts.window import compact_batch
@@ -58,8 +57,7 @@ class Collector:
         init_random_frames: take random actions in the first so many rows, up to the end of the vector step
             that the last of them is in; the policy's other outputs are recorded as they are.
         reset_at_each_iter: reset the env before each batch that it is stepped for.
-        split_trajs: yield padded ``[n, T_max]`` batches with a mask. Discouraged: warns. Not with a
-            ``replay_buffer``.
+        split_trajs: yield padded ``[n, T_max]`` batches with a mask. Discouraged: warns. Not with a ``replay_buffer``.
         postproc: function of the batch; its result is yielded. `final` counts the rows before it.
         pre_collect_hook: called without arguments before each batch is collected.
         post_collect_hook: called with each batch before it is yielded; what it returns is ignored.
@@ -92,7 +90,7 @@ class Collector:
     final: TensorDict | None = None
     _closed = True  # until the env is there
     _frames = 0  # rows collected so far
-    _bar: Progress | None = None
+    _bar: Any = None  # of tqdm
     _iterator: Iterator[TensorDict | None] | None = None  # of __next__
 
     def __init__(
@@ -128,7 +126,7 @@ class Collector:
         progress: bool = False,
     ) -> None:
         self._exploration = InteractionType(exploration_type)
-        self._counts = Counts(
+        check_counts(
             frames_per_batch=frames_per_batch,
             total_frames=total_frames,
             trajs_per_batch=trajs_per_batch,
@@ -152,16 +150,12 @@ class Collector:
         self._runner, self._devices = runner, devices
         self.env, self.policy = runner.env, policy
         self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
-        self._delivery = Delivery(
-            set_truncated=set_truncated,
-            split_trajs=split_trajs,
-            postproc=postproc,
-            hook=post_collect_hook,
-            buffer=replay_buffer,
-        )
+        self._random_frames, self._reset_each_iter = init_random_frames, reset_at_each_iter
+        self._set_truncated, self._split_trajs = set_truncated, split_trajs
+        self._postproc, self._buffer = postproc, replay_buffer
+        self._pre_hook, self._post_hook = pre_collect_hook, post_collect_hook
         self._compact = compact_obs or runner.asks_compact
         self._joiner = TrajectoryJoiner(trajs_per_batch, runner.keys.traj) if trajs_per_batch else None
-        self._reset_each_iter, self._pre_hook = reset_at_each_iter, pre_collect_hook
         self._seed, self._progress = seed, progress
         self._closed = False
 
@@ -251,7 +245,7 @@ class Collector:
             self.policy.load_state_dict(state["policy"])
         runner.forget()
         if self._joiner is not None:
-            self._joiner.forget()
+            self._joiner = TrajectoryJoiner(self._joiner.per_batch, runner.keys.traj)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -268,9 +262,7 @@ class Collector:
         while True:
             ends = 0 < self.total_frames <= self._frames
             if joiner is not None:
-                joined = joiner.pop()
-                if joined is None and ends:
-                    joined = joiner.rest()
+                joined = joiner.pop(last=ends)
                 if joined is not None:
                     return compact_batch(joined, keys) if self._compact else (joined, None)
             if ends:
@@ -286,13 +278,12 @@ class Collector:
         """One window of ``frames_per_batch`` rows."""
         if self._pre_hook is not None:
             self._pre_hook()
-        runner, frames, random_frames = self._runner, self.frames_per_batch, self._counts.init_random_frames
+        runner, frames, random_frames = self._runner, self.frames_per_batch, self._random_frames
         with torch.no_grad(), set_interaction_type(self._exploration):
             if not runner.started:
                 seed = self._seed
-                if (
-                    seed is not None and self._frames
-                ):  # a run that goes on: other episodes than its first ones
+                if seed is not None and self._frames:
+                    # A run that goes on meets other episodes than its first ones.
                     seed = int(np.random.SeedSequence((seed, self._frames)).generate_state(1)[0] >> 1)
                 runner.reset(seed)
             elif self._reset_each_iter and runner.window.count() < frames:
@@ -304,18 +295,32 @@ class Collector:
                     # Counting the rows may wait for the device: it is done only while some have to be random.
                     random = may_be_random and self._frames + runner.window.count() < random_frames
                     runner.step(random)
-            batch, final = runner.take(frames, self._compact and self._joiner is None)
+            # The first rows in order of time; the rest of the last vector step stays, for the next batch.
+            mask, reached = runner.window.first_cells(frames)
+            batch, final = runner.lay_out(mask, self._compact and self._joiner is None)
+            runner.window.restart(reached)
         if self._progress:
-            if self._bar is None:
-                self._bar = Progress(self.total_frames, self._frames, runner.keys.returns)
-            self._bar.show(batch)
+            self._show_progress(batch)
         self._frames += frames
         return batch, final
 
+    def _show_progress(self, batch: TensorDict) -> None:
+        """Count the rows in a tqdm bar; it tells the mean return of the batch where RewardSum is in the stack."""
+        if self._bar is None:
+            from tqdm.auto import tqdm
+
+            total = None if self.total_frames < 0 else self.total_frames
+            self._bar = tqdm(total=total, unit="frame", unit_scale=True, initial=self._frames)
+        self._bar.update(len(batch))
+        key = self._runner.keys.returns
+        returns = None if key is None else batch.get(key, None)
+        if returns is not None and len(ended := returns[batch.get(DONE)]):
+            self._bar.set_postfix({"return": f"{ended.mean().item():.1f}"})
+
     def _deliver(self, batch: TensorDict, final: TensorDict | None) -> TensorDict | None:
         """What is yielded: the batch with cut marks, moved and processed; None where a buffer took it."""
-        wanted, keys = self._delivery, self._runner.keys
-        if wanted.set_truncated:
+        keys = self._runner.keys
+        if self._set_truncated:
             ends = run_ends(batch, is_init_key=keys.init, traj_key=keys.traj).unsqueeze(-1)
             cut = ends & ~batch.get(DONE)
             batch.set(TRUNCATED, batch.get(TRUNCATED) | cut)
@@ -325,18 +330,15 @@ class Collector:
             batch = batch.to(storing, non_blocking=wait)
             final = None if final is None else final.to(storing, non_blocking=wait)
         self.final = final
-        if wanted.split_trajs:
+        if self._split_trajs:
             batch = split_trajectories(batch, trajectory_key=keys.traj)
-        if wanted.postproc is not None:
-            batch = wanted.postproc(batch)
+        if self._postproc is not None:
+            batch = self._postproc(batch)
             if batch is None:
                 raise TypeError("postproc returned None: it must return the batch")
-        if wanted.hook is not None:
-            wanted.hook(batch)
-        if wanted.buffer is None:
+        if self._post_hook is not None:
+            self._post_hook(batch)
+        if self._buffer is None:
             return batch
-        if final is None:
-            wanted.buffer.extend(batch)
-        else:
-            wanted.buffer.extend(batch, final=final)
+        self._buffer.extend(batch, **({} if final is None else {"final": final}))
         return None

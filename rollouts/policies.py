@@ -19,11 +19,6 @@ Columns = dict[NestedKey, Tensor]
 def as_function_of_obs(policy: Any, space: spaces.Space[Any], devices: Devices) -> Callable[[Any], Any]:
     """A callable policy, as a function from the observation (a tensor, or a dict or tuple of them) to the action.
 
-    Args:
-        policy: the callable.
-        space: the action space of one env.
-        devices: where the policy wants the observation.
-
     Raises:
         TypeError: the policy is no callable; or, when it is called, returns no action.
     """
@@ -48,18 +43,8 @@ def as_function_of_obs(policy: Any, space: spaces.Space[Any], devices: Devices) 
 class ModulePolicy:
     """A tensordict module: reads and writes a tensordict of batch size ``[E]``.
 
-    It is given the observation, the markers, the chosen info entries and its recurrent states. What it
-    writes under its ``out_keys`` besides ``"action"`` becomes columns of the batch; names that begin with
-    ``_`` do not.
-
-    Args:
-        policy: the module, with ``in_keys`` and ``out_keys``.
-        space: the action space of one env.
-        num_envs: E.
-        devices: where the module wants its input, and where the env's arrays live, and so the columns.
-        recurrent: read the recurrent states it declares (``make_tensordict_primer``).
-        primed: states that the env's stack declares (`RecurrentPrimer`), for a module that does not say; those
-            that it does not write under ``"next"`` are left out.
+    It is given the observation, the markers, the chosen info entries and its recurrent states. What it writes under
+    its ``out_keys`` besides ``"action"`` becomes columns of the batch; names that begin with ``_`` do not.
 
     Raises:
         ValueError: the module declares a state and does not write its ``("next", key)``.
@@ -67,18 +52,16 @@ class ModulePolicy:
 
     def __init__(
         self,
-        policy: Any,
-        space: spaces.Space[Any],
+        policy: Any,  # with in_keys and out_keys
+        space: spaces.Space[Any],  # of the actions of one env
         num_envs: int,
         devices: Devices,
         *,
-        recurrent: bool = True,
-        primed: Mapping[NestedKey, Tensor] | None = None,
+        recurrent: bool = True,  # read the recurrent states that it declares (make_tensordict_primer)
+        primed: Mapping[NestedKey, Tensor]
+        | None = None,  # by the env's stack, for a module that does not say
     ) -> None:
-        self._policy = policy
-        self._space = space
-        self._num_envs = num_envs
-        self._devices = devices
+        self._policy, self._space, self._num_envs, self._devices = policy, space, num_envs, devices
         #: The columns it may write.
         self.writes: list[NestedKey] = [
             key
@@ -108,10 +91,8 @@ class ModulePolicy:
     def __call__(self, columns: Columns) -> tuple[Any, Columns]:
         """The action, and the further columns it writes; in these its states are what the step started from."""
         tree: dict[str, Any] = {}
-        for (
-            key,
-            value,
-        ) in columns.items():  # one constructor call costs less than an insertion for each column
+        # A tree of dicts for one constructor call, which costs less than an insertion for each column.
+        for key, value in columns.items():
             place = tree
             if not isinstance(key, str):
                 for parent in key[:-1]:

@@ -36,6 +36,7 @@ class RandomPolicy:
         self._device = device
         self.generator = torch.Generator(device=device if device.type == "cuda" else "cpu")
         self.generator.manual_seed(int(torch.randint(2**62, ()).item()) if seed is None else seed)
+        self._drawing: dict[str, Any] = {"generator": self.generator, "device": self.generator.device}
         self._chunk: Any = None
         self._steps: list[Any] = []
         self._used = _CHUNK
@@ -66,11 +67,12 @@ class RandomPolicy:
         assert space.shape is not None and space.dtype is not None
         shape = (_CHUNK, self._num_envs, *space.shape)
         if isinstance(space, spaces.Discrete):
-            drawn = self._integers(int(space.n), shape) + int(space.start)
+            drawn = torch.randint(int(space.n), shape, **self._drawing) + int(space.start)
         elif isinstance(space, spaces.MultiBinary):
-            drawn = self._integers(2, shape)
+            drawn = torch.randint(2, shape, **self._drawing)
         elif isinstance(space, spaces.MultiDiscrete):
-            drawn = (self._uniform(shape) * self._here(space.nvec)).floor() + self._here(space.start)
+            uniform = torch.rand(shape, **self._drawing, dtype=torch.float64)
+            drawn = (uniform * self._here(space.nvec)).floor() + self._here(space.start)
         else:
             assert isinstance(space, spaces.Box)
             drawn = self._box(space, shape)
@@ -81,7 +83,7 @@ class RandomPolicy:
         low, high = self._here(space.low), self._here(space.high)
         below, above = self._here(space.bounded_below) > 0, self._here(space.bounded_above) > 0
         whole = np.issubdtype(space.dtype, np.integer)
-        uniform = self._uniform(shape)
+        uniform = torch.rand(shape, **self._drawing, dtype=torch.float64)
         # Weighted ends, not low + (high - low) * u, which overflows for the widest bounds. Whole numbers reach high
         # because the floor is taken below one more.
         drawn = torch.where(below & above, low * (1 - uniform) + (high + int(whole)) * uniform, 0.0)
@@ -89,19 +91,12 @@ class RandomPolicy:
             away = -torch.log1p(-uniform)  # exponential with mean 1
             drawn = torch.where(below & ~above, low + away, drawn)
             drawn = torch.where(above & ~below, high - away, drawn)
-            normal = torch.randn(shape, generator=self.generator, device=self.generator.device)
+            normal = torch.randn(shape, **self._drawing)
             drawn = torch.where(below | above, drawn, normal.double())
         return (drawn.floor() if whole else drawn).clamp(low, high)
 
     def _here(self, bounds: Any) -> Tensor:
         return torch.from_numpy(np.asarray(bounds, np.float64)).to(self.generator.device)
-
-    def _uniform(self, shape: tuple[int, ...]) -> Tensor:
-        device = self.generator.device
-        return torch.rand(shape, generator=self.generator, device=device, dtype=torch.float64)
-
-    def _integers(self, n: int, shape: tuple[int, ...]) -> Tensor:
-        return torch.randint(n, shape, generator=self.generator, device=self.generator.device)
 
 
 def _unbound(chunk: Any) -> list[Any]:

@@ -35,19 +35,17 @@ from flatroll.wrappers.stream import VectorStream
 
 
 class Runner:
-    """Steps an env with a policy and lays the transitions out.
-
-    Args:
-        env: anything `as_vector_env` takes, or a stack of wrappers; InitTracker and TrajId are added where
-            the stack lacks them.
-        info_keys: entries of ``info`` to store: ``key`` as it came with the observation, ``("next", key)`` as
-            it came with the step.
-        track_traj_ids: whether to add TrajId.
-        writer: the number of this writer, for ids that are unique over all that write into one buffer.
-    """
+    """Steps an env with a policy and lays the transitions out; adds InitTracker and TrajId where they are missing."""
 
     def __init__(
-        self, env: Any, *, info_keys: Sequence[str] = (), track_traj_ids: bool = True, writer: int = 0
+        self,
+        env: Any,  # anything as_vector_env takes, or a stack of wrappers
+        *,
+        info_keys: Sequence[
+            str
+        ] = (),  # stored: key as it came with the observation, ("next", key) with the step
+        track_traj_ids: bool = True,
+        writer: int = 0,  # for ids that are unique over all that write into one buffer
     ) -> None:
         env = adapt_env(env)
         if find_wrapper(env, InitTracker) is None:
@@ -81,7 +79,9 @@ class Runner:
             self._check_actions = ActionCheck(space, self.num_envs, framework, self.device)
         # A SAME_STEP env returns the reset observation in an ended row; the final one has to be kept apart.
         self._dense_finals = stream.same_step and not self._on_host
-        self.window = self._new_window(1)
+        self.window: Window
+        #: Whether the env has been reset.
+        self.started = False
         #: The recurrent states ``[E, ...]`` that the next step starts from.
         self.states: Columns = {}
         self._defaults: Columns = {}
@@ -94,24 +94,15 @@ class Runner:
 
     def start(
         self,
-        policy: Any,
-        steps: int,
+        policy: Any,  # a tensordict module, a callable from observation to action, or None for random actions
+        steps: int,  # vector steps to have room for
         *,
         devices: Devices,
-        seed: int | None = None,
-        recurrent: bool = True,
-        state_stride: int = 1,
+        seed: int | None = None,  # of random actions
+        recurrent: bool = True,  # wire the recurrent states that the policy declares
+        state_stride: int = 1,  # keep them in every so many rows of a trajectory, and in the first rows of runs
     ) -> None:
-        """Set the policy and the window's first size.
-
-        Args:
-            policy: a tensordict module, a callable from observation to action, or None for random actions.
-            steps: vector steps to have room for.
-            devices: where the policy wants its input.
-            seed: of random actions.
-            recurrent: wire the recurrent states that the policy declares.
-            state_stride: keep them in every so many rows of a trajectory, and in the first rows of runs.
-        """
+        """Set the policy and the window's first size."""
         space = self.env.single_action_space
         self.random = RandomPolicy(space, self.num_envs, self.device, seed)
         if hasattr(policy, "in_keys") and hasattr(policy, "out_keys"):
@@ -132,7 +123,14 @@ class Runner:
             self.keys.claim("state_stride", HAS_STATE)
             self.keys.strided = True
         self._stride = state_stride
-        self.window, self._steps = self._new_window(steps), steps
+        self.window = Window(
+            self.keys,
+            self.num_envs,
+            steps,
+            device=self.device,
+            same_step=self.stream.same_step,
+            dense_finals=self._dense_finals,
+        )
 
     def prime(self, states: Columns) -> None:
         """Carry these states too, as far as the policy writes them under ``"next"``.
@@ -157,10 +155,8 @@ class Runner:
         self.keys.claim("the policy's recurrent state", *defaults)
         self.keys.states += defaults
         for key, value in defaults.items():
-            self._defaults[key] = value.expand(
-                self.num_envs, *value.shape
-            ).contiguous()  # one row for each env
-            self.states[key] = self._defaults[key]
+            # One row for each env: [*S] -> [E, *S].
+            self.states[key] = self._defaults[key] = value.expand(self.num_envs, *value.shape).contiguous()
 
     def reset(self, seed: int | None = None) -> None:
         """Reset the env: every open trajectory is cut here."""
@@ -174,27 +170,13 @@ class Runner:
                 values = to_torch(leaf).numpy(force=True)[envs]
                 window.put_final(key, envs, values, window.steps - 1)
         self._obs, self._info = self.env.reset(seed=seed)
-
-    def _new_window(self, steps: int) -> Window:
-        return Window(
-            self.keys,
-            self.num_envs,
-            steps,
-            device=self.device,
-            same_step=self.stream.same_step,
-            dense_finals=self._dense_finals,
-        )
-
-    @property
-    def started(self) -> bool:
-        """Whether the env has been reset."""
-        return self._obs is not None
+        self.started = True
 
     def forget(self) -> None:
         """Drop what waits in the window; the next step needs a reset first."""
-        self.window = self._new_window(self._steps)
+        self.window.restart(self.num_envs)
         self._infos_seen.clear()
-        self._obs = None
+        self.started = False
 
     def step(self, random: bool = False) -> None:
         """One vector step: record what the policy sees, act, step, record what came of it."""
@@ -315,13 +297,6 @@ class Runner:
             return torch.empty(0, dtype=torch.int64, device=self.device)
         cells = torch.from_numpy(np.flatnonzero(window.valid())).to(self.device)
         return window.gather(self.keys.traj, cells)
-
-    def take(self, frames: int, compact: bool) -> tuple[TensorDict, TensorDict | None]:
-        """The first ``frames`` transitions in order of time as a flat batch; the rest stay."""
-        mask, reached = self.window.first_cells(frames)
-        batch = self.lay_out(mask, compact)
-        self.window.restart(reached)
-        return batch
 
     def lay_out(self, mask: Array, compact: bool) -> tuple[TensorDict, TensorDict | None]:
         """The True cells as one flat batch, trajectory after trajectory, and its *final* if compact."""

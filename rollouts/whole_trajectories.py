@@ -21,7 +21,7 @@ class TrajectoryJoiner:
     """
 
     def __init__(self, per_batch: int, traj_key: NestedKey) -> None:
-        self._per_batch = per_batch
+        self.per_batch = per_batch
         self._traj_key = traj_key
         self._open: TensorDict | None = None
         self._ready: list[TensorDict] = []
@@ -45,23 +45,14 @@ class TrajectoryJoiner:
         pieces: Any = rows[mask].split(lengths[complete].tolist())
         self._ready.extend(pieces)
 
-    def pop(self) -> TensorDict | None:
-        """The next batch of ``per_batch`` complete trajectories, or None."""
-        if len(self._ready) < self._per_batch:
+    def pop(self, last: bool) -> TensorDict | None:
+        """The next batch of ``per_batch`` complete trajectories, or of those left over if it is the last; or None."""
+        if len(self._ready) < (1 if last else self.per_batch):
             return None
-        ready, self._ready = self._ready[: self._per_batch], self._ready[self._per_batch :]
+        ready, self._ready = self._ready[: self.per_batch], self._ready[self.per_batch :]
         return cast(TensorDict, TensorDict.cat(ready))
-
-    def rest(self) -> TensorDict | None:
-        """The complete trajectories that do not fill a batch as a last, smaller one, or None."""
-        ready, self._ready = self._ready, []
-        return cast(TensorDict, TensorDict.cat(ready)) if ready else None
 
     def drop_open_but(self, ids: Tensor) -> None:
         """Drop the open trajectories that are not among these: a reset has cut them."""
         if self._open is not None:
             self._open = self._open[torch.isin(require(self._open, self._traj_key), ids)]
-
-    def forget(self) -> None:
-        """Drop everything."""
-        self._open, self._ready = None, []

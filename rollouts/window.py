@@ -31,30 +31,20 @@ from flatroll.wrappers.arrays import Array, select, to_torch
 
 
 class Window:
-    """Columns ``[steps, E, ...]`` that grow, and flat batches of the cells that are transitions.
-
-    Args:
-        keys: the columns of a batch.
-        num_envs: E.
-        steps: how many vector steps to have room for at first (one more is kept, for what follows the last).
-        device: where the columns are.
-        same_step: whether every cell is a transition, as in a SAME_STEP env; else the column `DEAD` says which
-            are not.
-        dense_finals: whether the true next observations stand in columns of their own (on a device, where
-            picking the ended rows would wait); else next observations are the observations one step later,
-            but for those given to `put_final`.
-    """
+    """Columns ``[steps, E, ...]`` that grow, and flat batches of the cells that are transitions."""
 
     def __init__(
         self,
         keys: ColumnKeys,
         num_envs: int,
-        steps: int,
+        steps: int,  # to have room for at first
         *,
         device: torch.device,
-        same_step: bool,
+        same_step: bool,  # every cell is a transition; else the column DEAD says which are not
         dense_finals: bool,
     ) -> None:
+        # With dense_finals the true next observations stand in columns of their own (on a device, where picking the
+        # ended rows would wait); else they are the observations one step later, but for those given to put_final.
         self.num_envs = num_envs
         #: Vector steps in the window.
         self.steps = 0
@@ -65,7 +55,7 @@ class Window:
         self._device = device
         self._all_valid = same_step
         self._dense_finals = dense_finals
-        self._room = steps + 2
+        self._room = steps + 2  # one row is kept for what follows the last step
         self._not_gathered: set[NestedKey] = {DEAD, *(keys.next_of[key] for key in keys.obs)}
         #: Next observations that the next step does not hold, on the host: key -> (cell numbers, values).
         self._finals: dict[NestedKey, list[tuple[Array, Array]]] = {}
@@ -164,7 +154,13 @@ class Window:
         for key in keys.counts:
             batch.set(keys.next_of[key], columns[key] + 1)
         if keys.strided:
-            _thin_states(batch, keys)
+            # Zeros for the states of rows that are not to keep theirs; the first rows of runs always do.
+            has_state = batch.get(HAS_STATE) | run_starts(batch, is_init_key=keys.init, traj_key=keys.traj)
+            batch.set(HAS_STATE, has_state)
+            for key in keys.states:
+                state = batch.get(key)
+                state.masked_fill_(~has_state.view(-1, *(1,) * (state.ndim - 1)), 0)
+                batch.exclude(next_key(key), inplace=True)
         for key in keys.deltas:
             column = next_obs.pop(key)
             delta = encode_delta(columns[key], column, keys.delta_dtype)
@@ -257,16 +253,6 @@ def _zeros_like(array: Array, shape: tuple[int, ...]) -> Array:
     if isinstance(array, Tensor):
         return torch.zeros(shape, dtype=array.dtype, device=array.device)
     return np.zeros(shape, dtype=array.dtype)
-
-
-def _thin_states(batch: TensorDict, keys: ColumnKeys) -> None:
-    """Zeros for the states of rows that are not to keep theirs; the first rows of runs always do."""
-    has_state = batch.get(HAS_STATE) | run_starts(batch, is_init_key=keys.init, traj_key=keys.traj)
-    batch.set(HAS_STATE, has_state)
-    for key in keys.states:
-        state = batch.get(key)
-        state.masked_fill_(~has_state.view(-1, *(1,) * (state.ndim - 1)), 0)
-        batch.exclude(next_key(key), inplace=True)
 
 
 def compact_batch(

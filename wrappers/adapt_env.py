@@ -16,7 +16,6 @@ from flatroll.wrappers.torch_source import TorchSource, TorchView
 
 def adapt_env(
     env: Any,
-    *,
     num_envs: int | None = None,
     device: torch.device | str | None = None,
     framework: str | None = None,

@@ -14,13 +14,6 @@ Array: TypeAlias = Any
 Tree: TypeAlias = Any
 
 
-_NUMPY_DTYPES: dict[torch.dtype, Any] = {
-    torch.bool: np.bool_,
-    torch.float32: np.float32,
-    torch.int64: np.int64,
-}
-
-
 def map_tree(fn: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
     """Apply ``fn`` to the leaves of one or more equally nested trees.
 
@@ -61,26 +54,20 @@ def full(like: Array, size: int, value: float, dtype: torch.dtype) -> Array:
     """A constant vector of ``size`` rows in the framework and on the device of ``like``."""
     if isinstance(like, Tensor):
         return torch.full((size,), value, dtype=dtype, device=like.device)
-    return np.full(size, value, dtype=_NUMPY_DTYPES[dtype])
+    return np.full(
+        size, value, dtype=str(dtype).removeprefix("torch.")
+    )  # bool, int64 and float32 are in both
 
 
 def first_leaf(tree: Tree) -> Array:
-    """Any one leaf: it tells the framework and the device.
-
-    >>> first_leaf({"a": (1, 2), "b": 3})
-    1
-    """
+    """Any one leaf: it tells the framework and the device."""
     while isinstance(tree, (dict, tuple)):
         tree = next(iter(tree.values())) if isinstance(tree, dict) else tree[0]
     return tree
 
 
 def leaves_at(tree: Tree, paths: Sequence[tuple[Any, ...]]) -> list[Array]:
-    """The leaves of a tree at paths of keys and positions.
-
-    >>> leaves_at({"a": (1, 2), "b": 3}, [("b",), ("a", 1)])
-    [3, 2]
-    """
+    """The leaves of a tree at paths of keys and positions: ``("a", 1)`` is ``tree["a"][1]``."""
     leaves = []
     for path in paths:
         leaf = tree
@@ -105,24 +92,17 @@ class ActionCheck:
     Accepts NumPy arrays, torch tensors and lists; casts to the single space's dtype where that loses no kind
     (int to float, float64 to float32, never float to int); checks the row count and the shape.
 
-    Args:
-        space: the single action space.
-        num_envs: how many rows an action has.
-        framework: ``"numpy"`` or ``"torch"``, what the env takes.
-        device: where a torch env wants its actions; None leaves them.
-        check_range: refuse discrete actions outside the space (for envs that would read out of bounds).
-
     >>> ActionCheck(spaces.Discrete(2), 3, "numpy")(torch.tensor([0, 1, 1]))
     array([0, 1, 1])
     """
 
     def __init__(
         self,
-        space: spaces.Space[Any],
+        space: spaces.Space[Any],  # of one action
         num_envs: int,
-        framework: str,
-        device: torch.device | None = None,
-        check_range: bool = False,
+        framework: str,  # "numpy" or "torch", what the env takes
+        device: torch.device | None = None,  # where a torch env wants its actions; None leaves them
+        check_range: bool = False,  # refuse discrete actions outside the space, for envs that do not look
     ) -> None:
         self._space = space
         self._framework = framework
@@ -146,19 +126,17 @@ class ActionCheck:
         if self._children:
             return self._nested(actions)
         on_torch = self._framework == "torch"
-        if isinstance(actions, Tensor):
-            array: Array = actions
-            if not on_torch:
-                array = actions.numpy(force=not actions.is_cpu or actions.requires_grad)
+        if on_torch:
+            array: Array = actions if isinstance(actions, Tensor) else torch.as_tensor(actions)
+        elif isinstance(actions, Tensor):
+            # Without force the array shares the tensor's memory; a copy is made only where that is impossible.
+            array = actions.numpy(force=not actions.is_cpu or actions.requires_grad)
         else:
-            array = torch.as_tensor(actions) if on_torch else np.asarray(actions)
+            array = np.asarray(actions)
         if array.shape != self._shape:
             hint = "one row for each env"
-            if (
-                isinstance(self._space, spaces.Discrete)
-                and array.shape[:1] == self._shape
-                and array.ndim == 2
-            ):
+            discrete = isinstance(self._space, spaces.Discrete)
+            if discrete and array.shape[:1] == self._shape and array.ndim == 2:
                 hint = "one integer for each env: take .argmax(-1) of one-hot actions, .squeeze(-1) of [E, 1]"
             raise ValueError(f"actions must have shape {self._shape} ({hint}), got {tuple(array.shape)}")
         if on_torch:

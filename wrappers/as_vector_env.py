@@ -66,15 +66,7 @@ def as_vector_env(
     >>> obs.shape, env.metadata["autoreset_mode"].value
     ((1, 4), 'SameStep')
     """
-    adapted = adapt_env(
-        env,
-        num_envs=num_envs,
-        device=device,
-        framework=framework,
-        autoreset_mode=autoreset_mode,
-        final_obs=final_obs,
-        own_buffers=own_buffers,
-    )
+    adapted = adapt_env(env, num_envs, device, framework, autoreset_mode, final_obs, own_buffers)
     return adapted if policy is None else set_recurrent_primers_from(adapted, policy)
 
 

@@ -4,20 +4,16 @@ from typing import Any
 
 import torch
 
-from flatroll.layout.delta import NextObservationDelta as DeltaTransform
-from flatroll.layout.delta import check_delta, encode_delta
-from flatroll.layout.keys import OBSERVATION, NestedKey
+from flatroll.layout.delta import RestoreNextObservation, check_delta, encode_delta
+from flatroll.layout.keys import OBSERVATION, NestedKey, plain_key
 from flatroll.wrappers.arrays import Array, Tree, full, map_tree, own, select, to_torch
-from flatroll.wrappers.markers import MarkerWrapper, StepResult
+from flatroll.wrappers.markers import MarkerWrapper
+from flatroll.wrappers.source import Step
 from flatroll.wrappers.stream import VectorStream, observation_leaves
 
 
 def final_of(info: dict[str, Any], stream: VectorStream) -> Tree | None:
-    """The last observations of the ended rows of a SAME_STEP env (dense), or None if the env hides them.
-
-    Raises:
-        ValueError: a wrapper in between made an ``info`` of its own and left it out.
-    """
+    """The last observations of the ended rows of a SAME_STEP env (dense), or None if the env hides them."""
     final = info.get("final_obs")
     if final is None and stream.has_final and stream.any_ended is not False:
         raise ValueError(
@@ -62,7 +58,7 @@ class CompactObs(MarkerWrapper):
     def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
         info["_final_obs"] = full(self.stream.first, self.num_envs, False, torch.bool)
 
-    def step(self, actions: Tree) -> StepResult:
+    def step(self, actions: Tree) -> Step:
         """Step, and mark the rows whose last observation is in ``info["final_obs"]``."""
         result = self.env.step(actions)
         info, stream = result[4], self.stream
@@ -95,7 +91,7 @@ class ObservationDelta(MarkerWrapper):
     def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
         self._obs = obs
 
-    def step(self, actions: Tree) -> StepResult:
+    def step(self, actions: Tree) -> Step:
         """Step, and subtract."""
         result = self.env.step(actions)
         obs, info, stream = result[0], result[4], self.stream
@@ -118,7 +114,7 @@ class ObservationDelta(MarkerWrapper):
         if isinstance(obs, dict):
             deltas = {name: self._delta((*path, name), leaf, next_obs[name]) for name, leaf in obs.items()}
             return {name: delta for name, delta in deltas.items() if delta is not None}
-        key: NestedKey = path if len(path) > 1 else path[0] if path else OBSERVATION
+        key = plain_key(path) if path else OBSERVATION
         if key not in self.keys:
             return None
         before, after = to_torch(obs), to_torch(next_obs)
@@ -158,4 +154,4 @@ class NextObservationDelta(ObservationDelta):
 
     def __new__(cls, env: Any = None, *args: Any, **kwargs: Any) -> Any:
         """The wrapper around ``env``; without an env the buffer-side transform of the same name."""
-        return DeltaTransform(**kwargs) if env is None else super().__new__(cls)
+        return RestoreNextObservation(**kwargs) if env is None else super().__new__(cls)

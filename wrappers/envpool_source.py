@@ -9,8 +9,7 @@ from gymnasium import spaces
 from typing_extensions import override
 
 from flatroll.wrappers.arrays import Array, Tree, map_tree
-from flatroll.wrappers.source import Capabilities, Step, VectorSource
-from flatroll.wrappers.spaces import mend_bounds
+from flatroll.wrappers.source import Capabilities, Info, Step, VectorSource
 
 
 class EnvPoolSource(VectorSource):
@@ -41,12 +40,9 @@ class EnvPoolSource(VectorSource):
         )
         super().__init__(env, num_envs, *single, capabilities)
         self._shown: Tree = None  # the observations returned last, for the rows that a partial reset leaves
-        self._casts = _has_discrete(single[0])
 
     @override
-    def reset(
-        self, seed: Any, options: dict[str, Any] | None, rows: Array | None = None
-    ) -> tuple[Tree, dict[str, Any]]:
+    def reset(self, seed: Any, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         if seed is not None:
             warnings.warn(
                 "envpool takes its seed when it is made (envpool.make_gymnasium(..., seed=...)): "
@@ -57,13 +53,12 @@ class EnvPoolSource(VectorSource):
             raise ValueError(f"envpool takes no reset options but reset_mask, got {sorted(options)}")
         if rows is None:
             obs, info = self.env.reset()
-            self._shown = self._cast(obs)
+            self._shown = _cast_discrete(obs, self.single_observation_space)
             return self._shown, info
         # envpool returns only the rows it reset, in order of their numbers.
         part, info = self.env.reset(options={"reset_mask": rows})
-        self._shown = map_tree(
-            lambda whole, some: _scatter(some, rows, np.array(whole)), self._shown, self._cast(part)
-        )
+        part = _cast_discrete(part, self.single_observation_space)
+        self._shown = map_tree(lambda whole, some: _scatter(some, rows, np.array(whole)), self._shown, part)
         whole: dict[str, Any] = {"env_id": np.arange(self.num_envs)}
         for key, value in info.items():
             if key != "env_id" and isinstance(value, np.ndarray) and value.shape[:1] == (int(rows.sum()),):
@@ -76,11 +71,9 @@ class EnvPoolSource(VectorSource):
         if not (isinstance(actions, np.ndarray) and actions.flags.c_contiguous):
             actions = map_tree(np.ascontiguousarray, actions)
         obs, reward, terminated, truncated, info = self.env.step(actions)
-        self._shown = obs = self._cast(obs)
+        # Kept without a copy: envpool's arrays are new at each step, and a partial reset copies before it writes.
+        self._shown = obs = _cast_discrete(obs, self.single_observation_space)
         return obs, reward, terminated, truncated, info
-
-    def _cast(self, obs: Tree) -> Tree:
-        return _cast_discrete(obs, self.single_observation_space) if self._casts else obs
 
 
 def _scatter(some: Array, rows: Array, whole: Array) -> Array:
@@ -89,17 +82,35 @@ def _scatter(some: Array, rows: Array, whole: Array) -> Array:
     return whole
 
 
-def _has_discrete(space: spaces.Space[Any]) -> bool:
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        children = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
-        return any(map(_has_discrete, children))
-    return isinstance(space, spaces.Discrete)
-
-
 def _cast_discrete(obs: Tree, space: spaces.Space[Any]) -> Tree:
     """Discrete observations arrive as int32 where the space says int64."""
+    if isinstance(space, spaces.Box):  # most often, so it is asked first
+        return obs
     if isinstance(space, spaces.Dict):
         return {key: _cast_discrete(obs[key], child) for key, child in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
         return tuple(_cast_discrete(obs[i], child) for i, child in enumerate(space.spaces))
     return obs.astype(space.dtype, copy=False) if isinstance(space, spaces.Discrete) else obs
+
+
+def mend_bounds(space: spaces.Space[Any]) -> spaces.Space[Any]:
+    """Give "unbounded" Box spaces their infinite bounds back.
+
+    Several envpool families declare ``low = finfo.tiny`` (the smallest *positive* number) and
+    ``high = finfo.max`` where they mean no bound, so that no negative observation is inside.
+    """
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({key: mend_bounds(child) for key, child in space.spaces.items()})
+    if isinstance(space, spaces.Tuple):
+        return spaces.Tuple(tuple(mend_bounds(child) for child in space.spaces))
+    if not isinstance(space, spaces.Box) or not np.issubdtype(space.dtype, np.floating):
+        return space
+    info = np.finfo(space.dtype)
+    # The bounds were written as float32 even where the space is float64.
+    tiny = np.isin(space.low, (info.tiny, np.finfo(np.float32).tiny))
+    if not tiny.any():
+        return space
+    low = np.where(tiny, -np.inf, space.low).astype(space.dtype)
+    huge = np.isin(space.high, (info.max, np.finfo(np.float32).max))
+    high = np.where(huge, np.inf, space.high).astype(space.dtype)
+    return spaces.Box(low, high, dtype=space.dtype.type)

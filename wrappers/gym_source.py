@@ -8,7 +8,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from typing_extensions import override
 
 from flatroll.wrappers.arrays import Array, Tree, map_tree, own
-from flatroll.wrappers.source import Capabilities, Step, VectorSource, layers
+from flatroll.wrappers.source import Capabilities, Info, Step, VectorSource, layers
 
 
 class GymSource(VectorSource):
@@ -41,9 +41,7 @@ class GymSource(VectorSource):
         super().__init__(env, env.num_envs, *spaces, capabilities)
 
     @override
-    def reset(
-        self, seed: Any, options: dict[str, Any] | None, rows: Array | None = None
-    ) -> tuple[Tree, dict[str, Any]]:
+    def reset(self, seed: Any, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         if rows is not None:
             options = {**(options or {}), "reset_mask": rows}
         else:
@@ -64,12 +62,11 @@ class GymSource(VectorSource):
         return obs, reward, terminated, truncated, info
 
     @override
-    def final_obs(self, info: dict[str, Any], obs: Tree, ended: Array, given: Any = None) -> Tree | None:
+    def final_obs(self, info: Info, obs: Tree, ended: Array, given: Any = None) -> Tree | None:
         if given is None:
             given = info.get("final_obs", info.get("final_observation"))
-        if (
-            isinstance(given, np.ndarray) and given.dtype == object
-        ):  # Gymnasium's: one tree for each ended row
+        if isinstance(given, np.ndarray) and given.dtype == object:
+            # Gymnasium's: an array [E] of objects, with one tree for each ended row.
             rows = np.flatnonzero(ended)
             if self._checks_reuse:
                 self._refuse_reused(given, obs, rows)
@@ -84,10 +81,12 @@ class GymSource(VectorSource):
         """
         resets = getattr(self.env.unwrapped, "_env_obs", None)
         if resets is not None:
-            reused = any(any(_compare(_share_memory, given[i], resets[i])) for i in rows)
+            reused = any(any(_compare(np.shares_memory, given[i], resets[i])) for i in rows)
         else:
             rows = [i for i in rows if not self._proven[i]]
-            shown = [map_tree(lambda leaf, i=i: leaf[i], obs) for i in rows]
+            shown = [
+                map_tree(lambda leaf, i=i: leaf[i], obs) for i in rows
+            ]  # what follows each ended episode
             reused = any(
                 all(_compare(np.array_equal, given[i], row)) for i, row in zip(rows, shown, strict=True)
             )
@@ -108,17 +107,13 @@ def _compare(test: Any, one: Tree, other: Tree) -> list[bool]:
     return answers
 
 
-def _share_memory(one: Any, other: Any) -> bool:
-    return isinstance(one, np.ndarray) and np.shares_memory(one, other)
-
-
 def _with_rows(obs: Tree, rows: Array, values: list[Any]) -> Tree:
     """A copy of the batched tree ``obs`` whose ``rows`` hold the single observations ``values``."""
     if isinstance(obs, dict):
         return {key: _with_rows(child, rows, [value[key] for value in values]) for key, child in obs.items()}
     if isinstance(obs, tuple):
         return tuple(_with_rows(child, rows, [value[i] for value in values]) for i, child in enumerate(obs))
-    dense = np.array(obs)
+    dense = np.array(obs)  # a copy, [E, ...]
     if len(rows):
         dense[rows] = np.stack(values)
     return dense

@@ -16,10 +16,8 @@ from flatroll.layout.keys import EPISODE_REWARD, IS_INIT, STEP_COUNT, TRAJ_IDS, 
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.arrays import Array, Tree, fill_rows, full, own, select
 from flatroll.wrappers.primers import recurrent_states
-from flatroll.wrappers.source import layers
+from flatroll.wrappers.source import Info, Seed, Step, layers
 from flatroll.wrappers.stream import VectorStream
-
-StepResult = tuple[Tree, Array, Array, Array, dict[str, Any]]
 
 
 class MarkerWrapper(VectorWrapper):
@@ -84,9 +82,7 @@ class MarkerWrapper(VectorWrapper):
     def __del__(self) -> None:
         """Before 1.3 Gymnasium closes a dropped wrapper's env, which is the caller's."""
 
-    def reset(
-        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Tree, dict[str, Any]]:
+    def reset(self, *, seed: Seed = None, options: Info | None = None) -> tuple[Tree, Info]:
         """Reset, and mark the rows that were reset."""
         mask = (options or {}).get("reset_mask")
         env: Any = self.env  # Gymnasium types the seed of vector envs as an int only
@@ -96,7 +92,7 @@ class MarkerWrapper(VectorWrapper):
         self._on_reset(obs, info, rows)
         return obs, info
 
-    def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
+    def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         """Start the masked rows (bool ``[E]``) afresh and add the entry to ``info``."""
         raise NotImplementedError
 
@@ -120,10 +116,10 @@ class InitTracker(MarkerWrapper):
     def __init__(self, env: Any, init_key: NestedKey = IS_INIT) -> None:
         super().__init__(env, init_key)
 
-    def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
+    def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         info[self.info_name] = own(self.stream.first)
 
-    def step(self, actions: Tree) -> StepResult:
+    def step(self, actions: Tree) -> Step:
         """Step, and mark the rows that now show a first observation."""
         result = self.env.step(actions)
         result[4][self.info_name] = self.stream.first  # no copy: the stream makes it afresh at each step
@@ -138,9 +134,8 @@ class StepCounter(MarkerWrapper):
 
     Args:
         env: anything `as_vector_env` takes.
-        max_steps: truncate every episode after so many steps (``truncated`` is set, ``terminated`` is not
-            touched; the row is reset in the same step, with its last observation in ``info["final_obs"]``).
-            Default None: no limit.
+        max_steps: truncate every episode after so many steps (``truncated`` is set, ``terminated`` is not touched; the
+            row is reset in the same step, with its last observation in ``info["final_obs"]``). Default None: no limit.
         step_count_key: another key to store it under. Default ``"step_count"``.
 
     Raises:
@@ -165,29 +160,26 @@ class StepCounter(MarkerWrapper):
         if max_steps is not None:
             if max_steps < 1:
                 raise ValueError(f"max_steps must be at least 1 or None, got {max_steps}")
-            self._check_order(max_steps)
+            # Rows that are reset in the same step have their last observation in info, where no wrapper sees it.
+            for layer in layers(self.env):
+                if isinstance(layer, VectorObservationWrapper) and find_stream(layer) is not None:
+                    name = type(layer).__name__
+                    raise ValueError(
+                        f"max_steps={max_steps} with {name} around an adapted env: the last observations of the "
+                        f"ended episodes would pass {name} by. Put {name} directly around your env, and StepCounter "
+                        "outside"
+                    )
             self.stream.limit_steps(max_steps)
         self.max_steps = max_steps
         self._count: Array = None
 
-    def _check_order(self, max_steps: int) -> None:
-        """Rows that are reset in the same step have their last observation in info, where no wrapper sees it."""
-        for layer in layers(self.env):
-            if isinstance(layer, VectorObservationWrapper) and find_stream(layer) is not None:
-                name = type(layer).__name__
-                raise ValueError(
-                    f"max_steps={max_steps} with {name} around an adapted env: the last observations of the ended "
-                    f"episodes would pass {name} by. Put {name} directly around your env, and StepCounter outside"
-                )
-
-    def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
+    def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         zero = full(self.stream.first, self.num_envs, 0, torch.int64)
         self._count = zero if self._count is None else select(rows, zero, self._count)
-        info[self.info_name] = own(
-            self._count
-        )  # a copy: what a caller does to its info must not change the count
+        # A copy: what a caller does to its info must not change the count.
+        info[self.info_name] = own(self._count)
 
-    def step(self, actions: Tree) -> StepResult:
+    def step(self, actions: Tree) -> Step:
         """Step, and count the rows that go on."""
         result = self.env.step(actions)
         count = self._count + 1
@@ -225,7 +217,7 @@ class TrajId(MarkerWrapper):
         self._ids: Array = None
         self._episode = 0
 
-    def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
+    def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         if self._ids is None:
             first = self.stream.first
             numbers: Any = np.arange(self.num_envs)
@@ -234,10 +226,10 @@ class TrajId(MarkerWrapper):
             # Writer in the bits from 40 up, below it episode * E + env: adding E gives a row its next episode.
             self._ids = numbers + (self.writer << 40) + self._episode * self.num_envs
         else:
-            self._ids = self._ids + rows * self.num_envs
+            self._ids = self._ids + rows * self.num_envs  # a new array: the old one was given away
         info[self.info_name] = own(self._ids)
 
-    def step(self, actions: Tree) -> StepResult:
+    def step(self, actions: Tree) -> Step:
         """Step, and give the rows that now show a first observation a new id."""
         result = self.env.step(actions)
         if self.stream.any_first is not False:
@@ -281,12 +273,12 @@ class RewardSum(MarkerWrapper):
         super().__init__(env, out_key)
         self._sum: Array = None
 
-    def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
+    def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         zero = full(self.stream.first, self.num_envs, 0.0, torch.float32)
         self._sum = zero if self._sum is None else select(rows, zero, self._sum)
         info[self.info_name] = own(self._sum)
 
-    def step(self, actions: Tree) -> StepResult:
+    def step(self, actions: Tree) -> Step:
         """Step, and add up the reward of the rows that are transitions."""
         result = self.env.step(actions)
         stream = self.stream
@@ -330,20 +322,16 @@ class RecurrentPrimer(MarkerWrapper):
         super().__init__(env, next(iter(states)))
         self.states = states
 
-    def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
+    def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         device = self.stream.capabilities.device
         for key, value in self.states.items():
+            # One row for each env, [*S] -> [E, *S]; cloned, because the rows are the caller's to write into.
             primed = value.to(device).expand(self.num_envs, *value.shape).clone()
             *parents, name = as_tuple(key)
             place = info
             for parent in parents:
                 place = place.setdefault(parent, {})
             place[name] = primed
-
-    def step(self, actions: Tree) -> StepResult:
-        """Step; the states go from the policy to itself."""
-        result: StepResult = self.env.step(actions)
-        return result
 
 
 def find_wrapper(env: VectorEnv[Any, Any, Any], kind: type[VectorWrapper]) -> Any:

@@ -12,8 +12,12 @@ from gymnasium.vector import VectorWrapper
 Array: TypeAlias = Any
 #: An array, or dicts and tuples of them, as a Gymnasium space nests them.
 Tree: TypeAlias = Any
+#: What the envs of a vector env can be seeded with: one number for all, or one for each.
+Seed: TypeAlias = int | list[int | None] | None
+#: Further facts of a reset or step, by name.
+Info: TypeAlias = dict[str, Any]
 #: What a step returns: observations, rewards ``(E,)``, terminated ``(E,)``, truncated ``(E,)``, info.
-Step = tuple[Tree, Array, Array, Array, dict[str, Any]]
+Step: TypeAlias = tuple[Tree, Array, Array, Array, Info]
 
 
 @dataclass(frozen=True)
@@ -100,9 +104,7 @@ class VectorSource(ABC):
         self.capabilities = capabilities
 
     @abstractmethod
-    def reset(
-        self, seed: Any, options: dict[str, Any] | None, rows: Array | None = None
-    ) -> tuple[Tree, dict[str, Any]]:
+    def reset(self, seed: Any, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         """Reset all rows, or those where ``rows`` (bool ``(E,)``, in the env's framework) is True.
 
         Args:
@@ -123,7 +125,7 @@ class VectorSource(ABC):
             stream makes them float32 and bool ``(E,)``.
         """
 
-    def final_obs(self, info: dict[str, Any], obs: Tree, ended: Array, given: Any = None) -> Tree | None:
+    def final_obs(self, info: Info, obs: Tree, ended: Array, given: Any = None) -> Tree | None:
         """The last observations of the rows that the step just made has ended and the env has reset.
 
         Only asked of a SAME_STEP env. The default: ``given``, or else none is shown: then set

@@ -22,8 +22,7 @@ from flatroll.wrappers.arrays import (
     own,
     select,
 )
-from flatroll.wrappers.source import VectorSource
-from flatroll.wrappers.spaces import check_space
+from flatroll.wrappers.source import Info, Seed, Step, VectorSource
 
 FinalObs = str | Callable[[dict[str, Any], Array], Tree] | None
 
@@ -59,18 +58,14 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         check_space(source.single_observation_space, "observation_space")
         check_space(source.single_action_space, "action_space")
         self.single_observation_space = source.single_observation_space
-        self.single_action_space = source.single_action_space
+        self.single_action_space = space = source.single_action_space
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.render_mode = getattr(source.env, "render_mode", None)
         self.spec = getattr(source.env, "spec", None)
         self.capabilities = can = source.capabilities
         self._check_actions = ActionCheck(
-            self.single_action_space,
-            self.num_envs,
-            can.framework,
-            can.device,
-            check_range=can.checks_range is False,
+            space, self.num_envs, can.framework, can.device, not can.checks_range
         )
         self._on_host = can.framework == "numpy"
         self._final = final_obs
@@ -149,9 +144,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self._limit = max_steps if self._limit is None else min(max_steps, self._limit)
         self._declare(AutoresetMode.SAME_STEP)
 
-    def reset(
-        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Tree, dict[str, Any]]:
+    def reset(self, *, seed: Seed = None, options: Info | None = None) -> tuple[Tree, Info]:
         """Reset all rows, or those of ``options["reset_mask"]`` (bool ``(E,)``, NumPy or torch).
 
         The caller's ``options`` stay as they are. A masked reset returns the full batch; the other rows keep
@@ -178,6 +171,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         if not self._started:
             raise RuntimeError("options['reset_mask'] was given to the first reset: reset all rows first")
         obs, info = self.source.reset(seed, options, rows)
+        # New arrays: the old ones were given away.
         self.first, self.ended = self.first | rows, self.ended & ~rows
         if self._elapsed is not None:
             self._elapsed = self._elapsed * ~rows  # 0 where reset
@@ -185,7 +179,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             self.any_first, self.any_ended = bool(self.first.any()), bool(self.ended.any())
         return obs, info
 
-    def step(self, actions: Tree) -> tuple[Tree, Array, Array, Array, dict[str, Any]]:
+    def step(self, actions: Tree) -> Step:
         """Step all rows; see Gymnasium. ``info["final_obs"]`` is dense in a SAME_STEP env that knows it."""
         if not self._started:
             raise RuntimeError("step was called before reset: call env.reset() first")
@@ -193,7 +187,16 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self.actions = self._check_actions(actions)
         obs, reward, terminated, truncated, info = self.source.step(self.actions)
         if not self.capabilities.exact_flags:
-            reward, terminated, truncated = self._exact_flags(reward, terminated, truncated)
+            # Reward float32 and flags bool, all (E,), whatever the env calls its own; no copies where they fit.
+            if isinstance(reward, Tensor):
+                reward, terminated, truncated = reward.float(), terminated.bool(), truncated.bool()
+            else:
+                reward = np.asarray(reward, dtype=np.float32)
+                terminated, truncated = np.asarray(terminated, dtype=bool), np.asarray(truncated, dtype=bool)
+            shape = (self.num_envs,)
+            if reward.shape != shape or terminated.shape != shape or truncated.shape != shape:
+                reward, terminated = reward.reshape(shape), terminated.reshape(shape)
+                truncated = truncated.reshape(shape)
         ended: Array = terminated | truncated
         resets = ended if self._folds else None  # the rows that this stream has to reset itself
         if self._limit is not None:
@@ -221,9 +224,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
     def __del__(self) -> None:
         """Before 1.3 Gymnasium closes a dropped vector env; what this one adapts is the caller's."""
 
-    def _restart(
-        self, obs: Tree, info: dict[str, Any], ended: Array, resets: Array | None
-    ) -> tuple[Tree, dict[str, Any]]:
+    def _restart(self, obs: Tree, info: Info, ended: Array, resets: Array | None) -> tuple[Tree, Info]:
         """Put the true last observations into ``info["final_obs"]`` and first ones into the ended rows."""
         final: Tree | None = obs  # what the step returned is final in the rows that are not reset yet
         if self._native_same_step:
@@ -244,7 +245,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             info["final_obs"] = final
         return obs, info
 
-    def _native_final(self, info: dict[str, Any], obs: Tree, ended: Array) -> Tree | None:
+    def _native_final(self, info: Info, obs: Tree, ended: Array) -> Tree | None:
         """The last observations that a SAME_STEP env shows, as `as_vector_env`'s ``final_obs`` says."""
         if self._final is None:
             return None
@@ -275,18 +276,6 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                 f"{tuple(mask.shape)}"
             )
         return mask
-
-    def _exact_flags(self, reward: Array, terminated: Array, truncated: Array) -> tuple[Array, Array, Array]:
-        """Reward float32 and flags bool, all of shape ``(E,)``, whatever the env calls its own."""
-        shape = (self.num_envs,)
-        if isinstance(reward, Tensor):  # no copies where the dtype fits
-            reward, terminated, truncated = reward.float(), terminated.bool(), truncated.bool()
-        else:
-            reward = np.asarray(reward, dtype=np.float32)
-            terminated, truncated = np.asarray(terminated, dtype=bool), np.asarray(truncated, dtype=bool)
-        if reward.shape != shape or terminated.shape != shape or truncated.shape != shape:
-            return reward.reshape(shape), terminated.reshape(shape), truncated.reshape(shape)
-        return reward, terminated, truncated
 
 
 def observation_leaves(space: spaces.Space[Any]) -> list[tuple[NestedKey, tuple[Any, ...]]]:
@@ -326,20 +315,35 @@ def space_leaves(
     return [leaf for name, child in items for leaf in space_leaves(child, (*key, str(name)), (*path, name))]
 
 
-def _restarted_info(info: dict[str, Any], reset_info: dict[str, Any], rows: Array) -> dict[str, Any]:
+def check_space(space: Any, name: str) -> None:
+    """Refuse spaces whose samples are not arrays of one shape."""
+    if isinstance(space, spaces.Dict):
+        for key, child in space.spaces.items():
+            check_space(child, f"{name}[{key!r}]")
+    elif isinstance(space, spaces.Tuple):
+        for i, child in enumerate(space.spaces):
+            check_space(child, f"{name}[{i}]")
+    elif not isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):
+        shown = str(space)
+        if isinstance(space, spaces.Text):
+            shown = f"Text({space.min_length}, {space.max_length}, charset=...)"
+        raise TypeError(
+            f"{name} must be made of Box, Discrete, MultiDiscrete or MultiBinary inside Dict or Tuple, "
+            f"got {shown}: convert it with an observation or action wrapper first"
+        )
+
+
+def _restarted_info(info: Info, reset_info: Info, rows: Array) -> dict[str, Any]:
     """Gymnasium's SAME_STEP info: in the restarted rows the reset's entries, the step's in ``final_info``.
 
     A restarted row of an entry that only steps give is empty (0, False or None), as Gymnasium leaves it. Rows
     that the env itself restarted in this step keep what it put into ``final_info`` for them.
     """
     known = info.get("_final_info")
-    merged = {
-        **info,
-        "final_info": _final_info(info, rows),
-        "_final_info": rows if known is None else rows | known,
-    }
+    final_info, final_rows = _final_info(info, rows), rows if known is None else rows | known
+    merged = {**info, "final_info": final_info, "_final_info": final_rows}
     for key, value in info.items():
-        if key not in reset_info and isinstance(value, np.ndarray | Tensor) and value.shape[:1] == rows.shape:
+        if key not in reset_info and _has_rows(value, rows):
             merged[key] = _emptied(value, rows)
     for key, value in reset_info.items():
         old: Any = info.get(key)
@@ -348,30 +352,29 @@ def _restarted_info(info: dict[str, Any], reset_info: dict[str, Any], rows: Arra
     return merged
 
 
+def _has_rows(entry: Any, rows: Array) -> bool:
+    """Whether an entry of ``info`` is an array with one row for each env, as ``rows`` (bool ``(E,)``) has."""
+    return isinstance(entry, np.ndarray | Tensor) and entry.shape[:1] == rows.shape
+
+
 def _emptied(entry: Array, rows: Array) -> Array:
     """A copy of an entry of ``info`` with nothing in the given rows (0, False or None)."""
     return fill_rows(own(entry), rows, None if entry.dtype == object else False)
 
 
-def _final_info(info: dict[str, Any], rows: Array) -> dict[str, Any]:
+def _final_info(info: Info, rows: Array) -> dict[str, Any]:
     """The step's entries in ``rows``, and in the others those of the env's own ``final_info``, if it made one."""
     native = info.get("final_info")
     if not isinstance(native, dict):
         return info
-    final = dict(native)
-    for key, value in info.items():
-        if key in ("final_info", "_final_info"):
-            continue
-        if not isinstance(value, np.ndarray | Tensor) or value.shape[:1] != rows.shape:
-            final.setdefault(key, value)
-            continue
-        old: Any = native.get(key)
-        if isinstance(old, np.ndarray | Tensor) and old.shape == value.shape:
-            final[key] = select(rows, value, old)
-        else:
-            final[key] = _emptied(value, ~rows)
+    step = {key: value for key, value in info.items() if key not in ("final_info", "_final_info")}
+    final = {**step, **native}
+    for key, value in step.items():
+        if _has_rows(value, rows):
+            old: Any = native.get(key)
+            mixes = isinstance(old, np.ndarray | Tensor) and old.shape == value.shape
+            final[key] = select(rows, value, old) if mixes else _emptied(value, ~rows)
     for key in native.keys() - info.keys():
-        old = native[key]
-        if isinstance(old, np.ndarray | Tensor) and old.shape[:1] == rows.shape:
-            final[key] = _emptied(old, rows)
+        if _has_rows(native[key], rows):
+            final[key] = _emptied(native[key], rows)
     return final

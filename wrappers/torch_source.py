@@ -19,17 +19,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.wrappers.arrays import ActionCheck, Array, Tree, first_leaf, map_tree, to_torch
-from flatroll.wrappers.source import Capabilities, Step, VectorSource
+from flatroll.wrappers.source import Capabilities, Info, Step, VectorSource
 
 
 class TorchSource(VectorSource):
     """A vector env that returns tensors: 5-tuples, or rsl_rl's 4-tuples with ``extras["time_outs"]``.
 
-    Args:
-        env: the env; ``num_envs``, ``reset`` and ``step`` are all it must have, and spaces or rsl_rl's
-            ``get_observations`` and ``num_actions``.
-        device: its device; None reads ``env.device``.
-        own_buffers: ``"auto"`` and True copy what the env returns; False trusts it to be fresh.
+    It must have ``num_envs``, ``reset``, ``step``, and spaces or rsl_rl's ``get_observations`` and ``num_actions``.
     """
 
     def __init__(
@@ -56,9 +52,7 @@ class TorchSource(VectorSource):
         super().__init__(env, int(env.num_envs), *single, capabilities)
 
     @override
-    def reset(
-        self, seed: Any, options: dict[str, Any] | None, rows: Array | None = None
-    ) -> tuple[Tree, dict[str, Any]]:
+    def reset(self, seed: Any, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         arguments: dict[str, Any] = {}
         if seed is not None and self._takes_seed:
             arguments["seed"] = seed
@@ -101,7 +95,7 @@ class TorchSource(VectorSource):
         return self._owned(obs), reward, terminated, truncated, dict(extras)
 
     @override
-    def final_obs(self, info: dict[str, Any], obs: Tree, ended: Array, given: Any = None) -> Tree | None:
+    def final_obs(self, info: Info, obs: Tree, ended: Array, given: Any = None) -> Tree | None:
         """The final observations of this step: dense, or as mjlab's env_ids and rows, or None if hidden."""
         if given is None:
             given = info.get("final_obs", info.get("final_observation"))
@@ -133,9 +127,7 @@ class TorchView(VectorSource):
         super().__init__(source.env, source.num_envs, source.single_observation_space, space, capabilities)
 
     @override
-    def reset(
-        self, seed: Any, options: dict[str, Any] | None, rows: Array | None = None
-    ) -> tuple[Tree, dict[str, Any]]:
+    def reset(self, seed: Any, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         mask = None if rows is None else rows.cpu().numpy()
         obs, info = self._source.reset(seed, options, mask)
         return self._tensors(obs), info
@@ -149,11 +141,11 @@ class TorchView(VectorSource):
         return self._tensors(obs), *flags, info
 
     @override
-    def final_obs(self, info: dict[str, Any], obs: Tree, ended: Array, given: Any = None) -> Tree | None:
+    def final_obs(self, info: Info, obs: Tree, ended: Array, given: Any = None) -> Tree | None:
         shown, done = self._seen
-        final = (
-            shown if given is None and not done.any() else self._source.final_obs(info, shown, done, given)
-        )
+        # Where no episode ended nobody reads them: any tree of the right shapes will do.
+        needed = given is not None or done.any()
+        final = self._source.final_obs(info, shown, done, given) if needed else shown
         return None if final is None else self._tensors(final)
 
     def _tensors(self, tree: Tree) -> Tree:

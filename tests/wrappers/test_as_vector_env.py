@@ -24,7 +24,7 @@ from flatroll.wrappers.testing import (
     expected_rows,
     make_scripted,
 )
-from flatroll.wrappers.testing.recording import copied
+from flatroll.wrappers.testing.check_env import copied
 
 MODES = ("NextStep", "SameStep", "Disabled")
 LENGTHS = [[3, 1, 4], [2, 5]]

@@ -29,7 +29,7 @@ from flatroll.wrappers.testing import (
     expected_rows,
     make_scripted,
 )
-from flatroll.wrappers.testing.recording import copied
+from flatroll.wrappers.testing.check_env import copied
 
 MODES = ("NextStep", "SameStep", "Disabled")
 SCRIPT = Script(2, lengths=[[3, 1, 4], [2, 5]], ends=[["terminated", "truncated", "both"], ["truncated"]])

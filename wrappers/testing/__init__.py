@@ -1,9 +1,14 @@
 """Test kit for vector environments: `check_vector_env` checks one of yours, scripted ones are known step by step."""
 
 from flatroll.wrappers.testing.check_env import ContractError, check_vector_env, vector_env_problems
-from flatroll.wrappers.testing.scripted import Script, ScriptedEnv, decode, encode
-from flatroll.wrappers.testing.scripted_torch import ScriptedRslEnv, ScriptedTorchEnv
-from flatroll.wrappers.testing.scripted_vector import ScriptedVectorEnv, expected_rows, make_scripted
+from flatroll.wrappers.testing.script import Script, decode, encode, expected_rows
+from flatroll.wrappers.testing.scripted_envs import (
+    ScriptedEnv,
+    ScriptedRslEnv,
+    ScriptedTorchEnv,
+    ScriptedVectorEnv,
+    make_scripted,
+)
 
 __all__ = [
     "ContractError",

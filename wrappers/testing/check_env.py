@@ -5,7 +5,9 @@
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,13 +15,20 @@ import numpy.typing as npt
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
+from torch import Tensor
 
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.arrays import Tree, map_tree
-from flatroll.wrappers.testing.recording import Record, copied, play, same, suspicions
-from flatroll.wrappers.testing.scripted import row
+from flatroll.wrappers.testing.script import row
 
 _SUSPICION = "suspicion: "
+_STEP_DTYPES = (("reward", np.float32), ("terminated", np.bool_), ("truncated", np.bool_))
+#: Entries of ``info`` that say in some dialect that an episode has ended in a row.
+_SAYS_DONE = ("done", "_final_obs", "_final_observation", "_final_info", "_episode")
+#: At most so many numbers of an observation are looked at (images are large).
+_FEATURES = 64
+#: A step is a jump if it is so many times as long as the median step.
+_JUMP = 4.0
 
 
 class ContractError(AssertionError):
@@ -55,10 +64,9 @@ def vector_env_problems(
 ) -> list[str]:
     """Play an environment and say in plain words what is wrong with it.
 
-    The env goes through `flatroll.wrappers.as_vector_env` and is stepped twice from the same seed. Checked
-    are the spaces, the shapes, dtypes and ownership of all that it returns, the rows that follow an ended
-    episode, final observations, reproducibility, masked resets and the refusal of a wrong number of
-    actions. The env is not closed.
+    The env goes through `flatroll.wrappers.as_vector_env` and is stepped twice from the same seed. Checked are the
+    spaces, the shapes, dtypes and ownership of all that it returns, the rows that follow an ended episode, final
+    observations, reproducibility, masked resets and the refusal of a wrong number of actions. The env is not closed.
 
     Args:
         env: anything `flatroll.wrappers.as_vector_env` accepts, on a device whose values can be read.
@@ -93,9 +101,83 @@ def vector_env_problems(
         problems += _of_final_observations(record)
         problems += _of_reproduction(record, again)
         problems += _of_masked_reset(vector)
-        problems += (f"{_SUSPICION}{text}" for text in suspicions(record))
+        problems += (f"{_SUSPICION}{text}" for text in _suspicions(record))
     problems += _of_action_count(vector)
     return problems
+
+
+@dataclass
+class Record:
+    """What a played env returned: NumPy copies, one entry per vector step (``obs`` has one more, the first)."""
+
+    mode: AutoresetMode
+    seeded: bool  # whether reset(seed=...) has an effect
+    obs: list[Tree] = field(default_factory=list)  # obs[k + 1] came back from step k
+    reward: list[npt.NDArray[Any]] = field(default_factory=list)
+    terminated: list[npt.NDArray[Any]] = field(default_factory=list)
+    truncated: list[npt.NDArray[Any]] = field(default_factory=list)
+    final: list[Tree | None] = field(default_factory=list)  # info["final_obs"]
+    infos: list[dict[str, Any]] = field(default_factory=list)  # not copied
+    # (What it was, the object returned, a copy made at once.)
+    returned: list[tuple[str, Tree, Tree]] = field(default_factory=list)
+
+    def ended(self) -> npt.NDArray[np.bool_]:
+        """bool ``[steps, E]``: terminated or truncated."""
+        ended: npt.NDArray[np.bool_] = np.stack(self.terminated) | np.stack(self.truncated)
+        return ended
+
+    def first(self) -> npt.NDArray[np.bool_]:
+        """bool ``[steps + 1, E]``: ``obs[k]`` begins an episode in that row."""
+        ended = self.ended()
+        starts = np.zeros((len(self.obs), ended.shape[1]), np.bool_)
+        starts[0] = True
+        # obs[k + 1] came back from step k: SAME_STEP shows the first observation at once, NEXT_STEP one step later.
+        if self.mode == AutoresetMode.SAME_STEP:
+            starts[1:] = ended
+        else:
+            starts[2:] = ended[:-1]
+        return starts
+
+    def keep(self, name: str, tree: Tree) -> Tree:
+        """Remember the returned object and give a NumPy copy of it."""
+        copy = map_tree(copied, tree)
+        self.returned.append((name, tree, copy))
+        return copy
+
+
+def play(
+    env: VectorEnv[Any, Any, Any], steps: int, seed: int, actions: Callable[[int], Any] | None, seedable: bool
+) -> Record:
+    """Reset an adapted env with ``seed``, step it ``steps`` times, keep everything."""
+    # A warning at reset(seed=...) says that the seed has no effect.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        obs, _ = env.reset(seed=seed)
+    env.action_space.seed(seed)
+    record = Record(AutoresetMode(env.metadata["autoreset_mode"]), seeded=seedable and not caught)
+    record.obs.append(record.keep("obs", obs))
+    for k in range(steps):
+        action = env.action_space.sample() if actions is None else actions(k)
+        obs, reward, terminated, truncated, info = env.step(action)
+        record.obs.append(record.keep("obs", obs))
+        for name, flag in (("reward", reward), ("terminated", terminated), ("truncated", truncated)):
+            getattr(record, name).append(record.keep(name, flag))
+        final = info.get("final_obs") if record.mode == AutoresetMode.SAME_STEP else None
+        record.final.append(None if final is None else record.keep("info['final_obs']", final))
+        record.infos.append(info)
+    return record
+
+
+def copied(leaf: Any) -> npt.NDArray[Any]:
+    """The values of an array or tensor, in NumPy memory of their own."""
+    return np.array(leaf.detach().cpu().numpy() if isinstance(leaf, Tensor) else leaf)
+
+
+def same(one: Tree, other: Tree) -> bool:
+    """Whether two trees hold the same values (NaN equals NaN)."""
+    equal: list[bool] = []
+    map_tree(lambda a, b: equal.append(bool(np.array_equal(a, b, equal_nan=a.dtype.kind == "f"))), one, other)
+    return all(equal)
 
 
 def _of_spaces(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
@@ -111,24 +193,19 @@ def _of_spaces(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
 def _of_returns(env: VectorEnv[Any, Any, Any], record: Record) -> Iterator[str]:
     """Shapes, dtypes and bounds; each fault once, with the first step that shows it."""
     seen: set[str] = set()
-    for k, obs in enumerate(record.obs):
+    shape = (env.num_envs,)
+    for k, obs in enumerate(record.obs, -1):  # obs after step k; -1 is the reset
         faults = list(_of_tree(env.observation_space, obs, "obs"))
-        if k:
-            faults += _of_step(env, record, k - 1)
-        where = f"after step {k - 1}" if k else "from reset"
+        for name, dtype in _STEP_DTYPES if k >= 0 else ():
+            array = getattr(record, name)[k]
+            if array.shape != shape or array.dtype != dtype:
+                faults.append(f"{name} must be {np.dtype(dtype)} {shape}, it is {array.dtype} {array.shape}")
+        if k >= 0 and record.final[k] is not None:
+            ended = record.terminated[k] | record.truncated[k]
+            faults += _of_tree(env.observation_space, record.final[k], "info['final_obs']", ended)
+        where = f"after step {k}" if k >= 0 else "from reset"
         yield from (f"{text} (first seen {where})" for text in faults if text not in seen)
         seen.update(faults)
-
-
-def _of_step(env: VectorEnv[Any, Any, Any], record: Record, k: int) -> Iterator[str]:
-    shape = (env.num_envs,)
-    for name, dtype in (("reward", np.float32), ("terminated", np.bool_), ("truncated", np.bool_)):
-        array = getattr(record, name)[k]
-        if array.shape != shape or array.dtype != dtype:
-            yield f"{name} must be {np.dtype(dtype)} {shape}, it is {array.dtype} {array.shape}"
-    if record.final[k] is not None:
-        ended = record.terminated[k] | record.truncated[k]
-        yield from _of_tree(env.observation_space, record.final[k], "info['final_obs']", ended)
 
 
 def _of_tree(
@@ -138,9 +215,13 @@ def _of_tree(
     if isinstance(space, spaces.Dict | spaces.Tuple):
         items = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
         parts: dict[Any, spaces.Space[Any]] = dict(items)
-        entries = list(tree) if isinstance(tree, dict) else []
-        if isinstance(tree, tuple):
-            entries = list(range(len(tree)))
+        entries = (
+            list(range(len(tree)))
+            if isinstance(tree, tuple)
+            else list(tree)
+            if isinstance(tree, dict)
+            else []
+        )
         if set(entries) != set(parts):
             kind = type(tree).__name__
             yield f"{name} must have the entries {list(parts)} as its space says, it is {kind} {entries}"
@@ -162,11 +243,10 @@ def _of_tree(
 
 
 def _of_ownership(record: Record) -> Iterator[str]:
-    changed: dict[str, int] = {}
     # Each array that came back was copied at once: is it still what it was?
-    for name, array, copy in record.returned:
-        if not same(map_tree(copied, array), copy):
-            changed[name] = changed.get(name, 0) + 1
+    changed = Counter(
+        name for name, array, copy in record.returned if not same(map_tree(copied, array), copy)
+    )
     for name, times in changed.items():
         yield f"{name} changed after it was returned ({times} times): the env writes into the same memory"
 
@@ -236,3 +316,73 @@ def _of_action_count(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
     except Exception:  # any exception will do: the alternative is a silent step, or an abort in C++
         return
     yield f"step accepted {env.num_envs + 1} actions for {env.num_envs} envs without an exception"
+
+
+def _suspicions(record: Record) -> Iterator[str]:
+    """What looks like an env that hides or misnames the ends of its episodes; each text says why."""
+    if not record.ended().any():
+        yield f"no episode ended in {len(record.reward)} steps, so no end was checked: take more steps"
+    yield from _silent_resets(record)
+    yield from _unflagged_ends(record)
+    yield from _one_length(record)
+
+
+def _silent_resets(record: Record) -> Iterator[str]:
+    """Ordinary steps that lead from outside the box of all first observations far away into it."""
+    obs = np.stack([_features(tree) for tree in record.obs])
+    first, ended = record.first(), record.ended()
+    starts = obs[first]
+    # bool [steps + 1, E]: in the box around all first observations; and how far each step leads, [steps, E]
+    inside = ((obs >= starts.min(0)) & (obs <= starts.max(0))).all(-1)
+    length = np.linalg.norm(np.diff(obs, axis=0), axis=-1)
+    ordinary = ~ended & ~first[1:]
+    if not ordinary.any():
+        return
+    # Compared with the median of ordinary steps, so that the env's own scale does not matter.
+    far = length > _JUMP * np.median(length[ordinary])
+    jump = ordinary & inside[1:] & ~inside[:-1] & far
+    if jump.any():
+        k, i = np.argwhere(jump)[0]
+        yield (
+            f"the observation of row {i} jumps back to a first one in step {k}, which is neither terminated "
+            f"nor truncated there ({int(jump.sum())} such jumps): does the env reset without saying so?"
+        )
+
+
+def _features(tree: Tree) -> npt.NDArray[np.float64]:
+    """About `_FEATURES` numbers of each row, evenly spaced over its leaves: ``[E, F]``."""
+    leaves: list[npt.NDArray[Any]] = []
+    map_tree(lambda leaf: leaves.append(leaf.reshape(len(leaf), -1)), tree)
+    # Every stride-th number of each leaf, rounded up, so that all leaves together give about _FEATURES.
+    stride = -(-max(leaf.shape[1] for leaf in leaves) * len(leaves) // _FEATURES)
+    return np.concatenate([leaf[:, ::stride].astype(np.float64) for leaf in leaves], 1)
+
+
+def _unflagged_ends(record: Record) -> Iterator[str]:
+    for k, (info, ended) in enumerate(zip(record.infos, record.ended(), strict=True)):
+        for key in _SAYS_DONE:
+            if key not in info:
+                continue
+            said = copied(info[key])  # [E] in every dialect that is known
+            if said.shape == ended.shape and (said.astype(bool) & ~ended).any():
+                yield (
+                    f"info[{key!r}] is set in a row of step {k} that is neither terminated nor truncated: "
+                    "an end without a reason"
+                )
+                return
+
+
+def _one_length(record: Record) -> Iterator[str]:
+    elapsed = np.zeros(record.ended().shape[1], np.int64)  # steps made in each row's episode
+    lengths: list[int] = []
+    starts = record.first()[:-1]
+    for first, terminated, truncated in zip(starts, record.terminated, record.truncated, strict=True):
+        if truncated.any():
+            return
+        elapsed = np.where(first, 0, elapsed) + 1  # int64 [E]
+        lengths += elapsed[terminated].tolist()
+    if len(lengths) >= 5 and len(set(lengths)) == 1 and lengths[0] > 1:
+        yield (
+            f"all {len(lengths)} episodes terminated after {lengths[0]} steps, none was truncated: "
+            "is a time limit reported as terminated?"
+        )

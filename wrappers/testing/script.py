@@ -1,20 +1,19 @@
-"""Scripted environments whose observation *is* (env, episode, step), in NumPy.
+"""A script: what scripted environments will do, step by step, and the table of transitions that they must yield.
 
-Everything such an environment will ever return is known beforehand, so a test compares whole streams with
-``expected_rows`` instead of looking for plausible numbers. One :class:`Script` says how long each episode
-is and how it ends; :class:`ScriptedEnv` plays one env of it, the vector envs of the neighbouring modules
-all of them at once.
+The observation of a scripted environment *is* (env, episode, step), so all that it will ever return is known
+beforehand and a test compares whole streams with `expected_rows`. `Script` says how long each episode is and how it
+ends, `Clock` plays it in NumPy or torch, and the environments of ``scripted_envs`` give it the faces of a library.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-import gymnasium
 import numpy as np
 import numpy.typing as npt
 import torch
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from flatroll.wrappers.arrays import map_tree
@@ -22,8 +21,18 @@ from flatroll.wrappers.arrays import map_tree
 ObsKind: TypeAlias = Literal["float32", "float64", "uint8", "int64", "discrete", "dict", "tuple"]
 ActionKind: TypeAlias = Literal["discrete", "box", "dict"]
 End: TypeAlias = Literal["terminated", "truncated", "both"]
+Mode: TypeAlias = AutoresetMode | Literal["NextStep", "SameStep", "Disabled"]
+Rows: TypeAlias = npt.NDArray[np.void]
 
 _ENDS: tuple[End, ...] = ("terminated", "truncated", "both")
+#: The fields of `expected_rows`.
+_ROW = np.dtype(
+    [
+        *((name, "i8") for name in ("vector_step", "env", "episode", "step", "step_count")),
+        ("reward", "f4"),
+        *((name, "?") for name in ("terminated", "truncated", "is_init")),
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -32,8 +41,7 @@ class Script:
 
     Args:
         num_envs: number of environments E.
-        lengths: steps per episode. An int for all, one list that every env cycles through, or one list
-            per env.
+        lengths: steps per episode. An int for all, one list that every env cycles through, or one list per env.
         ends: how episodes end, ``"terminated"``, ``"truncated"`` or ``"both"``; given as ``lengths`` is.
         obs: kind of observation. ``"float32"``, ``"float64"`` and ``"int64"`` hold (env, episode, step);
             ``"uint8"`` is a ``[3, 2, 2]`` image of them modulo 256; ``"discrete"`` is ``env*10000 +
@@ -55,8 +63,16 @@ class Script:
     action: ActionKind = "discrete"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", _per_env("lengths", self.lengths, self.num_envs))
-        object.__setattr__(self, "ends", _per_env("ends", self.ends, self.num_envs))
+        for name in ("lengths", "ends"):
+            value = getattr(self, name)
+            rows: tuple[Any, ...] = (value,) if isinstance(value, int | str) else tuple(value)
+            if not rows or isinstance(rows[0], int | str):  # one list, for all envs
+                rows = (rows,) * self.num_envs
+            elif len(rows) != self.num_envs:
+                raise ValueError(
+                    f"{name} must have one list for each of the {self.num_envs} envs, got {len(rows)}"
+                )
+            object.__setattr__(self, name, tuple(map(tuple, rows)))
         for row in self.table("lengths"):
             if any(int(length) < 1 for length in row):
                 raise ValueError(f"lengths must be at least 1, got {row}")
@@ -82,17 +98,17 @@ class Script:
     @property
     def observation_space(self) -> spaces.Space[Any]:
         """The space of one env's observation."""
-        box = {kind: spaces.Box(-np.inf, np.inf, (3,), kind) for kind in (np.float32, np.float64)}
         image, code = spaces.Box(0, 255, (3, 2, 2), np.uint8), spaces.Discrete(1_000_000)
+        vector = spaces.Box(-np.inf, np.inf, (3,), np.float32)
         nested = spaces.Dict({"code": code, "image": image})
         table: dict[ObsKind, spaces.Space[Any]] = {
-            "float32": box[np.float32],
-            "float64": box[np.float64],
+            "float32": vector,
+            "float64": spaces.Box(-np.inf, np.inf, (3,), np.float64),
             "uint8": image,
             "int64": spaces.MultiDiscrete([2**20] * 3),
             "discrete": code,
-            "dict": spaces.Dict({"policy": box[np.float32], "critic": nested}),
-            "tuple": spaces.Tuple((box[np.float32], code)),
+            "dict": spaces.Dict({"policy": vector, "critic": nested}),
+            "tuple": spaces.Tuple((vector, code)),
         }
         return table[self.obs]
 
@@ -102,17 +118,6 @@ class Script:
         discrete, box = spaces.Discrete(5), spaces.Box(-1.0, 1.0, (2,), np.float32)
         both = spaces.Dict({"move": box, "press": discrete})
         return {"discrete": discrete, "box": box, "dict": both}[self.action]
-
-
-def _per_env(name: str, value: Any, num_envs: int) -> tuple[tuple[Any, ...], ...]:
-    if isinstance(value, int | str):
-        return ((value,),) * num_envs
-    items = tuple(value)
-    if items and not isinstance(items[0], int | str):
-        if len(items) != num_envs:
-            raise ValueError(f"{name} must have one list for each of the {num_envs} envs, got {len(items)}")
-        return tuple(tuple(row) for row in items)
-    return (items,) * num_envs
 
 
 def encode(kind: ObsKind, env: Any, episode: Any, step: Any) -> Any:
@@ -152,101 +157,32 @@ def decode(kind: ObsKind, obs: Any) -> npt.NDArray[np.int64]:
         return decode("float32", obs[0])
     array = np.asarray(obs)
     if kind == "discrete":
+        # The digits of env * 10,000 + episode * 100 + step.
         return np.stack([array // 10_000, array // 100 % 100, array % 100], -1).astype(np.int64)
     return (array[..., 0, 0] if kind == "uint8" else array).astype(np.int64)
 
 
-def overwrite(buffer: Any, value: Any) -> Any:
-    """The tree ``value``, written into the arrays of ``buffer`` as a careless env does; scalars as they are."""
-
-    def write(old: Any, new: Any) -> Any:
-        if isinstance(new, Tensor):
-            return old.copy_(new)
-        if not (isinstance(new, np.ndarray) and new.ndim):
-            return new
-        np.copyto(old, new)
-        return old
-
-    return map_tree(write, buffer, value)
-
-
-def row(tree: Any, i: Any) -> Any:
-    """Row ``i``, or rows ``i``, of every leaf of a batched observation.
-
-    >>> row({"a": np.arange(4).reshape(2, 2), "b": (np.eye(2),)}, 1)
-    {'a': array([2, 3]), 'b': (array([0., 1.]),)}
-    """
-    return map_tree(lambda leaf: leaf[i], tree)
-
-
-class ScriptedEnv(gymnasium.Env[Any, Any]):
-    """One env of a script. The reward of step t (from 0) of episode e is ``100 * e + t + 1``.
-
-    ``reset(seed=...)`` starts the script again at episode 0, ``reset()`` begins the next episode.
-
-    Args:
-        script: the script.
-        index: which of its envs to play.
-        reuse_buffer: return the same arrays from every call and write into them in place.
-        record_actions: keep every action in ``self.actions``.
-
-    >>> env = ScriptedEnv(Script(2, lengths=2), index=1)
-    >>> env.reset()[0].tolist(), env.step(0)[0].tolist()
-    ([1.0, 0.0, 0.0], [1.0, 0.0, 1.0])
-    """
+class Clock:
+    """The (episode, step) of all envs of a script, ``[E]``, or of one of them; NumPy or torch, elementwise only."""
 
     def __init__(
-        self, script: Script, index: int = 0, *, reuse_buffer: bool = False, record_actions: bool = False
+        self,
+        script: Script,
+        put: Callable[[npt.NDArray[Any]], Any],  # makes the working arrays of NumPy ones, on a device, say
+        index: int | None = None,  # of the one env to play; None plays all
+        reuse: bool = False,  # show every observation in the same memory, as careless envs do
     ) -> None:
-        self.script, self.index = script, index
-        self.observation_space, self.action_space = script.observation_space, script.action_space
-        self.actions: list[Any] = []
-        self._record, self._reuse = record_actions, reuse_buffer
-        self._buffer: Any = None
-        self._episode, self._step = -1, 0
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self._episode = 0 if seed is not None else self._episode + 1
-        self._step = 0
-        return self._observe(), {"t": 0}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if self._record:
-            self.actions.append(action)
-        self._step += 1
-        ended = self._step >= self.script.length(self.index, self._episode)
-        end = self.script.end(self.index, self._episode)
-        reward = float(100 * self._episode + self._step)
-        terminated, truncated = ended and end != "truncated", ended and end != "terminated"
-        return self._observe(), reward, terminated, truncated, {"t": self._step}
-
-    def _observe(self) -> Any:
-        obs = encode(self.script.obs, *(np.int64(x) for x in (self.index, self._episode, self._step)))
-        if not self._reuse:
-            return obs
-        self._buffer = obs if self._buffer is None else overwrite(self._buffer, obs)
-        return self._buffer
-
-
-class Clock:
-    """The (episode, step) of all envs of a script as arrays; NumPy or torch, elementwise only.
-
-    Args:
-        script: the script.
-        put: makes the working arrays from NumPy ones (``np.asarray``, or a torch constructor on a device).
-    """
-
-    def __init__(self, script: Script, put: Callable[[npt.NDArray[Any]], Any]) -> None:
-        self.script = script
-        lengths, ends = script.table("lengths"), script.table("ends")
-        # Episode k of env e is entry k % period[e] of row e of a table padded with zeros.
-        codes = [[_ENDS.index(end) for end in row] for row in ends]
-        self.env = put(np.arange(script.num_envs))
-        self._lengths, self._length_period = (put(x) for x in _padded(lengths))
-        self._ends, self._end_period = (put(x) for x in _padded(codes))
+        self.obs: ObsKind = script.obs
+        self._reuse, self._shown = reuse, None
+        self.env = put(np.arange(script.num_envs) if index is None else np.array(index))
+        codes = [[_ENDS.index(end) for end in row] for row in script.table("ends")]
+        # Episode k of env e is entry k % period[e] of row e of a table [E, longest row] padded with zeros.
+        tables: list[Any] = []
+        for rows in (script.table("lengths"), codes):
+            width = max(map(len, rows))
+            tables.append(put(np.array([[*row, *[0] * (width - len(row))] for row in rows])))
+            tables.append(put(np.array([len(row) for row in rows]))[self.env])
+        self._lengths, self._length_period, self._ends, self._end_period = tables
         self.restart()
 
     def restart(self) -> None:
@@ -268,11 +204,72 @@ class Clock:
         return reward, ended & (end != _ENDS.index("truncated")), ended & (end != _ENDS.index("terminated"))
 
     def observe(self) -> Any:
-        """The observations of all envs."""
-        return encode(self.script.obs, self.env, self.episode, self.step)
+        """The observations of all envs, in new memory."""
+        return encode(self.obs, self.env, self.episode, self.step)
+
+    def show(self) -> Any:
+        """The observations of all envs; with ``reuse``, in the arrays of the last call."""
+        obs = self.observe()
+        self._shown = overwrite(self._shown, obs) if self._reuse else obs
+        return self._shown
 
 
-def _padded(rows: Sequence[Sequence[int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    width = max(len(row) for row in rows)
-    table = [[*row, *[0] * (width - len(row))] for row in rows]
-    return np.array(table, np.int64), np.array([len(row) for row in rows], np.int64)
+def overwrite(buffer: Any, value: Any) -> Any:
+    """The tree ``value``, written into the arrays of ``buffer`` as a careless env does; without a buffer, as it is."""
+
+    def write(old: Any, new: Any) -> Any:
+        if old is None or not (isinstance(new, np.ndarray | Tensor) and new.ndim):
+            return new
+        old[...] = new
+        return old
+
+    return map_tree(write, buffer, value)
+
+
+def row(tree: Any, i: Any) -> Any:
+    """Row ``i``, or rows ``i``, of every leaf of a batched observation."""
+    return map_tree(lambda leaf: leaf[i], tree)
+
+
+def expected_rows(
+    script: Script,
+    steps: int,
+    *,
+    autoreset_mode: Mode = AutoresetMode.SAME_STEP,
+    max_steps: int | None = None,
+) -> Rows:
+    """The true transitions of ``steps`` vector steps after a first reset, in order of vector step, then env.
+
+    Each row leads from (env, episode, step) to (env, episode, step + 1). Under NEXT_STEP the vector step
+    after an episode's end only resets that env and is no transition.
+
+    Args:
+        script: the script.
+        steps: number of vector steps.
+        autoreset_mode: a gymnasium mode; DISABLED means that ended envs are reset right after the step.
+        max_steps: truncate episodes at this many steps, as ``StepCounter(max_steps)`` does.
+
+    Returns:
+        A structured array with the fields vector_step, env, episode, step, reward, terminated, truncated,
+        is_init and step_count (of the observation acted on).
+
+    >>> rows = expected_rows(Script(1, lengths=2), 4, autoreset_mode="NextStep")
+    >>> rows[["vector_step", "episode", "step"]].tolist()
+    [(0, 0, 0), (1, 0, 1), (3, 1, 0)]
+    """
+    gap = AutoresetMode(autoreset_mode) == AutoresetMode.NEXT_STEP
+    table: list[tuple[Any, ...]] = []
+    for env in range(script.num_envs):
+        at, episode, step = 0, 0, 0
+        while at < steps:
+            length, end = script.length(env, episode), script.end(env, episode)
+            over, cut = step + 1 == length, step + 1 == max_steps
+            terminated, truncated = over and end != "truncated", (over and end != "terminated") or cut
+            reward = 100 * episode + step + 1  # as `Clock.advance` pays it
+            table.append((at, env, episode, step, step, reward, terminated, truncated, step == 0))
+            done = over or cut
+            at += 2 if done and gap else 1  # the vector step after an end is no transition
+            episode, step = (episode + 1, 0) if done else (episode, step + 1)
+    rows = np.array(table, _ROW)
+    # The last key counts most: vector step, then env.
+    return rows[np.lexsort((rows["env"], rows["vector_step"]))]

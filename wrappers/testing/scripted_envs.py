@@ -1,0 +1,375 @@
+"""Scripted environments with the faces of Gymnasium, of torch simulators and of rsl_rl, each known step by step.
+
+The torch ones have the habits of GPU simulators: duck-typed, buffers reused, SAME_STEP. Every step of theirs is
+elementwise tensor code, so they run on ``device="meta"`` too, where anything that would read a value on the host
+raises: a test of "no host sync" that needs no GPU.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector.utils import batch_space
+from tensordict import TensorDict
+from torch import Tensor
+
+from flatroll.wrappers.arrays import map_tree, select
+from flatroll.wrappers.source import Info, Seed
+from flatroll.wrappers.testing.script import Clock, Mode, Script, overwrite, row
+
+Backend: TypeAlias = Literal["sync", "async", "native"]
+FinalObs: TypeAlias = Literal["object", "dense", "absent"]
+TorchFinalObs: TypeAlias = Literal["dense", "absent", "ids"]
+
+
+class ScriptedEnv(gymnasium.Env[Any, Any]):
+    """One env of a script. The reward of step t (from 0) of episode e is ``100 * e + t + 1``.
+
+    ``reset(seed=...)`` starts the script again at episode 0, ``reset()`` begins the next episode.
+
+    Args:
+        script: the script.
+        index: which of its envs to play.
+        reuse_buffer: return the same arrays from every call and write into them in place.
+        record_actions: keep every action in ``self.actions``.
+
+    >>> env = ScriptedEnv(Script(2, lengths=2), index=1)
+    >>> env.reset()[0].tolist(), env.step(0)[0].tolist()
+    ([1.0, 0.0, 0.0], [1.0, 0.0, 1.0])
+    """
+
+    def __init__(
+        self, script: Script, index: int = 0, *, reuse_buffer: bool = False, record_actions: bool = False
+    ) -> None:
+        self.script, self.index = script, index
+        self.observation_space, self.action_space = script.observation_space, script.action_space
+        self.actions: list[Any] = []
+        self._record = record_actions
+        self._clock = Clock(script, np.asarray, index, reuse_buffer)
+
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
+        super().reset(seed=seed)
+        if seed is not None:
+            self._clock.restart()
+        self._clock.begin(np.True_)  # not True: the clock needs ~True to be False
+        return self._observe(), {"t": 0}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self._record:
+            self.actions.append(action)
+        reward, terminated, truncated = self._clock.advance(np.True_)
+        info = {"t": int(self._clock.step)}
+        return self._observe(), float(reward), bool(terminated), bool(truncated), info
+
+    def _observe(self) -> Any:
+        return self._clock.show()
+
+
+class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
+    """All envs of a script in one, in NumPy, for any autoreset mode; quick up to thousands of envs.
+
+    It supports ``reset(options={"reset_mask": mask})`` in every mode, refuses a wrong number of actions
+    and, under DISABLED, a step of an env that has ended.
+
+    Args:
+        script: the script.
+        autoreset_mode: a gymnasium mode, or None for an env that declares none (and resets in the same step).
+        final_obs: where SAME_STEP shows the last observation. ``"object"``, Gymnasium's object array on
+            steps with an ended row; ``"dense"``, a full batch on such steps; ``"absent"``, nowhere.
+        reuse_buffer: every array returned is written into again by the next call.
+        record_actions: keep every action batch in ``self.actions``.
+
+    >>> env = ScriptedVectorEnv(Script(2, lengths=[[1], [4]]), autoreset_mode="SameStep")
+    >>> _ = env.reset()
+    >>> obs, reward, terminated, truncated, info = env.step([0, 0])
+    >>> obs.tolist(), info["final_obs"][0].tolist()
+    ([[0.0, 1.0, 0.0], [1.0, 0.0, 1.0]], [0.0, 0.0, 1.0])
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        autoreset_mode: Mode | None = AutoresetMode.NEXT_STEP,
+        final_obs: FinalObs = "object",
+        reuse_buffer: bool = False,
+        record_actions: bool = False,
+    ) -> None:
+        self.script, self.num_envs = script, script.num_envs
+        self.single_observation_space = script.observation_space
+        self.single_action_space = script.action_space
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self._mode = AutoresetMode.SAME_STEP if autoreset_mode is None else AutoresetMode(autoreset_mode)
+        self.metadata = {} if autoreset_mode is None else {"autoreset_mode": self._mode}
+        self.actions: list[Any] = []
+        self._final_obs, self._reuse, self._record = final_obs, reuse_buffer, record_actions
+        self._clock = Clock(script, np.asarray)
+        self._done = np.zeros(self.num_envs, np.bool_)
+        # What the last calls returned, in this order: observation, reward, terminated, truncated, final observation.
+        self._shown: list[Any] = [None] * 5
+
+    def reset(self, *, seed: Seed = None, options: Info | None = None) -> tuple[Any, Info]:
+        """Begin the next episode everywhere, or where ``reset_mask`` says; a seed restarts the script."""
+        mask = np.ones(self.num_envs, np.bool_)
+        if options is not None and "reset_mask" in options:
+            mask = options["reset_mask"]
+        if seed is not None:
+            self._clock.restart()
+        self._clock.begin(mask)
+        self._done = self._done & ~mask
+        return self._show(0, self._clock.observe()), self._info()
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """One vector step of the declared mode."""
+        leaf = actions["press"] if self.script.action == "dict" else actions  # one row for each env
+        if len(leaf) != self.num_envs:
+            raise ValueError(f"expected actions for {self.num_envs} envs, got {len(leaf)}")
+        if self._record:
+            self.actions.append(actions)
+        clock, pending = self._clock, self._done
+        if self._mode == AutoresetMode.DISABLED and pending.any():
+            raise AssertionError(f"envs {np.flatnonzero(pending).tolist()} have ended and were not reset")
+        if self._mode == AutoresetMode.NEXT_STEP:
+            clock.begin(pending)
+        # Rows that ended one step ago do not move: NEXT_STEP only resets them.
+        reward, terminated, truncated = clock.advance(~pending)
+        done, final_info = terminated | truncated, {}
+        if self._mode == AutoresetMode.SAME_STEP:
+            final: Any = clock.observe()  # before the next episodes begin
+            clock.begin(done)
+            if done.any() and self._final_obs != "absent":
+                if self._final_obs == "dense":
+                    final = self._show(4, final)
+                else:
+                    trees, final = final, np.full(self.num_envs, None, dtype=object)
+                    for i in np.flatnonzero(done):
+                        final[i] = row(trees, int(i))
+                final_info = {"final_obs": final, "_final_obs": done.copy()}
+        else:
+            self._done = done
+        returned = clock.observe(), reward.astype(np.float32), terminated, truncated
+        obs, reward, terminated, truncated = (self._show(i, value) for i, value in enumerate(returned))
+        return obs, reward, terminated, truncated, self._info() | final_info
+
+    def _info(self) -> dict[str, Any]:
+        return {"t": self._clock.step.copy(), "_t": np.ones(self.num_envs, np.bool_)}
+
+    def _show(self, i: int, value: Any) -> Any:
+        """The value, or with ``reuse_buffer`` the array of the last call, overwritten by it."""
+        self._shown[i] = overwrite(self._shown[i], value) if self._reuse else value
+        return self._shown[i]
+
+
+def make_scripted(
+    script: Script,
+    *,
+    backend: Backend = "sync",
+    autoreset_mode: Mode = AutoresetMode.NEXT_STEP,
+    reuse_buffer: bool = False,
+    record_actions: bool = False,
+    copy: bool = True,
+    shared_memory: bool = True,
+) -> VectorEnv[Any, Any, Any]:
+    """A gymnasium vector env that plays ``script``.
+
+    Args:
+        script: the script.
+        backend: ``"sync"`` and ``"async"`` put single envs into gymnasium's vector envs (close an async
+            one: it holds a process per env); ``"native"`` is a :class:`ScriptedVectorEnv`.
+        autoreset_mode: any of gymnasium's three.
+        reuse_buffer: the single envs (or the native env) write into the arrays they returned.
+        record_actions: the envs keep their actions; read them with ``env.get_attr("actions")`` or ``env.actions``.
+        copy: as for gymnasium's vector envs; ``copy=False`` makes the native env reuse its buffers.
+        shared_memory: as for ``AsyncVectorEnv``.
+
+    >>> env = make_scripted(Script(3), autoreset_mode="Disabled")
+    >>> env.reset()[0].tolist()
+    [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [2.0, 0.0, 0.0]]
+    """
+    mode = AutoresetMode(autoreset_mode)
+    if backend == "native":
+        reuse_buffer = reuse_buffer or not copy
+        return ScriptedVectorEnv(
+            script, autoreset_mode=mode, reuse_buffer=reuse_buffer, record_actions=record_actions
+        )
+    fns: list[Callable[[], ScriptedEnv]] = [
+        partial(ScriptedEnv, script, i, reuse_buffer=reuse_buffer, record_actions=record_actions)
+        for i in range(script.num_envs)
+    ]
+    if backend == "sync":
+        return SyncVectorEnv(fns, copy=copy, autoreset_mode=mode)
+    gc.freeze()  # a forked worker that collects its parent's garbage (an envpool, say) dies of it
+    try:
+        return AsyncVectorEnv(fns, copy=copy, shared_memory=shared_memory, autoreset_mode=mode)
+    finally:
+        gc.unfreeze()
+
+
+class ScriptedTorchEnv:
+    """A script as a torch vector env in Isaac Lab's manner; neither a ``VectorEnv`` nor a ``gymnasium.Env``.
+
+    SAME_STEP by default. Reward and flags live in buffers that every step overwrites, and one ``extras``
+    dict is returned again and again, so what a caller keeps without a clone changes under it.
+
+    Args:
+        script: the script.
+        device: any torch device, ``"meta"`` included.
+        final_obs: where the last observation of an ended row is. ``"dense"``: ``extras["final_obs"]``, a
+            full batch whose rows are overwritten only where an episode ended and are stale elsewhere;
+            ``"ids"``: ``extras["terminal"] = {"env_ids", "observations"}``, with the ended rows only
+            (reads values on the host: not for ``"meta"``); ``"absent"``: nowhere.
+        reuse_obs: observations are overwritten in place too.
+        autoreset: False for an env that leaves ended rows to ``reset(env_ids=...)`` (DISABLED).
+        declare: whether ``metadata`` declares the autoreset mode.
+
+    >>> env = ScriptedTorchEnv(Script(2, lengths=[[1], [4]]))
+    >>> _ = env.reset()
+    >>> obs, reward, terminated, truncated, extras = env.step(torch.zeros(2, dtype=torch.int64))
+    >>> obs.tolist(), extras["final_obs"][0].tolist()
+    ([[0.0, 1.0, 0.0], [1.0, 0.0, 1.0]], [0.0, 0.0, 1.0])
+    """
+
+    is_vector_env = True
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        device: torch.device | str = "cpu",
+        final_obs: TorchFinalObs = "dense",
+        reuse_obs: bool = False,
+        autoreset: bool = True,
+        declare: bool = True,
+    ) -> None:
+        self.script, self.num_envs, self.device = script, script.num_envs, torch.device(device)
+        self.single_observation_space = script.observation_space
+        self.single_action_space = script.action_space
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        mode = AutoresetMode.SAME_STEP if autoreset else AutoresetMode.DISABLED
+        self.metadata = {"autoreset_mode": mode} if declare else {}
+        self.unwrapped, self.actions, self.closed = self, list[Any](), False
+        self._final_obs, self._autoreset = final_obs, autoreset
+        self._clock = Clock(script, lambda x: torch.from_numpy(x).to(self.device), reuse=reuse_obs)
+        self._final = self._clock.observe()
+        self.extras: dict[str, Any] = {"log": {}}
+        self.reward_buf = torch.zeros(self.num_envs, device=self.device)
+        self.terminated_buf = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
+        self.truncated_buf = torch.zeros_like(self.terminated_buf)
+        if final_obs == "dense":
+            self.extras["final_obs"] = self._final
+
+    def reset(
+        self,
+        seed: int | None = None,
+        env_ids: Sequence[int] | Tensor | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Begin the next episode everywhere, or of the envs in ``env_ids``; a seed restarts the script."""
+        if seed is not None:
+            self._clock.restart()
+        mask = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
+        if env_ids is not None:
+            mask = torch.zeros_like(mask)
+            mask[torch.as_tensor(env_ids, device=self.device)] = True
+        self._clock.begin(mask)
+        return self._clock.show(), self.extras
+
+    def step(self, action: Any) -> tuple[Any, Tensor, Tensor, Tensor, dict[str, Any]]:
+        """One vector step; with ``autoreset``, ended envs are reset before it returns."""
+        self.actions.append(action)
+        clock = self._clock
+        reward, terminated, truncated = clock.advance(torch.ones_like(self.terminated_buf))
+        # As simulators do: one memory for all steps.
+        self.reward_buf.copy_(reward)
+        self.terminated_buf.copy_(terminated)
+        self.truncated_buf.copy_(truncated)
+        done = terminated | truncated
+        if self._autoreset:
+            final = clock.observe()
+            if self._final_obs == "dense":
+                # In place: rows that did not end keep the observations of earlier ends.
+                map_tree(lambda old, new: old.copy_(select(done, new, old)), self._final, final)
+            elif self._final_obs == "ids":
+                ids = done.nonzero().squeeze(-1)
+                self.extras["terminal"] = {"env_ids": ids, "observations": row(final, ids)}
+            clock.begin(done)
+        return clock.show(), self.reward_buf, self.terminated_buf, self.truncated_buf, self.extras
+
+    def close(self) -> None:
+        """Remember that it was closed."""
+        self.closed = True
+
+
+class ScriptedRslEnv:
+    """A script behind rsl_rl's ``VecEnv``: no spaces, 4-tuples, and ``dones`` that include the time-outs.
+
+    ``extras["time_outs"]`` (float, reused in place) tells which of the ended rows were only cut off; the
+    final observation is lost. An episode that the script ends with ``"both"`` is reported as a time-out.
+
+    Args:
+        script: the script; ``obs`` must be ``"float32"`` and ``action`` ``"box"``.
+        device: any torch device.
+        style: ``"tensordict"``, observations as ``TensorDict({"policy": ...})``; ``"tensor"``, as the
+            plain tensor, with ``get_observations()`` and ``reset()`` giving ``(obs, extras)``.
+
+    >>> env = ScriptedRslEnv(Script(2, lengths=[[1], [4]], ends="truncated", action="box"))
+    >>> obs, reward, dones, extras = env.step(torch.zeros(2, 2))
+    >>> dones.tolist(), extras["time_outs"].tolist(), obs["policy"].tolist()
+    ([1, 0], [1.0, 0.0], [[0.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        device: torch.device | str = "cpu",
+        style: Literal["tensordict", "tensor"] = "tensordict",
+    ) -> None:
+        if script.obs != "float32" or script.action != "box":
+            raise ValueError(
+                f"needs obs='float32' and action='box', got {script.obs!r} and {script.action!r}"
+            )
+        self._env = ScriptedTorchEnv(script, device=device, final_obs="absent")
+        self._style = style
+        self.num_envs, self.device = script.num_envs, self._env.device
+        self.num_obs, self.num_actions = 3, 2
+        self.max_episode_length = max(max(row) for row in script.table("lengths"))
+        self.cfg: dict[str, Any] = {}
+        self.dones_buf = torch.zeros(self.num_envs, dtype=torch.int64, device=self.device)
+        self.extras: dict[str, Any] = {"time_outs": torch.zeros(self.num_envs, device=self.device)}
+        self.reset()
+
+    @property
+    def episode_length_buf(self) -> Tensor:
+        """Steps made in the running episode, int64 ``[E]``."""
+        steps: Tensor = self._env._clock.step
+        return steps
+
+    def get_observations(self) -> Any:
+        """The current observations."""
+        return self._obs if self._style == "tensordict" else (self._obs, self.extras)
+
+    def reset(self) -> Any:
+        """Begin the next episode everywhere: (obs, extras)."""
+        return self._show(self._env.reset()[0]), self.extras
+
+    def step(self, actions: Tensor) -> tuple[Any, Tensor, Tensor, dict[str, Any]]:
+        """(obs, reward, dones, extras)."""
+        obs, reward, terminated, truncated, _ = self._env.step(actions)
+        self.dones_buf.copy_(terminated | truncated)
+        self.extras["time_outs"].copy_(truncated)
+        return self._show(obs), reward, self.dones_buf, self.extras
+
+    def _show(self, obs: Tensor) -> Any:
+        self._obs = TensorDict({"policy": obs}, [self.num_envs]) if self._style == "tensordict" else obs
+        return self._obs
+
+    def close(self) -> None:
+        """Nothing to release."""
