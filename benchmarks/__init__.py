@@ -1,1 +1,1 @@
-"""Measurements of the rooms: ``python -m flatroll bench`` runs every ``bench_*.py`` here."""
+"""Benchmarks of the library: ``python -m flatroll bench`` runs every ``bench_*.py`` here."""

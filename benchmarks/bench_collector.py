@@ -1,4 +1,4 @@
-"""Collectors: ours against a hand-written loop that stores the same arrays, and against the peer's.
+"""Benchmarks the collector against a hand-written loop and against TorchRL's collector.
 
 ``python -m flatroll bench collector``
 """
@@ -22,12 +22,12 @@ PEER_STEPS = 16
 
 
 def batch_frames(num_envs: int) -> int:
-    """Rows of a batch: 256 vector steps of 64 envs, and at least 64 steps of more."""
+    """Return the rows of a batch: 16,384 (256 steps of 64 envs), or 64 steps per env if that is more."""
     return max(16_384, 64 * num_envs)
 
 
 def make_pool(num_envs: int) -> Any:
-    """envpool's CartPole where it is installed, else Gymnasium's native one."""
+    """Create envpool's CartPole if envpool is installed, else Gymnasium's native vector env."""
     if importlib.util.find_spec("envpool"):
         import envpool
 
@@ -38,7 +38,7 @@ def make_pool(num_envs: int) -> Any:
 
 
 def make_peer(num_envs: int) -> Any:
-    """The peer's collector over the same task, with its own markers; None where it is not installed."""
+    """Create TorchRL's collector for the same task, with its own markers; None if it is not installed."""
     if not importlib.util.find_spec("torchrl"):
         return None
     with warnings.catch_warnings():
@@ -54,7 +54,7 @@ def make_peer(num_envs: int) -> Any:
 
 
 def hand_written(env: Any, num_envs: int, random: bool = True) -> Callable[[], None]:
-    """The loop one would write: NEXT_STEP env, three markers, the same columns in place, time-major.
+    """Run a typical hand-written loop: NEXT_STEP env, three markers, preallocated time-major columns.
 
     Args:
         env: a vector env.
@@ -105,13 +105,13 @@ def hand_written(env: Any, num_envs: int, random: bool = True) -> Callable[[], N
 
 
 def free_policy(num_envs: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A policy that costs nothing: one constant action."""
+    """Return a policy without cost, which always gives the same constant action."""
     chosen = torch.zeros(num_envs, dtype=torch.int64)
     return lambda obs: chosen
 
 
 def ours(env: Any, num_envs: int, random: bool = True) -> Callable[[], object]:
-    """The collector with the three markers, and the same policy."""
+    """Return a function that collects the next batch with flatroll, three markers and the same policy."""
     policy = None if random else free_policy(num_envs)
     env = InitTracker(StepCounter(TrajId(env)))
     batches = iter(Collector(env, policy, frames_per_batch=batch_frames(num_envs), total_frames=-1))
@@ -119,7 +119,7 @@ def ours(env: Any, num_envs: int, random: bool = True) -> Callable[[], object]:
 
 
 class FreeEnv(gym.vector.VectorEnv[Any, Any, Any]):
-    """An env that costs nothing: what is measured on it is the overhead of what is around it."""
+    """An env without cost, to measure the overhead of wrappers and collectors."""
 
     def __init__(self, num_envs: int) -> None:
         self.num_envs = num_envs
@@ -175,7 +175,7 @@ def overhead(sizes: tuple[int, ...] = (1, 8, 64, 256, 1024)) -> str:
 
 
 def against_loop(num_envs: int = 64) -> str:
-    """Steps per second on envpool's CartPole: a hand-written loop, and ours."""
+    """Measure steps per second on envpool's CartPole, for the hand-written loop and for flatroll."""
     frames, rows = batch_frames(num_envs), []
     for name, random in (("random actions", True), ("a torch policy that costs nothing", False)):
         # One pool for both: two pools of threads differ by more than what is measured. (Whoever takes over
@@ -200,7 +200,7 @@ def against_loop(num_envs: int = 64) -> str:
 
 
 def against_peer(num_envs: int = 64) -> str:
-    """Transitions per second on CartPole: ours on two vector envs, and the peer's collector."""
+    """Measure transitions per second on CartPole, for flatroll on two vector envs and for TorchRL."""
     native = as_vector_env(gym.make_vec("CartPole-v1", num_envs=num_envs))
     contenders: dict[str, tuple[Callable[[], object], int]] = {
         "flatroll, gymnasium's native vector env": (ours(native, num_envs), batch_frames(num_envs)),
@@ -218,7 +218,7 @@ def against_peer(num_envs: int = 64) -> str:
 
 
 def real_share(num_envs: int, random: bool) -> float:
-    """The share of a NEXT_STEP env's rows that are transitions, under the benchmark's policy."""
+    """Measure the share of a NEXT_STEP env's outputs that are transitions, not resets."""
     env, rng, dead, steps = make_pool(num_envs), np.random.default_rng(0), 0, 2000
     env.reset()
     done = np.zeros(num_envs, bool)

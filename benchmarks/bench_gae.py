@@ -1,4 +1,4 @@
-"""Returns and advantages on flat rows: against the memory floor, over rows and runs, and against torchrl's.
+"""Benchmarks GAE and returns on flat rows: against reading and writing the arrays, and against TorchRL.
 
 The *floor* is one loop that reads what GAE reads (reward, value, next value, two flags) and writes the two
 columns that it writes. The value network is the identity, so a module's time is all its own. Times are the
@@ -43,7 +43,7 @@ MODULES = ("GAE", "TDLambdaEstimator", "TD1Estimator", "TD0Estimator", "VTrace")
 def read_and_write(
     reward: Any, value: Any, next_value: Any, terminated: Any, ends: Any, first: Any, second: Any
 ) -> None:
-    """Touch each array of GAE once."""
+    """Read or write each array of GAE once: the least time any implementation can take."""
     for i in range(reward.shape[0]):
         first[i] = reward[i] + (value[i] if terminated[i] else next_value[i])
         second[i] = reward[i] if ends[i] else value[i]
@@ -54,7 +54,7 @@ compiled: Callable[..., None] = numba.njit(nogil=True)(read_and_write)
 
 @dataclass(frozen=True)
 class Data:
-    """Columns ``[N, 1]``; half of the runs terminated, the others truncated."""
+    """Test columns ``[N, 1]``, in which half of the runs are terminated and the others truncated."""
 
     value: Tensor
     next_value: Tensor
@@ -66,7 +66,7 @@ class Data:
 
     @classmethod
     def of(cls, rows: int, runs: int | list[int]) -> "Data":
-        """So many rows in runs of random lengths, or of the lengths given."""
+        """Create ``rows`` rows in ``runs`` runs of random lengths, or in runs of the given lengths."""
         generator = torch.Generator().manual_seed(0)
         numbers = torch.randn(5, rows, 1, generator=generator)
         done = torch.zeros(rows, 1, dtype=torch.bool)
@@ -80,11 +80,11 @@ class Data:
         return cls(value, next_value, reward, log_pi, log_mu, done, terminated)
 
     def to(self, device: str) -> "Data":
-        """The same on a device."""
+        """Copy the columns to a device."""
         return Data(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
     def batch(self) -> TensorDict:
-        """A batch whose observation is its value, two actions, always the same."""
+        """Create a batch whose observations equal their values, with two actions, of which one is taken."""
         after = {"observation": self.next_value, "reward": self.reward}
         after |= {"done": self.done, "terminated": self.terminated}
         acted = {
@@ -101,7 +101,7 @@ def floor_of(data: Data) -> Callable[[], object]:
 
 
 def call_of(name: str, data: Data, library: Any = estimators) -> Callable[[], object]:
-    """A function of ours, or the one of that name of another library, on these columns."""
+    """Return a call of the function ``name``, flatroll's or another library's, on these columns."""
     function = getattr(library, name)
     d, after = data, (data.next_value, data.reward, data.done, data.terminated)
     arguments: dict[str, tuple[Any, ...]] = {
@@ -117,7 +117,7 @@ def call_of(name: str, data: Data, library: Any = estimators) -> Callable[[], ob
 
 
 def module(name: str, library: Any = estimators, **options: Any) -> Any:
-    """An estimator whose value network costs nothing."""
+    """Create an estimator with an identity as value network, which costs nothing."""
     identity = TensorDictModule(nn.Identity(), in_keys=["observation"], out_keys=["state_value"])
     if name in ("GAE", "TDLambdaEstimator"):
         options |= {"lmbda": LMBDA}
@@ -138,7 +138,7 @@ def milliseconds(timing: Timing) -> str:
 
 
 def against_floor() -> str:
-    """One million rows: each function, and GAE's module, over reading and writing the arrays of GAE once."""
+    """Time functions and GAE's module on one million rows, relative to reading and writing GAE's arrays."""
     data = Data.of(ROWS, ROWS // RUN)
     batch, two, one = data.batch(), module("GAE"), module("GAE", shifted=True)
     times = take_turns(
@@ -156,7 +156,7 @@ def against_floor() -> str:
 
 
 def over_rows_and_runs() -> str:
-    """Nanoseconds per row: flat from ten thousand to ten million rows, and from one run to as many as rows."""
+    """Time ns per row from ten thousand to ten million rows, and from one run to one run per row."""
     rows = []
     sizes = [(10**k, 10**k // RUN) for k in (4, 5, 6, 7)] + [(ROWS, 10**k) for k in (0, 2, 4, 6)]
     for n, runs in sizes:
@@ -169,7 +169,7 @@ def over_rows_and_runs() -> str:
 
 
 def against_peer(peer: Any) -> str:
-    """torchrl's functions in their vectorized form where there is one, and its modules with it."""
+    """Time TorchRL's functions, vectorized where possible, and its modules beside flatroll's."""
     data = Data.of(PEER_ROWS, PEER_ROWS // RUN)
     batch = data.batch()
     pairs: dict[str, tuple[Callable[[], object], Callable[[], object], int]] = {}
@@ -191,7 +191,7 @@ def against_peer(peer: Any) -> str:
 
 
 def uneven_runs(peer: Any) -> str:
-    """3,000 rows: one run of half of them and the others of one row each, which torchrl pads to 1,501 x 1,500."""
+    """Time 3,000 rows in one long run and 1,500 of one row, which TorchRL pads to 1,501 x 1,500."""
     rows = []
     for name, runs in (("300 runs of 10", [10] * 300), ("1,500 + 1,500 runs of 1", [1500] + [1] * 1500)):
         data = Data.of(3000, runs)
@@ -204,7 +204,7 @@ def uneven_runs(peer: Any) -> str:
 
 
 def memory() -> str:
-    """The most megabytes that live during a call, whole and in chunks of 4,096 rows, of a network 256 wide."""
+    """Measure the peak MB of a call with a network 256 wide, whole and in chunks of 4,096 rows."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(1, 256), nn.Tanh(), nn.Linear(256, 1))
     critic = TensorDictModule(net, in_keys=["observation"], out_keys=["state_value"])
@@ -221,7 +221,7 @@ def memory() -> str:
 
 
 def on_gpu(peer: Any, rows: int = GPU_ROWS, device: str = "cuda") -> str:
-    """On the device: over a copy of the arrays of GAE there, and torchrl's. No call of ours waits for the host."""
+    """Time GAE on the GPU, relative to copying its arrays there, beside TorchRL; asserts no host sync."""
     data = Data.of(rows, rows // RUN).to(device)
     batch, ours = data.batch(), module("GAE")
     theirs = module("GAE", peer, vectorized=True) if peer else None
@@ -240,7 +240,7 @@ def on_gpu(peer: Any, rows: int = GPU_ROWS, device: str = "cuda") -> str:
 
 
 def unwaiting(run: Callable[[], object]) -> Callable[[], None]:
-    """An error where the call waits for the device."""
+    """Wrap a call so that it raises an error if it synchronises with the GPU."""
 
     def whole() -> None:
         torch.cuda.set_sync_debug_mode("error")
@@ -254,7 +254,7 @@ def unwaiting(run: Callable[[], object]) -> Callable[[], None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """torchrl warns about packages that are not there while it is imported."""
+    """Context manager that hides TorchRL's import warnings about missing packages."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

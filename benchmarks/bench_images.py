@@ -1,4 +1,4 @@
-"""Stacked images: kept as stacks, as single frames, and compressed; reading, writing, bytes per row.
+"""Benchmarks columns of stacked images: plain stacks, shared frames, compressed; speed and bytes per row.
 
 ``python -m flatroll bench images``
 """
@@ -24,7 +24,7 @@ KINDS = ("stacks", "frames", "stacks, zstd", "frames, zstd")
 
 
 def played(game: str) -> Tensor:
-    """Observations ``[STEPS, ENVS, 4, 84, 84]`` of a random policy."""
+    """Return observations ``[STEPS, ENVS, 4, 84, 84]`` of an Atari game played by a random policy."""
     import envpool
 
     env = envpool.make(game, env_type="gymnasium", num_envs=ENVS, seed=1)
@@ -39,7 +39,7 @@ def played(game: str) -> Tensor:
 
 
 def squares() -> Tensor:
-    """The same without envpool: squares that move over a background; no measure of compression."""
+    """Return synthetic observations, squares moving over a background, if envpool is not installed."""
     random = np.random.default_rng(0)
     frames: Any = np.broadcast_to(
         random.integers(0, 256, (84, 84), np.uint8), (STEPS + 3, ENVS, 84, 84)
@@ -50,7 +50,7 @@ def squares() -> Tensor:
 
 
 def column_of(kind: str) -> Column:
-    """An empty column for all rows."""
+    """Create an empty column of a kind, with room for all rows."""
     shape = torch.Size([STACK, 84, 84])
     if kind == "stacks":
         return TensorColumn(torch.from_numpy(np.empty((ROWS, *shape), np.uint8)))
@@ -60,7 +60,7 @@ def column_of(kind: str) -> Column:
 
 
 def filled(kind: str, observations: Tensor, window: int = WINDOW) -> Column:
-    """The column with the rows of all envs, in batches of ``window`` steps of each, env after env."""
+    """Create a column and write all rows to it, in batches of ``window`` steps of each env, env after env."""
     column = column_of(kind)
     for t in range(0, STEPS, window):
         values = observations[t : t + window].transpose(0, 1).flatten(0, 1)
@@ -69,7 +69,7 @@ def filled(kind: str, observations: Tensor, window: int = WINDOW) -> Column:
 
 
 def hint(slot: int, window: int = 1) -> After | None:
-    """Each env goes on where its last row of the batch before stands."""
+    """Return the hint that each env's rows continue its last row of the batch before."""
     rows = torch.arange(ENVS) * window
     return After(rows, slot - ENVS * window + rows + window - 1) if slot else None
 
@@ -79,7 +79,7 @@ def micros(timing: Timing) -> str:
 
 
 def reading(columns: dict[str, Column]) -> str:
-    """Random rows, alone and with the rows that follow them, against ``index_select`` of the stacks."""
+    """Time reading random rows, with and without the rows after them, relative to ``index_select``."""
     rows = itertools.cycle(list(torch.randint(ROWS - ENVS, (TURNS * CALLS, SAMPLE))))
     stacks = columns["stacks"]
     assert isinstance(stacks, TensorColumn)
@@ -145,7 +145,7 @@ def writing(observations: Tensor) -> str:
 
 
 def sizes(games: dict[str, Tensor]) -> str:
-    """Bytes per row by game; a row and its next observation as plain stacks take 56,448."""
+    """Measure bytes per row for each game; plain stacks with next observations take 56,448."""
     table_rows = [
         [game, *(f"{filled(kind, observations).nbytes / ROWS:,.0f}" for kind in KINDS)]
         for game, observations in games.items()

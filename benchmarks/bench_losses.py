@@ -1,4 +1,4 @@
-"""Losses of one minibatch, forward and backward, beside torchrl's with the same networks on the same rows.
+"""Benchmarks losses on one minibatch, forward and backward, beside TorchRL's with the same networks.
 
 Networks are those of common scripts: two layers of 64 for the policy gradients, of 120 and 84 for DQN, of 256 for SAC.
 Target updates are counted in where there are any. Times are the best of several turns, ratios are taken between them.

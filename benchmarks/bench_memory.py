@@ -1,4 +1,4 @@
-"""Bytes per stored transition: what the storage says, and what the process takes.
+"""Benchmarks bytes per stored transition: as the storage reports, and as the process grows.
 
 ``python -m flatroll bench memory``
 """
@@ -20,7 +20,7 @@ STATES, IMAGES = 1_000_000, 20_000
 
 
 def states(rows: int) -> Iterator[TensorDict]:
-    """HalfCheetah's shapes, 17 + 6 float32, all markers; windows of 16 steps from 64 envs, episodes of 1,000."""
+    """Yield batches in HalfCheetah's shapes (17 + 6 float32): 16 steps of 64 envs, episodes of 1,000."""
     env, step = torch.arange(ENVS)[:, None], torch.arange(STEPS)
     for first in range(0, rows // (ENVS * STEPS) + 1):
         t = first * STEPS + step + env * 37
@@ -28,7 +28,7 @@ def states(rows: int) -> Iterator[TensorDict]:
 
 
 def images(rows: int) -> Iterator[TensorDict]:
-    """Atari's shapes: stacks of 4 frames 84 x 84; the first of an episode is repeated, as envs do."""
+    """Yield batches in Atari's shapes: stacks of 4 frames 84 x 84; an episode's first frame is repeated."""
     for episode in range(rows // EPISODE + 1):
         frames = torch.randint(256, (EPISODE + 1, 84, 84), dtype=torch.uint8)
         frames = torch.cat([frames[:1].expand(3, -1, -1), frames])
@@ -54,7 +54,7 @@ def images(rows: int) -> Iterator[TensorDict]:
 
 
 def measure(kind: str, options: dict[str, Any]) -> tuple[float, float]:
-    """Bytes per row of a full buffer and its index, and of the process that filled it."""
+    """Fill a buffer; measure the bytes per row of buffer and index, and of the process."""
     rows = STATES if kind == "states" else IMAGES
     process = psutil.Process()
     buffer = ReplayBuffer(

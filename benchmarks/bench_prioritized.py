@@ -1,4 +1,4 @@
-"""Prioritized sampling: draw and update against cpprb and torchrl, against capacity, and slices by priority.
+"""Benchmarks prioritized sampling against cpprb and TorchRL, over capacities, and for slices.
 
 ``python -m flatroll bench prioritized``
 """
@@ -32,20 +32,20 @@ Run = Callable[[], object]
 
 
 def priorities() -> Callable[[], torch.Tensor]:
-    """Batches of new priorities, made beforehand."""
+    """Return random batches of new priorities, generated in advance."""
     made = itertools.cycle([torch.rand(BATCH) + 0.1 for _ in range(64)])
     return lambda: next(made)
 
 
 def transitions(rows: int) -> dict[str, torch.Tensor]:
-    """The columns that off-policy learners keep."""
+    """Return the columns that off-policy algorithms store."""
     now, after = torch.rand(rows, OBS), torch.rand(rows, OBS)
     flat = {"obs": now, "act": torch.rand(rows, ACT), "rew": torch.rand(rows, 1), "next_obs": after}
     return {**flat, "done": torch.zeros(rows, 1)}
 
 
 def of_ours(columns: list[str]) -> dict[str, Run]:
-    """Sample, and sample and update, of our buffer."""
+    """Return the calls "sample" and "sample and update" of flatroll's buffer."""
     sampler = PrioritizedSampler(ROWS, ALPHA, BETA)
     buffer = ReplayBuffer(storage=LazyTensorStorage(ROWS), sampler=sampler, batch_size=BATCH)
     new = priorities()
@@ -62,7 +62,7 @@ def of_ours(columns: list[str]) -> dict[str, Run]:
 
 
 def of_cpprb(columns: list[str]) -> dict[str, Run]:
-    """The same of cpprb, none if it is not installed."""
+    """Return the same calls of cpprb; empty if it is not installed."""
     if not importlib.util.find_spec("cpprb"):
         return {}
     made = transitions(ROWS // 20)
@@ -83,7 +83,7 @@ def of_cpprb(columns: list[str]) -> dict[str, Run]:
 
 
 def of_torchrl(columns: list[str]) -> dict[str, Run]:
-    """The same of torchrl, none if its extension does not load."""
+    """Return the same calls of TorchRL; empty if its extension does not load."""
     if not importlib.util.find_spec("torchrl"):
         return {}
     with warnings.catch_warnings():
@@ -110,7 +110,7 @@ def of_torchrl(columns: list[str]) -> dict[str, Run]:
 
 
 def against_the_peers() -> str:
-    """256 rows of a million."""
+    """Time samples of 256 rows out of a million in each library."""
     table_rows = []
     for what, columns in (("5 columns", ["obs", "act", "rew", "next_obs", "done"]), ("1 number", ["rew"])):
         ours = of_ours(columns)
@@ -132,7 +132,7 @@ def against_the_peers() -> str:
 
 
 def by_capacity() -> str:
-    """The sampler alone: no rows are gathered."""
+    """Time the sampler alone, without reading rows, for several capacities."""
     table_rows = []
     base: Timing | None = None
     for rows in (100_000, 1_000_000, 10_000_000):
@@ -180,7 +180,7 @@ def by_capacity() -> str:
 
 
 def slices() -> str:
-    """One million rows: slices by priority of their first row against slices of a uniform trajectory."""
+    """Time slices by their first row's priority beside slices of uniform trajectories, on a million rows."""
     table_rows = []
     for envs, window in ((1, 64), (64, 16), (64, 1)):
         buffers = {
@@ -230,7 +230,7 @@ def slices() -> str:
 
 
 def unequal_trajectories() -> str:
-    """5,000 trajectories of one row and one of 20,000: what pads them to one length needs 10^8 numbers."""
+    """Time 5,000 trajectories of one row and one of 20,000, which padding would turn into 10^8 numbers."""
     lengths = torch.tensor([1] * 5000 + [20_000])
     traj = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     step = torch.cat([torch.zeros(5000, dtype=torch.int64), torch.arange(20_000)])

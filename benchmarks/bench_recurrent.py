@@ -1,4 +1,4 @@
-"""Recurrent modules on flat rows with resets: our backends against padding, ours and the peer's; a single step.
+"""Benchmarks recurrent modules on flat rows: the backends, padding, TorchRL's modules, and a single step.
 
 ``python -m flatroll bench recurrent``
 """
@@ -38,7 +38,7 @@ Run: TypeAlias = Callable[[], object]
 
 
 def peer_module(name: str) -> tuple[Any, Any]:
-    """The peer's module of the same sizes, and its mode switch; (None, None) where it is not installed."""
+    """Return TorchRL's module of equal sizes and its mode switch; (None, None) if it is not installed."""
     if not importlib.util.find_spec("torchrl"):
         return None, None
     with warnings.catch_warnings():
@@ -49,7 +49,7 @@ def peer_module(name: str) -> tuple[Any, Any]:
 
 
 def batch_of(name: str, starts: Tensor, size: int = INPUT, hidden: int = HIDDEN) -> TensorDict:
-    """Random rows, with a state stored at each."""
+    """Create a batch of random rows with stored recurrent states."""
     rows = starts.numel()
     batch = TensorDict({"observation": torch.randn(rows, size), "is_init": starts.unsqueeze(-1)}, [rows])
     for key in KINDS[name].state_keys:
@@ -58,7 +58,7 @@ def batch_of(name: str, starts: Tensor, size: int = INPUT, hidden: int = HIDDEN)
 
 
 def pass_of(module: Any, mode: Any, batch: TensorDict) -> Run:
-    """Forward and backward in recurrent mode."""
+    """Return a function that runs one forward and backward pass in recurrent mode."""
 
     def run() -> None:
         module.zero_grad(set_to_none=True)
@@ -69,7 +69,7 @@ def pass_of(module: Any, mode: Any, batch: TensorDict) -> Run:
 
 
 def passes(name: str, batch: TensorDict, backends: tuple[str, ...]) -> dict[str, Run]:
-    """Our backends and the peer's on one batch."""
+    """Return the passes of flatroll's backends and of TorchRL on one batch."""
     runs = {
         backend: pass_of(
             KINDS[name](INPUT, HIDDEN, recurrent_backend=backend, **KEYS),
@@ -83,22 +83,22 @@ def passes(name: str, batch: TensorDict, backends: tuple[str, ...]) -> dict[str,
 
 
 def cells_of(result: dict[str, Timing], names: tuple[str, ...]) -> list[str]:
-    """Milliseconds of each contender, the fastest turn: what another program takes away only ever adds."""
+    """Format each contender's least time in ms; other programs on the machine can only add time."""
     return [f"{min(result[name].turns) * 1e3:.1f}" if name in result else "-" for name in names]
 
 
 def megabytes_of(runs: dict[str, Run], names: tuple[str, ...]) -> list[str]:
-    """Peak memory of contenders that ran before, beyond what is there: their weights' gradients, states, buffers."""
+    """Measure the peak memory that each contender adds in a warm call, in MB."""
     return [f"{resident_peak(runs[name]):.0f}" if name in runs else "-" for name in names]
 
 
 def times_auto(result: dict[str, Timing], name: str) -> str:
-    """How many times longer than ``auto`` a contender takes."""
+    """Format a contender's time relative to the backend "auto"."""
     return f"{ratio(result[name], result['auto']):.1f} x" if name in result else "-"
 
 
 def ragged(rows: int, mean: int) -> Tensor:
-    """First rows of runs whose lengths are uniform between 1 and ``2 * mean``."""
+    """Return the start flags of runs with random lengths between 1 and ``2 * mean``."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 2 * mean + 1, (rows,), generator=generator)
     starts = torch.zeros(rows + 1, dtype=torch.bool)
@@ -108,7 +108,7 @@ def ragged(rows: int, mean: int) -> Tensor:
 
 
 def by_reset_rate() -> str:
-    """Forward and backward over 4,096 rows."""
+    """Time forward and backward over 4,096 rows for several reset rates."""
     names = ("auto", "packed", "scan", "pad", "peer")
     table_rows = []
     for name in KINDS:
@@ -139,7 +139,7 @@ def by_reset_rate() -> str:
 
 
 def by_length() -> str:
-    """What the rule of ``"auto"`` is made of: rows, lengths of runs and sizes."""
+    """Time the backends over rows, run lengths and sizes: the measurements behind ``"auto"``."""
     table_rows = []
     for name in KINDS:
         for hidden in (32, 128):
@@ -172,7 +172,7 @@ def by_length() -> str:
 
 
 def on_gpu(tf32: bool) -> str:
-    """The Triton kernels against cuDNN, on packed runs and on padded ones; all products in TF32, or none."""
+    """Time the Triton kernels beside cuDNN on packed and on padded runs; with TF32, and without."""
     names = ("triton", "packed", "pad")
     kept = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
@@ -198,7 +198,7 @@ def on_gpu(tf32: bool) -> str:
 
 
 def linear() -> str:
-    """Recurrences that are linear in their state against the gated ones."""
+    """Time the linear recurrences beside GRU and LSTM."""
     kinds: dict[str, Any] = {"MinGRU": MinGRUModule, "linear unit": LinearRecurrentModule, "GRU": GRUModule}
     table_rows = []
     for mean in (16, 256, 4096):
@@ -214,7 +214,7 @@ def linear() -> str:
 
 
 def one_long_run() -> str:
-    """One run of half the rows, and runs of one row: what padding is worst at."""
+    """Time the worst case of padding: one run of half the rows, and many runs of one row."""
     table_rows = []
     for name in KINDS:
         for rows in (1024, 2048, 4096):
@@ -232,12 +232,12 @@ def one_long_run() -> str:
 
 
 def call_of(module: Any, *arguments: Any) -> Run:
-    """One call, its arguments ready."""
+    """Return a function that calls ``module`` with these arguments."""
     return lambda: module(*arguments)
 
 
 def single_step() -> str:
-    """Microseconds per vector step of a rollout."""
+    """Time one vector step of a rollout, in µs."""
     table_rows = []
     for name, kind in KINDS.items():
         ours = kind(INPUT, HIDDEN, **KEYS)

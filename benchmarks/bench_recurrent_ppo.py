@@ -1,4 +1,4 @@
-"""Recurrent PPO as a whole, env to update, beside sb3-contrib's RecurrentPPO: frames per second.
+"""Benchmarks a whole recurrent PPO round, beside sb3-contrib's RecurrentPPO, in frames per second.
 
 ``python -m flatroll bench recurrent_ppo``. The peer is no dependency: without it there is only our half of the table.
 """
@@ -35,7 +35,7 @@ def layer() -> nn.Module:
 
 
 def ours(how: str) -> Run:
-    """One round: collect, estimate, store, 4 epochs of 4 minibatches. ``how`` Gymnasium makes the envs."""
+    """Return one PPO round: collect, estimate, store, 4 x 4 minibatches; ``how``: vectorization mode."""
     lstm = LSTMModule(2, HIDDEN, in_key="observation", out_key="features")
     policy = TensorDictModule(nn.Sequential(layer(), nn.Linear(HIDDEN, 2)), ["features"], ["logits"])
     unchecked: Any = {"validate_args": False}  # as the peer has it
@@ -76,7 +76,7 @@ def ours(how: str) -> Run:
 
 
 def peer() -> Run | None:
-    """The same round of the peer, one LSTM for actor and critic; None where it is not installed."""
+    """Return the same round of sb3-contrib, with one LSTM for actor and critic; None if not installed."""
     if not importlib.util.find_spec("sb3_contrib"):
         return None
     dummy: Any = import_module("stable_baselines3.common.vec_env").DummyVecEnv

@@ -1,4 +1,4 @@
-"""Slice sampling: against one ``index_select`` per column, against capacity, writes in between, and the peer.
+"""Benchmarks slice sampling: against ``index_select``, over capacities, between writes, beside TorchRL.
 
 ``python -m flatroll bench slices``
 """
@@ -24,7 +24,7 @@ TURNS, CALLS = 21, 20
 
 
 def rows_of(steps: Tensor, traj: Tensor) -> TensorDict:
-    """Rows with all columns of the layout: step ``steps[i]`` of trajectory ``traj[i]``."""
+    """Create rows with all standard columns: row i is step ``steps[i]`` of trajectory ``traj[i]``."""
     n = len(steps)
     obs = (steps[:, None] * 64 + traj[:, None] * 7 + torch.arange(OBS)).float()
     done = (steps == EPISODE - 1)[:, None]
@@ -36,7 +36,7 @@ def rows_of(steps: Tensor, traj: Tensor) -> TensorDict:
 
 
 def stream(envs: int, window: int, size: int) -> Iterator[TensorDict]:
-    """Batches of about ``size`` rows: ``window`` steps of each env, env after env, without end."""
+    """Yield endless batches of about ``size`` rows: ``window`` steps of each env, env after env."""
     repeat = max(1, size // (envs * window))
     env, step = torch.arange(envs)[:, None], torch.arange(window)
     for first in itertools.count(0, repeat):
@@ -47,7 +47,7 @@ def stream(envs: int, window: int, size: int) -> Iterator[TensorDict]:
 
 
 def filled(rows: int, envs: int = 1, window: int = 64, compact: bool = False) -> tuple[ReplayBuffer, Any]:
-    """A full buffer and the stream that goes on where its rows end."""
+    """Return a full buffer, and the stream of batches that continues it."""
     sampler = SliceSampler(slice_len=LENGTH)
     storage = LazyTensorStorage(rows, compact_obs=compact)
     buffer = ReplayBuffer(storage=storage, sampler=sampler, batch_size=SLICES * LENGTH)
@@ -59,7 +59,7 @@ def filled(rows: int, envs: int = 1, window: int = 64, compact: bool = False) ->
 
 
 def gathers(buffer: ReplayBuffer, draw: Callable[[], Tensor]) -> Callable[[], object]:
-    """One ``index_select`` per column of a sample (its next observations included), of rows drawn beforehand."""
+    """Return a call of one ``index_select`` per column of a sample, for rows drawn in advance."""
     index = itertools.cycle([draw() for _ in range(TURNS * CALLS)])
     one = buffer.sample(LENGTH)
     stored = buffer.storage.get(torch.zeros(1, dtype=torch.int64))
@@ -75,7 +75,7 @@ def gathers(buffer: ReplayBuffer, draw: Callable[[], Tensor]) -> Callable[[], ob
 
 
 def extended(buffer: Any, batches: Iterator[TensorDict]) -> Callable[[], object]:
-    """64 rows in, a sample out; the batches are made beforehand."""
+    """Return a call that extends the buffer by 64 rows, made in advance, and samples."""
     made = itertools.cycle(list(itertools.islice(batches, TURNS * CALLS + 1)))
 
     def run() -> object:
@@ -90,7 +90,7 @@ def micros(timing: Timing) -> str:
 
 
 def measured(buffer: ReplayBuffer, batches: Iterator[TensorDict]) -> dict[str, Timing]:
-    """Gather, sample, extend + sample of one buffer."""
+    """Time plain gathering, sampling, and extending plus sampling of one buffer."""
     index = buffer.index
     assert index is not None
     runs: dict[str, Callable[[], object]] = {
@@ -103,7 +103,7 @@ def measured(buffer: ReplayBuffer, batches: Iterator[TensorDict]) -> dict[str, T
 
 
 def by_size() -> str:
-    """Full storage, one stream of episodes of 1,000 steps."""
+    """Time sampling for several capacities, with one env and episodes of 1,000 steps."""
     table_rows = []
     base: Timing | None = None
     for rows in (100_000, 1_000_000, 10_000_000):
@@ -134,7 +134,7 @@ def by_size() -> str:
 
 
 def by_writers() -> str:
-    """One million rows, as the writes were interleaved; full and compact storage."""
+    """Time sampling from a million rows, for several interleavings of writes, full and compact storage."""
     table_rows = []
     for envs, window in ((1, 64), (64, 16), (64, 1)):
         for compact in (False, True):
@@ -159,7 +159,7 @@ def by_writers() -> str:
 
 
 def draw_in_numpy(index: TrajectoryIndex, uniform: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """What `TrajectoryIndex.draw` does, vectorised over slices: one pass per hop. Trajectories of full length."""
+    """Draw slices as `TrajectoryIndex.draw` does, with NumPy; for trajectories of full length only."""
     fragments, chains, state = index._fragments, index._chains, index._state[0]
     mask, count = len(fragments) - 1, uniform.shape[1]
     live = np.flatnonzero(chains["total"] - chains["dropped"] >= LENGTH)
@@ -187,7 +187,7 @@ def draw_in_numpy(index: TrajectoryIndex, uniform: np.ndarray[Any, Any]) -> np.n
 
 
 def draws() -> str:
-    """Drawing alone: the compiled kernel against NumPy."""
+    """Time the drawing of slices alone: the compiled kernel beside NumPy."""
     table_rows = []
     for envs, window in ((1, 64), (64, 16), (64, 1)):
         index = filled(1_000_000, envs, window)[0].index
@@ -203,7 +203,7 @@ def draws() -> str:
 
 
 def random_rows() -> str:
-    """256 single rows of a million."""
+    """Time samples of 256 single rows out of a million."""
     table_rows = []
     for compact in (False, True):
         buffer = ReplayBuffer(storage=LazyTensorStorage(1_000_000, compact_obs=compact), batch_size=256)
@@ -219,7 +219,7 @@ def random_rows() -> str:
 
 
 def against_the_peer() -> str:
-    """The same rows in both libraries, one million of them."""
+    """Time samples of the same million rows in flatroll and in TorchRL."""
     if not importlib.util.find_spec("torchrl"):
         return "(torchrl is not installed)"
     with warnings.catch_warnings():

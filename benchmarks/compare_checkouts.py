@@ -1,4 +1,4 @@
-"""Two checkouts of the library against each other: ``python -m flatroll.benchmarks.compare_checkouts OTHER [CASE]``.
+"""Times two checkouts of flatroll: ``python -m flatroll.benchmarks.compare_checkouts OTHER [CASE]``.
 
 One process per checkout holds every case ready; they take turns, and the ratio is taken turn by turn. Times are
 the processor time of one thread, so what other programs take of the core does not count. Cases use public names
@@ -49,7 +49,7 @@ Case: TypeAlias = tuple[str, Callable[[], object]]
 
 
 def rows(count: int) -> TensorDict:
-    """Rows of runs of 50 on average, as a collector lays them."""
+    """Create a batch of runs of 50 rows on average, in a collector's layout."""
     done = torch.rand(count, 1) < 0.02
     start = torch.cat([torch.ones(1, 1, dtype=torch.bool), done[:-1]])
     observation = torch.randn(count, 4)
@@ -71,7 +71,7 @@ def network(inputs: int, outputs: int) -> nn.Module:
 
 
 def policy(last: nn.Module, keys: list[str], distribution: type) -> ProbabilisticTensorDictSequential:
-    """A stochastic policy whose network writes the distribution's arguments."""
+    """Create a stochastic policy whose network writes the distribution's parameters."""
     names: Any = keys
     sample = ProbabilisticTensorDictModule(
         names, ["action"], distribution_class=distribution, return_log_prob=True
@@ -81,7 +81,7 @@ def policy(last: nn.Module, keys: list[str], distribution: type) -> Probabilisti
 
 
 def apply(module: Any, batch: TensorDict) -> None:
-    """One call on a batch that keeps its entries."""
+    """Call a module on a shallow copy of ``batch``, so that the batch stays unchanged."""
     module(batch.copy())
 
 
@@ -103,7 +103,7 @@ def estimator_cases() -> Iterator[Case]:
 
 
 def loss_cases() -> Iterator[Case]:
-    """Forward and backward on 256 rows."""
+    """Return the cases of losses: forward and backward on 256 rows."""
     critic = TensorDictModule(nn.Linear(4, 1), ["observation"], ["state_value"])
     actor = policy(network(4, 2), ["logits"], Categorical)
     parts: list[Any] = [
@@ -141,7 +141,7 @@ class QValue(nn.Module):
 
 
 def filled(sampler: Any, batch_size: int, compact_obs: bool = False) -> ReplayBuffer:
-    """A full buffer."""
+    """Create a full buffer."""
     storage = LazyTensorStorage(CAPACITY, compact_obs=compact_obs)
     buffer = ReplayBuffer(storage=storage, sampler=sampler, batch_size=batch_size)
     for _ in range(25):
@@ -160,7 +160,7 @@ def buffer_cases() -> Iterator[Case]:
 
 
 def recurrent_cases() -> Iterator[Case]:
-    """Forward and backward over the runs of 2,048 rows."""
+    """Return the recurrent cases: forward and backward over the runs of 2,048 rows."""
     batch = rows(2048)
 
     def both_ways(module: Any) -> None:
@@ -178,7 +178,7 @@ def recurrent_cases() -> Iterator[Case]:
 
 
 def collector_cases() -> Iterator[Case]:
-    """A batch of 16 vector steps with all three markers."""
+    """Return the collector cases: a batch of 16 vector steps with three markers."""
     for envs in (1, 64, 1024):
         env = InitTracker(
             StepCounter(TrajId(gym.make_vec("CartPole-v1", envs, vectorization_mode=ENTRY_POINT)))
@@ -189,7 +189,7 @@ def collector_cases() -> Iterator[Case]:
 
 
 def make_cases() -> dict[str, Callable[[], object]]:
-    """The calls that are timed, by name."""
+    """Return all timed calls by name."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     kinds = (estimator_cases, loss_cases, buffer_cases, recurrent_cases, collector_cases)
@@ -197,7 +197,7 @@ def make_cases() -> dict[str, Callable[[], object]]:
 
 
 def serve() -> None:
-    """The worker: print the names of the cases, then for each line with a name and a count print its seconds."""
+    """Run as a worker: print the case names, then time each (name, count) line read and print the seconds."""
     cases = make_cases()
     print("\t".join(cases), flush=True)
     for line in sys.stdin:
@@ -209,7 +209,7 @@ def serve() -> None:
 
 
 class Worker:
-    """A process that runs the cases with one checkout on its path."""
+    """A subprocess that runs the cases with one checkout's code."""
 
     def __init__(self, checkout: Path) -> None:
         self.process = subprocess.Popen(
@@ -229,7 +229,7 @@ class Worker:
         return line.rstrip("\n")
 
     def seconds(self, name: str, count: int) -> float:
-        """The processor time of so many calls."""
+        """Return the CPU seconds of ``count`` calls of a case."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{name}\t{count}\n")
         self.process.stdin.flush()

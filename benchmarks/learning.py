@@ -1,4 +1,4 @@
-"""How well and how fast the examples learn, over seeds, beside stable-baselines3 where that is installed.
+"""Measures the examples' returns and speed over seeds, beside stable-baselines3 if installed.
 
 ``python -m flatroll.benchmarks.learning ppo-cartpole sac-pendulum --seeds 1 2 3`` runs some, without names all. One run
 after the other, each on one thread, ours and the peer's in turn: about an hour in all. The peer has the same frames,
@@ -33,7 +33,7 @@ OURS: dict[str, tuple[Callable[[int, int], Outcome], int]] = {
 
 
 def peer(task: str) -> Callable[[int, int], Outcome]:
-    """The same task with stable-baselines3."""
+    """Return a function that learns the same task with stable-baselines3."""
     return lambda frames, seed: learning_peers.run(task, frames, seed)
 
 
@@ -54,7 +54,7 @@ def row(task: str, who: str, found: list[Outcome]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the tasks, print the table."""
+    """Run all tasks and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""The tasks of ``flatroll.benchmarks.learning`` with stable-baselines3, which flatroll does not need."""
+"""Learns the tasks of ``flatroll.benchmarks.learning`` with stable-baselines3, an optional package."""
 
 import time
 from importlib import import_module
@@ -10,16 +10,16 @@ from torch import nn
 
 
 def part(module: str, name: str) -> Any:
-    """Something of a package that type checkers need not find."""
+    """Import an object of an optional package by name, hidden from type checkers."""
     return getattr(import_module(module), name)
 
 
 def run(task: str, frames: int, seed: int) -> dict[str, float]:
-    """Learn for so many frames; the mean return of the last episodes, and the seconds it took."""
+    """Train for ``frames`` frames; return the mean return of the last episodes and the seconds."""
     base: Any = part("stable_baselines3.common.callbacks", "BaseCallback")
 
     class Returns(base):
-        """Keeps the return of every episode."""
+        """A callback that records the return of every episode."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -54,7 +54,7 @@ def cartpole(seed: int, frames: int) -> Any:
 
 
 class FromEnvpool:
-    """envpool's env, as stable-baselines3 wants a vector of envs; made when asked, since its base class is theirs."""
+    """Makes an envpool env into a stable-baselines3 ``VecEnv``, whose class is imported only when needed."""
 
     @staticmethod
     def make(name: str, num_envs: int, seed: int) -> Any:
@@ -118,7 +118,7 @@ def cheetah(seed: int, frames: int) -> Any:
 
 
 class HideVelocities(gym.ObservationWrapper[Any, Any, Any]):
-    """Shows the positions of cart and pole only."""
+    """A wrapper that shows only the positions of cart and pole."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)

@@ -1,4 +1,4 @@
-"""Replay buffers for flat batches: storages, the trajectory index, samplers, transforms."""
+"""Replay buffers for flat batches: storages, samplers, transforms, and the index of stored trajectories."""
 
 from flatroll.buffers.columns.base import After, Column, TensorColumn
 from flatroll.buffers.ensemble.buffer import ReplayBufferEnsemble

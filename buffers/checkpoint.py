@@ -1,4 +1,4 @@
-"""What a replay buffer holds: as numbers to log, and as a state to save and load."""
+"""Statistics of a replay buffer for logging, and its state for saving and loading."""
 
 import copy
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _ENTRIES = {"storage", "ring", "keys", "sampler", "writer", "generator"}
 
 
 class BufferState(Shareable):
-    """The part of `ReplayBuffer` that says what the buffer holds, and takes over what another one held."""
+    """The part of `ReplayBuffer` that reports its statistics and saves and restores its state."""
 
     sampler: Sampler
     writer: Writer
@@ -37,7 +37,7 @@ class BufferState(Shareable):
 
     @property
     def index(self) -> TrajectoryIndex | None:
-        """The trajectory index; None before the first extend, and where nothing needs one."""
+        """The trajectory index; None before the first extend, or if no part of the buffer needs one."""
         return self._ring if isinstance(self._ring, TrajectoryIndex) else None
 
     def _needs_index(self) -> str | None:
@@ -59,7 +59,7 @@ class BufferState(Shareable):
         return None if name is None else f"a {name}"
 
     def stats(self) -> dict[str, int]:
-        """Numbers to log: rows, capacity, rows ever written, bytes, and what the trajectory index counts.
+        """Return statistics to log: rows, capacity, rows ever written, bytes and, with an index, its counts.
 
         ``bytes`` are those of the storage and the index, ``bytes_saved`` what ``compact_obs``, ``frame_stack`` and
         ``codec`` save of it.
@@ -82,7 +82,7 @@ class BufferState(Shareable):
         return numbers
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows, counters, index, sampler, writer, generator and samples made ahead, for :meth:`load_state_dict`.
+        """Return the whole state of the buffer, prefetched samples included, for :meth:`load_state_dict`.
 
         It owns its memory, and goes through ``torch.save`` and ``torch.load(..., weights_only=False)``. Transforms
         are not in it.
@@ -103,7 +103,7 @@ class BufferState(Shareable):
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Hold what the buffer that gave ``state`` held, and draw as it would have drawn.
+        """Restore rows and random state from a :meth:`state_dict`, so that the same samples follow.
 
         Rows stored before are gone. Trajectories that were open are cut: rows written from now on do not continue
         them, since the envs that wrote them are not in the state. A state that does not fit changes nothing.

@@ -1,4 +1,4 @@
-"""Samples made ahead of time, by threads."""
+"""Computes samples ahead of time in threads."""
 
 import threading
 from collections import deque
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Prefetcher(Generic[T]):
-    """Keeps ``count`` results under way. Its methods may be called from several threads.
+    """Computes the next ``count`` results in background threads. All methods are thread-safe.
 
     Args:
         count: results made ahead, and threads that make them.
@@ -24,7 +24,7 @@ class Prefetcher(Generic[T]):
         self._lock = threading.Lock()  # of the three above; never held while a result is begun
 
     def next(self, begin: Callable[[], Callable[[], T]]) -> T:
-        """The oldest result; starts others in its place.
+        """Return the oldest result and start computing new ones in its place.
 
         ``begin`` is called in this thread, in order, and returns what a thread has to finish.
         """
@@ -44,13 +44,13 @@ class Prefetcher(Generic[T]):
         return future.result()
 
     def results(self) -> list[T]:
-        """All results under way, oldest first; waits for them."""
+        """Wait for all pending results and return them, oldest first, without removing them."""
         with self._lock:
             futures = list(self._queue)
         return [future.result() for future in futures]  # without the lock: others may go on meanwhile
 
     def replace(self, results: list[T]) -> None:
-        """Have these results under way, and no others."""
+        """Discard the pending results and queue ``results`` instead."""
         self.clear()
         with self._lock:
             for result in results:
@@ -59,13 +59,13 @@ class Prefetcher(Generic[T]):
                 self._queue.append(future)
 
     def wait(self) -> None:
-        """Block until all threads are idle; a thread may draw again, if its rows are overwritten meanwhile."""
+        """Block until no thread is computing a result."""
         with self._lock:
             futures = list(self._queue)
         wait(futures)
 
     def clear(self) -> None:
-        """Forget the results under way."""
+        """Discard the pending results."""
         with self._lock:
             for future in self._queue:
                 future.cancel()

@@ -1,4 +1,4 @@
-"""The replay buffer: rows in, marked samples out."""
+"""The replay buffer: stores batches and draws samples."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -141,7 +141,7 @@ class ReplayBuffer(BufferState):
     # -- writing -----------------------------------------------------------------------------------------------
 
     def extend(self, data: Any, final: TensorDictBase | None = None) -> Tensor:
-        """Store the rows of ``data``; their positions in the storage, int64 ``[N]`` (``[N, ndim]`` if ndim > 1).
+        """Store the rows of ``data``; return their positions, int64 ``[N]`` (``[N, ndim]`` if ndim > 1).
 
         A batch larger than the storage leaves its last rows. A batch that does not fit raises before anything is
         stored.
@@ -183,8 +183,8 @@ class ReplayBuffer(BufferState):
         return self._write(data, final)
 
     def add(self, data: Any) -> int:
-        """Store one item: a row (tensordict of batch size ``[]``), a tensor, a tree, or with `ListStorage` anything.
-        Its position in the storage, -1 if the writer did not take it."""
+        """Store one item: a row (tensordict of batch size ``[]``), a tensor, a tree, or with `ListStorage`
+        anything. Return its position in the storage, -1 if the writer rejected it."""
         if isinstance(self.storage, ListStorage):
             return int(self.extend([data])[0])
         if self.storage.ndim > 1:
@@ -296,7 +296,7 @@ class ReplayBuffer(BufferState):
             self.storage.set(draw, data, slots.shape, self._keys)
 
     def empty(self) -> None:
-        """Forget all rows, and the samples made ahead. The storage keeps its memory and its columns."""
+        """Remove all rows and prefetched samples. The storage keeps its memory and its columns."""
         self._after_fork()
         if self._prefetcher is not None:
             self._prefetcher.wait()
@@ -315,7 +315,7 @@ class ReplayBuffer(BufferState):
     def update_priority(
         self, index: Tensor | int, priority: Tensor | float, generation: Tensor | None = None
     ) -> None:
-        """Set the priorities of rows.
+        """Set the priorities of stored rows, given their positions.
 
         Args:
             index: positions as in the info of a sample, on any device; -1 is left out.
@@ -340,7 +340,7 @@ class ReplayBuffer(BufferState):
     def sample(self, batch_size: int | None = None, *, return_info: Literal[True]) -> Informed: ...
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
-        """Draw a sample: a batch ``[n]`` of the kind of data stored; with ``return_info`` also a dict.
+        """Draw a sample, a batch ``[n]`` of the stored kind; with ``return_info`` also return an info dict.
 
         Args:
             batch_size: rows, default that of the buffer. Short trajectories may give fewer (see the sampler).

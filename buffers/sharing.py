@@ -1,4 +1,4 @@
-"""How a replay buffer goes to other processes: the locks it has in each, and its copies."""
+"""Pickles and forks replay buffers: each process and each copy gets locks of its own."""
 
 import os
 import pickle
@@ -15,7 +15,7 @@ _PER_PROCESS = ("_lock", "_write_lock", "_prefetcher", "_process")
 
 
 class Shareable:
-    """The part of `ReplayBuffer` that makes its locks, in every process and copy anew."""
+    """The part of `ReplayBuffer` that creates new locks in each process and in each copy."""
 
     storage: Storage
     prefetch: int | None

@@ -1,4 +1,4 @@
-"""Replay buffers for tensordicts, whose samples carry their positions, and with prioritized sampling."""
+"""Replay buffers for tensordicts, which write positions into samples, and prioritized replay buffers."""
 
 import math
 from collections.abc import Callable
@@ -27,7 +27,7 @@ _SAMPLE_ENTRIES = (_INDEX, "priority_weight", _GENERATION)
 
 
 class Options(TypedDict, total=False):
-    """Arguments that all kinds of replay buffer take; `ReplayBuffer` says what they mean."""
+    """Keyword arguments shared by all replay buffers; `ReplayBuffer` documents them."""
 
     writer: Writer | None
     collate_fn: Callable[[Any], Any] | None

@@ -1,4 +1,4 @@
-"""Which slots new rows take, and which rows are kept at all."""
+"""Writers: they decide which rows are stored, and in which slots."""
 
 from typing import Any
 
@@ -35,40 +35,40 @@ class Writer:
         cls.stateful = overrides(cls, Writer, "choose", "state_dict")
 
     def fits(self, storage: Storage, sampler: Sampler) -> None:
-        """Raise if the writer cannot work with the other parts of its buffer."""
+        """Raise an error if the writer cannot work with this storage and sampler."""
         return
 
     def ring(self, capacity: int, indexed: bool, first: int = 0) -> Ring:
-        """The counters of a storage of ``capacity`` slots, ``indexed`` if they have to know trajectories."""
+        """Return a ring of ``capacity`` slots, a `TrajectoryIndex` if ``indexed``."""
         return TrajectoryIndex(capacity, first) if indexed else Ring(capacity, first)
 
     def check(self, batch: Any) -> None:
-        """Raise if ``batch`` may not be written."""
+        """Raise an error if ``batch`` may not be written."""
         return
 
     def check_change(self, data: Any) -> None:
-        """Raise if stored rows may not be overwritten with ``data``."""
+        """Raise an error if stored rows may not be overwritten with ``data``."""
         return
 
     def choose(self, ring: Ring, rows: Rows) -> tuple[Tensor, Tensor] | None:
-        """Rows to keep and the slots they take, both int64 ``[K]``; None: all rows, in the ring's order."""
+        """Choose which rows to keep and their slots, both int64 ``[K]``; None for all rows in ring order."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`load_state_dict` needs."""
+        """Return the writer's state for :meth:`load_state_dict`."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the writer that gave ``state`` stood."""
+        """Restore the writer from a :meth:`state_dict`."""
         return
 
 
 class RoundRobinWriter(Writer):
-    """One row after another; in a full storage each takes the place of the oldest one."""
+    """Stores rows one after another; in a full storage each overwrites the oldest one."""
 
 
 class TensorDictRoundRobinWriter(RoundRobinWriter):
-    """A `RoundRobinWriter` that takes tensordicts only, and lists of them.
+    """A `RoundRobinWriter` that accepts only tensordicts and lists of tensordicts.
 
     Positions are not stored with the rows: `TensorDictReplayBuffer` writes them into samples.
 
@@ -80,12 +80,12 @@ class TensorDictRoundRobinWriter(RoundRobinWriter):
     """
 
     def check(self, batch: Any) -> None:
-        """TypeError unless ``batch`` is a tensordict, or a list of tensordicts."""
+        """Raise TypeError unless ``batch`` is a tensordict or a list of tensordicts."""
         check_tensordicts(batch, type(self).__name__, "RoundRobinWriter takes anything")
 
 
 class ImmutableDatasetWriter(Writer):
-    """Lets nothing be written: the buffer of a dataset, given as ``TensorStorage(dataset)``.
+    """Rejects every write: for the buffer of a fixed dataset, given as ``TensorStorage(dataset)``.
 
     ``extend``, ``add``, ``buffer[i] = ...`` and ``empty`` raise RuntimeError. The storage's own contents count as
     stored from the start, and a state can be loaded.
@@ -100,24 +100,24 @@ class ImmutableDatasetWriter(Writer):
     """
 
     def ring(self, capacity: int, indexed: bool, first: int = 0) -> Ring:
-        """The counters; RuntimeError for a ring that goes on empty after others."""
+        """Return the ring; RuntimeError if the buffer was emptied (``first`` > 0), which is a write too."""
         if first:
             self.check(None)
         return super().ring(capacity, indexed)
 
     def check(self, batch: Any) -> None:
-        """RuntimeError."""
+        """Raise RuntimeError: the dataset is read-only."""
         raise RuntimeError(
             "this dataset is immutable: nothing can be written to a buffer with ImmutableDatasetWriter"
         )
 
     def check_change(self, data: Any) -> None:
-        """RuntimeError."""
+        """Raise RuntimeError: the dataset is read-only."""
         self.check(data)
 
 
 class TensorDictMaxValueWriter(Writer):
-    """Keeps the ``max_size`` items of the highest rank: rows, or, of batches ``[N, T]``, whole trajectories.
+    """Keeps the ``max_size`` highest-ranked items: rows, or whole trajectories of batches ``[N, T]``.
 
     A new item takes the place of the stored one of the lowest rank if its own is higher. Of items of equal rank the
     earlier one stays. ``extend`` returns the position of each item, -1 where it was not kept.
@@ -153,7 +153,7 @@ class TensorDictMaxValueWriter(Writer):
         self.reduction = reduction
 
     def fits(self, storage: Storage, sampler: Sampler) -> None:
-        """ValueError for a storage of several dimensions, TypeError for a sampler that follows the ring's order."""
+        """Raise ValueError for storages of several dimensions, TypeError for samplers that follow writes."""
         if storage.ndim > 1:
             raise ValueError(
                 f"TensorDictMaxValueWriter ranks the items of one dimension, the storage has ndim={storage.ndim}: use "
@@ -181,13 +181,13 @@ class TensorDictMaxValueWriter(Writer):
         return RankedRing(capacity, first)
 
     def check(self, batch: Any) -> None:
-        """TypeError unless ``batch`` is a tensordict (or a list of them), KeyError without ``rank_key``."""
+        """Raise TypeError unless ``batch`` is a tensordict or a list of them, KeyError if it has no rank."""
         check_tensordicts(batch, type(self).__name__, "their rank_key is what is compared")
         for item in batch if isinstance(batch, list) else [batch]:
             require(item, self.rank_key)
 
     def check_change(self, data: Any) -> None:
-        """ValueError if ``data`` has ``rank_key``."""
+        """Raise ValueError if ``data`` contains ``rank_key``."""
         if isinstance(data, TensorDictBase) and data.get(self.rank_key, None) is not None:
             raise ValueError(
                 f"batch[{self.rank_key!r}] cannot be changed in place: it is what rows are ranked by. Leave the "
@@ -195,7 +195,7 @@ class TensorDictMaxValueWriter(Writer):
             )
 
     def choose(self, ring: Ring, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Make room for the best rows and choose them; ValueError if a rank is NaN."""
+        """Choose the highest-ranked rows and free slots for them; ValueError if a rank is NaN."""
         assert isinstance(ring, RankedRing)
         # Items of a list may differ in shape, so they are reduced one by one; columns [N, ...] all at once.
         parts = [item.get(self.rank_key)[None] for item in rows.items]
@@ -220,14 +220,14 @@ _REDUCTIONS = {"sum": "sum", "max": "amax", "min": "amin", "mean": "mean", "medi
 
 
 def check_tensordicts(batch: Any, who: str, instead: str) -> None:
-    """TypeError unless ``batch`` is a tensordict or a list of tensordicts."""
+    """Raise TypeError unless ``batch`` is a tensordict or a list of tensordicts."""
     for item in batch if isinstance(batch, list) else [batch]:
         if not isinstance(item, TensorDictBase):
             raise TypeError(f"{who} takes tensordicts, got {type(item).__name__}: {instead}")
 
 
 def check_rows(batch: TensorDictBase, ndim: int) -> None:
-    """ValueError unless ``batch`` holds rows of ``ndim`` batch dimensions, none of them padding."""
+    """Raise ValueError unless ``batch`` has ``ndim`` batch dimensions and no padding rows."""
     if batch.batch_dims == 0:
         raise ValueError("batch has batch size []: use add for one row, or batch.unsqueeze(0)")
     if batch.batch_dims != ndim or batch.get(MASK, None) is None:
@@ -242,5 +242,5 @@ def check_rows(batch: TensorDictBase, ndim: int) -> None:
 
 
 def has_priorities(sampler: Sampler) -> bool:
-    """Whether ``sampler`` draws by priorities that can be set."""
+    """Return whether ``sampler`` draws by priorities."""
     return overrides(type(sampler), Sampler, "update_priority")

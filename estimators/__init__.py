@@ -1,4 +1,4 @@
-"""Values, advantages and losses on flat marked batches."""
+"""Value estimators, advantages and losses for flat batches."""
 
 from flatroll.estimators.functional.returns import (
     generalized_advantage_estimate,

@@ -1,4 +1,4 @@
-"""What an actor network says about actions: distributions, log-probabilities, entropies, divergences."""
+"""Computes an actor's distributions and their log-probabilities, entropies and KL divergences."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def require_actor(actor_network: TensorDictModuleBase) -> None:
 
 
 def distribution(actor_network: TensorDictModuleBase, batch: TensorDictBase) -> Distribution:
-    """The actor's distribution over actions in each row; what the actor writes on the way is in ``batch``."""
+    """Return the actor's action distribution for each row; the actor's outputs are written to ``batch``."""
     ready = before_sampling(actor_network, batch)
     actor: Any
     actor, batch = (actor_network, batch) if ready is None else ready
@@ -31,12 +31,12 @@ def distribution(actor_network: TensorDictModuleBase, batch: TensorDictBase) -> 
 
 
 def components(dist: Distribution) -> dict[NestedKey | None, Distribution]:
-    """The independent parts of a distribution, each by the entry that holds its action; of one part, by None."""
+    """Return a composite distribution's parts by action key; any other distribution under the key None."""
     return dict(dist.dists) if isinstance(dist, CompositeDistribution) else {None: dist}
 
 
 def log_prob_of(dist: Distribution, action: Tensor) -> Tensor:
-    """Log-probability of each row's action, as the distribution gives it.
+    """Return the log-probability of each row's action; ValueError if the action's shape differs.
 
     Raises:
         ValueError: the action does not have the distribution's shape, which would broadcast.
@@ -61,7 +61,7 @@ def joint(log_prob: Tensor, batch: TensorDictBase) -> Tensor:
 
 
 def entropy_of(dist: Distribution, samples: int) -> Tensor:
-    """The entropy in closed form, or estimated from ``samples`` samples where there is none."""
+    """Return the entropy in closed form, or its Monte Carlo estimate from ``samples`` samples."""
     try:
         return dist.entropy()
     except NotImplementedError:  # e.g. a tanh-Normal: H = -E[log p(x)] over its own samples x

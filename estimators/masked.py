@@ -1,4 +1,4 @@
-"""Sums, moments and distances over the real rows of a batch, and warnings that are given once."""
+"""Masked statistics: means, variances and losses over the rows where a mask is True; one-time warnings."""
 
 import sys
 import warnings
@@ -25,7 +25,7 @@ def one_of(name: str, choice: str, choices: Iterable[str]) -> None:
 
 
 def distance(value: Tensor, target: Tensor, kind: Distance) -> Tensor:
-    """Distance of each element to its target: ``|x|``, ``x ** 2``, or Huber's ``x ** 2 / 2`` within 1.
+    """Elementwise regression loss ``|x|``, ``x ** 2`` or Huber's (``x ** 2 / 2`` within 1) of value - target.
 
     >>> distance(torch.tensor([0.5, 3.0]), torch.zeros(2), "smooth_l1")
     tensor([0.1250, 2.5000])
@@ -34,7 +34,7 @@ def distance(value: Tensor, target: Tensor, kind: Distance) -> Tensor:
 
 
 def mask_and(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Logical and of two masks; None means all True."""
+    """Combine two masks by logical and; None means all True."""
     if mask is None or other is None:
         return other if mask is None else mask
     return mask & other
@@ -55,7 +55,7 @@ def zero_masked(column: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def masked_mean(column: Tensor, mask: Tensor | None, weights: Tensor | None = None) -> Tensor:
-    """Mean over the rows where ``mask`` (the shape of ``column``) is True; 0 if it is True nowhere.
+    """Mean of ``column`` where ``mask`` (same shape) is True; 0 if it is True nowhere.
 
     With ``weights`` (the same shape), ``sum(weight * x) / sum(weight)``.
 
@@ -71,7 +71,7 @@ def masked_mean(column: Tensor, mask: Tensor | None, weights: Tensor | None = No
 
 
 def masked_variance(column: Tensor, mask: Tensor | None, correction: int) -> Tensor:
-    """Variance over the real rows, divided by their number minus ``correction``; 0 where nothing is left."""
+    """Variance where ``mask`` is True, divided by the number of rows minus ``correction``; 0 for too few."""
     if mask is None and column.numel() > correction:
         return column.var(correction=correction)
     count = column.numel() if mask is None else mask.sum()
@@ -80,7 +80,7 @@ def masked_variance(column: Tensor, mask: Tensor | None, correction: int) -> Ten
 
 
 def standardized(column: Tensor, mask: Tensor | None) -> Tensor:
-    """Zero mean and unit (unbiased) deviation over the real rows; a deviation below 1e-4 counts as 1e-4.
+    """Scale ``column`` to mean 0 and standard deviation 1 where ``mask`` is True (deviation at least 1e-4).
 
     >>> standardized(torch.tensor([1.0, 3.0, 100.0]), torch.tensor([True, True, False]))[:2]
     tensor([-0.7071,  0.7071])
@@ -107,7 +107,7 @@ def standardized_in_groups(column: Tensor, groups: Tensor, mask: Tensor | None) 
     real = torch.ones_like(flat, dtype=torch.bool) if mask is None else mask.reshape(-1)
 
     def total(x: Tensor) -> Tensor:
-        """The sum of each group, at each of its rows."""
+        """Return the sum over each row's group, one value per row."""
         # add each element to its group's place, then read the place back at each element
         return x.new_zeros(flat.shape[0]).index_add_(0, ids, zero_masked(x, real))[ids]
 
@@ -120,7 +120,7 @@ def standardized_in_groups(column: Tensor, groups: Tensor, mask: Tensor | None) 
 def reduced(
     column: Tensor, mask: Tensor | None, reduction: Reduction, weights: Tensor | None = None
 ) -> Tensor:
-    """The loss of each row brought to one number over the real rows, or left ``[*B]`` with 0 in the others.
+    """Reduce a loss ``[*B]`` to one number where ``mask`` is True, or keep it ``[*B]`` with 0 elsewhere.
 
     ``weights`` (the same shape) multiply the rows; the mean is then divided by their sum.
     """
@@ -131,12 +131,12 @@ def reduced(
 
 
 def on_host(column: Tensor) -> bool:
-    """Whether a number of the column may be asked for: it waits for no device and breaks no graph."""
+    """Return whether values of ``column`` can be read cheaply: on the CPU, outside ``torch.compile``."""
     return column.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 class WarnOnce:
-    """Warns whoever called the module, through whatever calls lie between, the first time only."""
+    """Issues a warning once, attributed to the user's line that called flatroll."""
 
     def __init__(self) -> None:
         self.warned = False

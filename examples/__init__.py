@@ -1,1 +1,1 @@
-"""Readable programs over the rooms; ``python -m flatroll demo`` runs the first of them."""
+"""Complete, readable training programs; ``python -m flatroll demo`` runs the recurrent PPO."""

@@ -1,4 +1,4 @@
-"""PPO from vectors: discrete actions (CartPole) or continuous ones (MuJoCo), one file from env to update.
+"""PPO on vector observations: discrete actions (CartPole) or continuous ones (MuJoCo), in one file.
 
 ``python -m flatroll.examples.ppo`` balances CartPole. ``--env envpool:HalfCheetah-v4 --frames 1000000`` takes the
 settings for continuous control: observations and rewards normalised on the way, a Gaussian policy, more epochs.
@@ -30,7 +30,7 @@ READ = ("observation", "action", "action_log_prob", "advantage", "value_target",
 
 
 def make_env(name: str, num_envs: int, seed: int) -> Any:
-    """An env of Gymnasium, or of envpool with ``envpool:ID``; continuous ones see and earn numbers near 1."""
+    """Create a Gymnasium env, or ``envpool:ID``; continuous ones get normalised observations and rewards."""
     if name.startswith("envpool:"):
         import envpool
 
@@ -50,7 +50,7 @@ def make_env(name: str, num_envs: int, seed: int) -> Any:
 
 
 def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
-    """Two hidden layers; orthogonal weights, the last ones scaled by ``gain``."""
+    """Create an MLP with two hidden layers and orthogonal weights, the last layer's scaled by ``gain``."""
     layers = [nn.Linear(inputs, 64), nn.Linear(64, 64), nn.Linear(64, outputs)]
     for layer, scale in zip(layers, (2**0.5, 2**0.5, gain), strict=True):
         nn.init.orthogonal_(layer.weight, scale)
@@ -59,14 +59,14 @@ def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
 
 
 class Gaussian(Independent):  # type: ignore[type-arg]  # at run time it takes none
-    """Independent normal actions: one log-probability for all dims."""
+    """A normal distribution over actions, independent per dim, with one log-probability for all dims."""
 
     def __init__(self, loc: Tensor, scale: Tensor, validate_args: bool) -> None:
         super().__init__(Normal(loc, scale, validate_args), 1, validate_args)
 
 
 class LocScale(nn.Module):
-    """A mean from a network, and a learned deviation that does not look at the observation."""
+    """Outputs a mean from a network, and a learned standard deviation that ignores the observation."""
 
     def __init__(self, net: nn.Module, size: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class LocScale(nn.Module):
 
 
 def make_agent(env: Any) -> tuple[ProbabilisticTensorDictSequential, TensorDictModule]:
-    """Actor and critic, on networks of their own."""
+    """Create actor and critic, with separate networks."""
     inputs, space = env.single_observation_space.shape[0], env.single_action_space
     discrete = isinstance(space, gym.spaces.Discrete)
     size = int(space.n) if discrete else space.shape[0]
@@ -95,7 +95,7 @@ def make_agent(env: Any) -> tuple[ProbabilisticTensorDictSequential, TensorDictM
 
 
 def train(name: str, frames: int, seed: int, num_envs: int = 32) -> dict[str, float]:
-    """Learn for so many frames; the mean return of the last 100 episodes, and the seconds it took."""
+    """Train for ``frames`` frames; return the mean return of the last 100 episodes and the seconds."""
     torch.manual_seed(seed)
     env = make_env(name, num_envs, seed)
     args = argparse.Namespace(**SETTINGS[isinstance(env.single_action_space, gym.spaces.Discrete)])
@@ -130,7 +130,7 @@ def train(name: str, frames: int, seed: int, num_envs: int = 32) -> dict[str, fl
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train once, print the outcome."""
+    """Train once and print the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

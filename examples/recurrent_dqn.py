@@ -1,4 +1,4 @@
-"""Recurrent double DQN on CartPole with the velocities hidden, learnt from slices of a replay buffer.
+"""Recurrent double DQN on CartPole with hidden velocities, trained on slices from a replay buffer.
 
 ``python -m flatroll.examples.recurrent_dqn`` trains it. The network and its delayed copy run once over each slice,
 from the state stored in its first row; the first rows of a slice only warm the memory up.
@@ -26,7 +26,7 @@ UPDATES = 16  # after each batch
 
 
 class EpsilonGreedy(nn.Module):
-    """The best action, or with probability ``epsilon`` any."""
+    """Selects the best action or, with probability ``epsilon``, a random one."""
 
     def __init__(self, first: float, last: float, frames: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class EpsilonGreedy(nn.Module):
         self.epsilon = first
 
     def advance(self, frame: int) -> None:
-        """Where ``epsilon`` stands after so many frames: on a line from ``first`` to ``last``."""
+        """Set ``epsilon`` for a frame count, by linear decay from ``first`` to ``last``."""
         self.epsilon = max(self.last, self.first + (self.last - self.first) * frame / self.frames)
 
     def forward(self, value: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class EpsilonGreedy(nn.Module):
 
 
 def make_networks(hidden: int, greedy: EpsilonGreedy) -> tuple[TensorDictSequential, TensorDictSequential]:
-    """The values of the actions, and the policy that acts by them."""
+    """Create the Q-network and the epsilon-greedy policy that uses it."""
     encoder = nn.Sequential(nn.Linear(2, hidden), nn.Tanh())
     parts: list[Any] = [
         TensorDictModule(encoder, ["observation"], ["embedding"]),
@@ -58,7 +58,7 @@ def make_networks(hidden: int, greedy: EpsilonGreedy) -> tuple[TensorDictSequent
 
 
 def train(frames: int, seed: int, name: str = "CartPole-v1", hidden: int = 64) -> dict[str, float]:
-    """Learn for so many frames; the mean return of the last 100 episodes, and the seconds it took."""
+    """Train for ``frames`` frames; return the mean return of the last 100 episodes and the seconds."""
     torch.manual_seed(seed)
     greedy = EpsilonGreedy(1.0, 0.01, frames // 8)
     network, policy = make_networks(hidden, greedy)
@@ -98,7 +98,7 @@ def train(frames: int, seed: int, name: str = "CartPole-v1", hidden: int = 64) -
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train once, print the outcome."""
+    """Train once and print the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Recurrent PPO on CartPole with the velocities hidden: every room of flatroll once, from env to pictures.
+"""Recurrent PPO on CartPole with hidden velocities: all parts of flatroll, from env to pictures.
 
 ``python -m flatroll demo`` runs it. A pole can only be balanced by who knows how fast it falls, so the policy
 needs a memory: with the GRU the mean return passes 450 (of 500), without it (``--memoryless``) it stays near 50.
@@ -28,7 +28,7 @@ from flatroll.wrappers import RewardSum, as_vector_env
 
 
 class HideVelocities(gym.vector.VectorObservationWrapper):
-    """Shows the positions of cart and pole (as shares of their limits), not how fast they move."""
+    """Shows the positions of cart and pole, as shares of their limits, without the velocities."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
@@ -54,7 +54,7 @@ def make_env(name: str, num_envs: int, seed: int) -> gym.vector.VectorEnv[Any, A
 
 
 def make_agent(hidden: int, memory: bool) -> tuple[Any, Any, Any]:
-    """An actor, the value head on its features, and a critic that stands alone: one set of weights."""
+    """Create the actor, a value head on its features, and a stand-alone critic with the same weights."""
     encoder = nn.Sequential(nn.Linear(2, hidden), nn.Tanh())
     trunk: list[Any] = [TensorDictModule(encoder, ["observation"], ["embedding"])]
     if memory:

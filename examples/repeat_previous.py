@@ -1,4 +1,4 @@
-"""Recurrent PPO on a memory task: say which suit was shown three cards ago (``RepeatPrevious`` of popgym).
+"""Recurrent PPO on a memory task: name the card suit shown three steps ago (popgym's RepeatPrevious).
 
 ``python -m flatroll.examples.repeat_previous`` trains a GRU and, with ``--memoryless``, the same sizes without memory.
 A policy that remembers returns 1; one that guesses among four suits returns -0.5 on average.
@@ -68,7 +68,7 @@ class RepeatPrevious(gym.vector.VectorEnv[Any, Any, Any]):
 
 
 def make_agent(hidden: int, memory: bool) -> tuple[Any, Any, Any]:
-    """An actor, the value head on its features, and a critic that stands alone: one set of weights."""
+    """Create the actor, a value head on its features, and a stand-alone critic with the same weights."""
     trunk: Any = GRUModule(SUITS, hidden, in_key="observation", out_key="features")
     if not memory:
         layers = nn.Sequential(nn.Linear(SUITS, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh())
@@ -126,7 +126,7 @@ def train(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train and print the outcome."""
+    """Train once and print the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--memoryless", action="store_true", help="the same sizes without memory")
     parser.add_argument("--frames", type=int, default=300_000)

@@ -1,4 +1,4 @@
-"""What stands around the demo: its options, where its time went, bytes per transition, and two pictures."""
+"""The demo's options and its report: result, time per part, bytes per transition, two pictures."""
 
 import argparse
 from pathlib import Path
@@ -11,7 +11,7 @@ _ROWS = 512
 
 
 def parse(argv: list[str] | None, description: str) -> argparse.Namespace:
-    """The demo's options."""
+    """Parse the demo's command line."""
     parser = argparse.ArgumentParser(
         prog="flatroll demo", description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -31,7 +31,7 @@ def parse(argv: list[str] | None, description: str) -> argparse.Namespace:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The outcome, a table of where the time went, and bytes per transition."""
+    """Return the report: the result, a table of where time went, and bytes per transition."""
     frames, mean_return = result["curve"][-1]
     batch, wall = result["last"], result["wall"]
     lines = [

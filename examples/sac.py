@@ -1,4 +1,4 @@
-"""Soft actor-critic on Pendulum, from a replay buffer of single transitions.
+"""Soft actor-critic on Pendulum, trained on single transitions from a replay buffer.
 
 ``python -m flatroll.examples.sac`` trains it. One Adam minimises the sum of the three losses: the gradient of each
 reaches its own networks only.
@@ -27,7 +27,7 @@ UPDATES = NUM_ENVS  # after each step of all envs
 
 
 class Squashed(TransformedDistribution):
-    """Normal actions brought into [-limit, limit] by tanh."""
+    """A normal distribution squashed by tanh into [-limit, limit]."""
 
     def __init__(self, loc: Tensor, scale: Tensor, limit: float = 2.0) -> None:
         into = [TanhTransform(cache_size=1), AffineTransform(0.0, limit, cache_size=1)]
@@ -35,7 +35,7 @@ class Squashed(TransformedDistribution):
 
 
 class LocScale(nn.Module):
-    """Splits what a network writes into a mean and a deviation."""
+    """Splits a network's output into mean and standard deviation."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         loc, raw = x.chunk(2, -1)
@@ -43,7 +43,7 @@ class LocScale(nn.Module):
 
 
 class Joined(nn.Module):
-    """A network of observation and action."""
+    """A network that reads observation and action, concatenated."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def mlp(inputs: int, outputs: int, *more: nn.Module) -> nn.Sequential:
 
 
 def make_agent(seen: int, acts: int) -> tuple[ProbabilisticTensorDictSequential, TensorDictModule]:
-    """The actor, and one network of values, of which the loss makes two."""
+    """Create the actor and one Q-network; the loss makes the second one."""
     head = TensorDictModule(mlp(seen, 2 * acts, LocScale()), ["observation"], ["loc", "scale"])
     choose = Sampler(["loc", "scale"], ["action"], distribution_class=Squashed)
     critic = TensorDictModule(Joined(mlp(seen + acts, 1)), ["observation", "action"], ["state_action_value"])
@@ -70,7 +70,7 @@ def make_agent(seen: int, acts: int) -> tuple[ProbabilisticTensorDictSequential,
 
 
 def train(frames: int, seed: int, name: str = "Pendulum-v1") -> dict[str, float]:
-    """Learn for so many frames; the mean return of the last 20 episodes, and the seconds."""
+    """Train for ``frames`` frames; return the mean return of the last 20 episodes and the seconds."""
     torch.manual_seed(seed)
     env: Any = RewardSum(as_vector_env(gym.make_vec(name, num_envs=NUM_ENVS)))
     actor, critic = make_agent(env.single_observation_space.shape[0], env.single_action_space.shape[0])
@@ -108,7 +108,7 @@ def train(frames: int, seed: int, name: str = "Pendulum-v1") -> dict[str, float]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train once, print the outcome."""
+    """Train once and print the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

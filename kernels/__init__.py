@@ -1,4 +1,4 @@
-"""Array kernels: one torch form of each, a Numba form where it is twice as fast on the CPU."""
+"""Array kernels: each has a torch version, and a Numba version where that is twice as fast on the CPU."""
 
 from flatroll.kernels.scans.scan import residual_scan, return_scan, segmented_scan, vtrace_scan, zeroed
 

@@ -1,4 +1,4 @@
-"""Functions compiled to machine code by Numba, which is kept on disk between processes.
+"""Compiles functions with Numba and caches the machine code on disk between processes.
 
 This module imports numba (half a second): import it inside the function that needs it.
 """
@@ -22,7 +22,7 @@ _HASH = hashlib.sha256(b"".join(file.read_bytes() for file in _FILES)).hexdigest
 
 
 def compiled(**options: Any) -> Callable[[Any], Any]:
-    """``numba.njit`` for machine code kept on disk, or kept in memory where no directory can be written.
+    """Decorate with ``numba.njit``, cached on disk, or in memory if no directory is writable.
 
     Args:
         options: of ``numba.njit``, besides ``cache`` and ``nogil``.

@@ -1,4 +1,4 @@
-"""What a flat marked batch is: its keys, its one boundary rule, and the tools that show and check it."""
+"""The format of flat batches: keys, the boundary rule, and tools to inspect and check a batch."""
 
 from flatroll.layout.boundaries import run_ends, run_starts
 from flatroll.layout.delta import NextObservationDelta, check_delta, decode_delta, encode_delta

@@ -1,4 +1,4 @@
-"""The one boundary rule: where runs of consecutive rows begin and end (docs/layout.md)."""
+"""The boundary rule: where the runs of a flat batch begin and end (docs/layout.md)."""
 
 import torch
 from tensordict import TensorDictBase
@@ -86,7 +86,7 @@ def run_starts(
     traj_key: NestedKey = TRAJ_IDS,
     mask_key: NestedKey = MASK,
 ) -> Tensor:
-    """Mark the first row of every run: the rows after :func:`run_ends`, and the first row.
+    """Mark the first row of every run: row 0, and each row after a run end (:func:`run_ends`).
 
     Args, shapes and errors as for :func:`run_ends`.
 
@@ -113,7 +113,7 @@ def starts_from(ends: Tensor) -> Tensor:
 
 
 def steps_into_run(starts: Tensor) -> Tensor:
-    """How many rows of its run stand before each row, int64; time is the last dim.
+    """Return each row's position within its run, from 0, int64; time is the last dim.
 
     >>> import torch
     >>> steps_into_run(torch.tensor([True, False, False, True]))

@@ -1,8 +1,8 @@
-"""Checks of arguments that several rooms share."""
+"""Argument checks shared by several packages."""
 
 
 def whole_number(name: str, value: object, least: int = 1) -> int:
-    """Check that an argument is an integer of at least ``least`` (bools are none), and return it.
+    """Return an argument after checking that it is an integer (no bool) of at least ``least``.
 
     Args:
         name: of the argument, for the error.

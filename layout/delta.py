@@ -1,4 +1,4 @@
-"""The next observation stored as a difference to the observation: written at the env, undone in a buffer's samples."""
+"""Stores the next observation as its difference to the observation, and restores it in samples."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -14,7 +14,7 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 
 def signed(column: Tensor) -> Tensor:
-    """``column`` itself, or seen as the signed dtype of its width where it is uint16, uint32 or uint64.
+    """View ``column`` as the signed integer dtype of equal width if it is uint16, uint32 or uint64.
 
     torch has no arithmetic and no indexed writing for these three; the signed view shares their memory and has
     the same bits modulo 2**n.
@@ -27,7 +27,7 @@ def signed(column: Tensor) -> Tensor:
 
 
 def encode_delta(obs: Tensor, next_obs: Tensor, dtype: torch.dtype = torch.float16) -> Tensor:
-    """The difference to store: what has to be added to ``obs`` to get ``next_obs``.
+    """Return the difference to store, ``next_obs - obs``, cast to ``dtype``; integers stay exact.
 
     Floating observations: ``(next_obs - obs)``, subtracted in their own dtype and cast once to ``dtype``.
     The result may overflow; nothing here looks (that would wait for the device), so call `check_delta` once
@@ -91,7 +91,7 @@ def decode_delta(obs: Tensor, delta: Tensor) -> Tensor:
 
 
 def check_delta(delta: Tensor, obs: Tensor, next_obs: Tensor, key: NestedKey) -> None:
-    """Refuse a delta from which the next observation cannot be restored. One host sync: once per batch.
+    """Raise an error if a delta cannot restore the next observation (overflow). Syncs once per batch.
 
     Args:
         delta: ``encode_delta(obs, next_obs)``.
@@ -169,7 +169,7 @@ class RestoreNextObservation:
         self.drop_delta = drop_delta
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:
-        """A tensordict with the next observations restored; ``td`` itself is left as it was.
+        """Return a tensordict with the next observations restored; ``td`` stays unchanged.
 
         Raises:
             KeyError: a key of ``in_keys``, or with ``in_keys=None`` every key, has no delta; or a delta has

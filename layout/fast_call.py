@@ -1,4 +1,4 @@
-"""Networks and policies called without what tensordict does around each call, which costs more than a small network.
+"""Calls networks and policies without tensordict's overhead, which exceeds a small network's own time.
 
 A :class:`~tensordict.nn.TensorDictModule` that is nothing but a function of tensors is called as that function. All
 others (a subclass, hooks, arguments by name, ``skip_existing``, inside ``torch.compile``) are called as ever.
@@ -42,7 +42,7 @@ _SELECTING_NOTHING = _PLAIN_SEQUENCE | {"_select_before_return": False}
 
 
 def through(network: TensorDictModuleBase, batch: TensorDictBase) -> TensorDictBase:
-    """Return ``network(batch)``: the batch, into which the network has written.
+    """Return ``network(batch)``, without tensordict's overhead; the outputs are written into ``batch``.
 
     >>> net = TensorDictModule(torch.nn.Identity(), in_keys=["a"], out_keys=["b"])
     >>> through(net, TensorDict({"a": torch.ones(2)}, [2]))["b"]
@@ -64,7 +64,7 @@ def through(network: TensorDictModuleBase, batch: TensorDictBase) -> TensorDictB
 
 
 def acted(policy: Any, batch: TensorDictBase) -> Any:
-    """Return ``policy(batch)`` for a batch that is the caller's own: entries that the policy drops may stay in it."""
+    """Return ``policy(batch)``, without tensordict's overhead; intermediate entries may stay in ``batch``."""
     if type(policy) is TensorDictSequential and _is_plain(policy, _PLAIN_SEQUENCE):
         for part in policy.module._modules.values():
             batch = through(cast(TensorDictModuleBase, part), batch)
@@ -80,7 +80,7 @@ def acted(policy: Any, batch: TensorDictBase) -> Any:
 def before_sampling(
     actor: TensorDictModuleBase, batch: TensorDictBase
 ) -> tuple[ProbabilisticTensorDictModule, TensorDictBase] | None:
-    """Run all parts of an actor but the last one, which samples.
+    """Run an actor up to its last, sampling part; return that part and the batch.
 
     Returns:
         that last part, and the batch, into which the others have written; None, and nothing has run, if the actor is

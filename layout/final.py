@@ -1,4 +1,4 @@
-"""``final=``: the next observations that no row of a compact batch holds, as they came with the batch.
+"""Reads and checks ``final=``: the next observations that no row of a compact batch holds.
 
 A compact batch holds each observation once: the next observation of a row is the observation of the row behind it.
 At the last row of a run there is none, so the collector reports those K apart (``collector.final``): ``"row"``, int64
@@ -16,7 +16,7 @@ from flatroll.layout.keys import NEXT, NestedKey, as_tuple, next_key
 
 
 class Final(NamedTuple):
-    """What ``final`` holds.
+    """The contents of ``final``: row numbers, and next observations by key.
 
     Attributes:
         row: int64 ``[K]``, the rows of the batch that the observations follow; None if there is no such entry.
@@ -30,7 +30,7 @@ class Final(NamedTuple):
 def read_final(
     final: object, keys: Iterable[NestedKey] | None = None, *, wanted: str = "collector.final"
 ) -> Final:
-    """Read ``final``: the entries that follow the observations ``keys``, as far as it holds them, or all entries.
+    """Read ``final``: the next observations of ``keys`` as far as it has them; by default all entries.
 
     Args:
         final: what the caller passed as ``final=``.
@@ -64,7 +64,7 @@ def read_final(
 
 
 def check_final(final: Final, columns: Mapping[NestedKey, Tensor], rows: int) -> Tensor:
-    """The row numbers of ``final``, once they and its observations have been found to fit a batch of ``rows`` rows.
+    """Check that ``final`` fits a batch of ``rows`` rows, and return its row numbers.
 
     Args:
         final: what :func:`read_final` returned.

@@ -72,7 +72,7 @@ def as_tuple(key: NestedKey) -> tuple[str, ...]:
 
 
 def plain_key(key: NestedKey) -> NestedKey:
-    """The key as a string where it is a single name, else as a tuple of names.
+    """Return a key as a string if it has one name, else as a tuple.
 
     >>> plain_key(("reward",)), plain_key(("next", "reward"))
     ('reward', ('next', 'reward'))
@@ -82,7 +82,7 @@ def plain_key(key: NestedKey) -> NestedKey:
 
 
 def next_key(key: NestedKey) -> tuple[str, ...]:
-    """The key of the same entry one step later.
+    """Return ``key`` under ``"next"``: the key of the same entry one step later.
 
     >>> next_key("observation"), next_key(("agents", "pos"))
     (('next', 'observation'), ('next', 'agents', 'pos'))
@@ -91,7 +91,7 @@ def next_key(key: NestedKey) -> tuple[str, ...]:
 
 
 def under_next(key: NestedKey) -> tuple[str, ...]:
-    """The key below ``"next"``, whether or not it was written with that prefix.
+    """Return ``key`` with a leading ``"next"``, which is added if it is missing.
 
     >>> under_next("reward"), under_next(("next", "reward"))
     (('next', 'reward'), ('next', 'reward'))
@@ -101,7 +101,7 @@ def under_next(key: NestedKey) -> tuple[str, ...]:
 
 
 def without_next(key: NestedKey) -> NestedKey:
-    """The key of the same entry at the root of the batch: without a leading ``"next"``.
+    """Return ``key`` without a leading ``"next"``: the key of the same entry at the root.
 
     >>> without_next(("next", "reward")), without_next("observation")
     ('reward', 'observation')
@@ -111,7 +111,7 @@ def without_next(key: NestedKey) -> NestedKey:
 
 
 def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | None]) -> dict[str, NestedKey]:
-    """A copy of ``keys`` (name of a key -> key) with ``changes`` put in; a change to None leaves that key as it is.
+    """Return a copy of ``keys`` (name to key) updated with ``changes``; a change to None is ignored.
 
     Raises:
         ValueError: ``changes`` has a name that ``keys`` does not have.
@@ -128,7 +128,7 @@ def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | Non
 def missing_marker(
     key: NestedKey, available: Iterable[NestedKey], default: NestedKey | None = None
 ) -> KeyError:
-    """Build the error for a column that is missing: it says which one, who writes it, and which columns there are.
+    """Return the error for a missing column: its key, who writes it, and which columns exist.
 
     The error is returned, not raised: write ``raise missing_marker(key, batch.keys(True, True))``. A *marker* is a
     column that says where trajectories begin and end, such as ``is_init``; the error serves any column.
@@ -147,7 +147,7 @@ def missing_marker(
 
 
 def require(batch: TensorDictBase, key: NestedKey, default: NestedKey | None = None) -> Tensor:
-    """The column ``key`` of ``batch``, or an error that says who writes it.
+    """Return the column ``key`` of ``batch``; KeyError that says who writes it if it is missing.
 
     Args:
         batch: any tensordict.
@@ -164,7 +164,7 @@ def require(batch: TensorDictBase, key: NestedKey, default: NestedKey | None = N
 
 
 def marker(batch: TensorDictBase, key: NestedKey) -> Tensor:
-    """The bool column ``key`` (a marker such as ``is_init`` or done) with one value per row, ``[*B]``.
+    """Return the bool column ``key``, such as ``is_init``, as ``[*B]``.
 
     Args:
         batch: tensordict of batch size ``[*B]``.
@@ -191,7 +191,7 @@ def optional_marker(batch: TensorDictBase, key: NestedKey) -> Tensor | None:
 
 
 def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey) -> Tensor:
-    """A column ``[*B]`` or ``[*B, 1]`` seen in the batch's own shape ``[*B]``: one value per row.
+    """Return a column ``[*B]`` or ``[*B, 1]`` as ``[*B]``: one value per row.
 
     Args:
         column: values of the rows of ``batch``.
@@ -212,7 +212,7 @@ def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey) -> Tensor
 
 
 def observation_keys(batch: TensorDictBase) -> list[NestedKey]:
-    """The root keys of the observations: entries at the root that stand under ``"next"`` too.
+    """List the keys of the observations: root entries that ``"next"`` has too.
 
     Of a compact batch (no ``("next", <obs>)``), ``"observation"`` if it is there. Recurrent states, by the
     names ``"recurrent_state..."``, are not counted.

@@ -20,7 +20,7 @@ def split_trajectories(
     done_key: NestedKey | None = None,
     as_nested: bool | torch.layout = False,
 ) -> TensorDict:
-    """Give every run of a flat batch its own row.
+    """Split a flat batch into one padded (or nested) entry for each run.
 
     Runs are those of `run_starts`: an id that comes back later, or two slices of one trajectory side by
     side, are two runs. Padded form: ``[n, T_max]``, zeros after the end, and always a bool mask, True on
@@ -83,7 +83,7 @@ def split_trajectories(
 
 
 def join(parts: TensorDictBase | Sequence[TensorDictBase], *, mask_key: NestedKey = MASK) -> TensorDictBase:
-    """Lay trajectories end to end: the inverse of `split_trajectories`, bit for bit and in the same order.
+    """Concatenate trajectories into a flat batch: the inverse of `split_trajectories`, bit for bit.
 
     Args:
         parts: what `split_trajectories` gave (padded with its mask, or nested), or a sequence of

@@ -1,4 +1,4 @@
-"""Burn-in of a sample: recurrent states made anew from the first rows of each slice."""
+"""Burn-in of samples: recomputes recurrent states from the first rows of each slice."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -26,7 +26,7 @@ from flatroll.modules.primer import TensorDictPrimer
 
 
 class BurnIn:
-    """Buffer-side transform: the first rows of each slice are used up to compute the recurrent state of the others.
+    """Buffer transform: recomputes recurrent states with the first rows of each slice, then drops those rows.
 
     It belongs to a replay buffer whose sampler draws slices. The first ``burn_in`` rows of each slice, all but the
     last row of a shorter one, go through the modules in recurrent mode without gradients, and leave the sample. The
@@ -87,7 +87,7 @@ class BurnIn:
         self.done_key = done_key
 
     def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
-        """The rows that stay, in memory of their own; ``td`` is left as it was.
+        """Return the remaining rows as copies; ``td`` stays unchanged.
 
         Args:
             td: flat batch ``[N]`` of slices.

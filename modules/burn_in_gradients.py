@@ -1,4 +1,4 @@
-"""Burn-in of a module: the first rows of each run bring the state up to date and get no gradient."""
+"""Burn-in inside a module: the first rows of each run update the state without gradient."""
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -17,7 +17,7 @@ OverRuns: TypeAlias = Callable[[Tensor, States, Tensor], tuple[Tensor, States]]
 def run_with_burn_in(
     over_runs: OverRuns, rows: Tensor, stored: States, starts: Tensor, burn_in: int
 ) -> tuple[Tensor, States]:
-    """``over_runs(rows, stored, starts)``, the first ``burn_in`` rows of each run without gradient.
+    """Call ``over_runs(rows, stored, starts)`` with no gradient for the first ``burn_in`` rows of each run.
 
     The rest of a run starts from the state that these rows leave: the same numbers, and gradients that end there.
 

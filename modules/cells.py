@@ -1,4 +1,4 @@
-"""GRU and LSTM cells with resets, for training loops that step by hand."""
+"""GRU and LSTM cells with resets, for hand-written training loops."""
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ def _reset(state: Tensor, is_init: Tensor | None) -> Tensor:
 
 
 class GRUCell(nn.GRUCell):
-    """One step of a GRU, as :class:`torch.nn.GRUCell`, from a state of zeros in the rows where ``is_init`` is True.
+    """A :class:`torch.nn.GRUCell` that resets the state to zeros in the rows where ``is_init`` is True.
 
     Args:
         input_size, hidden_size, bias, device, dtype: as in the stock cell.
@@ -42,7 +42,7 @@ class GRUCell(nn.GRUCell):
 
 
 class LSTMCell(nn.LSTMCell):
-    """One step of an LSTM, as :class:`torch.nn.LSTMCell`, from states of zeros in the rows where ``is_init`` is True.
+    """A :class:`torch.nn.LSTMCell` that resets the states to zeros in the rows where ``is_init`` is True.
 
     Called as :class:`GRUCell`, with the pair of hidden state and cell for the state; errors are the same.
 

@@ -1,4 +1,4 @@
-"""Recurrences that are linear in their state: whole batches at once by one segmented scan."""
+"""Linear recurrent modules (minGRU, linear recurrent unit), computed for all rows by a segmented scan."""
 
 from typing import Any, Unpack, cast
 
@@ -13,7 +13,7 @@ from flatroll.modules.stateful import StatefulModule, StatefulOptions
 
 
 class LinearRecurrence(StatefulModule):
-    """``h[t] = a[t] * h[t - 1] + b[t]`` per feature, where ``a`` and ``b`` do not depend on ``h``; a base class."""
+    """Base of recurrences ``h[t] = a[t] * h[t - 1] + b[t]`` whose ``a`` and ``b`` do not depend on ``h``."""
 
     def __init__(
         self,
@@ -33,11 +33,11 @@ class LinearRecurrence(StatefulModule):
         self.dropout = dropout
 
     def terms(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The factors ``a`` (``[N, H]`` or ``[1, H]``) and the summands ``b`` (``[N, H]``) of a layer."""
+        """Return a layer's factors ``a`` (``[N, H]`` or ``[1, H]``) and summands ``b`` (``[N, H]``)."""
         raise NotImplementedError
 
     def output(self, layer: int, rows: Tensor, states: Tensor) -> Tensor:
-        """The output ``[N, H]`` of a layer for the next one, in memory of its own."""
+        """Return a layer's output ``[N, H]``, the next layer's input, as a new tensor."""
         raise NotImplementedError
 
     @override
@@ -70,7 +70,7 @@ class LinearRecurrence(StatefulModule):
 
 
 class MinGRUModule(LinearRecurrence):
-    """A GRU whose gates do not read the state, so that all rows of a batch are computed at once.
+    """A GRU whose gates do not depend on the state (minGRU), so all rows are computed in parallel.
 
     .. code-block:: text
 

@@ -1,4 +1,4 @@
-"""The mode of recurrent modules, one step or whole runs: the only setting that a call takes from outside."""
+"""The mode of recurrent modules: one step at a time, or whole runs, set by a context manager."""
 
 import functools
 import inspect
@@ -32,7 +32,7 @@ Mode: TypeAlias = bool | Literal["recurrent", "sequential"] | None
 
 
 def named_mode(name: str, mode: Mode) -> bool | None:
-    """The mode as True, False or None.
+    """Convert a mode (bool, None, ``"recurrent"``, ``"sequential"``) to True, False or None.
 
     Raises:
         ValueError: it is none; the text calls it ``name``.
@@ -44,7 +44,7 @@ def named_mode(name: str, mode: Mode) -> bool | None:
 
 
 def recurrent_mode() -> bool | None:
-    """The mode that recurrent modules run in here: True, False, or None where nothing was set.
+    """Return the current mode of recurrent modules: True, False, or None if none is set.
 
     With None each module follows its own ``default_recurrent_mode``.
 
@@ -55,12 +55,12 @@ def recurrent_mode() -> bool | None:
 
 
 def burn_in_rows() -> int:
-    """Rows at the beginning of each run that get no gradient in here."""
+    """Return how many first rows of each run get no gradient in the current context."""
     return _MODE.burn_in
 
 
 class set_recurrent_mode:
-    """Choose how recurrent modules read their batch, as a context manager or a decorator.
+    """Set whether recurrent modules process single steps or runs; a context manager or decorator.
 
     * sequential (``False``, ``"sequential"``): every row is one step of its own; used in rollouts;
     * recurrent (``True``, ``"recurrent"``): the rows are runs of consecutive steps; used in training;

@@ -1,4 +1,4 @@
-"""GRU and LSTM that ``torch.compile`` takes into one graph, with the weights and arguments of the stock networks."""
+"""GRU and LSTM networks with the weights of ``nn.GRU`` and ``nn.LSTM`` that compile to one graph."""
 
 from typing import Any, ClassVar
 
@@ -56,7 +56,7 @@ class _OfOperators(nn.RNNBase):
 
 
 class GRU(_OfOperators):
-    """A GRU as :class:`torch.nn.GRU`, which ``torch.compile`` takes into one graph.
+    """A GRU like :class:`torch.nn.GRU` that ``torch.compile`` compiles to one graph.
 
     The names and shapes of its weights are those of the stock network, so that state dicts load both ways, and its
     results are the same but for rounding. It is differentiable once.
@@ -84,7 +84,7 @@ class GRU(_OfOperators):
 
 
 class LSTM(_OfOperators):
-    """An LSTM as :class:`torch.nn.LSTM`, which ``torch.compile`` takes into one graph; else as :class:`GRU`.
+    """An LSTM like :class:`torch.nn.LSTM` that ``torch.compile`` compiles to one graph; see :class:`GRU`.
 
     >>> lstm = LSTM(3, 8, num_layers=2)
     >>> out, (h, c) = lstm(torch.zeros(2, 5, 3))
@@ -110,7 +110,7 @@ NETWORKS: dict[str, tuple[type[nn.GRU] | type[nn.LSTM], type[GRU] | type[LSTM]]]
 
 
 def with_weights_of(kind: type[Any], net: nn.RNNBase) -> nn.RNNBase:
-    """A network of this kind that shares the weights of ``net``: the same parameters, not copies."""
+    """Create a network of this class that shares its parameters with ``net``."""
     sizes = (net.input_size, net.hidden_size, net.num_layers, net.bias)
     options = {"dropout": net.dropout, "bidirectional": net.bidirectional}
     sharing: nn.RNNBase = kind(

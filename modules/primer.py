@@ -1,4 +1,4 @@
-"""The recurrent state that a policy expects at the first step of an episode."""
+"""The initial recurrent state of a policy's episodes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from flatroll.layout.keys import NestedKey
 
 @dataclass(frozen=True)
 class TensorDictPrimer:
-    """The recurrent state that every episode starts from, by state key.
+    """Holds the initial recurrent states of episodes, by state key.
 
     Attributes:
         defaults: for each state key the value of one row, such as ``[num_layers, hidden_size]``.
@@ -25,7 +25,7 @@ class TensorDictPrimer:
     defaults: dict[NestedKey, Tensor]
 
     def expand(self, batch_size: int | Sequence[int], device: torch.device | str | None = None) -> TensorDict:
-        """The defaults for a whole batch, in memory of their own.
+        """Return copies of the initial states for a whole batch.
 
         Args:
             batch_size: number of rows, or a batch shape ``[*B]``.

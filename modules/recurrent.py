@@ -17,7 +17,7 @@ STOCK_ROWS = 256
 
 
 class NetworkSizes(NamedTuple):
-    """The arguments of a new ``nn.GRU`` or ``nn.LSTM``; :class:`GRUModule` says what each means."""
+    """Constructor arguments of ``nn.GRU`` and ``nn.LSTM``; :class:`GRUModule` documents them."""
 
     input_size: int | None
     hidden_size: int | None
@@ -60,7 +60,7 @@ def _wrapped_network(
 
 
 class RecurrentModule(StatefulModule):
-    """A recurrent network over the rows of a tensordict; base of :class:`GRUModule` and :class:`LSTMModule`.
+    """Base of :class:`GRUModule` and :class:`LSTMModule`: runs a recurrent network on a tensordict's rows.
 
     A subclass names its kind of network and its default state keys. Each state stands in the tensordict as
     ``[*B, num_layers, hidden_size]`` (twice the layers if bidirectional).
@@ -97,11 +97,11 @@ class RecurrentModule(StatefulModule):
 
     @property
     def net(self) -> nn.RNNBase:
-        """The wrapped network; its weights load and save as they would without the wrapper."""
+        """The wrapped ``nn.GRU`` or ``nn.LSTM``; its state dict is the same as without the wrapper."""
         return cast(nn.RNNBase, getattr(self, self.kind.lower()))
 
     def make_python_based(self) -> Self:
-        """Compute by flatroll's own operators, which ``torch.compile`` takes into one graph; the weights stay.
+        """Switch to flatroll's own operators, which ``torch.compile`` can compile; keeps the weights.
 
         Raises:
             ValueError: the network is bidirectional, or ``recurrent_backend`` is one of the stock network.
@@ -109,7 +109,7 @@ class RecurrentModule(StatefulModule):
         return self._based(NETWORKS[self.net.mode][1])
 
     def make_cudnn_based(self) -> Self:
-        """Compute by the stock network (cuDNN on CUDA, oneDNN or ATen on the CPU); the weights stay."""
+        """Switch to ``nn.GRU`` or ``nn.LSTM`` (cuDNN on CUDA); keeps the weights."""
         return self._based(NETWORKS[self.net.mode][0])
 
     def _based(self, kind: type[nn.RNNBase]) -> Self:
@@ -173,7 +173,7 @@ class RecurrentModule(StatefulModule):
 
 
 class GRUModule(RecurrentModule):
-    """A GRU for the rows of a tensordict: one step per row in rollouts, whole runs in training, equal results.
+    """A GRU on tensordict rows: single steps in rollouts, whole runs in training, with equal results.
 
     :class:`set_recurrent_mode` chooses between the two modes; where it is not used, ``default_recurrent_mode`` does.
 
@@ -270,7 +270,7 @@ class GRUModule(RecurrentModule):
 
 
 class LSTMModule(RecurrentModule):
-    """An LSTM for the rows of a tensordict: one step per row in rollouts, whole runs in training, equal results.
+    """An LSTM on tensordict rows: single steps in rollouts, whole runs in training, with equal results.
 
     It is used as :class:`GRUModule` is, with two states, hidden and cell. In recurrent mode the next states are exact
     on the last row of each run and zeros elsewhere.

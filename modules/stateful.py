@@ -1,4 +1,4 @@
-"""The base of all recurrent modules: keys, states and checks; one step in a rollout, whole runs in training."""
+"""Base class of the recurrent modules: keys, states and checks; steps in rollouts, runs in training."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -57,7 +57,7 @@ def _key_list(
 
 
 class StatefulModule(TensorDictModuleBase):
-    """A module over the rows of a tensordict that carries a state from row to row.
+    """A tensordict module with a recurrent state, carried from each row of a run to the next.
 
     A subclass names its default state keys, sets ``input_size`` and says how it makes one step
     (:meth:`step`) and goes over runs (:meth:`over_runs`). Each state stands in the tensordict as
@@ -112,15 +112,15 @@ class StatefulModule(TensorDictModuleBase):
 
     @property
     def weight(self) -> Tensor:
-        """A weight, whose dtype and device are those of all."""
+        """One of the module's weights, to read the dtype and device from."""
         raise NotImplementedError
 
     def step(self, rows: Tensor, states: States) -> tuple[Tensor, States]:
-        """Rows ``[B, input_size]`` and states ``[B, *state_shape]`` to outputs and states, one step each."""
+        """Compute one step: rows ``[B, input_size]``, states ``[B, *state_shape]`` to outputs and states."""
         raise NotImplementedError
 
     def over_runs(self, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
-        """Rows ``[N, input_size]``, of which bool ``starts`` begin runs, to outputs and states after each row.
+        """Compute outputs and states after each of N rows; ``starts`` (bool ``[N]``) marks run starts.
 
         ``stored`` are states ``[N, *state_shape]``; those of first rows are what their runs start from.
         """
@@ -129,7 +129,7 @@ class StatefulModule(TensorDictModuleBase):
     def in_weight_precision(
         self, compute: Callable[..., tuple[Tensor, States]], rows: Tensor, states: States, *more: Tensor
     ) -> tuple[Tensor, States]:
-        """``compute(rows, states, *more)``, without autocast where it would reach a part of the network only."""
+        """Call ``compute(rows, states, *more)``, with autocast off if it would affect only a part of it."""
         if not self.autocast_in_part or rows.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
             return compute(rows, states, *more)
         dtype = self.weight.dtype
@@ -138,7 +138,7 @@ class StatefulModule(TensorDictModuleBase):
 
     @property
     def recurrent_mode(self) -> bool:
-        """The mode a call would run in now: the one set by ``set_recurrent_mode``, else this module's own."""
+        """The mode of the next call: that of ``set_recurrent_mode``, else the module's default."""
         mode = recurrent_mode()
         return self.default_recurrent_mode if mode is None else mode
 
@@ -146,7 +146,7 @@ class StatefulModule(TensorDictModuleBase):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tensordict: TensorDictBase
     ) -> TensorDictBase:
-        """Read the input and the states, write the output and the states after each row.
+        """Read input and states from the tensordict; write the output and the states after each row.
 
         Raises:
             KeyError: an input, a state or (sequential) the is_init marker is missing; recurrent: there is no
@@ -163,7 +163,7 @@ class StatefulModule(TensorDictModuleBase):
         return tensordict
 
     def make_tensordict_primer(self) -> TensorDictPrimer:
-        """The state every episode starts from: zeros ``[num_layers, hidden_size]`` under each state key.
+        """Return the initial states of episodes: zeros ``[num_layers, hidden_size]`` for each state key.
 
         Raises:
             RuntimeError: an out key is not ``("next", in_key)``, so that no one could carry the state.

@@ -1,4 +1,4 @@
-"""Rollouts and collectors: env steps in, flat marked batches out."""
+"""Rollouts and collectors: step an env with a policy and return flat batches."""
 
 from flatroll.rollouts.collector import Collector
 from flatroll.rollouts.rollout import rollout

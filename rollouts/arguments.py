@@ -1,4 +1,4 @@
-"""The arguments of a collector: in groups, checked, and the env made of them."""
+"""Checks and groups the arguments of a collector, and creates its env."""
 
 import warnings
 from contextlib import ExitStack
@@ -35,7 +35,7 @@ def check_counts(**counts: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """Where arrays live and go.
+    """The devices of the env, of the policy and of finished batches.
 
     Attributes:
         env: where the env's arrays live, and so the columns.
@@ -58,7 +58,7 @@ def make_devices(
     storing_device: torch.device | str | None = None,
     no_cuda_sync: bool = False,
 ) -> Devices:
-    """The devices of a collector; ``env`` is where the env's arrays are, the others are as `Collector` is given them.
+    """Choose a collector's devices; ``env`` is where the env's arrays are, the rest as in `Collector`.
 
     Raises:
         ValueError: ``env_device`` is of another type than ``env``.
@@ -79,7 +79,7 @@ def make_devices(
 
 
 def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool) -> None:
-    """Refuse what needs trajectory ids without them, and padding on the way into a buffer; warn of padding."""
+    """Raise ValueError for options that need trajectory ids without them, or padding with a replay buffer."""
     if trajs is not None and not ids:
         raise ValueError("trajs_per_batch needs track_traj_ids=True: trajectories are joined by their ids")
     if split and not ids:
@@ -98,7 +98,7 @@ def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool) -
 
 
 def check_writer(writer: int, ids: bool, marker: TrajId | None) -> None:
-    """Refuse a writer number that would not come into the ids; ``marker`` is the TrajId in the env's stack."""
+    """Raise ValueError if the ids would not contain ``writer``; ``marker`` is a TrajId that the env has."""
     if isinstance(writer, bool) or not hasattr(writer, "__index__"):
         raise TypeError(f"writer must be an integer, got {writer!r}")
     if not writer:
@@ -113,7 +113,7 @@ def check_writer(writer: int, ids: bool, marker: TrajId | None) -> None:
 
 
 def make_env(create_env_fn: Any, max_steps: int | None, undo: ExitStack) -> Any:
-    """The env, or what the function (or class) makes, with a step limit; a TypeError for anything else.
+    """Return the given env, or create it from a function or class, with a step limit; TypeError otherwise.
 
     ``undo`` closes an env that was made here; one that the caller made is the caller's to close.
     """

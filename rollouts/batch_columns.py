@@ -1,4 +1,4 @@
-"""Which columns a batch has, under which keys, and who writes them."""
+"""The keys of a collected batch's columns, and which component writes each column."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +30,7 @@ DEAD = ("collector", "_dead")
 
 
 class ColumnKeys:
-    """The keys of a batch, read off a stack of wrappers; no two parts may write one column.
+    """The keys of a collected batch, read from the env's wrappers; ensures that each has a single writer.
 
     Raises:
         ValueError: two parts write one column; the text names both.
@@ -88,7 +88,7 @@ class ColumnKeys:
             self.claim("info_keys", name, next_key(name))
 
     def claim(self, writer: str, *keys: NestedKey) -> None:
-        """Say who writes the columns; a ValueError if another part writes one of them already."""
+        """Register ``writer`` as the writer of ``keys``; ValueError if one has a writer already."""
         for key in map(as_tuple, keys):
             for other, owner in self._writers.items():
                 if key[: len(other)] == other[: len(key)]:  # the same, or one inside the other

@@ -188,11 +188,11 @@ class Collector:
 
     @property
     def frames(self) -> int:
-        """Rows collected so far."""
+        """Number of rows collected so far."""
         return self._frames
 
     def set_recurrent_primers_from(self, policy: Any) -> None:
-        """Carry the recurrent states that ``policy`` declares, as far as the collector's own policy writes them.
+        """Carry ``policy``'s recurrent states between steps, if the collector's policy writes them.
 
         For a policy that hides its recurrent parts; one that shows them is wired by itself, and asking again changes
         nothing.
@@ -203,7 +203,7 @@ class Collector:
         self._runner.prime(recurrent_states(policy))
 
     def shutdown(self) -> None:
-        """Close the env. Iterating afterwards is an error; calling it twice is not."""
+        """Close the env; a second call does nothing, and iterating afterwards raises an error."""
         self._close_bar()
         if not self._closed:
             self._closed = True
@@ -216,7 +216,7 @@ class Collector:
         self.shutdown()
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on: counters, the ids handed out, random state, the policy's parameters.
+        """Return what resuming needs: row count, last trajectory id, random state, policy parameters.
 
         The env's own state is not in it, nor are rows not yet yielded: on loading, open trajectories are cut and
         the env is reset.
@@ -230,7 +230,7 @@ class Collector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after a `state_dict`: new ids follow the old ones, the env is reset at the next batch.
+        """Resume from a `state_dict`: new ids follow the old ones, the next batch starts with a reset.
 
         A collector with a seed resets the env with a seed made of its own and the rows collected, so that a
         run that goes on does not meet its first episodes again.

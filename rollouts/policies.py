@@ -1,4 +1,4 @@
-"""Policies: a tensordict module, or any callable from observation to action, called with the columns of one step."""
+"""Calls policies with one step's columns: tensordict modules, or callables from observation to action."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +17,7 @@ Columns = dict[NestedKey, Tensor]
 
 
 def as_function_of_obs(policy: Any, space: spaces.Space[Any], devices: Devices) -> Callable[[Any], Any]:
-    """A callable policy, as a function from the observation (a tensor, or a dict or tuple of them) to the action.
+    """Wrap a callable policy as a function from the observation (tensor, dict or tuple) to the action.
 
     Raises:
         TypeError: the policy is no callable; or, when it is called, returns no action.
@@ -41,7 +41,7 @@ def as_function_of_obs(policy: Any, space: spaces.Space[Any], devices: Devices) 
 
 
 class ModulePolicy:
-    """A tensordict module: reads and writes a tensordict of batch size ``[E]``.
+    """Runs a tensordict module as the policy, on a tensordict of batch size ``[E]`` at each step.
 
     It is given the observation, the markers, the chosen info entries and its recurrent states. What it writes under
     its ``out_keys`` besides ``"action"`` becomes columns of the batch; names that begin with ``_`` do not.
@@ -82,7 +82,7 @@ class ModulePolicy:
         self._written: list[NestedKey] | None = None  # those of `writes` that it does write
 
     def prime(self, states: Mapping[NestedKey, Tensor]) -> None:
-        """Read these states too, as far as the policy writes them under ``"next"`` and did not declare them."""
+        """Also carry these states, if the policy writes them under ``"next"`` and did not declare them."""
         written = set(map(as_tuple, self.writes))
         for key, value in states.items():
             if next_key(key) in written:

@@ -12,7 +12,7 @@ _CHUNK = 64
 
 
 class RandomPolicy:
-    """Actions drawn as Gymnasium's spaces draw them, for all envs at once.
+    """Draws random actions for all envs at once, with the distributions of Gymnasium's ``space.sample``.
 
     Discrete, MultiDiscrete, MultiBinary and Boxes with two bounds are uniform (integer Boxes with both ends);
     a Box with one bound is exponential from there, one without bounds normal.
@@ -50,11 +50,11 @@ class RandomPolicy:
         return self._steps[self._used - 1]
 
     def state_dict(self) -> dict[str, Any]:
-        """The random state and the actions drawn ahead."""
+        """Return the generator's state and the actions drawn in advance."""
         return {"generator": self.generator.get_state(), "chunk": self._chunk, "used": self._used}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on drawing where `state_dict` was taken."""
+        """Restore a `state_dict`, so that the same actions follow."""
         self.generator.set_state(state["generator"])
         self._chunk, self._used = state["chunk"], state["used"]
         self._steps = [] if self._chunk is None else _unbound(self._chunk)

@@ -1,4 +1,4 @@
-"""`rollout`: so many transitions of every env, as one flat batch."""
+"""`rollout`: collects a fixed number of transitions from every env as one flat batch."""
 
 from collections.abc import Sequence
 from typing import Any

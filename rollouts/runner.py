@@ -1,4 +1,4 @@
-"""The runner: one env, one policy, one window; the loop that `rollout` and `Collector` share."""
+"""The loop that steps an env with a policy and records transitions, shared by `rollout` and `Collector`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -102,7 +102,7 @@ class Runner:
         recurrent: bool = True,  # wire the recurrent states that the policy declares
         state_stride: int = 1,  # keep them in every so many rows of a trajectory, and in the first rows of runs
     ) -> None:
-        """Set the policy and the window's first size."""
+        """Set the policy, and create a window with room for ``steps`` vector steps."""
         space = self.env.single_action_space
         self.random = RandomPolicy(space, self.num_envs, self.device, seed)
         if hasattr(policy, "in_keys") and hasattr(policy, "out_keys"):
@@ -133,7 +133,7 @@ class Runner:
         )
 
     def prime(self, states: Columns) -> None:
-        """Carry these states too, as far as the policy writes them under ``"next"``.
+        """Also carry these recurrent states from step to step, if the policy writes them under ``"next"``.
 
         Raises:
             RuntimeError: the env has been stepped without them.
@@ -159,7 +159,7 @@ class Runner:
             self.states[key] = self._defaults[key] = value.expand(self.num_envs, *value.shape).contiguous()
 
     def reset(self, seed: int | None = None) -> None:
-        """Reset the env: every open trajectory is cut here."""
+        """Reset the env; every trajectory still open ends here as a cut."""
         window = self.window
         if window.steps and not self._dense_finals:
             # Rows that wait in the window lose the next step, which has held their next observations. (Under
@@ -173,13 +173,13 @@ class Runner:
         self.started = True
 
     def forget(self) -> None:
-        """Drop what waits in the window; the next step needs a reset first."""
+        """Discard the recorded transitions; the next step needs a reset first."""
         self.window.restart(self.num_envs)
         self._infos_seen.clear()
         self.started = False
 
     def step(self, random: bool = False) -> None:
-        """One vector step: record what the policy sees, act, step, record what came of it."""
+        """Make one vector step: record the policy's input, act, step the env, record the results."""
         window, stream, keys = self.window, self.stream, self.keys
         info = self._info
         seen = [self._obs] if self._one_obs else leaves_at(self._obs, keys.obs_paths)
@@ -291,7 +291,7 @@ class Runner:
         return to_torch(value, self.device)
 
     def waiting_ids(self) -> Tensor:
-        """The trajectories (int64 ``[n]``) of the transitions that wait in the window."""
+        """Return the trajectory ids (int64 ``[n]``) of the transitions that no batch has taken yet."""
         window = self.window
         if not window.steps:
             return torch.empty(0, dtype=torch.int64, device=self.device)
@@ -299,7 +299,7 @@ class Runner:
         return window.gather(self.keys.traj, cells)
 
     def lay_out(self, mask: Array, compact: bool) -> tuple[TensorDict, TensorDict | None]:
-        """The True cells as one flat batch, trajectory after trajectory, and its *final* if compact."""
+        """Build a flat batch of the transitions where ``mask`` is True, and its ``final`` if compact."""
         missing = [name for name in self.keys.infos if name not in self._infos_seen]
         if missing:
             names = sorted(key for key in self._info if not key.startswith("_"))

@@ -1,4 +1,4 @@
-"""Complete trajectories out of a stream of flat batches that cut them."""
+"""Joins the pieces of trajectories that successive flat batches cut, for batches of complete trajectories."""
 
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ from flatroll.layout.keys import DONE, NestedKey, marker, require
 
 
 class TrajectoryJoiner:
-    """Holds the rows of open trajectories back until they end.
+    """Keeps the rows of unfinished trajectories until they end, and returns complete trajectories.
 
     Complete trajectories come in the order of the windows that ended them, within one window by id. So the
     first ones of a run are the short ones; over a whole run none is left out but those still open.
@@ -27,7 +27,7 @@ class TrajectoryJoiner:
         self._ready: list[TensorDict] = []
 
     def add(self, batch: TensorDict) -> None:
-        """Take a window in."""
+        """Add a flat batch; trajectories that it completes become available to :meth:`pop`."""
         rows = batch if self._open is None else cast(TensorDict, TensorDict.cat([self._open, batch]))
         # Stable: the rows of one trajectory keep their order in time.
         rows = rows[require(rows, self._traj_key).argsort(stable=True)]
@@ -53,6 +53,6 @@ class TrajectoryJoiner:
         return cast(TensorDict, TensorDict.cat(ready))
 
     def drop_open_but(self, ids: Tensor) -> None:
-        """Drop the open trajectories that are not among these: a reset has cut them."""
+        """Drop unfinished trajectories whose id is not in ``ids``: a reset has cut them."""
         if self._open is not None:
             self._open = self._open[torch.isin(require(self._open, self._traj_key), ids)]

@@ -1,4 +1,4 @@
-"""The window: the last vector steps, time-major as they came, and the flat batches made of them, run after run.
+"""The window: records vector steps time-major, and builds flat batches from them, run after run.
 
 Every column is one array ``[steps, E, ...]`` written in place, one row for each vector step. Nothing is dropped,
 joined or sorted while stepping; `Window.lay_out` does it once for each batch. A *cell* is one row of one step; its
@@ -31,7 +31,7 @@ from flatroll.wrappers.arrays import Array, select, to_torch
 
 
 class Window:
-    """Columns ``[steps, E, ...]`` that grow, and flat batches of the cells that are transitions."""
+    """Growing columns ``[steps, E, ...]`` of recorded vector steps, from which flat batches are built."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Window:
         self._finals: dict[NestedKey, list[tuple[Array, Array]]] = {}
 
     def put(self, keys: Iterable[NestedKey], values: Iterable[Any]) -> None:
-        """Write values ``[E, ...]`` at the current step, each into the column of its key."""
+        """Record values ``[E, ...]`` of the current step, one for each key."""
         columns, step = self.columns, self.steps
         for key, value in zip(keys, values):  # noqa: B905 (strict costs as much as a column)
             try:
@@ -70,7 +70,7 @@ class Window:
                 self._allocate(key, value)[step] = value
 
     def put_loose(self, key: NestedKey, value: Any) -> None:
-        """`put` for a value that may change its dtype between steps, or be None: then the cells become 0."""
+        """Record a value whose dtype may change between steps; None is recorded as 0."""
         column = self.columns.get(key)
         if value is None:
             if column is not None:
@@ -87,11 +87,11 @@ class Window:
         self.put((key,), (value,))
 
     def put_final(self, key: NestedKey, envs: Array, values: Array, step: int) -> None:
-        """Keep the true next observations of the given envs at a step."""
+        """Record the true next observations of the envs ``envs`` at step ``step``."""
         self._finals.setdefault(key, []).append((envs + step * self.num_envs, values))
 
     def advance(self) -> None:
-        """The current step is complete."""
+        """Finish the current step and make room for the next one."""
         self.steps += 1
         if self.steps + 1 < self._room:  # one row is kept for what follows the last step
             return
@@ -102,7 +102,7 @@ class Window:
             self.columns[key] = wide
 
     def count(self) -> int:
-        """How many transitions wait in the window. Waits for the device only if the env has dead rows."""
+        """Count the recorded transitions that no batch has taken; may synchronise with the device."""
         if not self.steps:
             return 0
         if self._all_valid:
@@ -110,7 +110,7 @@ class Window:
         return int(np.count_nonzero(self.valid()))
 
     def valid(self) -> Array:
-        """Which cells are transitions not yet taken: bool ``[steps, E]`` on the host."""
+        """Return which recorded cells are transitions that no batch has taken; bool ``[steps, E]``, NumPy."""
         if self._all_valid:
             mask = np.ones((self.steps, self.num_envs), dtype=bool)
         else:
@@ -120,7 +120,7 @@ class Window:
         return mask
 
     def first_cells(self, count: int) -> tuple[Array, int]:
-        """The first ``count`` transitions in order of time: bool ``[steps, E]``, and where the last step is cut.
+        """Select the oldest ``count`` transitions: bool ``[steps, E]``, and how many envs of the last step.
 
         That is the number of envs of the last step that they reach; all transitions left over lie beyond it.
         """
@@ -132,7 +132,7 @@ class Window:
         return mask, reached
 
     def lay_out(self, mask: Array, compact: bool) -> tuple[TensorDict, TensorDict | None]:
-        """The True cells as one flat batch ``[N]``, trajectory after trajectory, and its *final* if compact."""
+        """Build a flat batch ``[N]`` of the True cells, run after run, and its ``final`` if compact."""
         keys = self._keys
         # Numbers of the True cells, env after env, each in order of time: int64 [N].
         host_cells: Array = np.arange(mask.size).reshape(mask.shape).T[mask.T]
@@ -173,7 +173,7 @@ class Window:
         return batch, None
 
     def gather(self, key: NestedKey, cells: Tensor) -> Tensor:
-        """Rows of a column at the cells (numbers int64 ``[N]``), in new memory."""
+        """Copy a column's values at ``cells`` (flat indices, int64 ``[N]``) into a new tensor."""
         column = self.columns[key]
         if not isinstance(column, Tensor):
             column = torch.from_numpy(column)  # a view: index_select makes the copy
@@ -217,7 +217,7 @@ class Window:
             )
 
     def restart(self, surplus_from: int) -> None:
-        """Begin anew. The cells of the last step from this env on stay, as step 0."""
+        """Clear the window, but keep the last step's cells from env ``surplus_from`` on as step 0."""
         last = self.steps - 1
         first = last * self.num_envs  # number of the last step's first cell
         self.steps = self.taken = 0
@@ -258,7 +258,7 @@ def _zeros_like(array: Array, shape: tuple[int, ...]) -> Array:
 def compact_batch(
     batch: TensorDict, keys: ColumnKeys, next_obs: dict[NestedKey, Tensor] | None = None
 ) -> tuple[TensorDict, TensorDict]:
-    """The batch without what its own later rows say, and its *final*: the observations ``[K]`` no row holds.
+    """Drop the next observations that later rows hold; return the batch, and the other ones as ``final``.
 
     Args:
         batch: a flat batch.

@@ -1,4 +1,4 @@
-"""Gymnasium vector wrappers that mark rows, and `as_vector_env`, which puts any env under one contract."""
+"""Gymnasium vector wrappers that mark episode boundaries, and `as_vector_env`, which adapts any env."""
 
 from flatroll.wrappers.adapt_env import find_stream
 from flatroll.wrappers.arrays import map_tree

@@ -1,4 +1,4 @@
-"""Any environment adapted to one contract: which adapter it gets, and the errors where none fits."""
+"""Chooses the adapter for an environment, and raises the errors if none fits."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def adapt_env(
     final_obs: FinalObs = "auto",
     own_buffers: bool | str = "auto",
 ) -> VectorEnv[Any, Any, Any]:
-    """The env as a `VectorStream`, or as it is if it is adapted already; see `as_vector_env` for the arguments."""
+    """Adapt the env to a `VectorStream`, unless it is one already; arguments: see `as_vector_env`."""
     if own_buffers not in ("auto", True, False):
         raise ValueError(f"own_buffers must be 'auto', True or False, got {own_buffers!r}")
     adapted: VectorEnv[Any, Any, Any]
@@ -56,7 +56,7 @@ def adapt_env(
 
 
 def find_stream(env: Any) -> VectorStream | None:
-    """The adapted env inside a stack of vector wrappers, if there is one."""
+    """Return the `VectorStream` inside a stack of wrappers, or None."""
     return next((layer for layer in layers(env) if isinstance(layer, VectorStream)), None)
 
 

@@ -1,4 +1,4 @@
-"""Arrays in NumPy or torch: trees of them, the few operations that the wrappers need, the check of actions."""
+"""Operations on NumPy arrays or torch tensors and trees of them, and the check of a policy's actions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -28,12 +28,12 @@ def map_tree(fn: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
 
 
 def own(array: Array) -> Array:
-    """A copy with its own memory."""
+    """Return a copy."""
     return array.clone() if isinstance(array, Tensor) else array.copy()
 
 
 def select(mask: Array, chosen: Array, other: Array) -> Array:
-    """Rows of ``chosen`` where ``mask`` (shape ``(E,)``) is True, else of ``other``; new memory, no host sync."""
+    """Take envs from ``chosen`` where ``mask`` (``(E,)``) is True, else from ``other``; a copy, no sync."""
     mask = mask.reshape(mask.shape[0], *(1,) * (other.ndim - 1))
     if isinstance(other, Tensor):
         return torch.where(mask, chosen, other)
@@ -41,7 +41,7 @@ def select(mask: Array, chosen: Array, other: Array) -> Array:
 
 
 def fill_rows(array: Array, mask: Array, value: Any) -> Array:
-    """Set the rows of ``array`` where ``mask`` (shape ``(E,)``) is True, in place; no host sync."""
+    """Set ``array`` in place for the envs where ``mask`` (shape ``(E,)``) is True; no host sync."""
     if array.ndim > 1:
         mask = mask.reshape(mask.shape[0], *(1,) * (array.ndim - 1))
     if isinstance(array, Tensor):
@@ -51,7 +51,7 @@ def fill_rows(array: Array, mask: Array, value: Any) -> Array:
 
 
 def full(like: Array, size: int, value: float, dtype: torch.dtype) -> Array:
-    """A constant vector of ``size`` rows in the framework and on the device of ``like``."""
+    """Create a vector of ``size`` equal values in the framework and on the device of ``like``."""
     if isinstance(like, Tensor):
         return torch.full((size,), value, dtype=dtype, device=like.device)
     return np.full(
@@ -60,7 +60,7 @@ def full(like: Array, size: int, value: float, dtype: torch.dtype) -> Array:
 
 
 def first_leaf(tree: Tree) -> Array:
-    """Any one leaf: it tells the framework and the device."""
+    """Return the first leaf of a tree, to find its framework and device."""
     while isinstance(tree, (dict, tuple)):
         tree = next(iter(tree.values())) if isinstance(tree, dict) else tree[0]
     return tree
@@ -87,7 +87,7 @@ def to_torch(array: Array, device: torch.device | None = None) -> Tensor:
 
 
 class ActionCheck:
-    """Turns what a policy gave into what the env takes, or says what is wrong with it.
+    """Converts a policy's actions to the env's dtype and shape, or raises an error that says what is wrong.
 
     Accepts NumPy arrays, torch tensors and lists; casts to the single space's dtype where that loses no kind
     (int to float, float64 to float32, never float to int); checks the row count and the shape.

@@ -1,4 +1,4 @@
-"""`as_vector_env`, the door of the room: anything a user already has, under one contract."""
+"""`as_vector_env`, which adapts any environment to a single vector-env interface."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def as_vector_env(
     own_buffers: bool | str = "auto",
     policy: Any = None,
 ) -> VectorEnv[Any, Any, Any]:
-    """Put any environment under one vector-env contract; the wrappers and collectors call it by themselves.
+    """Adapt any environment to one vector-env interface; wrappers and collectors call it themselves.
 
     What comes out keeps to this, whatever went in:
 
@@ -71,7 +71,7 @@ def as_vector_env(
 
 
 def set_recurrent_primers_from(env: Any, policy: Any) -> VectorEnv[Any, Any, Any]:
-    """Give ``env`` what the recurrent parts of ``policy`` need: ``is_init``, and the states that episodes start from.
+    """Wrap ``env`` with InitTracker and RecurrentPrimer, as far as the policy's recurrent modules need it.
 
     Asked again it changes nothing; so it does for a policy without recurrent parts.
 

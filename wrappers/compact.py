@@ -1,4 +1,4 @@
-"""Wrappers for storing next observations: as small differences, or only where no later row holds them."""
+"""Wrappers that shrink next observations: to differences, or to those that no later row holds."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from flatroll.wrappers.stream import VectorStream, observation_leaves
 
 
 def final_of(info: dict[str, Any], stream: VectorStream) -> Tree | None:
-    """The last observations of the ended rows of a SAME_STEP env (dense), or None if the env hides them."""
+    """Return the last observations of ended episodes (``(E, ...)``, SAME_STEP only); None if hidden."""
     final = info.get("final_obs")
     if final is None and stream.has_final and stream.any_ended is not False:
         raise ValueError(
@@ -24,7 +24,7 @@ def final_of(info: dict[str, Any], stream: VectorStream) -> Tree | None:
 
 
 def true_next(obs: Tree, info: dict[str, Any], stream: VectorStream) -> Tree:
-    """The true next observation of the step just made: never a reset observation where the env tells it."""
+    """Return the true next observation of the last step, not that of a reset, as far as the env shows it."""
     final = final_of(info, stream)
     if final is None or stream.any_ended is False or not stream.same_step:
         return obs
@@ -32,7 +32,7 @@ def true_next(obs: Tree, info: dict[str, Any], stream: VectorStream) -> Tree:
 
 
 class CompactObs(MarkerWrapper):
-    """Adds the observations that no later row will hold: ``info["final_obs"]`` and ``info["_final_obs"]``.
+    """Adds ``info["final_obs"]`` and ``info["_final_obs"]``: next observations that no later row will hold.
 
     In every autoreset mode alike, ``final_obs`` is dense (the tree and shapes of the observation) and
     ``_final_obs`` is bool ``(E,)``, True where the step just made ended an episode whose last observation is
@@ -59,7 +59,7 @@ class CompactObs(MarkerWrapper):
         info["_final_obs"] = full(self.stream.first, self.num_envs, False, torch.bool)
 
     def step(self, actions: Tree) -> Step:
-        """Step, and mark the rows whose last observation is in ``info["final_obs"]``."""
+        """Step the env; mark the sub-envs whose last observation is in ``info["final_obs"]``."""
         result = self.env.step(actions)
         info, stream = result[4], self.stream
         # NEXT_STEP shows the last observation itself. The mask is given away, so it is a copy.
@@ -69,7 +69,7 @@ class CompactObs(MarkerWrapper):
 
 
 class ObservationDelta(MarkerWrapper):
-    """Adds ``info["delta"]``; `NextObservationDelta` is its public name, with the arguments."""
+    """Implements `NextObservationDelta`, which documents the arguments: adds ``info["delta"]``."""
 
     is_column = False
 
@@ -92,7 +92,7 @@ class ObservationDelta(MarkerWrapper):
         self._obs = obs
 
     def step(self, actions: Tree) -> Step:
-        """Step, and subtract."""
+        """Step the env; add the difference between next and current observation."""
         result = self.env.step(actions)
         obs, info, stream = result[0], result[4], self.stream
         next_obs = true_next(obs, info, stream)

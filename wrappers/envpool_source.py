@@ -13,7 +13,7 @@ from flatroll.wrappers.source import Capabilities, Info, Step, VectorSource
 
 
 class EnvPoolSource(VectorSource):
-    """envpool in sync mode. Its arrays are fresh at each step, its autoreset is strictly NEXT_STEP."""
+    """Adapts envpool in sync mode, which returns new arrays at each step and autoresets in NEXT_STEP mode."""
 
     def __init__(self, env: Any) -> None:
         config: Any = getattr(env, "config", {})
@@ -94,7 +94,7 @@ def _cast_discrete(obs: Tree, space: spaces.Space[Any]) -> Tree:
 
 
 def mend_bounds(space: spaces.Space[Any]) -> spaces.Space[Any]:
-    """Give "unbounded" Box spaces their infinite bounds back.
+    """Replace bounds that envpool writes for "unbounded" Box spaces by infinite ones.
 
     Several envpool families declare ``low = finfo.tiny`` (the smallest *positive* number) and
     ``high = finfo.max`` where they mean no bound, so that no negative observation is inside.

@@ -12,7 +12,7 @@ from flatroll.wrappers.source import Capabilities, Info, Step, VectorSource, lay
 
 
 class GymSource(VectorSource):
-    """A Gymnasium vector env (Sync, Async, native, custom), possibly under Gymnasium's own wrappers."""
+    """Adapts a Gymnasium vector env (Sync, Async, native, custom), with or without Gymnasium's wrappers."""
 
     def __init__(self, env: VectorEnv[Any, Any, Any], mode: AutoresetMode, own_buffers: bool | str) -> None:
         base = env.unwrapped

@@ -1,4 +1,4 @@
-"""Wrappers that mark rows: where episodes begin, how far they are, whose they are, what they earned.
+"""Wrappers that add markers to ``info``: episode starts, step counts, trajectory ids, returns, primers.
 
 Each is a `gymnasium.vector.VectorWrapper` that only adds entries to ``info``, so any trainer can use it. The
 entries describe the observation that comes with them; ``episode_reward`` belongs to the step just made. They
@@ -21,7 +21,7 @@ from flatroll.wrappers.stream import VectorStream
 
 
 class MarkerWrapper(VectorWrapper):
-    """Base of the wrappers that mark rows; for markers of your own, too.
+    """Base of the wrappers that add markers to ``info``, your own included.
 
     It finds or makes the adapted env below, ``self.stream``, and refuses a second copy of itself. A subclass
     implements two methods, and each must put an array with one row for each env, ``[E]`` or ``[E, ...]``, of its own
@@ -83,7 +83,7 @@ class MarkerWrapper(VectorWrapper):
         """Before 1.3 Gymnasium closes a dropped wrapper's env, which is the caller's."""
 
     def reset(self, *, seed: Seed = None, options: Info | None = None) -> tuple[Tree, Info]:
-        """Reset, and mark the rows that were reset."""
+        """Reset the env; add the markers of the sub-envs that were reset."""
         mask = (options or {}).get("reset_mask")
         env: Any = self.env  # Gymnasium types the seed of vector envs as an int only
         obs, info = env.reset(seed=seed, options=dict(options) if options else None)
@@ -98,7 +98,7 @@ class MarkerWrapper(VectorWrapper):
 
 
 class InitTracker(MarkerWrapper):
-    """Adds ``info["is_init"]``: bool ``(E,)``, the observation returned with it is the first of an episode.
+    """Adds ``info["is_init"]``: bool ``(E,)``, True where the returned observation is an episode's first.
 
     A collector stores it as ``is_init`` ``[N, 1]``.
 
@@ -120,7 +120,7 @@ class InitTracker(MarkerWrapper):
         info[self.info_name] = own(self.stream.first)
 
     def step(self, actions: Tree) -> Step:
-        """Step, and mark the rows that now show a first observation."""
+        """Step the env; mark the sub-envs whose returned observation is an episode's first."""
         result = self.env.step(actions)
         result[4][self.info_name] = self.stream.first  # no copy: the stream makes it afresh at each step
         return result
@@ -180,7 +180,7 @@ class StepCounter(MarkerWrapper):
         info[self.info_name] = own(self._count)
 
     def step(self, actions: Tree) -> Step:
-        """Step, and count the rows that go on."""
+        """Step the env; count the steps of each running episode."""
         result = self.env.step(actions)
         count = self._count + 1
         if self.stream.any_first is not False:  # None: on a device, where asking would wait
@@ -230,7 +230,7 @@ class TrajId(MarkerWrapper):
         info[self.info_name] = own(self._ids)
 
     def step(self, actions: Tree) -> Step:
-        """Step, and give the rows that now show a first observation a new id."""
+        """Step the env; give a new id to each sub-env whose observation is an episode's first."""
         result = self.env.step(actions)
         if self.stream.any_first is not False:
             self._ids = self._ids + self.stream.first * self.num_envs  # bool counts as 0 or 1
@@ -238,7 +238,7 @@ class TrajId(MarkerWrapper):
         return result
 
     def state_dict(self) -> dict[str, int]:
-        """The highest episode number handed out: after `load_state_dict`, ids go on above it."""
+        """Return the highest episode number used, so that ids continue above it after a restart."""
         if self._ids is None:
             return {"writer": self.writer, "episode": self._episode}
         top = int(self._ids.max()) - (self.writer << 40)  # episode * E + env of the newest episode
@@ -279,7 +279,7 @@ class RewardSum(MarkerWrapper):
         info[self.info_name] = own(self._sum)
 
     def step(self, actions: Tree) -> Step:
-        """Step, and add up the reward of the rows that are transitions."""
+        """Step the env; add the rewards of all transitions (a reset-only step is none) to the returns."""
         result = self.env.step(actions)
         stream = self.stream
         reward = result[1]
@@ -296,7 +296,7 @@ class RewardSum(MarkerWrapper):
 
 
 class RecurrentPrimer(MarkerWrapper):
-    """Adds the states that a policy's episodes start from to the ``info`` of each reset, one row for each env.
+    """Adds a recurrent policy's initial states to the ``info`` of each reset, ``(E, ...)``.
 
     A state under a nested key stands in dicts: ``info["agent"]["h"]`` for ``("agent", "h")``.
 

@@ -1,4 +1,4 @@
-"""The recurrent states that a policy declares: what its episodes start from."""
+"""Collects the initial recurrent states that the modules of a policy declare."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ States = dict[NestedKey, Tensor]
 
 
 def recurrent_states(policy: Any) -> States:
-    """The states that the recurrent parts of ``policy`` declare: the value of one row at an episode's start, by key.
+    """Return the initial recurrent states of one env that ``policy``'s modules declare, by key.
 
     A recurrent part has ``make_tensordict_primer()``. Empty for a policy without one.
 
@@ -70,7 +70,7 @@ def _defaults(primer: Any) -> Iterator[tuple[NestedKey, Tensor]]:
 
 
 def check_same(key: NestedKey, known: Tensor | None, value: Tensor) -> None:
-    """Refuse a second, different value of one state."""
+    """Raise ValueError if a state is declared twice with different initial values."""
     if known is None:
         return
     if known.shape != value.shape or not torch.equal(known.to(value), value):

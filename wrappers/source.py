@@ -1,4 +1,4 @@
-"""`VectorSource`, the base class of environment adapters, and `Capabilities`, which says what an adapted env can do."""
+"""`VectorSource`, the base class of environment adapters, and `Capabilities`, what an env supports."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ Step: TypeAlias = tuple[Tree, Array, Array, Array, Info]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an adapted env can do.
+    """What an adapted env supports: device, framework, partial resets, seeding and more.
 
     Attributes:
         device: where its arrays live.
@@ -51,7 +51,7 @@ class Capabilities:
 
 
 class VectorSource(ABC):
-    """Base of the adapters: one subclass for each family of vector environments.
+    """Base of the adapters: one subclass for each family of vector environments (Gymnasium, envpool, torch).
 
     A subclass speaks its env's own dialect: it must implement `reset` and `step`, and `final_obs` if the env resets
     ended rows in the same step and shows their last observations. All arrays it returns belong to the caller: an
@@ -118,7 +118,7 @@ class VectorSource(ABC):
 
     @abstractmethod
     def step(self, actions: Tree) -> Step:
-        """Step all rows; the actions have the space's shape and dtype, one row for each env.
+        """Step all sub-envs; actions ``(E, ...)`` have the action space's dtype.
 
         Returns:
             Observations, reward, terminated, truncated and info. Reward and flags have one entry for each env; the
@@ -126,7 +126,7 @@ class VectorSource(ABC):
         """
 
     def final_obs(self, info: Info, obs: Tree, ended: Array, given: Any = None) -> Tree | None:
-        """The last observations of the rows that the step just made has ended and the env has reset.
+        """Return the last observations of the episodes that ended in the last step; SAME_STEP mode only.
 
         Only asked of a SAME_STEP env. The default: ``given``, or else none is shown: then set
         ``Capabilities(hides_final_obs=True)``, or the first observation of the next episode is taken for it.

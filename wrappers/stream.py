@@ -1,4 +1,4 @@
-"""The one transition stream: every vector env under one contract, with the row facts all markers share."""
+"""`VectorStream`: the interface that every adapted vector env has, with flags shared by all markers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ FinalObs = str | Callable[[dict[str, Any], Array], Tree] | None
 
 
 class VectorStream(VectorEnv[Any, Any, Any]):
-    """A vector env under the contract of `as_vector_env`, which makes it.
+    """An adapted vector env, made by `as_vector_env`, with flags ``first`` and ``ended`` for each sub-env.
 
     Besides Gymnasium's interface it has the *row facts* of the last ``reset`` or ``step``, arrays of shape
     ``(E,)`` on the env's device, made afresh each time, so that they may be kept:
@@ -103,7 +103,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 
     @property
     def valid(self) -> Array | None:
-        """Which rows of the step just made are transitions; None if all are (see the class)."""
+        """Which sub-envs made a transition in the last step, rather than only a reset; None if all did."""
         return None if self.same_step or not self._stepped else ~self.first
 
     @property
@@ -180,7 +180,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         return obs, info
 
     def step(self, actions: Tree) -> Step:
-        """Step all rows; see Gymnasium. ``info["final_obs"]`` is dense in a SAME_STEP env that knows it."""
+        """Step all sub-envs; in SAME_STEP mode ``info["final_obs"]`` is ``(E, ...)`` if the env shows it."""
         if not self._started:
             raise RuntimeError("step was called before reset: call env.reset() first")
         self._stepped = True
@@ -279,7 +279,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 
 
 def observation_leaves(space: spaces.Space[Any]) -> list[tuple[NestedKey, tuple[Any, ...]]]:
-    """The batch key and the place in the tree of each observation entry.
+    """List the batch key and the tree path of each observation entry.
 
     >>> from gymnasium.spaces import Box, Dict
     >>> observation_leaves(Box(0, 1, (2,)))
@@ -301,7 +301,7 @@ def observation_leaves(space: spaces.Space[Any]) -> list[tuple[NestedKey, tuple[
 def space_leaves(
     space: spaces.Space[Any], key: tuple[str, ...], path: tuple[Any, ...] = ()
 ) -> list[tuple[NestedKey, tuple[Any, ...]]]:
-    """The batch key, below ``key``, and the place in the tree, below ``path``, of each leaf of a space.
+    """List the batch key (starting with ``key``) and the tree path (with ``path``) of each leaf of a space.
 
     >>> space_leaves(spaces.Tuple((spaces.Discrete(2), spaces.Dict(a=spaces.Discrete(3)))), ("action",))
     [(('action', '0'), (0,)), (('action', '1', 'a'), (1, 'a'))]
@@ -316,7 +316,7 @@ def space_leaves(
 
 
 def check_space(space: Any, name: str) -> None:
-    """Refuse spaces whose samples are not arrays of one shape."""
+    """Raise TypeError unless samples of ``space`` are arrays of fixed shape, or trees of them."""
     if isinstance(space, spaces.Dict):
         for key, child in space.spaces.items():
             check_space(child, f"{name}[{key!r}]")

@@ -96,7 +96,7 @@ class TorchSource(VectorSource):
 
     @override
     def final_obs(self, info: Info, obs: Tree, ended: Array, given: Any = None) -> Tree | None:
-        """The final observations of this step: dense, or as mjlab's env_ids and rows, or None if hidden."""
+        """Return this step's final observations: ``(E, ...)``, mjlab's (env_ids, values), or None."""
         if given is None:
             given = info.get("final_obs", info.get("final_observation"))
         if given is not None:
@@ -114,7 +114,7 @@ class TorchSource(VectorSource):
 
 
 class TorchView(VectorSource):
-    """A NumPy source seen as a torch one: the same env, its arrays as tensors on ``device``."""
+    """Adapts a NumPy env so that its arrays are returned as tensors on ``device``."""
 
     def __init__(self, source: VectorSource, device: torch.device | None) -> None:
         self._source = source

@@ -1,1 +1,1 @@
-"""Clocks, memory counters and tables that the benchmarks share."""
+"""Shared tools of the benchmarks: timing, memory and tables."""

@@ -1,4 +1,4 @@
-"""Counting the bytes of tensors as they come and go: what a computation needs at its worst moment."""
+"""Counts the bytes of live tensors, to find a computation's peak memory."""
 
 import weakref
 from collections.abc import Callable
@@ -52,7 +52,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
 
 def peak_of(call: Callable[[], object]) -> int:
-    """The most bytes of tensors that live at one time during the call, beyond those that were there."""
+    """Return the peak bytes of live tensors during a call, beyond those that existed before."""
     counted = LiveBytes()
     with counted:
         call()

@@ -1,4 +1,4 @@
-"""Peak memory of a call as the operating system counts it, what libraries take for themselves included; Linux."""
+"""Measures a call's peak memory as the operating system counts it (Linux), all libraries included."""
 
 import ctypes
 import gc
@@ -9,7 +9,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def resident_peak(call: Callable[[], object]) -> float:
-    """Megabytes by which the process grows at the worst moment of a call; NaN where the system does not say.
+    """Return the MB by which the process grows at a call's peak; NaN if the system does not report it.
 
     Freed memory that the allocator keeps for later is given back before, so that nothing is served from it unseen.
     Call it once before: what a first call sets up for good is no part of its peak.

@@ -1,4 +1,4 @@
-"""Measuring on a shared machine: contenders take turns in one process, and ratios are taken turn by turn."""
+"""Times contenders in turns in one process, so that load from other programs hits all of them alike."""
 
 import statistics
 import time
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call of one contender, turn by turn."""
+    """Seconds per call of one contender, one value per turn."""
 
     name: str
     turns: tuple[float, ...]
@@ -26,7 +26,7 @@ def take_turns(
     calls: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
-    """Call every contender once to warm it up, then ``turns`` times in turn, each time ``calls`` times.
+    """Time contenders: one warm-up call each, then ``turns`` rounds of ``calls`` calls each.
 
     For work of one thread, the clock ``time.thread_time`` leaves out what other programs take of the core.
     """
@@ -43,7 +43,7 @@ def take_turns(
 
 
 def waited(run: Callable[[], object]) -> Callable[[], None]:
-    """With the GPU's work done when it returns."""
+    """Wrap a call so that it waits for the GPU before it returns."""
 
     def whole() -> None:
         run()
@@ -58,7 +58,7 @@ def ratio(a: Timing, b: Timing) -> float:
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
+    """Format a Markdown table."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join(lines)

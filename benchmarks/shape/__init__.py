@@ -1,1 +1,1 @@
-"""The shape of the code in numbers: hops, import chains, sizes, comments."""
+"""Code metrics: functions entered per call, import chains, file sizes, comments."""

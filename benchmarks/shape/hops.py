@@ -1,4 +1,4 @@
-"""Hops: how many functions and files of the library one call enters, which is what its reader has to follow.
+"""Counts hops: the functions and files of flatroll that one call enters, which a reader has to follow.
 
 ``python -m flatroll.benchmarks.shape.hops`` prints the table; ``... hops GAE`` lists the functions that GAE enters.
 Comprehensions and generator expressions are part of the function they stand in. Every call is counted the second
@@ -41,7 +41,7 @@ class Function(NamedTuple):
 
 
 def entered(call: Callable[[], object]) -> set[Function]:
-    """The functions of the library that a call enters, in this thread."""
+    """Return flatroll's functions that a call enters in this thread."""
     found: set[Function] = set()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
@@ -62,12 +62,12 @@ def entered(call: Callable[[], object]) -> set[Function]:
 
 
 def marked_env() -> gym.vector.VectorEnv[Any, Any, Any]:
-    """CartPole with all three markers."""
+    """Create CartPole with all three marker wrappers."""
     return InitTracker(StepCounter(TrajId(gym.make_vec("CartPole-v1", num_envs=ENVS))))
 
 
 def make_calls() -> dict[str, Callable[[], object]]:
-    """The calls that are counted, by name; each can be made again and again."""
+    """Return the calls to count by name; each can be made repeatedly."""
     parts: list[Any] = [
         TensorDictModule(nn.Linear(4, 2), ["observation"], ["logits"]),
         ProbabilisticTensorDictModule(

@@ -1,4 +1,4 @@
-"""The import graph: which file of the rooms imports which, and what follows from it: arrows, chains, circles.
+"""Builds the import graph of the source files, and finds its longest chain and its cycles.
 
 An import counts wherever it stands, in a function or under ``TYPE_CHECKING``, too. A name that a room's ``__init__``
 only passes on counts as imported from the file that defines it.
@@ -17,12 +17,12 @@ Graph = Mapping[str, set[str]]  # file -> the files that it imports, as dotted n
 
 
 def files_of(room: str, root: Path = ROOT) -> Iterator[Path]:
-    """The Python files of a room, sub-rooms included."""
+    """List the Python files of a top-level folder ("room"), subfolders included."""
     yield from sorted((root / room).rglob("*.py"))
 
 
 def dotted(file: Path, root: Path = ROOT) -> str:
-    """``buffers/index/ring.py`` as ``"buffers.index.ring"``; an ``__init__.py`` as its folder."""
+    """Return a file's module name: ``buffers/index/ring.py`` is ``"buffers.index.ring"``."""
     parts = file.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -37,7 +37,7 @@ def imported_names(node: ast.AST) -> list[str]:
 
 
 def import_graph(root: Path = ROOT) -> dict[str, set[str]]:
-    """Which file imports which, over all rooms; ``__init__`` files are looked through."""
+    """Return which file imports which; an import through ``__init__`` counts for the defining file."""
     trees = {
         dotted(file, root): ast.parse(file.read_text()) for room in ROOMS for file in files_of(room, root)
     }
@@ -50,7 +50,7 @@ def import_graph(root: Path = ROOT) -> dict[str, set[str]]:
     }
 
     def definer(name: str) -> str | None:
-        """The file that defines a dotted name, None if it is not of the rooms."""
+        """Return the file that defines a dotted name; None if it is outside the library."""
         while name in passed_on and name not in trees:
             name = passed_on[name]
         while name and name not in trees:
@@ -69,7 +69,7 @@ def import_graph(root: Path = ROOT) -> dict[str, set[str]]:
 
 
 def longest_chain(graph: Graph) -> list[str]:
-    """The longest chain of files each of which imports the next; arrows that close a circle are left out."""
+    """Return the longest chain of files in which each imports the next, ignoring edges that close a cycle."""
     closing = {(circle[-2], circle[-1]) for circle in circles(graph)}
 
     @cache
@@ -86,7 +86,7 @@ def longest_chain(graph: Graph) -> list[str]:
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """Circles in the graph, one for each arrow that closes one on a walk depth first."""
+    """List the import cycles, one for each edge that closes one in a depth-first search."""
     found: list[list[str]] = []
     done: set[str] = set()
 
@@ -104,7 +104,7 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def grouped(graph: Graph, depth: int) -> dict[str, set[str]]:
-    """The graph between folders: ``depth`` 1 for rooms, 2 for sub-rooms (a file beside them stands for itself)."""
+    """Return the graph between folders: ``depth`` 1 for top-level folders, 2 for their subfolders."""
 
     def folder(file: str) -> str:
         return ".".join(file.split(".")[:depth])

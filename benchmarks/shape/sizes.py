@@ -1,4 +1,4 @@
-"""Sizes: lines, functions and comments of each room, its longest file and function, its widest folder.
+"""Counts lines, functions and comments of each folder, and finds the longest file and function.
 
 ``python -m flatroll.benchmarks.shape.sizes [CHECKOUT]`` prints the table for this checkout or for another.
 """
@@ -20,7 +20,7 @@ LAYOUT_TOKENS = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one file holds, in lines; ``longest_function`` without its docstring."""
+    """The line counts of one file; ``longest_function`` excludes docstrings."""
 
     lines: int
     code: int
@@ -38,7 +38,7 @@ def docstring_lines(node: ast.AST) -> set[int]:
 
 
 def sizes_of(file: Path) -> Sizes:
-    """Count one file."""
+    """Count the lines of one file."""
     source = file.read_text()
     nodes = list(ast.walk(ast.parse(source)))
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -55,12 +55,12 @@ def sizes_of(file: Path) -> Sizes:
 
 
 def folder_sizes(root: Path = ROOT) -> Counter[str]:
-    """How many Python files stand in each folder of the rooms."""
+    """Count the Python files in each folder."""
     return Counter(str(file.parent.relative_to(root)) for room in ROOMS for file in files_of(room, root))
 
 
 def main(root: Path = ROOT) -> None:
-    """Print the table of the rooms and the longest import chain."""
+    """Print the table of folders and the longest import chain."""
     rows = []
     everything: list[Sizes] = []
     folders = folder_sizes(root)

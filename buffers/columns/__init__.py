@@ -1,1 +1,1 @@
-"""Storage columns: the forms in which one tensor of each row is kept (plain, frame stack, zstd, sparse, host block)."""
+"""Storage columns: the ways to store one entry of all rows (plain, frame stack, zstd, sparse, host block)."""

@@ -1,4 +1,4 @@
-"""One entry of every stored row, as a tensor or in a smaller form."""
+"""The base class of storage columns (one entry of all stored rows), and the plain tensor column."""
 
 import math
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class After(NamedTuple):
-    """Which new rows continue stored ones: row ``rows[j]`` of the written values comes right after ``slots[j]``.
+    """Tells a column which new rows continue stored rows: row ``rows[j]`` follows the one in ``slots[j]``.
 
     A hint, which a column may ignore. Both int64 ``[K]``; ``slots`` are slots of the storage, for side columns
     (`Column.pool`) too.
@@ -34,7 +34,7 @@ class After(NamedTuple):
 
 
 class Column(ABC):
-    """One entry of every row of a storage; a subclass decides how the values are kept.
+    """Stores one entry (say, the rewards) of all rows of a storage; subclasses choose the encoding.
 
     A subclass sets ``dtype`` and ``shape`` and implements :meth:`write`, :meth:`put`, :meth:`take`, :meth:`pool`,
     :meth:`grow` and :attr:`nbytes`. `ColumnStorage.make_column` puts it into a storage. Rows are written by one thread
@@ -77,45 +77,45 @@ class Column(ABC):
 
     @abstractmethod
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
-        """Store ``values`` ``[N, *shape]`` in ``slot`` and the N - 1 slots after it, all within the column."""
+        """Write ``values`` ``[N, *shape]`` to the N slots from ``slot`` on; they must not wrap around."""
 
     @abstractmethod
     def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> None:
-        """Store ``values`` ``[N, *shape]`` in ``slots`` (int64 ``[N]``, no slot twice)."""
+        """Write ``values`` ``[N, *shape]`` to ``slots`` (int64 ``[N]``, without duplicates)."""
 
     @abstractmethod
     def take(self, slots: Tensor) -> Tensor:
-        """Copies of the rows in ``slots`` (int64 ``[N]``, on any device): ``[N, *shape]``, on the column's device."""
+        """Return copies ``[N, *shape]`` of the rows in ``slots`` (int64 ``[N]``), on the column's device."""
 
     @abstractmethod
     def pool(self) -> "Column":
-        """A side column of no rows and the same kind, for observations that no row holds (``compact_obs``)."""
+        """Return a new, empty column of this kind, for next observations stored apart (``compact_obs``)."""
 
     @abstractmethod
     def grow(self, rows: int) -> None:
-        """Make the column at least ``rows`` long; what it holds stays. Only side columns grow."""
+        """Enlarge the column to at least ``rows`` rows and keep its values; called on pool columns only."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes that the column occupies."""
+        """Bytes of memory, or of disk, that the column takes."""
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of one row's value as it comes and goes."""
+        """Bytes of one row's value when decoded, as :meth:`take` returns it."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that one stored row takes, as far as it can be told."""
+        """Bytes that one stored row takes; an estimate where rows differ in size."""
         return self.value_bytes
 
     def state_dict(self, rows: int) -> dict[str, Any]:
-        """What :meth:`load_state_dict` needs of the first ``rows`` slots."""
+        """Return the values of the first ``rows`` slots for :meth:`load_state_dict`."""
         return {"values": self.take(torch.arange(rows))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Hold what the column that gave ``state`` held; grows as needed."""
+        """Restore the values from a :meth:`state_dict`; the column grows if it is too short."""
         values: Tensor = state["values"]
         self.grow(len(values))
         if len(values):
@@ -123,12 +123,12 @@ class Column(ABC):
 
     @property
     def flat(self) -> Array | None:
-        """The column's memory as bytes, row after row, for prefetching; None if there is no such memory."""
+        """The column's memory as a uint8 array, for prefetching; None if it is not one host array."""
         return None
 
 
 def differ(left: Tensor, right: Tensor) -> Tensor:
-    """Rows in which two tensors of one shape and dtype differ in any bit (so a NaN equals itself); bool ``[N]``.
+    """Compare two tensors row by row, bit by bit (a NaN equals itself): True where rows differ, bool ``[N]``.
 
     >>> differ(torch.tensor([0.0, torch.nan, 1.0]), torch.tensor([-0.0, torch.nan, 1.0]))
     tensor([ True, False, False])
@@ -159,7 +159,7 @@ def put_rows(column: Tensor, slots: Tensor, values: Tensor) -> None:
 
 
 class TensorColumn(Column):
-    """A column as it is: one tensor ``[rows, *shape]``, which stays where the caller made it.
+    """A column stored as one plain tensor ``[rows, *shape]``: the given one, which is not copied.
 
     >>> column = TensorColumn(torch.zeros(4, 2))
     >>> column.write(1, torch.ones(2, 2))
@@ -187,7 +187,7 @@ class TensorColumn(Column):
 
     @override
     def pool(self) -> "TensorColumn":
-        """A side column in memory, even if this one is in a file."""
+        """Return a new, empty column in memory, even if this one is in a file."""
         return TensorColumn(torch.empty((0, *self.shape), dtype=self.dtype, device=self.data.device))
 
     @override
@@ -214,7 +214,7 @@ class TensorColumn(Column):
 
 
 def plain_columns(columns: Mapping[NestedKey, Column]) -> "HostColumns[NestedKey]":
-    """Those of ``columns`` that are plain tensors in host memory, whose rows can be copied as bytes.
+    """Return those of ``columns`` that are plain tensors in host memory, whose rows are copied as bytes.
 
     >>> columns = plain_columns({"x": TensorColumn(torch.arange(4)), "y": TensorColumn(torch.zeros(2, 4).T)})
     >>> columns.take(torch.tensor([3, 0]))

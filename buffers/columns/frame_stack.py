@@ -1,4 +1,4 @@
-"""A column for stacks of frames that stores each single frame once, however many rows show it."""
+"""A column for frame stacks that stores each frame once, although several rows contain it."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ _NOTHING, _STORED, _BEFORE = 0, 1, 2  # as in kernels.rows.frame_rows, which nee
 
 
 class FrameColumn(Column):
-    """A column of stacks ``[stack, *frame]`` that keeps single frames and, per row, the numbers of its frames.
+    """A column of frame stacks ``[stack, *frame]``: it stores each frame once, and per row frame indices.
 
     A row's stack shares all frames but its newest with the row written just before it, or with the stored row that
     `After` names, where they agree bit by bit; frames that equal the one before them in their stack (the repeated
@@ -134,7 +134,7 @@ class FrameColumn(Column):
     @property
     @override
     def nbytes(self) -> int:
-        """Bytes of the frame numbers, and for the main column of the whole pool of frames."""
+        """Bytes of the frame indices and, unless this is a :meth:`pool` column, of all frames."""
         pool, own = self._frames, int(self._refs.nbytes)
         if self._main is not self:
             return own
@@ -149,7 +149,7 @@ class FrameColumn(Column):
 
     @property
     def frames_in_use(self) -> int:
-        """Frames that rows name, those of side columns included."""
+        """Number of stored frames that rows refer to, including rows of :meth:`pool` columns."""
         return int(self._frames.state["high"][0] - self._frames.state["spare"][0]) - 1
 
     @override
@@ -160,7 +160,7 @@ class FrameColumn(Column):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Hold what the column that gave ``state`` held. Side columns made before are void: make new ones."""
+        """Restore the values from a state; :meth:`pool` columns made before become invalid."""
         if self._main is not self:
             return super().load_state_dict(state)
         refs = state["refs"].numpy(force=True)
@@ -172,7 +172,7 @@ class FrameColumn(Column):
 
 
 class FramePool:
-    """Single frames, and how often the rows of `FrameColumn` s name each. Frame 0 is blank and never given up.
+    """Reference-counted frames shared by the rows of a `FrameColumn`; frame 0 is blank and never freed.
 
     Frames are integers ``[words]``. Frames that nobody names form a free list, linked through ``counts``: see
     `flatroll.kernels.rows.frame_rows`.
@@ -206,7 +206,7 @@ class FramePool:
         return flat.view(rows, stack, *self._shape)
 
     def look_up(self, refs: Array) -> tuple[Tensor, Array]:
-        """Frames ``[F, words]``, and the positions in them of the frames ``refs`` ``[K, stack]``, but the oldest."""
+        """Return frames ``[F, words]`` and where in them ``refs`` ``[K, stack]`` are, the oldest left out."""
         memory = self._host_memory()
         if memory is not None:  # all frames, in place
             return memory, refs
@@ -217,7 +217,7 @@ class FramePool:
         return copies, positions
 
     def take(self, refs: Array) -> Tensor:
-        """Copies of the frames ``refs``, int32 of any shape: ``[refs.size, words]`` on the device."""
+        """Return copies ``[refs.size, words]`` of the frames with indices ``refs`` (int32, any shape)."""
         memory, flat = self._host_memory(), refs.reshape(-1)
         if memory is not None:
             # Memory from NumPy, which asks the system for large pages where torch does not.
@@ -239,7 +239,7 @@ class FramePool:
         return values
 
     def put(self, frames: Array, words: Tensor, source: Array) -> None:
-        """Copy ``words[source]`` into ``frames`` (both int64 ``[N]``)."""
+        """Write ``words[source]`` to the frames with indices ``frames`` (both int64 ``[N]``)."""
         memory = self._host_memory()
         if memory is not None:
             kernels().copy(words.numpy(), source, memory.numpy(), frames)
@@ -265,7 +265,7 @@ class FramePool:
                 yield torch.from_numpy(at), column, torch.from_numpy(frames[at] - begin)
 
     def allocate(self, count: int) -> Array:
-        """``count`` frames that nobody names, int64; the pool grows by another column if it has not as many.
+        """Return the indices (int64) of ``count`` free frames; the pool grows if it has fewer.
 
         The columns stay where they are: growing copies nothing, and a reader loses nothing.
         """
@@ -281,7 +281,7 @@ class FramePool:
         return frames
 
     def state_dict(self) -> dict[str, Any]:
-        """The frames ever used, column by column."""
+        """Return the frames used so far, one state per allocated column of frames."""
         high = int(self.state["high"][0])
         begins = [begin for begin, _ in self.columns]
         sizes = np.diff([*begins, len(self.counts)]).tolist()
@@ -291,7 +291,7 @@ class FramePool:
         return {"sizes": sizes, "columns": columns}
 
     def load_state_dict(self, state: dict[str, Any], refs: Array) -> None:
-        """Hold the frames of ``state``, named by ``refs`` (int32 ``[rows, stack]``) and by nothing else."""
+        """Restore the frames of ``state`` and count their uses in ``refs`` (int32 ``[rows, stack]``)."""
         sizes: list[int] = state["sizes"]
         begins = np.cumsum([0, *sizes]).tolist()
         reused = [self.columns[0][1]] if sizes[0] == self._first_size else []
@@ -329,7 +329,7 @@ def match(words: Tensor, stored: Tensor, held: Array, hint: Array) -> tuple[Arra
 
 
 def match_by_torch(words: Tensor, stored: Tensor, held: Array, hint: Array) -> tuple[Array, Array, int]:
-    """`match` on any device; one wait for the device."""
+    """Do what `match` does with torch operations, on any device, with a single synchronisation."""
     rows, stack = words.shape[:2]
     hinted = np.flatnonzero(hint >= 0)
     at, picked = (torch.from_numpy(a).to(words.device) for a in (hinted, held[hint[hinted], 1:].reshape(-1)))
@@ -358,14 +358,14 @@ def _in_memory(frames: int, shape: tuple[int, ...], word: torch.dtype, device: t
 
 
 def kernels() -> ModuleType:
-    """The compiled kernels of the pool, imported late: numba takes 0.3 s, and only where frames are kept."""
+    """Import the compiled kernels of the pool, only when frames are stored: numba takes 0.3 s to load."""
     from flatroll.kernels.rows import frame_rows
 
     return frame_rows
 
 
 def check_stack(stack: int, shape: torch.Size, key: NestedKey | None = None) -> None:
-    """ValueError unless a row of ``shape`` is a stack of ``stack`` frames, at least 2.
+    """Raise ValueError unless ``shape`` is a stack of ``stack`` frames, at least 2, on the first axis.
 
     >>> check_stack(4, torch.Size([84, 84, 4]), "observation")
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""A column most of whose rows are zeros, such as recurrent states that were kept in few rows."""
+"""A column for values that are zero in most rows, such as recurrent states stored once per several rows."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from flatroll.buffers.columns.base import After, Column, differ
 
 
 class SparseColumn(Column):
-    """A column in which a row of zeros takes 4 bytes; the other rows are kept in full. Lossless.
+    """A lossless column that spends 4 bytes on an all-zero row and stores all other rows in full.
 
     Room for the other rows is made as they come, and used again when they are overwritten.
 
@@ -93,7 +93,7 @@ class SparseColumn(Column):
     @property
     @override
     def row_bytes(self) -> int:
-        """Bytes of a row: the mean of those written."""
+        """Mean bytes of the rows written so far."""
         used = len(self._entries) - 1 - len(self._spare)
         return self._place.element_size() + self.value_bytes * used // max(1, self._written)
 

@@ -1,4 +1,4 @@
-"""A column that compresses each row with zstd, without loss."""
+"""A column that compresses each row losslessly with zstd."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,7 @@ _POINTER, _HEADER = 8, 33  # bytes of a pointer, and of a Python bytes object be
 
 
 class ZstdColumn(Column):
-    """A column that keeps each row as one zstd frame, a Python ``bytes`` object.
+    """A column that stores each row as a Python ``bytes`` object, compressed with zstd.
 
     The first value written that is not all zeros (its last 16 KiB) is the dictionary of all rows: what later rows
     have in common with it takes next to no space, which makes Atari frames smaller by a third to two thirds. Rows
@@ -85,7 +85,7 @@ class ZstdColumn(Column):
 
     @override
     def take(self, slots: Tensor) -> Tensor:
-        """Copies of the rows in ``slots``, ``[N, *shape]``; rows never written are zeros."""
+        """Return the rows in ``slots`` decompressed, ``[N, *shape]``; rows never written are zeros."""
         distinct, inverse = slots.numpy(force=True), None
         if len(slots) > _FEW_ROWS:
             unique, positions = np.unique(distinct, return_inverse=True)
@@ -114,13 +114,13 @@ class ZstdColumn(Column):
     @property
     @override
     def nbytes(self) -> int:
-        """Bytes of the compressed rows and of the pointers to all."""
+        """Bytes of the compressed rows, plus one pointer for each slot."""
         return _POINTER * len(self._rows) + _HEADER * self._filled + self._bytes
 
     @property
     @override
     def row_bytes(self) -> int:
-        """Bytes of a compressed row: the mean of those written, 0 before there are any."""
+        """Mean bytes of the compressed rows written so far; 0 before the first."""
         return self._filled and _POINTER + _HEADER + self._bytes // self._filled
 
     @override
@@ -136,7 +136,7 @@ class ZstdColumn(Column):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Hold what the column that gave ``state`` held; rows of another dictionary are compressed anew."""
+        """Restore the values from a state; rows compressed with another dictionary are recompressed."""
         joined, sizes = state["rows"].numpy(force=True).tobytes(), state["sizes"].tolist()
         ends = np.cumsum(sizes).tolist()
         rows: Array = np.empty(len(sizes), object)

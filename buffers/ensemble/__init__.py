@@ -1,1 +1,1 @@
-"""Several replay buffers read as one."""
+"""An ensemble: several replay buffers sampled as one."""

@@ -1,4 +1,4 @@
-"""An ensemble: several replay buffers, sampled as one."""
+"""The replay buffer ensemble, which samples several replay buffers as one."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NoReturn, Self, overload
@@ -24,7 +24,7 @@ BUFFER_IDS: NestedKey = ("collector", "buffer_ids")
 
 
 class ReplayBufferEnsemble:
-    """Samples several replay buffers as one: several datasets, say, or demonstrations beside fresh data.
+    """Samples several replay buffers as one, such as several datasets, or demonstrations and fresh data.
 
     A sample of B rows is made of n = ``num_buffer_sampled`` members' samples of B / n rows each, after the members'
     own transforms: stacked, ``[n, B / n]``, or with ``stack=False`` laid end to end, ``[B]``. Tensordicts have the
@@ -127,7 +127,7 @@ class ReplayBufferEnsemble:
         return list(self._members[index]) if isinstance(index, slice) else self._members[index]
 
     def append_transform(self, transform: TransformLike) -> Self:
-        """Add a transform after those there are: an object with ``forward(td)``, or a function.
+        """Append a transform of the samples: an object with ``forward(td)``, or a function.
 
         Raises:
             TypeError: neither of the two.
@@ -150,7 +150,7 @@ class ReplayBufferEnsemble:
     ) -> tuple[Any, dict[str, Tensor]]: ...
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
-        """Draw a sample of ``batch_size`` rows in all, ``[n, batch_size / n]`` or ``[batch_size]`` (see the class).
+        """Draw ``batch_size`` rows from the members, ``[n, batch_size / n]`` or ``[batch_size]``.
 
         Args:
             batch_size: rows, default that of the ensemble.
@@ -232,18 +232,18 @@ class ReplayBufferEnsemble:
     # -- writing -----------------------------------------------------------------------------------------------
 
     def extend(self, data: Any, final: TensorDictBase | None = None) -> NoReturn:
-        """RuntimeError: an ensemble does not know which member is meant."""
+        """Raise RuntimeError: rows are written to a member, as the ensemble cannot know which one."""
         raise RuntimeError(
             f"an ensemble does not know for which of its {len(self._members)} members data are: extend one of them, "
             "rb[0].extend(batch)"
         )
 
     def add(self, data: Any) -> NoReturn:
-        """RuntimeError, as :meth:`extend`."""
+        """Raise RuntimeError, as :meth:`extend` does."""
         self.extend(data)
 
     def empty(self) -> None:
-        """Empty all members."""
+        """Remove all rows from all members."""
         for rb in self._members:
             rb.empty()
 
@@ -255,7 +255,7 @@ class ReplayBufferEnsemble:
         buffer_ids: Tensor,
         generation: Tensor | None = None,
     ) -> None:
-        """Set the priorities of rows, member by member; members without priorities are passed over.
+        """Set the priorities of rows in each member; members without priorities are skipped.
 
         Args:
             index: ``info["index"]``.
@@ -279,7 +279,7 @@ class ReplayBufferEnsemble:
                 )
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Set the priorities of a sample's rows, see `TensorDictReplayBuffer`; members without any are passed over.
+        """Set the priorities of a sample's rows from the sample; members without priorities are skipped.
 
         Raises:
             TypeError: no member has priorities, or one that has is no `TensorDictReplayBuffer`.
@@ -316,20 +316,20 @@ class ReplayBufferEnsemble:
     # -- state -------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, int]:
-        """The sums of the members' numbers, see `ReplayBuffer.stats`, and ``buffers``, how many members there are."""
+        """Return the members' `ReplayBuffer.stats` summed, and the number of members as ``buffers``."""
         each = [rb.stats() for rb in self._members]
         keys = dict.fromkeys(key for numbers in each for key in numbers if key != "bytes_per_row")
         return {"buffers": len(each)} | {key: sum(numbers.get(key, 0) for numbers in each) for key in keys}
 
     def state_dict(self) -> dict[str, Any]:
-        """The members' states and the generator's, for :meth:`load_state_dict`; owns its memory."""
+        """Return copies of the states of the members and of the random generator."""
         return {
             "members": [rb.state_dict() for rb in self._members],
             "generator": None if self.generator is None else self.generator.get_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Hold what the ensemble that gave ``state`` held, and draw as it would have drawn.
+        """Restore members and random state from a :meth:`state_dict`, so that the same samples follow.
 
         Raises:
             ValueError: another number of members, or members that do not fit, see `ReplayBuffer`; a generator on

@@ -1,4 +1,4 @@
-"""The parts of an ensemble's members, the choice among the members, and putting their samples together."""
+"""Chooses members of an ensemble, joins their samples, and exposes their storages, writers and samplers."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -68,12 +68,12 @@ class StorageEnsemble(_Parts[Storage]):
 
     @property
     def max_size(self) -> int:
-        """Slots of all members."""
+        """Number of slots of all members together."""
         return sum(storage.max_size for storage in self.parts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all members."""
+        """Bytes of all members' storages together."""
         return sum(storage.nbytes for storage in self.parts)
 
 
@@ -82,7 +82,7 @@ class WriterEnsemble(_Parts[Writer]):
 
 
 class SamplerEnsemble(_Parts[Sampler]):
-    """The samplers of an ensemble's members, and how likely each member is.
+    """The samplers of an ensemble's members, and the probability of drawing from each member.
 
     Args:
         samplers: one per member.
@@ -122,7 +122,7 @@ class SamplerEnsemble(_Parts[Sampler]):
 
     @property
     def p(self) -> Tensor | Literal["sampleable"] | None:
-        """Probabilities of the members, float64; ``"sampleable"``, or None for equal ones."""
+        """Probabilities of drawing from each member, float64; or ``"sampleable"``; None means equal ones."""
         return self._p
 
     @p.setter
@@ -141,13 +141,13 @@ class SamplerEnsemble(_Parts[Sampler]):
         self._p = shares.cpu() / shares.sum().cpu()
 
     def weights(self, rows: list[int]) -> Tensor:
-        """Probabilities of the members, up to a factor, float64 ``[members]``; ``rows`` is what each holds."""
+        """Return unnormalised probabilities float64 ``[members]``, given the ``rows`` each stores."""
         if isinstance(self.p, str):
             return torch.tensor(rows, dtype=torch.float64)
         return torch.ones(len(self), dtype=torch.float64) if self.p is None else self.p
 
     def draw(self, rows: list[int], generator: torch.Generator | None = None) -> list[int]:
-        """Draw the members that a sample is made of; ``rows`` is what each holds."""
+        """Draw the members that a sample is made of, given the number of ``rows`` that each stores."""
         if self.sample_from_all:
             return list(range(len(self)))
         weights = self.weights(rows)
@@ -158,7 +158,7 @@ class SamplerEnsemble(_Parts[Sampler]):
 
 
 def collate_members(parts: list[Any], members: list[int], stack: bool) -> Any:
-    """Put the samples of ``members`` together: stacked, ``[n, ...]``, or laid end to end.
+    """Join the samples of ``members``: stacked ``[n, ...]``, or concatenated.
 
     Raises:
         ValueError: they do not fit; the text names the members, the entry and the way out.

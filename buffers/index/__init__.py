@@ -1,1 +1,1 @@
-"""Row numbers: the ring, the fragments of trajectories in it, and the trajectory index over them."""
+"""Bookkeeping of stored rows: the ring of slots, and the index of the trajectories in it."""

@@ -1,4 +1,4 @@
-"""The fragments of a batch: stretches of consecutive rows of one trajectory, read from its markers once."""
+"""Splits a batch into fragments: consecutive rows of one trajectory, found from the batch's markers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Batch: TypeAlias = TensorDictBase | Mapping[NestedKey, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class BoundaryKeys:
-    """Names of the columns that tell trajectories apart; those a batch lacks take no part."""
+    """Names the columns that mark trajectory boundaries; those that a batch lacks are ignored."""
 
     is_init: NestedKey = IS_INIT
     done: NestedKey = DONE
@@ -33,8 +33,8 @@ class BoundaryKeys:
         end_key: NestedKey | None = None,
         init_key: NestedKey = IS_INIT,
     ) -> "BoundaryKeys":
-        """The given names; ids by default under ``("collector", "traj_ids")``, or ``"episode"`` if only that is
-        in ``batch``; ends under ``("next", "done")``."""
+        """Return the given names; without ``traj_key``, ``("collector", "traj_ids")``, or ``"episode"`` if
+        ``batch`` has only that; without ``end_key``, ``("next", "done")``."""
         if traj_key is None:
             only_episode = batch.get(TRAJ_IDS, None) is None and batch.get("episode", None) is not None
             traj_key = "episode" if only_episode else TRAJ_IDS
@@ -68,8 +68,8 @@ class Fragments(NamedTuple):
 
     @classmethod
     def read(cls, batch: Batch, keys: BoundaryKeys, cuts: Tensor | None = None) -> "Fragments":
-        """Read the markers of ``batch`` (``[N]``, or its columns by key, which is faster): runs end where
-        `layout.run_ends` says. ``cuts`` (bool ``[N]``) ends fragments inside runs as well.
+        """Split ``batch`` (``[N]``, or its columns by key, which is faster) into fragments. They end where
+        `layout.run_ends` ends a run, and where ``cuts`` (bool ``[N]``) is True.
 
         Raises:
             KeyError: the batch has no marker at all.

@@ -1,4 +1,4 @@
-"""Which rows a buffer holds and which slots they are in: the ring of counters, and the rows drawn from it."""
+"""The ring, which counts the stored rows and knows their slots, and `Draw`, the rows of one sample."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ _EMPTY = "cannot sample from an empty buffer: extend it with a batch first"
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """Where the next observation of each drawn row is stored (compact storage).
+    """Where the next observation of each drawn row is stored (``compact_obs`` only).
 
     Attributes:
         slots: int64 ``[N]``, slot of the row that follows, -1 where no stored row does.
@@ -31,7 +31,7 @@ class Follow:
 
 @dataclass(slots=True)  # not frozen: it is made for every sample, and freezing costs 2 of its µs
 class Draw:
-    """Rows chosen by a sampler. A sampler of single rows sets ``slots``, ``follow`` and ``version`` (see `Sampler`).
+    """The rows that a sampler drew. A sampler of single rows sets ``slots``, ``follow`` and ``version``.
 
     Attributes:
         slots: int64 ``[N]``, positions in the storage.
@@ -55,7 +55,7 @@ class Draw:
     ahead: Tensor | None = None
 
     def ends(self) -> Tensor:
-        """Rows after which the sample goes on elsewhere: last rows of slices, and padding; bool ``[N]``."""
+        """Return where a slice ends or a row is padding: bool ``[N]``; all True for single rows."""
         if self.lasts is None:
             return torch.ones(len(self.slots), dtype=torch.bool)
         ends = torch.zeros(len(self.slots), dtype=torch.bool)
@@ -64,7 +64,7 @@ class Draw:
 
 
 class Ring:
-    """Counts the rows of a buffer: each row has a number, the rows ``head ... written - 1`` may be read.
+    """Counts the rows of a buffer: rows are numbered as written, ``head ... written - 1`` are readable.
 
     For samplers: ``len(ring)`` rows may be drawn, and :meth:`slots_by_age` says which slots they are in. Do not take
     a row's number modulo the capacity for its slot: a writer that keeps the best rows puts them anywhere.
@@ -104,35 +104,35 @@ class Ring:
 
     @property
     def used(self) -> int:
-        """Slots that were written, counted from slot 0: no stored row stands beyond them."""
+        """Number of slots written so far, counted from slot 0; no stored row lies beyond them."""
         head = self.head  # before written, as in __len__: the difference would be negative
         # head // capacity * capacity is the row that stood in slot 0 when the oldest row was written.
         return min(self.written - head // self.capacity * self.capacity, self.capacity)
 
     @property
     def head(self) -> int:
-        """Number of the oldest row that may be read."""
+        """Number of the oldest readable row."""
         return int(self._state["head"][0])
 
     @property
     def written(self) -> int:
-        """Rows ever published; the number of the next one."""
+        """Count of all rows ever published; also the number of the next row."""
         return int(self._state["written"][0])
 
     def claim(self, rows: int) -> int:
-        """Drop the rows that the next ``rows`` rows (at most ``capacity``) overwrite; number of the first."""
+        """Drop the rows that the next ``rows`` rows will overwrite; return the first new row's number."""
         # Afterwards head ... written + rows - 1 are at most capacity numbers, one for each slot.
         written = self.written
         self._state["head"] = max(self.head, written + rows - self.capacity)
         return written
 
     def publish(self, rows: int) -> None:
-        """Let ``rows`` claimed and copied rows be read."""
+        """Make the next ``rows`` rows, claimed and copied before, readable."""
         # After the columns were copied: readers look at this number.
         self._state["written"] += rows
 
     def slots_by_age(self, ranks: Tensor) -> Tensor:
-        """Slots of stored rows by their age; the way from rows to slots that is right under every writer.
+        """Return the slots of the stored rows with these ages; it is correct under every writer.
 
         Args:
             ranks: int64 ``[N]``, from 0 for the oldest row to ``len(ring) - 1`` for the newest.
@@ -143,17 +143,17 @@ class Ring:
         return (ranks + self.head).remainder_(self.capacity)
 
     def stored(self) -> Tensor:
-        """Slots of the rows that may be read, oldest first; int64 ``[len(ring)]``."""
+        """Return the slots of all readable rows, oldest first; int64 ``[len(ring)]``."""
         head = self.head
         return torch.arange(head, max(head, self.written)).remainder_(self.capacity)
 
     def numbers(self, slots: Tensor, head: int) -> Tensor:
-        """Row numbers that stood in ``slots`` (int64 ``[N]``) when ``head`` was the oldest row; int64 ``[N]``."""
+        """Return the numbers (int64 ``[N]``) of the rows in ``slots`` when ``head`` was the oldest row."""
         # The one number in head ... head + capacity - 1 that is slot modulo capacity.
         return (slots - head).remainder_(self.capacity).add_(head)
 
     def uniform(self, count: int, generator: torch.Generator | None) -> Draw:
-        """Draw ``count`` rows, uniformly over the stored ones, with replacement.
+        """Draw ``count`` stored rows uniformly, with replacement.
 
         Raises:
             RuntimeError: nothing is stored.
@@ -183,14 +183,14 @@ class Ring:
 
     @property
     def version(self) -> tuple[int, int]:
-        """What changes when something is overwritten: the oldest row, and the pool entries ever taken.
+        """Two counters that change with every overwrite: the oldest row's number, and pool entries taken.
 
         A sampler reads it before it looks at anything else, for `Draw.version`.
         """
         return self.head, 0
 
     def unchanged_since(self, draw: Draw) -> bool:
-        """Whether nothing that ``draw`` points to has been overwritten since it was drawn."""
+        """Return whether none of the rows (and pool entries) in ``draw`` has been overwritten since."""
         head, drawn_head = self.head, draw.version[0]
         if head == drawn_head or not len(draw.slots):
             return True
@@ -202,7 +202,7 @@ class Ring:
         return {"capacity": self.capacity, "state": self._state.copy()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Stand where the ring that gave ``state`` stood."""
+        """Restore the counters; ValueError if the capacity or the kind of ring differs."""
         if "state" not in state:
             raise ValueError(
                 "the state is of a buffer that keeps the best rows, this one keeps the latest: load it into a "
@@ -215,22 +215,22 @@ class Ring:
         self._state[:] = state["state"]
 
     def check_not_empty(self) -> None:
-        """RuntimeError if no row may be read."""
+        """Raise RuntimeError if no row is readable."""
         if not len(self):
             raise RuntimeError(_EMPTY)
 
     def move(self, memory: Array) -> None:
-        """Count in ``memory`` (uint8) from now on, which other processes share, with the numbers of this ring."""
+        """Move the counters into ``memory`` (uint8), which other processes share."""
         before = self._state
         self.adopt(memory)
         for name in ("head", "taken", "written"):  # no row is readable before its number is
             self._state[name] = before[name]
 
     def adopt(self, memory: Array) -> None:
-        """Count in ``memory`` (uint8), and stand where it says."""
+        """Use the counters that ``memory`` (uint8) already holds."""
         # A view: the memory is the caller's, often a mapped file.
         self._state = memory[: self._dtype.itemsize].view(self._dtype)
 
     def follow(self, slots: Tensor) -> Follow | None:
-        """Where the next observations of the rows in ``slots`` (int64 ``[N]``) are; None without a trajectory index."""
+        """Return where the next observations of ``slots`` (int64 ``[N]``) are; None without an index."""
         return None

@@ -13,7 +13,7 @@ _GONE = np.iinfo(np.int64).max  # the number of a slot that holds no row
 
 
 class RankedRing(Ring):
-    """Slots of the ``capacity`` rows of highest rank.
+    """Counts the rows of a buffer that keeps the ``capacity`` rows of highest rank, and knows their slots.
 
     Writing is ``choose`` (the worst rows make room and can no longer be drawn), then copying, then ``publish``. A
     write that fails between the two leaves the rows that made no room. A row's number is its place among all rows
@@ -46,7 +46,7 @@ class RankedRing(Ring):
         self._by_age: tuple[tuple[int, int], Tensor] = ((-1, 0), torch.zeros(0, dtype=torch.int64))
 
     def choose(self, ranks: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows to keep of those with ``ranks`` (float64 ``[N]``, no NaN), in order, and the slots for them; int64."""
+        """Choose rows to keep by ``ranks`` (float64 ``[N]``, no NaN); return them and their slots, int64."""
         from flatroll.kernels.trees.heap import make_room  # numba: 0.3 s, only where rows are ranked
 
         offered = ranks.numpy(force=True)
@@ -60,7 +60,7 @@ class RankedRing(Ring):
         return torch.from_numpy(rows), torch.from_numpy(slots)
 
     def publish(self, rows: int) -> None:
-        """Let the ``rows`` rows that were chosen be read."""
+        """Make the ``rows`` chosen rows readable."""
         from flatroll.kernels.trees.heap import push  # numba
 
         offered, ranks, numbers = self._chosen
@@ -68,7 +68,7 @@ class RankedRing(Ring):
         self._chosen = (0, ranks[:0], numbers[:0])
 
     def claim(self, rows: int) -> int:
-        """Not for this ring: which rows go depends on the ranks of those that come."""
+        """Raise TypeError: which rows go depends on the ranks of the new ones, see :meth:`choose`."""
         raise TypeError("a RankedRing is written by choose and publish")
 
     @property
@@ -78,7 +78,7 @@ class RankedRing(Ring):
 
     @override
     def numbers(self, slots: Tensor, head: int) -> Tensor:
-        """Numbers of the rows in ``slots``; larger than any row's where there is none; int64 ``[N]``."""
+        """Return the numbers of the rows in ``slots``, int64 ``[N]``; the largest int64 for an empty slot."""
         return torch.from_numpy(self._number)[slots]
 
     @override
@@ -103,7 +103,7 @@ class RankedRing(Ring):
     @property
     @override
     def version(self) -> tuple[int, int]:
-        """Rows offered so far: a row that replaces a drawn one later has this number or a larger one."""
+        """Count of the rows offered so far: rows written later have this number or a larger one."""
         return self.written, 0
 
     @override

@@ -1,4 +1,4 @@
-"""The trajectory index: which stored rows follow each other, kept up to date as rows are written."""
+"""The trajectory index: knows which stored rows follow each other, updated at every write."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _NO_PATCH = np.zeros((2, 0), np.int64)
 
 
 class TrajectoryIndex(Ring):
-    """A ring of rows that knows its trajectories.
+    """A ring that also tracks which trajectory each stored row belongs to, and draws slices.
 
     A table of fragments (stretches of consecutive rows of one trajectory, linked in time order) is kept as rows
     are written, and trimmed as the ring overwrites them. A write costs time in its own fragments, a draw time in
@@ -96,7 +96,7 @@ class TrajectoryIndex(Ring):
         return int(self._state["written"][0])
 
     def link(self, fragments: Fragments) -> Array:
-        """What each fragment continues, int64 ``[F]``: a chain, ``-2 - i`` for fragment i of this batch, or -1."""
+        """Return what each of F fragments continues: a stored trajectory, -2 - i for fragment i, or -1."""
         before = np.empty(len(fragments.firsts), np.int64)
         columns = fragments.joined, fragments.ids, fragments.init, fragments.done
         steps = fragments.step_first, fragments.step_last
@@ -124,7 +124,7 @@ class TrajectoryIndex(Ring):
     # -- the pool of next observations that no row holds ---------------------------------------------------------
 
     def take(self, count: int) -> Array:
-        """``count`` free pool entries; the pool grows if there are too few."""
+        """Return ``count`` free pool entries and mark them used; the pool grows if it has fewer."""
         # _spare[:spare] lists the free entries; those behind are in use, and their numbers there mean nothing.
         spare = int(self._state["spare"][0])
         if count > spare:
@@ -140,17 +140,17 @@ class TrajectoryIndex(Ring):
 
     @property
     def pool_size(self) -> int:
-        """Pool entries there are, free ones included."""
+        """Number of pool entries, free ones included."""
         return len(self._spare)
 
     def tail_entries(self, chains: Array) -> Array:
-        """Pool entries of the last rows of ``chains`` (int64 ``[C]``), -1 for none; int64 ``[C]``."""
+        """Return the pool entry of the last row of each trajectory in ``chains`` (int64), -1 for none."""
         # Fragment n stands at n modulo the table's length, a power of two.
         numbers = self._chains["last"][chains] & (len(self._fragments) - 1)
         return np.asarray(self._fragments["pool"][numbers], np.int64)
 
     def continued(self, fragments: Fragments, before: Array) -> tuple[Tensor, Tensor]:
-        """Rows of the batch that come right after stored ones, and the slots of those; both int64 ``[K]``."""
+        """Return which rows of the batch continue stored rows, and the slots of those; both int64 ``[K]``."""
         continuing = np.flatnonzero(before >= 0)
         numbers = self._chains["last"][before[continuing]]
         # A fragment's rows stop where the next fragment begins, those of the newest one at the row to be written.
@@ -162,17 +162,17 @@ class TrajectoryIndex(Ring):
 
     @property
     def trajectories(self) -> int:
-        """Trajectories of which a row is stored."""
+        """Number of trajectories that have stored rows."""
         return int(self._state["live"][0])
 
     @property
     def open_trajectories(self) -> int:
-        """Of them, those whose last row is not done."""
+        """Number of stored trajectories whose last row is not done, so that new rows may continue them."""
         return int(self._state["open"][0])
 
     @property
     def longest(self) -> int:
-        """Stored rows of the longest trajectory; looks at every trajectory."""
+        """Number of stored rows of the longest trajectory; takes time in the number of trajectories."""
         chains = self._chains[: int(self._state["slots"][0])]
         return int((chains["total"] - chains["dropped"]).max(initial=0))
 
@@ -183,7 +183,7 @@ class TrajectoryIndex(Ring):
         return sum(t.nbytes for t in tables) + sum(a.nbytes for pair in self._weights.values() for a in pair)
 
     def starts(self, length: int, *, strict: bool = True) -> int:
-        """Rows at which a slice of ``length`` rows can start.
+        """Count the rows at which a slice of ``length`` rows can start.
 
         A trajectory of n stored rows has ``n - length + 1`` of them; a shorter one has none, or, unless
         ``strict``, its first row.
@@ -201,7 +201,7 @@ class TrajectoryIndex(Ring):
         generator: torch.Generator | None = None,
         follow: bool = False,
     ) -> Draw:
-        """Draw ``count`` slices of up to ``length`` consecutive rows of one trajectory each, with replacement.
+        """Draw ``count`` slices with replacement, each up to ``length`` consecutive rows of one trajectory.
 
         Args:
             count: number of slices.
@@ -239,7 +239,7 @@ class TrajectoryIndex(Ring):
         strict: bool = False,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Draw ``count`` slots where slices of up to ``length`` rows begin, with replacement; int64 ``[count]``.
+        """Draw ``count`` slots, with replacement, of marked rows at which slices start; int64 ``[count]``.
 
         A trajectory is drawn as by :meth:`draw`, then one of its rows, uniformly; the slice begins at the row at or
         before it that ``marks`` (bool ``[capacity]``, by slot) marks, or, where the ring has dropped that, at the first
@@ -263,8 +263,8 @@ class TrajectoryIndex(Ring):
         return torch.from_numpy(starts)
 
     def slices_from(self, starts: Tensor, length: int | Tensor, *, follow: bool = False) -> Draw:
-        """Slices of up to ``length`` rows from the slots ``starts`` (int64 ``[S]``, stored rows) on, as :meth:`draw`
-        gives them; fewer rows where the trajectory ends. ``length`` may be one number per slice."""
+        """Return the slices of up to ``length`` rows (one number, or one per slice) that start at the slots
+        ``starts`` (int64 ``[S]``, stored rows); a slice is shorter if its trajectory ends."""
         lengths = np.full(len(starts), length) if isinstance(length, int) else length.numpy()
         arguments, most = (starts.numpy(), lengths), int(lengths.sum())
         return self._make_slices(self._drawing.slices_from, arguments, len(starts), most, follow)
@@ -278,7 +278,7 @@ class TrajectoryIndex(Ring):
         shuffle: bool = True,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Slices to draw once each: the slots where they begin, and how many rows they have; int64 ``[2, n]``.
+        """Choose the slices of one pass without replacement: first slots and lengths, int64 ``[2, n]``.
 
         By trajectory: one of each, its start drawn uniformly. By start: each trajectory is cut into slices of
         ``length`` rows one after another, from a random row on (without ``shuffle`` from its first one); ``strict``
@@ -328,8 +328,8 @@ class TrajectoryIndex(Ring):
         return draw
 
     def new_starts(self, first: int, length: int, *, strict: bool) -> Array:
-        """Slots of the rows at which a slice of ``length`` rows can start since the rows from number ``first`` on
-        are there (see :meth:`starts`); int64. ``first`` being the oldest row, these are all starts."""
+        """Return the slots (int64) of rows at which a slice of ``length`` rows can start only since the rows
+        from number ``first`` on were written. With the oldest row as ``first``, these are all starts."""
         if not len(self):  # no fragment to look at: before the first write, or while one overwrites all rows
             return _NONE
         slots = np.empty(self.written - max(first, self.head), np.int64)
@@ -348,7 +348,7 @@ class TrajectoryIndex(Ring):
         return slots[: self._starts.shortened_trajectories(*tables, touched, length, slots)]
 
     def too_short(self, length: int) -> RuntimeError:
-        """The error that says that no trajectory has ``length`` rows; raises another one if nothing is stored."""
+        """Return the error "no trajectory has ``length`` rows"; raise RuntimeError if nothing is stored."""
         self.check_not_empty()
         return RuntimeError(
             f"no stored trajectory has {length} rows in a row, the longest has {self.longest}: "
@@ -380,11 +380,11 @@ class TrajectoryIndex(Ring):
         return Follow(torch.from_numpy(following), torch.from_numpy(patch[:, :patched]))
 
     def next_row(self, slots: Tensor) -> Tensor:
-        """Slot of the row that follows each of ``slots`` in its trajectory, -1 where none is stored; int64."""
+        """Return the slot (int64) of the row after each of ``slots`` in its trajectory, -1 for none."""
         return self.follow(slots).slots
 
     def ahead(self, slots: Tensor, n: int) -> Tensor:
-        """Slots of the rows in ``slots`` (int64 ``[N]``, stored ones) and of the rows after each; int64 ``[N, n]``.
+        """Return the slots of the stored rows ``slots`` and of the n - 1 rows after each; int64 ``[N, n]``.
 
         Column 0 is ``slots``, column j the row j steps later in the same trajectory, -1 where none is stored.
         """
@@ -394,8 +394,8 @@ class TrajectoryIndex(Ring):
         return torch.from_numpy(ahead)
 
     def rows_of(self, traj: int) -> Tensor:
-        """Slots of the stored rows of trajectory ``traj`` in time order, int64; one after another if the id was
-        used for several trajectories. Without ids, trajectories are numbered as they begin.
+        """Return the slots (int64) of the stored rows of trajectory ``traj`` in time order; if several
+        trajectories used this id, one after the other. Without ids, they are numbered as they begin.
 
         Raises:
             KeyError: no row of it is stored.
@@ -422,7 +422,7 @@ class TrajectoryIndex(Ring):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Stand where the index that gave ``state`` stood, but with all trajectories cut: no new row continues them."""
+        """Restore the index; stored trajectories count as closed, so new rows do not continue them."""
         super().load_state_dict(state)
         for name in self._TABLES[1:]:
             setattr(self, name, state[name[1:]].copy())

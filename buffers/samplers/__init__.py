@@ -1,1 +1,1 @@
-"""Samplers: which rows or slices of the buffer a sample holds."""
+"""Samplers: they choose which rows or slices of the buffer a sample contains."""

@@ -1,4 +1,4 @@
-"""Which rows a sample is made of, and how it is marked: the base of all samplers, and uniform draws."""
+"""The base class of samplers, which choose and mark the rows of a sample, and the uniform sampler."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ _MARKERS: tuple[NestedKey, ...] = (IS_INIT, DONE, TRAJ_IDS, "episode")
 
 
 class StoredColumns(Protocol):
-    """The storage as samplers see it: its columns by key, none before the first batch."""
+    """The part of a storage that samplers use: its columns by key, empty before the first batch."""
 
     @property
     def columns(self) -> Mapping[NestedKey, Column]:
-        """One entry of every stored row each; ``column.take(slots)`` reads rows."""
+        """The stored columns by key; ``column.take(slots)`` reads rows of one."""
         ...
 
 
@@ -80,15 +80,15 @@ class Sampler(ABC):
         cls.needs_index = overrides(cls, Sampler, "boundary_keys")
 
     def attach(self, storage: StoredColumns) -> None:
-        """The storage whose rows will be drawn; called once, when the buffer is made."""
+        """Receive the storage to draw from; called once, when the buffer is created."""
         return
 
     def boundary_keys(self, batch: TensorDictBase) -> BoundaryKeys | None:
-        """Names of the markers of the trajectories in ``batch`` (the first one), None if the sampler needs none."""
+        """Name the columns of ``batch`` that mark trajectories; None if the sampler ignores them."""
         return None
 
     def check(self, batch_size: int | None) -> int:
-        """``batch_size``, or what the sampler's own numbers say; ValueError if they do not fit."""
+        """Return ``batch_size`` or the sampler's default; ValueError if the sampler cannot draw it."""
         if batch_size is None:
             raise ValueError("batch_size must be given to ReplayBuffer(...) or to sample(...)")
         return batch_size
@@ -111,41 +111,41 @@ class Sampler(ABC):
         """
 
     def mark(self, columns: Columns, draw: Draw) -> None:
-        """Write the sampler's markers into the columns of a sample, ``[N, ...]`` by key."""
+        """Set the markers, such as ``is_init``, in the sample's ``columns`` (tensors ``[N, ...]`` by key)."""
         return
 
     def claimed(self, ring: Ring, first: int, rows: int) -> None:
-        """The rows ``first ... first + rows - 1`` are about to be written: what stood in their slots is gone."""
+        """React to a write that begins: rows ``first ... first + rows - 1`` now overwrite their slots."""
         return
 
     def entered(self, ring: Ring, first: int, rows: int) -> None:
-        """The rows ``first ... first + rows - 1`` may be drawn."""
+        """React to a finished write: rows ``first ... first + rows - 1`` can be drawn from now on."""
         return
 
     def emptied(self) -> None:
-        """The buffer forgot its rows."""
+        """React to `ReplayBuffer.empty`: no row is stored any more."""
         return
 
     def update_priority(self, ring: Ring, slots: Tensor, priority: Tensor, generation: Tensor | None) -> None:
-        """Set the priorities of rows; TypeError for a sampler that has none."""
+        """Set the priorities of rows; samplers without priorities raise TypeError."""
         raise TypeError(f"{type(self).__name__} has no priorities: use PrioritizedSampler")
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`load_state_dict` needs to go on as this sampler would; empty for one without a state."""
+        """Return the sampler's state for :meth:`load_state_dict`; empty if it has none."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the sampler that gave ``state`` stood."""
+        """Restore the sampler from a :meth:`state_dict`."""
         return
 
 
 def overrides(cls: type, base: type, *methods: str) -> bool:
-    """Whether ``cls``, a subclass of ``base``, has a definition of its own of one of these methods."""
+    """Return whether ``cls``, a subclass of ``base``, overrides at least one of these methods."""
     return any(getattr(cls, method) is not getattr(base, method) for method in methods)
 
 
 class RandomSampler(Sampler):
-    """Rows drawn uniformly, with replacement, each a run of its own.
+    """Draws single rows uniformly, with replacement, and marks each as the first of its run.
 
     In the sample every row has ``is_init`` True, in mid-episode too, so that two rows of one trajectory side by
     side are never read as a transition (shifted GAE, recurrent modules, `audit`). Only a batch of plain rows,
@@ -166,12 +166,12 @@ class RandomSampler(Sampler):
         return draw
 
     def mark(self, columns: Columns, draw: Draw) -> None:
-        """Make each row the first of its run, where columns tell runs apart."""
+        """Set ``is_init`` at every row, so that neighbouring rows are not read as one trajectory."""
         mark_single_rows(columns, draw)
 
 
 def mark_single_rows(columns: Columns, draw: Draw) -> None:
-    """Make each row the first of its run, where columns tell runs apart; rows that are whole trajectories stay."""
+    """Set ``is_init`` at every row; a sample without markers, or of whole trajectories, is left unchanged."""
     marker = next((columns[key] for key in _MARKERS if key in columns), None)
     rows = len(draw.slots)
     if marker is not None and marker.numel() == rows:

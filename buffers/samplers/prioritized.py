@@ -88,7 +88,7 @@ class PrioritizedSampler(RandomSampler):
 
     @property
     def alpha(self) -> float:
-        """Exponent of the priorities; setting it takes time in the capacity at the next use."""
+        """Exponent of the priorities. After it is set, the next use recomputes the weights of all slots."""
         return self._priorities.alpha
 
     @alpha.setter
@@ -104,7 +104,7 @@ class PrioritizedSampler(RandomSampler):
 
     @property
     def beta(self) -> float:
-        """Exponent of the weights given out."""
+        """Exponent of the importance weights returned with each sample."""
         return self._beta
 
     @beta.setter
@@ -113,12 +113,12 @@ class PrioritizedSampler(RandomSampler):
 
     @property
     def eps(self) -> float:
-        """Added to every priority."""
+        """Constant added to every priority."""
         return self._priorities.eps
 
     @property
     def default_priority(self) -> float:
-        """Priority of the next new row."""
+        """Priority that the next new row will get."""
         return self._priorities.top(self._written - self._head)
 
     # -- in step with the ring ---------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class PrioritizedSampler(RandomSampler):
 
     @override
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
-        """Draw ``batch_size`` rows.
+        """Draw ``batch_size`` rows by priority, with their importance weights.
 
         Raises:
             RuntimeError: nothing is stored, or all priorities are 0 and so is ``eps``.
@@ -225,7 +225,7 @@ class PrioritizedSampler(RandomSampler):
 
     @override
     def update_priority(self, ring: Ring, slots: Tensor, priority: Tensor, generation: Tensor | None) -> None:
-        """Set the priorities of the rows in ``slots``; where one comes twice, the last priority stays.
+        """Set the priorities of the rows in ``slots``; of duplicate slots, the last priority counts.
 
         Args:
             ring: the counters of the buffer.
@@ -268,14 +268,14 @@ class PrioritizedSampler(RandomSampler):
         self._changing = False
 
     def mark_update(self, ring: Ring, slots: Tensor) -> None:
-        """Give the rows in ``slots`` the priority of new ones."""
+        """Reset the priorities of the rows in ``slots`` to that of new rows."""
         self.update_priority(ring, slots, torch.tensor(self.default_priority, dtype=torch.float64), None)
 
     # -- state -------------------------------------------------------------------------------------------------
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """All priorities, the highest there ever was, and the numbers that may be set; owns its memory."""
+        """Return copies of all priorities, the highest one so far, and alpha, beta and eps."""
         used = min(self._written, self.max_capacity)
         return {
             "priority": torch.from_numpy(self._priorities.values[:used].copy()),
@@ -289,7 +289,7 @@ class PrioritizedSampler(RandomSampler):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Draw as the sampler that gave ``state`` would; the buffer must load the state of its ring, too.
+        """Restore the priorities from a :meth:`state_dict`; the buffer must also restore its ring.
 
         Raises:
             ValueError: the state has more rows than ``max_capacity``, or another ``dtype``.
@@ -308,7 +308,7 @@ class PrioritizedSampler(RandomSampler):
 
 
 class Priorities:
-    """One priority per slot, and the weights ``(priority + eps) ** alpha`` of the slots that may be drawn.
+    """Stores one priority per slot, and in a sum tree the weights ``(priority + eps) ** alpha``.
 
     All that is kept follows from the priorities and from which slots may be drawn; :meth:`weigh_all` brings it
     back in step after an interrupted change. Weights are float64.
@@ -340,7 +340,7 @@ class Priorities:
 
     @property
     def kernels(self) -> ModuleType:
-        """The compiled kernels of the tree, imported late: numba takes 0.3 s."""
+        """The compiled kernels of the sum tree, imported on first use: numba takes 0.3 s to load."""
         from flatroll.kernels.trees import sum_tree
 
         return sum_tree
@@ -352,23 +352,23 @@ class Priorities:
 
     @property
     def in_step(self) -> bool:
-        """Whether the weights are those of the present `alpha`."""
+        """Whether the weights were computed with the current `alpha`; if not, call :meth:`weigh_all`."""
         return self.alpha == self._used
 
     def top(self, stored: int) -> float:
-        """Priority of a new row, where ``stored`` rows are stored: the highest one, 1 if there was none."""
+        """Return the priority for new rows, given the number of ``stored`` rows: the highest one, or 1."""
         if self.within_buffer:
             return float(self._highest.max()) if stored else 1.0
         return self.ever
 
     def most(self, alpha: float) -> float:
-        """The largest priority whose weight, with exponent ``alpha``, leaves sums finite."""
+        """Return the largest priority for which, with exponent ``alpha``, the sum of weights stays finite."""
         # Weights stay below 10 ** LARGEST, so priorities below 10 ** (LARGEST / alpha); floats end at 10 ** 308.
         digits = self.kernels.LARGEST / alpha if alpha else math.inf
         return float(10**digits) if digits < 308 else float(np.finfo(np.float64).max)
 
     def fill(self, slots: slice, priority: float, drawable: bool) -> None:
-        """Set one priority for a stretch of ``slots``: that of new rows, or 0 and not ``drawable`` for no rows."""
+        """Set the same priority for all ``slots``; slots that are not ``drawable`` get weight 0."""
         self.values[slots] = priority
         self.drawable[slots] = drawable
         weight = 0.0
@@ -382,7 +382,7 @@ class Priorities:
             self._highest[blocks] = self.values.reshape(-1, _BLOCK)[blocks].max(1)
 
     def put(self, slots: Array, priorities: Array) -> None:
-        """Set the priorities of the rows in ``slots`` (int64); where a slot comes twice, the last one stays."""
+        """Set the priorities of the rows in ``slots`` (int64); of duplicate slots, the last one counts."""
         if not len(slots):
             return
         self.values[slots] = priorities
@@ -400,7 +400,7 @@ class Priorities:
         self.kernels.weigh(tree.nodes, tree.levels, slots, self.values, self.drawable, self.eps, self._used)
 
     def keep(self, stretches: list[slice]) -> None:
-        """Set all priorities outside ``stretches`` to 0. No slot is drawable after the next :meth:`weigh_all`."""
+        """Reset the priorities outside ``stretches`` to 0, and make every slot undrawable."""
         empty = np.ones(len(self.values), np.bool_)
         for slots in stretches:
             empty[slots] = False
@@ -409,7 +409,7 @@ class Priorities:
         self._highest[:] = self.values.reshape(-1, _BLOCK).max(1)
 
     def weigh_all(self) -> None:
-        """Compute all weights and sums anew from `values`, `drawable` and `alpha`."""
+        """Recompute all weights and their sums from `values`, `drawable` and `alpha`."""
         self._used, tree, values = self.alpha, self.tree, self.values[: len(self.drawable)]
         self._highest[:] = self.values.reshape(-1, _BLOCK).max(1)
         self.kernels.weigh_all(tree.nodes, tree.levels, values, self.drawable, self.eps, self._used)

@@ -14,7 +14,7 @@ from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
 
 
 class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
-    """Prioritized replay of slices of trajectories, drawn in proportion to the priority of their first row.
+    """Draws slices of trajectories in proportion to the priority of their first row.
 
     The slices are those of `SliceSampler`, marked as there; the priorities and the info are those of
     `PrioritizedSampler`. A priority is that of the slices that start at its row: rows that cannot start a slice are
@@ -105,7 +105,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
     @override
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
-        """Draw ``batch_size`` rows in slices, fewer if slices are short.
+        """Draw slices with ``batch_size`` rows in all, fewer if some slices are short.
 
         Raises:
             RuntimeError: nothing is stored, no trajectory is long enough, or all priorities are 0 and so is ``eps``.

@@ -1,4 +1,4 @@
-"""Slices, consecutive rows of one trajectory each: which ones a sample takes, and the marks at their ends."""
+"""Slice samplers: draw slices (consecutive rows of one trajectory) and mark where each begins and ends."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -20,7 +20,7 @@ Span: TypeAlias = bool | int | tuple[bool | int, bool | int]
 
 
 class SliceSampler(Sampler):
-    """Slices of consecutive rows of one trajectory each, end to end in one flat batch.
+    """Draws slices (consecutive rows of one trajectory) and concatenates them into one flat batch.
 
     A slice is drawn by drawing a trajectory uniformly, then its start within the trajectory uniformly, both with
     replacement. Slices run across the windows of a collector and the writes of interleaved workers, never across
@@ -129,7 +129,7 @@ class SliceSampler(Sampler):
         self._storage = storage
 
     def boundary_keys(self, batch: TensorDictBase) -> BoundaryKeys | None:
-        """The markers by which trajectories are told apart, as far as ``batch`` has them.
+        """Name the columns of ``batch`` that mark trajectories.
 
         Raises:
             KeyError: ``batch`` lacks the ``traj_key``, ``end_key`` or ``start_key`` that was asked for.
@@ -178,7 +178,7 @@ class SliceSampler(Sampler):
         return self.slice_len or batch_size // (self.num_slices or 1)
 
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
-        """``batch_size`` rows in slices, fewer if slices are short and nothing is padded."""
+        """Draw slices with ``batch_size`` rows in all, fewer if slices are short and not padded."""
         index = ring if isinstance(ring, TrajectoryIndex) else indexed(ring, self)
         length = self.slice_len or batch_size // (self.num_slices or 1)
         count = batch_size // length
@@ -198,7 +198,7 @@ class SliceSampler(Sampler):
         return pad_slices(draw, length, ring) if self.pad_output else draw
 
     def mark(self, columns: Columns, draw: Draw) -> None:
-        """Mark the first and the last row of each slice in ``columns``; entries that are missing are put in.
+        """Set ``is_init`` and done flags at the ends of each slice; missing columns are added.
 
         At last rows done is set, and truncated unless terminated. Padding begins and ends nothing.
         """
@@ -224,7 +224,7 @@ class SliceSampler(Sampler):
 
 
 def indexed(ring: Ring, sampler: Sampler) -> TrajectoryIndex:
-    """``ring``, if it knows its trajectories; RuntimeError if nothing is stored, else TypeError."""
+    """Return ``ring`` if it is a `TrajectoryIndex`; else RuntimeError if it is empty, or TypeError."""
     if isinstance(ring, TrajectoryIndex):
         return ring
     ring.check_not_empty()
@@ -235,7 +235,7 @@ def indexed(ring: Ring, sampler: Sampler) -> TrajectoryIndex:
 
 
 def spans(span: Span, length: int | None) -> tuple[int, int]:
-    """Rows by which a slice of ``length`` rows may reach beyond the first and the last row of its trajectory.
+    """Return how many rows a slice may reach before and beyond its trajectory, given the option ``span``.
 
     Raises:
         ValueError: ``span`` is no bool, number or pair of them, or leaves no row of the slice.
@@ -256,7 +256,7 @@ def spans(span: Span, length: int | None) -> tuple[int, int]:
 
 
 def pad_slices(draw: Draw, length: int, ring: Ring) -> Draw:
-    """Repeat the last row of each short slice up to ``length`` rows."""
+    """Pad slices to ``length`` rows by repeating the last row of each."""
     assert draw.firsts is not None and draw.lasts is not None
     step = torch.arange(length)
     # [S, length]: positions in draw.slots, and which of them are rows of the slice

@@ -25,7 +25,7 @@ class PassSampler(Sampler):
     _key: tuple[int, ...] = ()  # what the order rests on
 
     def _take(self, key: tuple[int, ...], count: int, begin: Callable[[], Tensor], things: str) -> Tensor:
-        """The next ``count`` things, fewer at the end of the pass.
+        """Return the next ``count`` rows or slices, fewer at the end of the pass.
 
         ``begin`` makes the order ``[..., n]`` of a new pass, when ``key`` has changed. RuntimeError with ``drop_last``,
         if a whole pass has fewer ``things`` than ``count``.
@@ -60,7 +60,7 @@ class PassSampler(Sampler):
 
 
 class SamplerWithoutReplacement(PassSampler):
-    """Every stored row once per pass over the buffer.
+    """Draws single rows without replacement: each stored row once per pass over the buffer.
 
     A pass goes over the rows that are stored when it begins. The sample that ends it sets ``ran_out``, which ends
     an iteration over the buffer, and the next one begins a new pass; so does the first sample after any write,
@@ -106,13 +106,13 @@ class SamplerWithoutReplacement(PassSampler):
         return draw
 
     def mark(self, columns: Columns, draw: Draw) -> None:
-        """Make each row the first of its run, unless rows come in the order in which they were stored."""
+        """Set ``is_init`` at every row if rows are shuffled; in stored order, leave the markers unchanged."""
         if self.shuffle:
             mark_single_rows(columns, draw)
 
 
 class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
-    """Slices as those of `SliceSampler`, none of them twice per pass over the buffer.
+    """Draws slices as `SliceSampler` does, but none of them twice per pass over the buffer.
 
     With ``by="trajectory"`` a pass takes one slice of each trajectory, its start drawn uniformly. With
     ``by="start"`` it takes all rows: each trajectory is cut into slices of ``slice_len`` rows one after another, at

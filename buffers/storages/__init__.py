@@ -1,1 +1,1 @@
-"""Storages: where the rows of a buffer are kept (a list, tensors in memory, files)."""
+"""Storages: they keep the rows of a buffer in a list, in tensors in memory, or in files."""

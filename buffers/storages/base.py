@@ -1,4 +1,4 @@
-"""What a replay buffer asks of its storage, the container of its rows."""
+"""The base class of storages, which hold the rows of a replay buffer."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -68,20 +68,20 @@ class Storage(ABC):
 
     @property
     def capacity(self) -> int:
-        """Rows there is room for: ``max_size``, rounded down to whole steps of all lanes."""
+        """Number of rows that fit: ``max_size``, rounded down to a multiple of the number of lanes (envs)."""
         return self.max_size // self.lanes.numel() * self.lanes.numel()
 
     @property
     def contents(self) -> Any:
-        """The batch that the storage was made with, all of whose rows are there from the start; None for none."""
+        """The dataset that the storage was created with, its rows stored from the start; or None."""
         return None
 
     def write_lock(self) -> AbstractContextManager[Any]:
-        """A lock for who writes; it covers other processes where they can write too."""
+        """Return a lock that admits one writer at a time, across processes if other processes can write."""
         return threading.Lock()
 
     def attach(self, ring: Ring, alone: str | None, first: bool = False) -> None:
-        """From now on ``ring`` counts the rows; kept where other processes see it, if they see the rows.
+        """Set the ``ring`` that counts the rows; its counters are shared if other processes share the rows.
 
         Args:
             ring: the ring.
@@ -91,11 +91,11 @@ class Storage(ABC):
         return
 
     def reattach(self, ring: Ring) -> None:
-        """Let ``ring``, unpickled with the buffer, count with the original one, if processes share the rows."""
+        """Connect an unpickled ``ring`` to the original's counters, if processes share the rows."""
         return
 
     def enter_process(self) -> None:
-        """The buffer came to another process by ``fork``; RuntimeError if it does not work there."""
+        """React to a ``fork``, in the child process; RuntimeError if the storage does not work there."""
         return
 
     @abstractmethod
@@ -117,14 +117,14 @@ class Storage(ABC):
 
     @abstractmethod
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
-        """Copy ``rows`` to ``slot`` and the slots after it, going on at slot 0 after the last one."""
+        """Copy ``rows`` to the slots from ``slot`` on, wrapping around from the last slot to slot 0."""
 
     @abstractmethod
     def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
         """Copy the rows ``at`` (default: all) of ``rows`` to ``slots``, in any order."""
 
     def keep_next(self, ring: Ring, rows: Rows, before: Array, first: int) -> tuple[Array, Array]:
-        """Keep the next observations that no row will hold; called with ``compact_obs``, after :meth:`write`.
+        """Store the next observations that no row holds; called after :meth:`write` with ``compact_obs``.
 
         Args:
             ring: the trajectory index in which the rows will be entered.
@@ -138,12 +138,12 @@ class Storage(ABC):
         raise NotImplementedError
 
     def needs_follow(self, keys: Iterable[NestedKey] | None) -> bool:
-        """Whether reading these columns (None: all) takes what `Ring.follow` says about the rows."""
+        """Return whether reading the columns ``keys`` (None: all) requires `Ring.follow`."""
         return False
 
     @abstractmethod
     def set(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
-        """Overwrite the rows that were drawn with ``data`` of batch shape ``shape``."""
+        """Overwrite the drawn rows with ``data`` of batch shape ``shape``."""
 
     @abstractmethod
     def get(
@@ -154,7 +154,7 @@ class Storage(ABC):
         slices: bool = False,
         keys: frozenset[NestedKey] | None = None,
     ) -> Any:
-        """Copies of rows: columns by key, or items.
+        """Return copies of stored rows, as columns by key or as items.
 
         Args:
             slots: int64 ``[N]``, positions of the rows.
@@ -165,7 +165,7 @@ class Storage(ABC):
 
     @abstractmethod
     def build(self, values: Any, shape: torch.Size) -> Any:
-        """What :meth:`get` gave, as a batch of batch shape ``shape``."""
+        """Turn what :meth:`get` returned into a batch of batch shape ``shape``."""
 
     @property
     def bytes_per_row(self) -> int:
@@ -174,22 +174,22 @@ class Storage(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storage; 0 where that is not known."""
+        """Bytes of the whole storage; 0 if unknown."""
         return 0
 
     @property
     def bytes_saved(self) -> int:
-        """Bytes that the columns would need on top as plain tensors; 0 unless compact or encoded."""
+        """Bytes saved compared with plain tensors; 0 if the storage is neither compact nor encoded."""
         return 0
 
     @abstractmethod
     def state_dict(self, rows: int, pool_rows: int = 0) -> dict[str, Any]:
-        """What :meth:`load_state_dict` needs of the first ``rows`` slots and ``pool_rows`` pool entries."""
+        """Return the first ``rows`` slots and ``pool_rows`` pool entries for :meth:`load_state_dict`."""
 
     @abstractmethod
     def check_state_dict(self, state: dict[str, Any], rows: int) -> None:
-        """ValueError if :meth:`load_state_dict` cannot hold ``state``, of a storage with room for ``rows`` rows."""
+        """Raise ValueError if ``state``, from a storage of ``rows`` rows, cannot be loaded into this one."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Hold what the storage that gave ``state`` held."""
+        """Restore the rows from a :meth:`state_dict`."""

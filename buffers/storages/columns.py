@@ -1,4 +1,4 @@
-"""A storage of columns: checks batches, lays them out, copies them in and reads rows again."""
+"""The storage made of columns: checks and flattens batches, writes them and reads rows back."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class ColumnStorage(Storage):
-    """A storage of columns, one per entry of the batches. Subclasses say where a column's memory comes from.
+    """A storage with one column per entry of the batches; subclasses decide where a column's memory is.
 
     Every batch must have the entries, shapes and dtypes of the first one; nothing is dropped or cast silently.
 
@@ -78,7 +78,7 @@ class ColumnStorage(Storage):
         """Columns of ``capacity`` rows; raises before it takes anything that is not there."""
 
     def make_column(self, key: NestedKey, dtype: torch.dtype, shape: torch.Size) -> Column | None:
-        """Make the column of an entry; called for each entry of the first batch. For subclasses to override.
+        """Create the column of an entry of the first batch, or return None for the default. For subclasses.
 
         Args:
             key: of the entry, ``"reward"`` or ``("next", "reward")``.
@@ -104,7 +104,7 @@ class ColumnStorage(Storage):
 
     @property
     def allocated(self) -> bool:
-        """Whether a first batch has fixed the columns."""
+        """Whether the columns exist, that is, whether a first batch was stored."""
         return bool(self.columns)
 
     @property
@@ -121,7 +121,7 @@ class ColumnStorage(Storage):
 
     @property
     def bytes_saved(self) -> int:
-        """Bytes that plain columns, two for each pair, would need on top; 0 unless compact or encoded."""
+        """Bytes saved compared with plain tensors for every entry, next observations included."""
         if not self.columns:
             return 0
         pairs = [] if self.pool is None else self.pool.pairs
@@ -456,7 +456,7 @@ class ColumnStorage(Storage):
                 column.load_state_dict(state["pool"][key])
 
     def enter_process(self) -> None:
-        """RuntimeError if the tensors are shared with another process, whose counters are not."""
+        """Raise RuntimeError if the tensors are shared with the parent process, as the counters are not."""
         for column in self.columns.values():
             if isinstance(column, TensorColumn) and bool(column.data.is_shared()):  # type: ignore[no-untyped-call]
                 raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Checks that the memory or the disk has room for a storage, before anything is taken."""
+"""Checks that memory or disk has room for a storage before it is allocated."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -49,7 +49,7 @@ def check_disk(rows: int, row_bytes: int, folder: Path, ways: Sequence[str] = ()
 
 
 def refusal(rows: int, row_bytes: int, available: str, ways: Sequence[str]) -> str:
-    """The error text: what is asked for, what is available, and the ways out.
+    """Return the error message for too little space: bytes needed, bytes available, and what to change.
 
     >>> refusal(1000, 2048, "1 MiB are free", ["compact_obs=True"])  # doctest: +NORMALIZE_WHITESPACE
     'the storage needs 1.953 MiB (1000 rows of 2048 bytes), 1 MiB are free: use a smaller max_size or compact_obs=True'
@@ -61,7 +61,7 @@ def refusal(rows: int, row_bytes: int, available: str, ways: Sequence[str]) -> s
 
 
 def shown_size(count: int) -> str:
-    """A number of bytes with the unit that people would use.
+    """Format a number of bytes with a readable unit, such as "1.5 GiB".
 
     >>> shown_size(1000), shown_size(3 << 29)
     ('1000 bytes', '1.5 GiB')

@@ -1,4 +1,4 @@
-"""What kind of items a storage of columns holds: tensordicts, single tensors, or trees of tensors.
+"""Converts items (tensordicts, tensors or trees of tensors) to columns and back.
 
 A `Structure` turns a batch of its kind into columns, tensors ``[N, ...]`` by key, and columns into a batch.
 """
@@ -24,18 +24,18 @@ _SINGLE = (Tensor, np.ndarray, np.generic, bool, int, float)  # types that count
 
 
 class Structure(ABC):
-    """Turns items of one kind into columns and back."""
+    """Converts items of one kind (tensordicts, tensors or trees) to columns and back."""
 
     @abstractmethod
     def columns(self, batch: Any) -> Columns:
-        """The tensors of ``batch`` by key; ValueError or TypeError if it is of another kind or form."""
+        """Return the tensors of ``batch`` by key; ValueError or TypeError if its structure is another."""
 
     @abstractmethod
     def build(self, columns: Columns, shape: torch.Size) -> Any:
         """A batch of batch shape ``shape`` from columns ``[*shape, ...]``."""
 
     def columns_of_rows(self, data: Any, shape: torch.Size) -> Columns:
-        """The tensors of ``data`` of batch shape ``shape`` (``[]`` for one item), laid flat: ``[N, ...]``."""
+        """Return the tensors of ``data`` by key, its batch shape ``shape`` flattened: ``[N, ...]``."""
 
         def flat(leaf: Any) -> Any:
             leaf = as_tensor(leaf)
@@ -54,7 +54,7 @@ class Structure(ABC):
 
 
 def not_flat(batch: TensorDictBase) -> ValueError:
-    """The error for a batch of several dimensions where rows are stored."""
+    """Return the error for a batch of several dimensions given to a storage of single rows."""
     return ValueError(
         f"batch must be flat, [N], got {list(batch.batch_size)}: batch.reshape(-1) lays [envs, time] end to end, and "
         '("collector", "traj_ids") tells the trajectories apart; a storage with ndim=2 takes it as it is'
@@ -62,7 +62,7 @@ def not_flat(batch: TensorDictBase) -> ValueError:
 
 
 class TensorDicts(Structure):
-    """Tensordicts; ``inner`` is the batch size of one item, ``[]`` for rows, ``[T]`` for whole trajectories."""
+    """Structure of tensordicts; ``inner`` is an item's batch size: ``[]`` for a row, ``[T]`` for T steps."""
 
     def __init__(self, inner: torch.Size) -> None:
         self.inner = inner
@@ -85,7 +85,7 @@ class TensorDicts(Structure):
 
 
 class Tensors(Structure):
-    """Single tensors."""
+    """Structure of single tensors."""
 
     @override
     def columns(self, batch: Any) -> Columns:
@@ -102,7 +102,7 @@ class Tensors(Structure):
 
 
 class Trees(Structure):
-    """Trees of tensors: tuples, dicts and named tuples, nested, and lists below the root."""
+    """Structure of trees of tensors: nested tuples, dicts and named tuples, and lists below the root."""
 
     def __init__(self, spec: pytree.TreeSpec) -> None:
         self.spec = spec
@@ -169,7 +169,7 @@ def batched(items: list[Any]) -> Any:
 
 
 def stacked(items: list[Any]) -> Any:
-    """Stack items if all are tensors, tensordicts or trees of tensors of one form; else give the list back.
+    """Stack items that are tensors, tensordicts or trees of equal structure; else return the list unchanged.
 
     >>> stacked(["a", 1]), stacked([torch.zeros(1), torch.ones(1)])
     (['a', 1], tensor([[0.],
@@ -190,7 +190,7 @@ def stacked(items: list[Any]) -> Any:
 
 
 def apart(batch: Any) -> list[Any]:
-    """The items of a batch: those of a list, or the slices of tensors along their leading dimension."""
+    """Split a batch into its items: those of a list, or slices along the leading dimension."""
     if isinstance(batch, list):
         return batch
     if isinstance(batch, (TensorDictBase, Tensor)):
@@ -233,12 +233,12 @@ def _forms(item: TensorDictBase) -> frozenset[Any]:
 
 
 def one_row(item: Any) -> Any:
-    """A batch of one item."""
+    """Return a batch of one item: adds a leading dimension of size 1."""
     return map_rows(item, lambda leaf: as_tensor(leaf).unsqueeze(0))
 
 
 def map_rows(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """``change`` of a tensordict, or of each tensor of a tree."""
+    """Apply ``change`` to a tensordict, or to each tensor of a tree."""
     return change(batch) if isinstance(batch, TensorDictBase) else pytree.tree_map(change, batch)
 
 
@@ -254,7 +254,7 @@ def as_tensor(leaf: Any) -> Any:
 
 
 def leaves(batch: TensorDictBase, path: tuple[str, ...] = ()) -> Columns:
-    """The tensors of ``batch`` by key; TypeError for an entry that is none (it would be dropped silently)."""
+    """Return the tensors of ``batch`` by key; TypeError for a non-tensor entry, instead of dropping it."""
     columns: Columns = {}
     for name, value in batch.items():
         key = (*path, name)
@@ -271,7 +271,7 @@ def leaves(batch: TensorDictBase, path: tuple[str, ...] = ()) -> Columns:
 
 
 def nest(columns: Columns, shape: torch.Size) -> TensorDict:
-    """The tensordict of batch size ``shape`` with these columns.
+    """Build a tensordict of batch size ``shape`` from columns with nested keys.
 
     >>> nest({"a": torch.zeros(2), ("next", "a"): torch.ones(2)}, torch.Size([2]))["next", "a"]
     tensor([1., 1.])
@@ -308,7 +308,7 @@ def entry(batch: Any, names: tuple[Any, ...]) -> Any:
 
 
 def like(column: Tensor) -> tuple[torch.dtype, torch.Size]:
-    """Dtype and shape of the rows of a column."""
+    """Return the dtype and shape of one row of a column."""
     return column.dtype, column.shape[1:]
 
 

@@ -1,4 +1,4 @@
-"""A storage of items of any kind: a list."""
+"""A storage that keeps items of any kind in a list."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from flatroll.layout.keys import NestedKey
 
 
 class ListStorage(Storage):
-    """Items of any kind, in a list. By far the slowest storage: tensors belong into `LazyTensorStorage`.
+    """Stores any Python objects in a list. By far the slowest storage: for tensors use `LazyTensorStorage`.
 
     A sample is a list of items, or, where all of them are tensors, tensordicts or trees of tensors of one form and
     shape, their stack.
@@ -82,7 +82,7 @@ class ListStorage(Storage):
         return [self._items[slot] for slot in slots.tolist()]
 
     def build(self, values: Any, shape: torch.Size) -> Any:
-        """The list, or the stack where its items can be stacked."""
+        """Return the items stacked if they can be, else as a list."""
         return stacked(values)
 
     @override

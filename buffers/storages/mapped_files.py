@@ -1,4 +1,4 @@
-"""Columns in memory-mapped files, and what goes with them: names, space on the disk, a lock between processes."""
+"""Memory-mapped columns, and their file names, disk space and lock between processes."""
 
 import errno
 import itertools
@@ -64,7 +64,7 @@ class MappedColumn(TensorColumn):
 
     @override
     def grow(self, rows: int) -> None:
-        """Make the file at least ``rows`` rows long; OSError if the disk has no space for them.
+        """Enlarge the file to at least ``rows`` rows; OSError if the disk lacks space.
 
         Who reads meanwhile keeps the shorter mapping of the same bytes.
         """
@@ -80,7 +80,7 @@ class MappedColumn(TensorColumn):
             self._memory, self.data = larger._memory, larger.data
 
     def prefetch(self, slots: Array) -> None:
-        """Let the system fetch the rows in ``slots`` (int64, ascending) from disk, all at once and no others."""
+        """Ask the system to read the rows in ``slots`` (int64, ascending) from disk, all at once."""
         size = self.value_bytes
         if self._memory is None or not len(slots):
             return
@@ -113,7 +113,7 @@ def frames_in_file(
 
 
 class FileLock:
-    """A lock between the threads of this process and, once ``path()`` gives a file, between processes.
+    """A lock between threads and, once ``path()`` returns a file, between processes.
 
     The system gives it back when its holder dies. The file is opened for each turn, so that a process that was
     forked while the lock was held does not hold it too.
@@ -148,7 +148,7 @@ class FileLock:
 
 
 def file_names(keys: Iterable[NestedKey]) -> dict[NestedKey, str]:
-    """A file name per key; keys that look alike get different ones.
+    """Return a distinct file name for each key, even for keys that would give the same name.
 
     >>> file_names([("next", "observation"), "next.observation", "A", "a"])  # doctest: +NORMALIZE_WHITESPACE
     {('next', 'observation'): 'next.observation.memmap', 'next.observation': 'next%2Eobservation.memmap',
@@ -170,7 +170,7 @@ def file_names(keys: Iterable[NestedKey]) -> dict[NestedKey, str]:
 
 
 def reserve(path: Path, size: int) -> None:
-    """Make the file ``path`` at least ``size`` bytes long, of zeros, with space on the disk.
+    """Enlarge the file ``path`` to at least ``size`` bytes of zeros, and reserve the disk space.
 
     Where the system cannot reserve space (macOS), the file only gets its length.
     """
@@ -190,7 +190,7 @@ def reserve(path: Path, size: int) -> None:
 
 
 def mapped_bytes(path: Path, size: int) -> mmap.mmap:
-    """The first ``size`` bytes of a file, shared with all who map it; ValueError if it is shorter."""
+    """Map the first ``size`` bytes of a file, shared between processes; ValueError if it is shorter."""
     file = _open(path)
     try:
         length = os.fstat(file).st_size
@@ -212,7 +212,7 @@ def _open(path: Path) -> int:
 
 
 def remove_files(files: Sequence[Path], folder: Path | None, process: int) -> None:
-    """Remove files, and the folder that was made for them; only in the process that made them.
+    """Remove the files, and the folder created for them, but only in the process that created them.
 
     Who has a file mapped keeps its bytes: the system frees them with the last mapping.
     """

@@ -1,4 +1,4 @@
-"""A storage in memory-mapped files, for buffers larger than the memory and buffers that several processes fill."""
+"""A storage in memory-mapped files, for buffers larger than memory or filled by several processes."""
 
 import itertools
 import math
@@ -257,7 +257,7 @@ class LazyMemmapStorage(ColumnStorage):
 
     @override
     def state_dict(self, rows: int, pool_rows: int = 0) -> dict[str, Any]:
-        """The rows, in memory; MemoryError if they do not fit there."""
+        """Return the rows as copies in memory; MemoryError if they do not fit."""
         check_memory(rows, self.bytes_per_row, self.device, ())
         return super().state_dict(rows, pool_rows)
 

@@ -1,4 +1,4 @@
-"""Next observations without a second copy: which ones no later row holds, and the pool where those are kept."""
+"""The pool of a compact storage: keeps the next observations that cannot be read from the following row."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,7 @@ _OF_THE_STEP = {"reward", "done", "terminated", "truncated"}
 
 
 def state_pairs(columns: Columns) -> list[NestedKey]:
-    """Root keys whose entry stands under ``"next"`` as well, with one shape and dtype.
+    """List the root keys that ``"next"`` has too, with the same shape and dtype, such as "observation".
 
     >>> x = torch.zeros(3)
     >>> state_pairs({"pos": x, ("next", "pos"): x, ("next", "reward"): x, "reward": x})
@@ -36,8 +36,8 @@ def state_pairs(columns: Columns) -> list[NestedKey]:
 
 
 def check_final_covers(row: Tensor, ends: Tensor, columns: Columns) -> None:
-    """ValueError if a row that ends a run (``ends``, bool ``[N]``) is not in ``final``, whose rows are ``row``, though
-    its next observation is known."""
+    """Raise ValueError if a run's last row (``ends``, bool ``[N]``) has a known next observation that is not
+    in ``final``, whose row numbers are ``row``."""
     needed = ends.clone()
     needed[row] = False
     known = columns.get(NEXT_KNOWN)
@@ -79,7 +79,7 @@ def next_columns(columns: Columns, final: Final, at: Tensor | None = None) -> Co
 
 
 class NextPool:
-    """The next observations that no stored row holds, one entry each, and how they get there and back.
+    """Stores the next observations that no stored row holds, one entry each, and reads them back.
 
     A row's next observation is the observation of the row that continues it, if that agrees bit by bit;
     otherwise it is kept here. So nothing is assumed about the batches: what they say comes back.
@@ -98,11 +98,11 @@ class NextPool:
         self.entries: dict[NestedKey, Column] = {}
 
     def allocate(self, columns: Mapping[NestedKey, Column]) -> None:
-        """Take the kinds of the storage's ``columns``; the pool starts empty."""
+        """Create empty pool columns of the same kinds as the storage's ``columns``."""
         self.entries = {key: columns[key].pool() for key in self.pairs}
 
     def cuts(self, columns: Columns, final: Final | None) -> Tensor:
-        """Rows whose next observation is not the observation of the row after; bool ``[N]``."""
+        """Return where the next observation differs from the following row's observation; bool ``[N]``."""
         first = columns[self.pairs[0]]
         cut = torch.zeros(len(first), dtype=torch.bool, device=first.device)
         if final is not None and final.row is not None:

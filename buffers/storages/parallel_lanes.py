@@ -1,4 +1,4 @@
-"""Storages of several dimensions: the steps of parallel lanes (envs) laid flat, time before lanes.
+"""Storages of several dimensions: flattens steps of parallel lanes (envs), time first, and maps positions.
 
 With L lanes, step t of lane l is in slot ``t * L + l``: all lanes of a step side by side, then the next step.
 """
@@ -41,7 +41,7 @@ def time_first(data: Any, ndim: int, dim: int) -> tuple[Any, torch.Size]:
 
 
 def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
-    """The slots that ``index`` names, in its shape, among those that ``ring`` has used, seen as ``[steps, *lanes]``.
+    """Return the slots that ``index`` selects from the used slots, viewed as ``[steps, *lanes]``.
 
     IndexError if there is no such position, TypeError if ``index`` is no position.
     """
@@ -62,7 +62,7 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
 
 
 def positions(slots: Tensor, lanes: torch.Size) -> Tensor:
-    """``slots`` (int64 ``[N]``) as positions ``[N, ndim]`` in a storage of several dimensions, else as they are.
+    """Convert ``slots`` (int64 ``[N]``) to positions ``[N, ndim]``; unchanged if there is one dimension.
 
     >>> positions(torch.tensor([0, 5]), torch.Size([2]))
     tensor([[0, 0],

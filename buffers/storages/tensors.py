@@ -1,4 +1,4 @@
-"""Storages in memory: columns allocated from the first batch, or tensors that the caller made."""
+"""In-memory storages: columns allocated at the first batch, or the caller's own tensors."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -27,7 +27,7 @@ CODECS = ("zstd",)
 
 
 class Encodings:
-    """Which entries of a storage are kept in a smaller form, by key, for the root and for ``"next"``.
+    """The encoding options of a storage: which entries are frame stacks, compressed or sparse, by key.
 
     The form of every column is decided here and nowhere else. A new form needs a `Column` that keeps it, its option
     checked in ``__init__``, its bytes in :meth:`row_bytes` and its column in :meth:`column`. The arguments and errors
@@ -61,7 +61,7 @@ class Encodings:
             )
 
     def row_bytes(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> int:
-        """Bytes of a row of columns ``like`` these, as far as known beforehand: compressed values count as nothing.
+        """Estimate the bytes of one row from dtypes and shapes ``like``; compressed entries count as 0.
 
         ValueError if an option names an entry that is not in ``like``, or one that is no stack.
         """
@@ -91,7 +91,7 @@ class Encodings:
     def column(
         self, key: NestedKey, rows: int, dtype: torch.dtype, shape: torch.Size, device: torch.device
     ) -> Column:
-        """A column in memory of ``rows`` rows for the entry ``key``, in the form asked for."""
+        """Create an in-memory column of ``rows`` rows for the entry ``key``, in its encoding."""
         if key in self.sparse:
             return SparseColumn(rows, shape, dtype, device)
         if key in self.frame_stack:
@@ -180,7 +180,7 @@ class LazyTensorStorage(ColumnStorage):
 
 
 class TensorStorage(ColumnStorage):
-    """Rows in tensors that you already have, a dataset say: a tensordict, a tensor or a tree of tensors.
+    """Uses tensors that exist already, such as a dataset: a tensordict, a tensor or a tree of tensors.
 
     Nothing is copied: the buffer reads and writes the caller's tensors. All rows count as stored from the start, so
     a dataset can be sampled at once; the first row written overwrites row 0. Start empty with ``buffer.empty()``.

@@ -1,1 +1,1 @@
-"""Transforms applied to rows on their way into a buffer or out of it."""
+"""Transforms that change batches on their way into a buffer and samples on their way out."""

@@ -1,4 +1,4 @@
-"""What a replay buffer asks of a transform, and how it calls one."""
+"""The interface of a replay buffer's transforms, and the function that applies one."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -19,7 +19,7 @@ class Transform(Protocol):
     """
 
     def forward(self, td: TensorDictBase, /) -> TensorDictBase:
-        """The changed sample."""
+        """Return the transformed sample."""
         ...
 
 
@@ -27,7 +27,7 @@ TransformLike: TypeAlias = Transform | Callable[[TensorDictBase], TensorDictBase
 
 
 def apply(transform: TransformLike, td: TensorDictBase, ends: Callable[[], Tensor]) -> TensorDictBase:
-    """The changed sample. ``ends()`` gives the bool ``[N]`` of `Transform`, called only by those that want it."""
+    """Apply ``transform`` to a sample; pass ``ends()``, bool ``[N]``, only if it has ``wants_ends``."""
     if not isinstance(transform, Transform):
         return transform(td)
     if getattr(transform, "wants_ends", False):
@@ -38,5 +38,5 @@ def apply(transform: TransformLike, td: TensorDictBase, ends: Callable[[], Tenso
 
 
 def looks_ahead(transform: TransformLike) -> int:
-    """How many rows of its trajectory, itself included, a transform reads for each row: its ``look_ahead``, or 0."""
+    """Return how many rows, each row itself included, the transform reads per row: ``look_ahead``, or 0."""
     return int(getattr(transform, "look_ahead", 0))

@@ -1,4 +1,4 @@
-"""n-step transitions, of a collector's batch or of a buffer's samples: rewards summed, next entries moved."""
+"""n-step transitions of a batch or of samples: the rewards of n steps summed, next entries n steps later."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -36,7 +36,7 @@ STEPS, GAMMA, NONTERMINAL = "steps_to_next_obs", "gamma", "nonterminal"
 
 
 class NStep:
-    """The rule behind `MultiStep` and `MultiStepTransform`, which know where the rows after each row are."""
+    """Computes n-step transitions; base of `MultiStep` and `MultiStepTransform`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class NStep:
 
     @property
     def n_steps(self) -> int:
-        """Rows that a return looks ahead, itself included; may be set at any time."""
+        """Number of steps whose rewards are summed, at least 1; may be set at any time."""
         return self._n_steps
 
     @n_steps.setter
@@ -173,7 +173,7 @@ class NStep:
     def of_batch(
         self, td: TensorDictBase, final: TensorDictBase | None, more: Tensor | None, **keys: NestedKey
     ) -> TensorDictBase:
-        """The flat batch ``td`` ``[N]`` as n-step transitions; no window goes beyond the end of its run.
+        """Turn the flat batch ``td`` ``[N]`` into n-step transitions that do not look beyond their run's end.
 
         ``final`` holds next observations of a compact batch; ``more``, bool ``[N]``, marks run ends besides those that
         `run_ends` finds by ``keys``.
@@ -258,7 +258,7 @@ class MultiStep(NStep):
         self.traj_key, self.is_init_key = traj_key, is_init_key
 
     def forward(self, td: TensorDictBase, final: TensorDictBase | None = None) -> TensorDictBase:
-        """The n-step batch; ``td`` is left as it was.
+        """Return the n-step batch; ``td`` stays unchanged.
 
         Args:
             td: flat batch ``[N]``.
@@ -323,13 +323,13 @@ class MultiStepTransform(NStep):
 
     @property
     def look_ahead(self) -> int:
-        """How many rows, itself included, the buffer finds for each sampled row."""
+        """Number of consecutive rows the buffer looks up for each sampled row, that row included."""
         return self.n_steps
 
     read = NStep.to_n_step
 
     def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
-        """A sample that :meth:`read` made as it is; of another flat batch, what `MultiStep` makes of it.
+        """Return a sample from :meth:`read` unchanged; treat any other flat batch as `MultiStep` does.
 
         ``ends`` (bool ``[N]``) adds run ends.
         """

@@ -12,7 +12,7 @@ from flatroll.layout.keys import DONE, TRAJ_IDS, NestedKey, flat_column, next_ke
 
 
 class NextStateReconstructor:
-    """Puts ``("next", key)`` into samples of a compact batch, which has observations at the root only.
+    """Adds ``("next", key)`` to samples of a compact batch, taken from the row after each row.
 
     ``next[i] = root[i + 1]`` if row i + 1 of the batch follows row i in its trajectory, else ``fill_value``. It
     does not follow at run ends (`flatroll.layout.run_ends`), at the ends of drawn slices, after rows drawn one by

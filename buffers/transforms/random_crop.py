@@ -1,4 +1,4 @@
-"""Random sub-sequences of whole stored trajectories."""
+"""Random crops of stored whole trajectories."""
 
 from typing import cast
 
@@ -61,7 +61,7 @@ class RandomCropTensorDict:
         self.mask_key, self.init_key = mask_key, init_key
 
     def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
-        """The crops, in memory of their own: ``td`` with ``sub_seq_len`` steps along ``sample_dim``.
+        """Return copies of the crops: ``td`` with ``sub_seq_len`` steps along ``sample_dim``.
 
         Args:
             td: ``[*B, T]``; alone also ``[T]``, one trajectory.

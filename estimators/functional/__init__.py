@@ -1,1 +1,1 @@
-"""Returns and advantages as functions of tensors ``[*B, T]``."""
+"""Functions for returns and advantages of tensors ``[*B, T]``."""

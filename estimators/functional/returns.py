@@ -30,7 +30,7 @@ def generalized_advantage_estimate(
     ends: Tensor | None = None,
     time_dim: int = -2,
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimate, exact at every kind of boundary, linear in the rows.
+    """Generalized advantage estimate, correct at terminated, truncated and cut rows, in linear time.
 
     ``delta[t] = reward[t] + gamma * next_state_value[t] * (1 - terminated[t]) - state_value[t]``,
     ``advantage[t] = delta[t] + gamma * lmbda * advantage[t + 1]``, and ``advantage[t] = delta[t]`` at the
@@ -193,7 +193,7 @@ def td1_return_estimate(
     *,
     ends: Tensor | None = None,
 ) -> Tensor:
-    """Discounted sum of the rewards of a run, and of what it bootstraps from: TD(lambda) with ``lmbda = 1``.
+    """Return the discounted sum of rewards to the end of the run, bootstrapped there (TD(lambda), lambda 1).
 
     ``G[t] = reward[t] + gamma * G[t + 1]`` inside a run, ``reward[t] + gamma * next_state_value[t]`` at its end.
     Arguments, shapes and errors as for :func:`td_lambda_return_estimate`.
@@ -243,7 +243,7 @@ def td_lambda_return_estimate(
     *,
     ends: Tensor | None = None,
 ) -> Tensor:
-    """Lambda-return, exact at every kind of boundary, linear in the rows.
+    """Lambda-return, correct at terminated, truncated and cut rows, in linear time.
 
     ``G[t] = reward[t] + gamma * ((1 - lmbda) * next_state_value[t] + lmbda * G[t + 1])`` inside a run, and
     ``G[t] = reward[t] + gamma * next_state_value[t]`` at its end.
@@ -326,7 +326,7 @@ vec_td_lambda_advantage_estimate = td_lambda_advantage_estimate
 
 
 class TimeColumns:
-    """Tensors ``[*B, T, *F]`` seen as the columns ``[B * F * T]`` that the kernels read: one series after the other.
+    """Flattens tensors ``[*B, T, *F]`` to ``[B * F * T]`` for the kernels, one time series after the other.
 
     The reward and the ``values``, further floating tensors by name, must have one shape; the columns are in the dtype
     that all of them promote to.
@@ -352,7 +352,7 @@ class TimeColumns:
         self._in_order = self.shape[self.time + 1 :].numel() == 1
 
     def column(self, x: Tensor) -> Tensor:
-        """``x`` of the reward's shape as a column, a view if possible; a float column in the common dtype."""
+        """Flatten ``x``, of the reward's shape, a view if possible; floats are cast to the common dtype."""
         column = (x if self._in_order else x.movedim(self.time, -1)).reshape(-1)
         return column if x.dtype is torch.bool else column.to(self.dtype)
 
@@ -365,7 +365,7 @@ class TimeColumns:
         return column.view(moved).movedim(-1, self.time)
 
     def expanded(self, name: str, x: Tensor, *, flag: bool = False) -> Tensor:
-        """``x`` in the reward's shape: it has it, or 1 for a feature dim, or no feature dims at all (``[*B, T]``)."""
+        """Broadcast ``x`` to the reward's shape; feature dims may be 1, or missing altogether (``[*B, T]``)."""
         if flag and x.dtype is not torch.bool:
             raise TypeError(f"{name} must be bool, got {x.dtype}: cast it with .bool()")
         if x.shape == self.shape:
@@ -406,7 +406,7 @@ class TimeColumns:
 
 
 def factor_over(name: str, x: Tensor, shape: torch.Size, rows: int) -> Tensor:
-    """``x`` in the reward's ``shape``, of which ``rows`` dims are rows: one number per row, or what broadcasts.
+    """Expand ``x``, one number per row or broadcastable, to the reward's ``shape`` (with ``rows`` row dims).
 
     >>> factor_over("gamma", torch.tensor([0.5, 0.9]), torch.Size([2, 3]), 1).tolist()
     [[0.5, 0.5, 0.5], [0.8999999761581421, 0.8999999761581421, 0.8999999761581421]]
@@ -422,7 +422,7 @@ def factor_over(name: str, x: Tensor, shape: torch.Size, rows: int) -> Tensor:
 
 
 def unit_interval(name: str, number: float | Tensor) -> float:
-    """The number, which must lie in [0, 1]."""
+    """Return ``number`` as a float; ValueError unless it lies in [0, 1]."""
     if not isinstance(number, float | int | Tensor | Real):
         raise TypeError(f"{name} must be a number or a tensor, got {number!r}")
     if not 0.0 <= float(number) <= 1.0:

@@ -22,7 +22,7 @@ def vtrace_advantage_estimate(
     *,
     ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """V-trace, exact at every kind of boundary, linear in the rows.
+    """V-trace advantages and targets, correct at terminated, truncated and cut rows, in linear time.
 
     With ``rho = min(rho_thresh, pi / mu)``, ``c = min(c_thresh, pi / mu)`` and the residual
     ``delta[t] = rho[t] * (reward[t] + gamma * next_state_value[t] * (1 - terminated[t]) - state_value[t])``:

@@ -1,4 +1,4 @@
-"""Base of the losses of action values: next observations, ensembles of critics, targets, errors and priorities."""
+"""Base class of the off-policy losses (DQN, SAC): next observations, critics, TD targets and priorities."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -31,7 +31,7 @@ STEPS, DISCOUNT = "steps_to_next_obs", "gamma"
 
 
 class OffPolicyLoss(LossModule):
-    """Base of the losses that learn action values from transitions in any order: DQN, SAC, or your own.
+    """Base of the off-policy losses, which fit action values to single transitions: DQN, SAC, or your own.
 
     A subclass keeps its critics and their target copies (:func:`target_copy`) as attributes and defines ``forward``:
     it calls :meth:`transitions`, evaluates target networks on :meth:`next_entries`, makes regression targets with
@@ -105,7 +105,7 @@ class OffPolicyLoss(LossModule):
     def make_value_estimator(
         self, value_type: str | type[ValueEstimator] = ValueEstimators.TD0, **hyperparams: float
     ) -> Self:
-        """Choose the regression target of the values.
+        """Choose how the critics' regression target is computed, such as TD(0) with a given gamma.
 
         ``"td0"`` (default): ``reward + gamma * next_value``, on rows in any order. ``"td1"`` and
         ``"td_lambda"``, whose targets are those of ``"gae"``, too: returns along each run, for batches of slices;
@@ -144,7 +144,7 @@ class OffPolicyLoss(LossModule):
         return self
 
     def transitions(self, batch: TensorDictBase, observed: Iterable[NestedKey]) -> LossInputs:
-        """The batch ``[*B]`` with the masks of rows that count and of rows whose next observation nobody knows.
+        """Return ``batch`` ``[*B]`` with masks of the valid rows and of unknown next observations.
 
         Unknown are the next observations of rows that are not terminated where the env hid them
         (``("collector", "next_known")``), where a number is NaN, e.g. because ``NextStateReconstructor`` found no next
@@ -174,23 +174,23 @@ class OffPolicyLoss(LossModule):
         return LossInputs(inputs.batch, inputs.work, mask_and(inputs.mask, ~unknown), unknown)
 
     def terminated(self, inputs: LossInputs) -> Tensor:
-        """The rows after which there is no value; bool ``[*B]``."""
+        """Return which rows are terminated, so that their next value is 0; bool ``[*B]``."""
         self.entry(inputs, "terminated")  # raises with the name of who writes it
         return marker(inputs.batch, self.key("terminated"))
 
     def ends(self, inputs: LossInputs) -> Tensor:
-        """The last rows of runs; bool ``[*B]``."""
+        """Return which rows are the last of their run; bool ``[*B]``."""
         return run_ends(inputs.batch, **self.boundary_keys)
 
     @staticmethod
     def root_entries(inputs: LossInputs, keys: Iterable[NestedKey]) -> TensorDict:
-        """The named entries of the batch, in a tensordict ``[*B]`` of their own."""
+        """Return the entries ``keys`` of the batch in a new tensordict ``[*B]``."""
         columns = {key: require(inputs.batch, key) for key in keys}
         return TensorDict(columns, batch_size=inputs.batch.batch_size)
 
     @staticmethod
     def next_entries(inputs: LossInputs, keys: Iterable[NestedKey]) -> TensorDict:
-        """The named entries one step later, in a tensordict ``[*B]`` of their own, under their root keys.
+        """Return the next entries of ``keys``, ``("next", key)``, as ``key`` in a new tensordict ``[*B]``.
 
         The row's own number stands in for NaN and where the next observation is unknown: such rows do not count, and
         no NaN reaches a network.
@@ -205,7 +205,7 @@ class OffPolicyLoss(LossModule):
     def critic_values(
         self, networks: Iterable[nn.Module], batch: TensorDictBase, argument: str = "qvalue_network"
     ) -> list[Tensor]:
-        """The values that each critic gives the rows of a batch; the batch is left as it is.
+        """Evaluate each critic on the rows of ``batch``, which stays unchanged.
 
         Args:
             networks: tensordict modules, e.g. a :func:`critic_ensemble`.
@@ -239,12 +239,12 @@ class OffPolicyLoss(LossModule):
         return values
 
     def minimum_value(self, networks: Iterable[nn.Module], batch: TensorDictBase) -> Tensor:
-        """The smallest of the :meth:`critic_values`, elementwise: a bound against overestimated values."""
+        """Return the elementwise minimum of the :meth:`critic_values`, against overestimation."""
         return reduce(torch.minimum, self.critic_values(networks, batch))
 
     @torch.no_grad()
     def target(self, inputs: LossInputs, next_value: Tensor) -> Tensor:
-        """Regression target of each row, ``[*B]``, as :meth:`make_value_estimator` chose it; without gradient.
+        """Return each row's regression target ``[*B]``, without gradient (see :meth:`make_value_estimator`).
 
         Args:
             inputs: the batch.
@@ -282,7 +282,7 @@ class OffPolicyLoss(LossModule):
         )
 
     def reduce_and_write_priority(self, inputs: LossInputs, loss: Tensor, error: Tensor) -> Tensor:
-        """Reduce the loss, and write ``"td_error"`` into the batch: the priority for a prioritized buffer.
+        """Reduce the loss, and write ``"td_error"``, the new priorities, into the batch.
 
         Args:
             inputs: the batch.
@@ -300,7 +300,7 @@ class OffPolicyLoss(LossModule):
         return self.reduce(inputs, loss)
 
     def reduce(self, inputs: LossInputs, loss: Tensor) -> Tensor:
-        """The loss of each row ``[*B]`` as ``reduction`` says, weighted by the priority weights.
+        """Reduce the loss ``[*B]`` according to ``reduction``, weighted with the importance weights.
 
         With weights ``w`` (importance weights of prioritized sampling), the mean is ``sum(w * loss) / sum(w)``.
         """
@@ -314,7 +314,7 @@ class OffPolicyLoss(LossModule):
 def critic_ensemble(
     networks: TensorDictModuleBase | Sequence[TensorDictModuleBase], number: int = 2
 ) -> nn.ModuleList:
-    """An ensemble of critics: the networks of a list, or one network and copies of it with new initial weights.
+    """Make an ensemble of critics from a list, or from one network and newly initialised copies of it.
 
     Args:
         networks: one tensordict module, or a list of them, taken as they are.
@@ -386,7 +386,7 @@ def value_of_action(value: Tensor, action: Tensor, space: ActionSpace | None) ->
 
 
 def rows_with_nan(column: Tensor, batch_dims: int) -> Tensor | None:
-    """Rows ``[*B]`` in which a number is NaN; None if there is none, as far as one can tell on the host."""
+    """Return which rows ``[*B]`` contain a NaN; None if a cheap check on the CPU finds none."""
     if not column.is_floating_point():
         return None
     # one pass where all is well: the sum of a column with NaN is NaN

@@ -1,4 +1,4 @@
-"""Base of all losses: which entries a loss reads, which rows count, and which networks hold still."""
+"""Base class of all losses: the keys it reads, the mask of valid rows, and target networks."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,7 +35,7 @@ _UNDER_NEXT = ("reward", "done", "terminated")
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One batch as a loss reads it.
+    """A batch prepared for a loss: the batch, a working copy, and the masks of its rows.
 
     Attributes:
         batch: the batch as it came, ``[*B]``.
@@ -51,7 +51,7 @@ class LossInputs:
 
 
 class LossModule(TensorDictModuleBase):
-    """Base of all losses: names of entries, rows that count, reduction.
+    """Base of all losses: configurable keys, the mask of valid rows, and the reduction.
 
     A subclass defines ``forward(batch)``, which returns a tensordict of losses, and calls :meth:`inputs_of` in it.
 
@@ -100,7 +100,7 @@ class LossModule(TensorDictModuleBase):
         self.tensor_keys: dict[str, NestedKey] = dict(self.default_keys)
 
     def set_keys(self, **keys: NestedKey | None) -> None:
-        """Rename entries.
+        """Change the keys of entries that the loss reads or writes.
 
         Args:
             keys: the names in ``tensor_keys``; None leaves a name as it is. ``reward``, ``done`` and
@@ -112,7 +112,7 @@ class LossModule(TensorDictModuleBase):
         self.tensor_keys = renamed(self.tensor_keys, keys)
 
     def inputs_of(self, batch: TensorDictBase) -> LossInputs:
-        """The batch ``[*B]`` with the mask of its rows that count.
+        """Return ``batch`` ``[*B]`` with the mask of its valid rows: not padding, not burn-in.
 
         A row counts if ``("collector", "mask")`` and ``"shifted_valid"`` (what an estimator left valid) are True there,
         as far as the batch has them, and if ``burn_in`` rows of its run stand before it.
@@ -140,16 +140,16 @@ class LossModule(TensorDictModuleBase):
 
     @property
     def boundary_keys(self) -> dict[str, NestedKey]:
-        """The key arguments of :func:`flatroll.layout.run_ends`, as this loss names its entries."""
+        """The keyword arguments of :func:`flatroll.layout.run_ends` that match this loss's keys."""
         names = {"is_init_key": "is_init", "done_key": "done", "traj_key": "traj_ids", "mask_key": "mask"}
         return {argument: self.key(name) for argument, name in names.items()}
 
     def key(self, name: str) -> NestedKey:
-        """The key of the entry called ``name`` in :meth:`set_keys`."""
+        """Return the key set for ``name`` in :meth:`set_keys`, or its default."""
         return under_next(self.tensor_keys[name]) if name in _UNDER_NEXT else self.tensor_keys[name]
 
     def entry(self, inputs: LossInputs, name: str) -> Tensor:
-        """The batch's entry called ``name`` in :meth:`set_keys`, as it is.
+        """Return the batch's entry for ``name`` (a name of :meth:`set_keys`) unchanged.
 
         Raises:
             KeyError: it is missing; the text names what writes it.
@@ -162,18 +162,18 @@ class LossModule(TensorDictModuleBase):
         return value
 
     def column(self, inputs: LossInputs, name: str) -> Tensor:
-        """The same entry, of shape ``[*B]`` or ``[*B, 1]``, as ``[*B]`` with 0 in rows that do not count."""
+        """Return the entry for ``name``, ``[*B]`` or ``[*B, 1]``, as ``[*B]``, 0 where the mask is False."""
         column = flat_column(self.entry(inputs, name), inputs.batch, self.key(name))
         return column if inputs.mask is None else zero_masked(column, inputs.mask)
 
     def delayed_networks(self) -> dict[str, tuple[nn.Module, nn.Module]]:
-        """Each network that has a target copy, and the copy: the attribute ``target_<name>`` follows ``<name>``."""
+        """Pairs (network, target copy) by name: the attributes ``<name>`` and ``target_<name>``."""
         children = dict(self.named_children())
         return {name: (children[name], t) for name in children if (t := children.get(f"target_{name}"))}
 
 
 def target_copy(network: N) -> N:
-    """A copy of a network that does not learn.
+    """Return a target network: a deep copy of ``network`` without gradients.
 
     Keep it in a loss as ``self.target_<name>`` beside ``self.<name>``, and
     :class:`~flatroll.estimators.SoftUpdate` and :class:`~flatroll.estimators.HardUpdate` move it.
@@ -185,7 +185,7 @@ def target_copy(network: N) -> N:
 
 
 def parameters_and_buffers(network: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Parameters and buffers of a network, each once, in order."""
+    """List the parameters and buffers of a network, each once."""
     modules = list(network.modules())  # Module.parameters() walks, too, but makes names on the way
     kinds = [m._parameters for m in modules], [m._buffers for m in modules]
     # by id: a tensor that two modules share is listed once, where it comes first
@@ -197,7 +197,7 @@ def parameters_and_buffers(network: nn.Module) -> tuple[list[Tensor], list[Tenso
 
 @contextmanager
 def frozen(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Let no gradient reach these parameters through what is computed in the block.
+    """Context manager: compute no gradients for these parameters, but let gradients through to the inputs.
 
     Gradients still flow through the network to its inputs, e.g. through a critic into the actor's action.
 
@@ -220,6 +220,6 @@ def frozen(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def shared_parameters(network: nn.Module, other: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are in both networks."""
+    """Return the parameters that both networks share."""
     others = set(other.parameters())
     return [parameter for parameter in network.parameters() if parameter in others]

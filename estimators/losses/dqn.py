@@ -112,7 +112,7 @@ class DQNLoss(OffPolicyLoss):
 
     @override
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
-        """The loss of a batch ``[N]`` or ``[*B, T]``, into which ``"td_error"`` is written.
+        """Compute the loss of a batch ``[N]`` or ``[*B, T]``, and write ``"td_error"`` into the batch.
 
         Recurrent networks run in recurrent mode, whatever the mode around the call.
 
@@ -168,7 +168,7 @@ class DQNLoss(OffPolicyLoss):
 
 
 def next_state_value(value: Tensor, choice: Tensor | None) -> Tensor:
-    """Value ``[*B]`` of a state: its best action's, of values ``[*B, A]``.
+    """Return the next state's value ``[*B]``: that of its best action, given values ``[*B, A]``.
 
     ``choice`` ``[*B, A]``, other values of the same actions, says which action is the best; None: ``value`` does.
     """

@@ -88,7 +88,7 @@ class KLPENPPOLoss(PPOLoss):
         self.register_buffer("beta", torch.tensor(beta))
 
     def reset(self) -> None:
-        """Set ``beta`` back to what it was in the beginning."""
+        """Reset ``beta`` to its initial value."""
         self.beta = torch.full_like(self.beta, self._beta_at_first)
 
     @override

@@ -176,7 +176,7 @@ class PolicyGradientLoss(LossModule):
         self._rename_in_estimator()
 
     def make_value_estimator(self, value_type: Kind = ValueEstimators.GAE, **hyperparams: Any) -> Self:
-        """Let the loss compute advantages of batches that come without them.
+        """Choose the value estimator that computes advantages for batches without them.
 
         Each call of the loss then evaluates the batch anew, on the networks as they are, without gradients.
         A batch that has an advantage keeps it. To estimate once for many updates, call an estimator yourself.
@@ -209,7 +209,7 @@ class PolicyGradientLoss(LossModule):
     def objective(
         self, inputs: LossInputs, dist: Distribution, log_prob: Tensor, advantage: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of the policy in each row ``[*B]``, and the :attr:`diagnostics` by name.
+        """Return the policy loss of each row ``[*B]``, and values to log by name (:attr:`diagnostics`).
 
         Args:
             inputs: the batch and its mask.
@@ -221,7 +221,7 @@ class PolicyGradientLoss(LossModule):
 
     @override
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
-        """The losses of a batch ``[N]`` or ``[*B, T]``, which is left as it is.
+        """Compute the losses of a batch ``[N]`` or ``[*B, T]``, which stays unchanged.
 
         Recurrent networks run in recurrent mode, whatever the mode around the call. Rows at which
         ``("collector", "mask")`` or ``"shifted_valid"`` is False count nowhere.
@@ -348,7 +348,7 @@ class PPOLoss(PolicyGradientLoss):
         return -log_ratio.exp() * advantage, diagnose(log_ratio.detach(), inputs.mask)
 
     def log_ratio(self, inputs: LossInputs, log_prob: Tensor) -> Tensor:
-        """Log of the ratio ``[*B]``; 0 in rows that do not count.
+        """Return the log of the probability ratio new / old policy ``[*B]``; 0 where the mask is False.
 
         What the policy wrote when it acted may be one entry for each part of an action: then they add up.
         """
@@ -436,7 +436,7 @@ class ClipPPOLoss(PPOLoss):
 
 
 def diagnose(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
-    """How far the policy has moved from the one that acted, by the log-ratios ``[*B]``, 0 where masked.
+    """Return ``kl_approx`` and ``ESS``, which measure the policy's change, from log-ratios ``[*B]``.
 
     ``kl_approx`` is the mean of ``-log_ratio``, which estimates ``KL(sampled | current)``. ``ESS`` is the effective
     sample size ``sum(ratio) ** 2 / sum(ratio ** 2)`` as a share of the rows.

@@ -49,7 +49,7 @@ class SACOptions(TypedDict, total=False):
 
 
 class SoftActorCritic(OffPolicyLoss):
-    """Base of both losses; :class:`SACLoss` documents the arguments. A subclass says what an action is worth."""
+    """Base of :class:`SACLoss`, which documents the arguments, and of :class:`DiscreteSACLoss`."""
 
     log_alpha: Tensor
 
@@ -118,12 +118,12 @@ class SoftActorCritic(OffPolicyLoss):
 
     @property
     def alpha(self) -> Tensor:
-        """The factor of the entropy, without gradients."""
+        """The entropy coefficient, detached."""
         return self.log_alpha.detach().exp()
 
     @override
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
-        """The losses of a batch ``[N]`` or ``[*B, T]``, into which ``"td_error"`` is written.
+        """Compute the losses of a batch ``[N]`` or ``[*B, T]``, and write ``"td_error"`` into the batch.
 
         The gradient of each loss reaches its own networks only, so that their sum may be minimised.
 
@@ -184,7 +184,7 @@ class SoftActorCritic(OffPolicyLoss):
 
 
 class SACLoss(SoftActorCritic):
-    """Soft actor-critic: ``Q_i(s, a)`` to ``r + gamma * (min_j Q'_j(s', a') - alpha * log p(a' | s'))``.
+    """Soft actor-critic: fits ``Q_i(s, a)`` to ``r + gamma * (min_j Q'_j(s', a') - alpha * log p(a'|s'))``.
 
     The actor samples ``a'``, and minimises ``alpha * log p(b | s) - min_i Q_i(s, b)`` over its own reparametrised
     actions ``b``. ``alpha`` moves until the entropy is ``target_entropy``. Rows may come in any order.
@@ -262,7 +262,7 @@ class SACLoss(SoftActorCritic):
 
 
 class DiscreteSACLoss(SoftActorCritic):
-    """Soft actor-critic over a finite set of actions, whose expectations are sums.
+    """Soft actor-critic for discrete actions: expectations over actions are exact sums.
 
     With ``p`` the actor's probabilities, the regression target of values is
     ``r + gamma * sum_b p(b | s') * (min_j Q'_j(s', b) - alpha * log p(b | s'))``, and the actor minimises
@@ -342,7 +342,7 @@ class DiscreteSACLoss(SoftActorCritic):
 
 
 def sample_with_log_prob(dist: Distribution, batch: TensorDictBase) -> tuple[Tensor, Tensor]:
-    """An action that gradients flow through, and its log-probability ``[*B]``.
+    """Draw a reparametrised action; return it and its log-probability ``[*B]``.
 
     The distribution is asked about the very tensor that it sampled: a tanh-Normal with a cache finds the Gaussian
     sample behind it there, where inverting tanh near -1 and 1 would lose all digits.

@@ -1,4 +1,4 @@
-"""Updaters: they move the target copies of a loss's networks after the networks that learn."""
+"""Updaters of target networks: Polyak averaging (soft) and periodic copies (hard)."""
 
 from typing import Any
 
@@ -23,11 +23,11 @@ class TargetNetUpdater:
 
     @torch.no_grad()
     def init_(self) -> None:
-        """Make the copies equal to the networks. They are when the loss is built."""
+        """Copy the networks into their target copies; they are equal when the loss is built."""
         self._move(1.0)
 
     def step(self) -> None:
-        """Call it once after each step of the optimizer."""
+        """Update the target copies; call it once after each optimizer step."""
         raise NotImplementedError(f"{type(self).__name__} must define step")
 
     @torch.no_grad()
@@ -41,11 +41,11 @@ class TargetNetUpdater:
                 copy.copy_(buffer)
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`load_state_dict` needs; the target copies are part of the loss's own state."""
+        """Return the updater's state; the target copies themselves are in the loss's state."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where the updater that gave ``state_dict`` stood."""
+        """Restore the updater from a :meth:`state_dict`."""
 
 
 class SoftUpdate(TargetNetUpdater):

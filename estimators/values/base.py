@@ -1,4 +1,4 @@
-"""What every value estimator does around its recursion: read the batch, evaluate it, write the result."""
+"""The base class of value estimators: reads the batch, evaluates the network, writes the result."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ _UNDER_NEXT = ("reward", "done", "terminated")
 
 @dataclass(frozen=True)
 class EstimatorInputs:
-    """What an estimate is made of: columns ``[*B, T, *F]`` and flags ``[*B, T]`` of a batch whose last dim is time.
+    """Inputs of an estimator: rewards and values ``[*B, T, *F]`` and flags ``[*B, T]``, time dim last.
 
     Attributes:
         batch: the batch.
@@ -73,7 +73,7 @@ def _of_evaluation(name: str) -> Any:
 
 
 class ValueEstimator(TensorDictModuleBase):
-    """Base of the estimators: a subclass gives :meth:`estimate`, the recursion over values and rewards.
+    """Base of the estimators; a subclass defines :meth:`estimate`, the recursion over rewards and values.
 
     Args:
         gamma: discount in [0, 1]; a number, or a tensor that broadcasts to the reward.
@@ -179,7 +179,7 @@ class ValueEstimator(TensorDictModuleBase):
         )
 
     def number(self, name: str, x: float | Tensor, device: torch.device | str | None = None) -> None:
-        """Keep a discount or decay in [0, 1] as attribute ``name``: a float, or a buffer of several numbers."""
+        """Store a discount or decay in [0, 1] as attribute ``name``: a float, or a buffer of several."""
         if not isinstance(x, Tensor) or x.numel() == 1:
             setattr(self, name, unit_interval(name, x))
             return
@@ -190,7 +190,7 @@ class ValueEstimator(TensorDictModuleBase):
         self.register_buffer(name, x.to(device))
 
     def set_keys(self, **keys: NestedKey | None) -> None:
-        """Rename entries.
+        """Change the keys of entries that the estimator reads or writes.
 
         Args:
             keys: ``advantage``, ``value_target`` and ``value`` are written, the value under ``"next"``, too;
@@ -216,7 +216,7 @@ class ValueEstimator(TensorDictModuleBase):
         self._written: list[NestedKey] = list(written)
 
     def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
-        """Advantage and value target, shaped like the reward."""
+        """Compute advantage and value target, both of the reward's shape."""
         raise NotImplementedError(f"{type(self).__name__} must define estimate")
 
     @dispatch  # type: ignore[untyped-decorator]  # an untyped class, which makes forward an attribute
@@ -271,7 +271,7 @@ class ValueEstimator(TensorDictModuleBase):
         final: TensorDictBase | None = None,
         time_dim: int | None = None,
     ) -> Tensor:
-        """The value target alone; nothing is written.
+        """Return only the value target; write nothing into the batch.
 
         Args:
             next_value: values of the next observations, ``[*B, T, *F]``, if they are known already: then the
@@ -407,7 +407,7 @@ def _with_unknown(batch: TensorDictBase, at: Boundaries, *, refuse: bool) -> Bou
 
 
 def time_last(batch: TensorDictBase, time_dim: int | None) -> tuple[TensorDictBase, int | None]:
-    """The batch with its time dim last, and where that dim was if it was not there.
+    """Move the batch's time dim to the end; also return where it was, None if it was last already.
 
     A ``time_dim`` of None is the dim named ``"time"``, else the last. Raises ValueError if there is no such dim.
     """

@@ -1,4 +1,4 @@
-"""Shapes of a batch's columns, numbers that are not finite, warnings: what estimators and losses share."""
+"""Helpers of estimators and losses: broadcasting flags, flattening batch dims, checks for NaN."""
 
 from collections.abc import Sequence
 
@@ -10,12 +10,12 @@ from flatroll.layout.keys import NestedKey, next_key
 
 
 def broadcast_like(flag: Tensor, column: Tensor) -> Tensor:
-    """A flag of the batch's shape with a dim of 1 for each feature dim of ``column``, so that it broadcasts."""
+    """Append dims of size 1 to a flag ``[*B]``, so that it broadcasts over the features of ``column``."""
     return flag.reshape(*flag.shape, *[1] * (column.ndim - flag.ndim))
 
 
 def flat_rows(column: Tensor, batch_dims: int) -> Tensor:
-    """A column with all its batch dims as one."""
+    """Flatten all batch dims of a column into one."""
     return column if batch_dims == 1 else column.flatten(0, batch_dims - 1)
 
 

@@ -1,4 +1,4 @@
-"""The value estimators on a batch: GAE, TD(0), TD(1), TD(lambda), V-trace; and their names, as losses take them."""
+"""The value estimators GAE, TD(0), TD(1), TD(lambda) and V-trace, and the names that losses accept."""
 
 import inspect
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from flatroll.layout.keys import ACTION, NestedKey, require
 
 
 class GAE(ValueEstimator):
-    """Generalized advantage estimate of a flat batch ``[N]``, or of ``[*B, T]``, whatever runs it is made of.
+    """Generalized advantage estimation for a flat batch ``[N]`` or ``[*B, T]``, with runs of any length.
 
     The recursion is that of :func:`~flatroll.estimators.generalized_advantage_estimate`; boundaries come from
     :func:`flatroll.layout.run_ends`, so each run gets exactly what it would get alone.
@@ -207,7 +207,7 @@ class TDLambdaEstimator(ValueEstimator):
 
 
 class TD1Estimator(TDLambdaEstimator):
-    """Targets that sum the discounted rewards to the end of the run: :class:`TDLambdaEstimator` with ``lmbda = 1``.
+    """Discounted reward sums to the end of the run, bootstrapped: :class:`TDLambdaEstimator` for lambda 1.
 
     A run that is not terminated is bootstrapped at its end.
 
@@ -244,7 +244,7 @@ class TD1Estimator(TDLambdaEstimator):
 
 
 class VTrace(ValueEstimator):
-    """V-trace targets and advantages of a batch that another policy collected.
+    """V-trace targets and advantages, for batches collected by another policy.
 
     The recursion is that of :func:`~flatroll.estimators.vtrace_advantage_estimate`; boundaries come from
     :func:`flatroll.layout.run_ends`. The weight of a row is the probability of the batch's action under
@@ -318,7 +318,7 @@ class VTrace(ValueEstimator):
         self.set_keys()
 
     def set_keys(self, **keys: NestedKey | None) -> None:
-        """Rename entries: those of the other estimators, ``action`` and ``sample_log_prob``."""
+        """Change the keys of entries; also accepts ``action`` and ``sample_log_prob``."""
         super().set_keys(**keys)
         actor = getattr(self, "actor_network", None)
         read: list[Any] = [] if actor is None else list(actor.in_keys)
@@ -359,7 +359,7 @@ class VTrace(ValueEstimator):
 
 
 class ValueEstimators(StrEnum):
-    """Names of the estimators; the plain text will do as well, and so will ``"TDLambda"`` for ``"td_lambda"``.
+    """Names of the estimators, for losses; plain strings such as ``"td_lambda"`` or ``"TDLambda"`` work too.
 
     >>> ValueEstimators.TDLambda == "td_lambda"
     True

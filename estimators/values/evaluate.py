@@ -1,4 +1,4 @@
-"""The values of a batch's observations and of those that follow them, from one network.
+"""Evaluates a value network at a batch's observations and at its next observations.
 
 Two calls, on the observations and on the next observations, are right for a network that reads one row at a time
 (where they are few, one call sees both). The extended stream needs one: N + K rows instead of 2 N, exact, and the only
@@ -43,7 +43,7 @@ _FEW_ROWS, _FEW_BYTES = 4096, 1 << 17
 
 @dataclass(frozen=True)
 class ValueInputs:
-    """All that the values of a batch are computed from.
+    """Inputs of :func:`state_values`: network, batch, boundaries and options.
 
     Attributes:
         network: the network and what it reads; None takes both values from the batch.
@@ -72,7 +72,7 @@ class ValueInputs:
 
 @dataclass(frozen=True)
 class Values:
-    """Values ``[*B, T, *F]`` of a batch.
+    """The values ``[*B, T, *F]`` of a batch's observations and next observations.
 
     Attributes:
         value: of each row's observation, 0 where not valid.
@@ -87,7 +87,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Observations:
-    """A batch's observations and what is known of those that follow them, all batch dims flattened into one.
+    """A batch's observations and known next observations, all batch dims flattened into one.
 
     Attributes:
         root: what the network reads at each row ``[N, *F]``, by key: observations, and what a memory needs.
@@ -426,7 +426,7 @@ def value_of(
     value_key: NestedKey,
     parameters: TensorDictBase | None = None,
 ) -> Tensor:
-    """What the network writes under ``value_key`` ``[*shape, *F]`` for columns of a batch of that shape.
+    """Return what the network writes under ``value_key``, ``[*shape, *F]``, for these input columns.
 
     ``parameters`` take the place of its own. A KeyError says that it writes no such entry, a ValueError that the
     value has no trailing dim.

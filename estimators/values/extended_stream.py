@@ -1,4 +1,4 @@
-"""The extended stream: the rows of a batch and, for each run, the final observation that the run bootstraps from.
+"""The extended stream: one sequence of a batch's rows and the last next observation of each run.
 
 One call of a network over it gives the values of all rows and of what follows them: the next value of a row is the
 value at the place behind it. This file is its index arithmetic: which row stands at which place. There are three:
@@ -20,7 +20,7 @@ from flatroll.kernels.scans.scan import is_tracing
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Where the runs of a batch end and what is known behind them; bool tensors of the batch's shape ``[*B, T]``.
+    """Flags of the run ends of a batch, and which of them are terminated or unknown; bool ``[*B, T]``.
 
     Attributes:
         ends: last row of each run.
@@ -34,12 +34,12 @@ class Boundaries:
 
     @property
     def bootstrapped(self) -> Tensor:
-        """Ends whose value is continued by that of the observation behind them."""
+        """Run ends that are not terminated, where the next value is bootstrapped."""
         return self.ends & ~self.terminated
 
 
 def true_indices(mask: Tensor) -> Tensor:
-    """Where a bool tensor is True, its dims taken as one: int64 ``[K]``, ascending.
+    """Return the flat indices of the True entries, int64 ``[K]``, ascending.
 
     K is read on the host: the one wait for the device that an extended stream needs.
 
@@ -53,7 +53,7 @@ def true_indices(mask: Tensor) -> Tensor:
 
 
 def run_stops(ends: Tensor, position: Tensor | None = None, places: int | None = None) -> Tensor:
-    """Past-the-last place of each run, int64 ascending; ``ends [N]`` marks the last row of each.
+    """Return where each run stops in the stream (exclusive, int64, ascending); ``ends [N]`` marks run ends.
 
     ``position`` (int64 ``[N]``) is the place of each row, by default its own number; ``places`` their number, N.
 
@@ -67,7 +67,7 @@ def run_stops(ends: Tensor, position: Tensor | None = None, places: int | None =
 
 @dataclass(frozen=True)
 class Appended:
-    """The stream of ``count`` rows and, behind them all, what follows each row of ``after`` (int64 ``[K]``).
+    """A stream of ``count`` rows, followed by the next observations of the rows ``after`` (int64 ``[K]``).
 
     >>> stream = Appended(torch.tensor([1, 3]), count=4)
     >>> [x.tolist() for x in stream.split(torch.tensor([0.0, 1.0, 2.0, 3.0, 1.5, 3.5]))]
@@ -79,15 +79,15 @@ class Appended:
 
     @property
     def places(self) -> int:
-        """Number of places, N + K."""
+        """Length of the stream, N + K."""
         return self.count + len(self.after)
 
     def stops(self, ends: Tensor) -> Tensor:
-        """Past-the-last row of each run, for a stream into which nothing is inserted."""
+        """Return the exclusive end of each run among the N rows, int64 ascending."""
         return run_stops(ends)
 
     def split(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Values of the rows and of what follows them ``[N, *]``; any number behind a terminated row."""
+        """Split the stream's values into those of rows and of next observations (arbitrary if terminated)."""
         value = values[: self.count]
         next_value = torch.cat([value[1:], value[-1:]])  # of the row behind, which holds inside a run
         return value, next_value.index_copy_(0, self.after, values[self.count :])
@@ -95,7 +95,7 @@ class Appended:
 
 @dataclass(frozen=True)
 class Interleaved:
-    """The stream in which each inserted observation stands right behind its run.
+    """A stream in which the next observation of each bootstrapped run follows its last row.
 
     Attributes:
         position: int64 ``[N]``, the place of each row.
@@ -110,7 +110,7 @@ class Interleaved:
 
     @classmethod
     def behind(cls, after: Tensor, count: int) -> "Interleaved":
-        """The stream of ``count`` rows with one place inserted behind each of ``after``.
+        """Build the stream of ``count`` rows with one element inserted after each row in ``after``.
 
         >>> stream = Interleaved.behind(torch.tensor([1, 3]), count=4)
         >>> stream.position.tolist(), stream.source.tolist()
@@ -124,11 +124,11 @@ class Interleaved:
 
     @property
     def places(self) -> int:
-        """Number of places."""
+        """Length of the stream."""
         return len(self.source)
 
     def stops(self, ends: Tensor) -> Tensor:
-        """Past-the-last place of each run, int64 ascending; ``ends [N]`` marks the last row of each."""
+        """Return where each run stops in the stream (exclusive end, int64); ``ends [N]`` marks run ends."""
         return run_stops(ends, self.position, self.places)
 
     def split(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,7 +140,7 @@ class Interleaved:
 
 @dataclass(frozen=True)
 class Budgeted(Interleaved):
-    """The stream in which each series of T rows takes T + budget places, whatever its runs are.
+    """An interleaved stream of static length, T + budget elements per series of T, for ``torch.compile``.
 
     So shapes are static and nothing waits for a device. The observation behind each bootstrapped end stands right
     behind its row and moves the rows behind it one place on. A row counts (``valid``) if there is a place behind it.
@@ -159,7 +159,7 @@ class Budgeted(Interleaved):
 
     @classmethod
     def of(cls, bootstrapped: Tensor, budget: int) -> "Budgeted":
-        """The stream of series whose bootstrapped ends are marked, bool ``[B, T]``.
+        """Build the stream from the flags of bootstrapped run ends, bool ``[B, T]``.
 
         >>> stream = Budgeted.of(torch.tensor([[False, True, False, True]]), budget=1)
         >>> stream.source.tolist(), stream.inserted.int().tolist(), stream.valid.tolist()

@@ -1,4 +1,4 @@
-"""How a value network is evaluated, and what it reads: the options that all estimators share, checked once."""
+"""Options that all value estimators share: how the value network is evaluated and what it reads."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ BootstrapMissing = Literal["error", "current", "mask"]
 
 
 class EstimatorOptions(TypedDict, total=False):
-    """What each estimator takes besides its own arguments; :class:`ValueEstimator` says what they mean."""
+    """Keyword arguments shared by all estimators; :class:`ValueEstimator` documents them."""
 
     differentiable: bool
     shifted: bool
@@ -42,7 +42,7 @@ class EstimatorOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Chunks:
-    """How many rows go through a network at a time, so that its activations stay small.
+    """Splits a batch into chunks for the value network, to limit the memory of its activations.
 
     Attributes:
         size: rows of a chunk along ``dim``.
@@ -81,7 +81,7 @@ class Chunks:
     def spans(
         self, rows: int, stops: Tensor | None = None, *, each: int = 1, first: int = 0
     ) -> Iterator[tuple[int, int]]:
-        """First and past-the-last row of each chunk.
+        """Yield the first row and the exclusive end of each chunk.
 
         Args:
             rows: past-the-last row of all.
@@ -119,7 +119,7 @@ class Evaluation:
 
 
 def evaluation_from(options: EstimatorOptions) -> Evaluation:
-    """The evaluation that the flat options of an estimator ask for, under the names that the references use.
+    """Convert an estimator's keyword options, with TorchRL's names and aliases, to an :class:`Evaluation`.
 
     >>> evaluation_from({"single_call": True, "num_chunk": 4}).chunks
     Chunks(size=None, number=4, dim=0)
@@ -156,7 +156,7 @@ def evaluation_from(options: EstimatorOptions) -> Evaluation:
 
 @dataclass(frozen=True)
 class NetworkInputs:
-    """What a network reads of a batch: observations, whose next ones matter, and what a memory needs.
+    """What a value network reads from a batch: observations, next observations and recurrent states.
 
     Attributes:
         module: the network.
@@ -176,7 +176,7 @@ class NetworkInputs:
 
     @classmethod
     def of(cls, network: TensorDictModuleBase, is_init_key: NestedKey) -> "NetworkInputs":
-        """Read them off the network's keys, and off its parts: a recurrent module can make a primer."""
+        """Determine the inputs from the network's in_keys and out_keys, and from its recurrent modules."""
         read: list[NestedKey] = list(network.in_keys)  # pyright: ignore[reportAssignmentType]
         written = set(network.out_keys)
         # What it reads and writes one step later is a state, not an observation.
@@ -190,7 +190,7 @@ class NetworkInputs:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Other parameters than the network's own, for the values of the rows and for those of the next ones."""
+    """Parameters to use instead of the network's own, for root and for next values (target networks)."""
 
     now: TensorDictBase | None = None
     following: TensorDictBase | None = None

@@ -1,1 +1,1 @@
-"""Triton forms of the GRU and the LSTM over runs of rows; they load only where they are called."""
+"""Triton kernels of GRU and LSTM over runs of rows; imported on first use."""

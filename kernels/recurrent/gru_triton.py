@@ -1,4 +1,4 @@
-"""A Triton form of the GRU over the runs of a flat batch, forward and backward; what it says holds for the LSTM too.
+"""Triton kernels of a GRU over the runs of a flat batch, forward and backward; the LSTM's work the same.
 
 One launch goes through all steps. A program takes ``RUNS`` runs at a time, makes their steps one after another, goes
 on to the next runs, and begins each run from its own first state. Nothing is moved: a run is its first row and its
@@ -20,7 +20,7 @@ import triton.language as tl
 
 @triton.jit
 def tanh(x: tl.tensor) -> tl.tensor:
-    """From exp alone, which every device and the interpreter have; without overflow."""
+    """Compute tanh from exp, which all devices and the interpreter have; it does not overflow."""
     small = tl.exp(-2 * tl.abs(x))
     size = (1 - small) / (1 + small)
     return tl.where(x < 0, -size, size)
@@ -28,7 +28,7 @@ def tanh(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def sigmoid(x: tl.tensor) -> tl.tensor:
-    """The same; where exp overflows to inf the result is 0."""
+    """Compute the sigmoid from exp alone; where exp overflows to inf the result is 0."""
     return 1 / (1 + tl.exp(-x))
 
 
@@ -114,7 +114,7 @@ def gru_forward(
     UNITS: tl.constexpr,
     INNER: tl.constexpr,
 ) -> None:
-    """States after each row, and the gates in place of their input parts (``u``: none).
+    """Compute the states after each row; the gates overwrite their input parts (``u`` has none).
 
     Args:
         count: int64, the number of runs.
@@ -180,7 +180,7 @@ def gru_backward(
     UNITS: tl.constexpr,
     INNER: tl.constexpr,
 ) -> None:
-    """Gradients of the gates' sums, and of the first states.
+    """Compute the gradients of the gates' pre-activations and of the initial states.
 
     Args:
         grad, before: ``[N, H]``, of the state after each row; the state before it.

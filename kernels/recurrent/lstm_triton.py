@@ -1,4 +1,4 @@
-"""A Triton form of the LSTM over the runs of a flat batch.
+"""Triton kernels of an LSTM over the runs of a flat batch.
 
 :mod:`flatroll.kernels.recurrent.gru_triton` says how it works.
 """
@@ -36,7 +36,7 @@ def lstm_forward(
     UNITS: tl.constexpr,
     INNER: tl.constexpr,
 ) -> None:
-    """Outputs and cells after each row, and the gates in place of their input parts; else as ``gru_forward``."""
+    """Compute outputs and cells after each row; gates overwrite their input parts, as in ``gru_forward``."""
     runs = tl.load(count)
     for block in range(tl.program_id(0), tl.cdiv(runs, RUNS), tl.num_programs(0)):
         first, length = runs_of_block(firsts, lengths, block, runs, RUNS)
@@ -102,7 +102,7 @@ def lstm_backward(
     UNITS: tl.constexpr,
     INNER: tl.constexpr,
 ) -> None:
-    """As ``gru_backward``; ``grad`` is read if ``GRAD``, ``grad_cell`` if ``GRAD_CELL``."""
+    """Do what ``gru_backward`` does; reads ``grad`` only if ``GRAD``, ``grad_cell`` only if ``GRAD_CELL``."""
     runs = tl.load(count)
     slot = (tl.program_id(0) * RUNS + tl.arange(0, RUNS)).to(tl.int64) * hidden
     for block in range(tl.program_id(0), tl.cdiv(runs, RUNS), tl.num_programs(0)):

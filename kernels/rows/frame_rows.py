@@ -1,4 +1,4 @@
-"""Compiled kernels of a pool of shared frames: which frames of new stacks are there already, and who holds what.
+"""Compiled kernels of the frame pool: find shared frames of new stacks, and count references to frames.
 
 Tables. ``refs [rows, S]`` names the frames of each row's stack; frame 0 is blank, belongs to nobody and is never
 given up. ``counts[f]`` is how often frame f is named. The frames given up form a list: ``state.free`` is the first
@@ -36,7 +36,7 @@ def _equal(left: Array, right: Array) -> bool:
 
 @compiled()
 def match(values: Array, stored: Array, held: Array, hint: Array, shares: Array, repeats: Array) -> Int:
-    """Compare new stacks ``values [N, S, words]`` with what they may share; how many frames are new.
+    """Find what new stacks ``values [N, S, words]`` share with stored ones; return how many frames are new.
 
     Args:
         values: the stacks, as integers.
@@ -94,7 +94,7 @@ def _give_up(state: Records, counts: Array, frame: Int) -> None:
 def replace(
     state: Records, counts: Array, refs: Array, slots: Array, hint: Array, held: Array, shares: Array
 ) -> None:
-    """Give up the frames of the rows ``slots``; those that share with a stored row name its frames ``held[hint, 1:]``.
+    """Release the frames of the rows ``slots``; set those shared with stored rows to ``held[hint, 1:]``.
 
     What they share is held before anything is given up, so that it survives even if its row is one of ``slots``.
     """
@@ -118,7 +118,7 @@ def replace(
 
 @compiled()
 def allocate(state: Records, counts: Array, frames: Array) -> None:
-    """Fill ``frames`` with frames that nobody holds: first those given up, then fresh ones."""
+    """Fill ``frames`` with indices of free frames: released ones first, then unused ones."""
     s = state[0]
     for i in range(len(frames)):
         if s.free:
@@ -135,7 +135,7 @@ def allocate(state: Records, counts: Array, frames: Array) -> None:
 def assign(
     counts: Array, refs: Array, slots: Array, shares: Array, repeats: Array, frames: Array, source: Array
 ) -> None:
-    """Name the frames of the rows ``slots``; the new ones are ``frames``, in order.
+    """Set the frame indices of the rows ``slots``; new frames are taken from ``frames`` in order.
 
     ``source[i]`` becomes the position in the flat stacks ``[N * S]`` of what belongs into ``frames[i]``.
     """
@@ -168,7 +168,7 @@ def copy(values: Array, source: Array, stored: Array, frames: Array) -> None:
 
 @compiled()
 def gather(source: Int, target: Int, size: Int, frames: Array) -> None:
-    """Copy frames of ``size`` bytes from the address ``source`` to ``target``, one after the other.
+    """Copy the frames with indices ``frames``, of ``size`` bytes each, from address ``source`` to ``target``.
 
     While one is copied, the beginning of the next one and of each page it reaches into are asked for: 0.85 of the
     time for 1024 scattered frames of 7 KB.

@@ -1,4 +1,4 @@
-"""Rows of many columns copied as raw memory by one compiled call.
+"""Copies rows of many columns as raw memory in one compiled call.
 
 ``index_select`` column by column spends most of a small sample's time on calls, on copying neighbouring rows one by
 one, and on waiting for memory at the start of each slice. One loop over all columns copies stretches of neighbours
@@ -86,13 +86,13 @@ def gather(
 
 @compiled()
 def copy(source: Array, target: Array, size: Array, first: Int, slot: Int, rows: Int) -> None:
-    """Copy ``rows`` rows, from ``first`` on of each column at ``source[k]``, to row ``slot`` of ``target[k]`` on."""
+    """Copy ``rows`` rows per column, from ``first`` on in ``source[k]`` to ``slot`` on in ``target[k]``."""
     for k in range(len(source)):
         copy_bytes(target[k] + slot * size[k], source[k] + first * size[k], rows * size[k])
 
 
 class Block:
-    """Columns in host memory, of one length, that are read and written together.
+    """Equally long columns in host memory that one compiled call reads or writes together.
 
     Args:
         columns: contiguous CPU tensors ``[rows, ...]``; their memory must stay where it is.
@@ -166,7 +166,7 @@ class Block:
 
 
 class HostColumns(Generic[K]):
-    """Columns in host memory, by key; any of them are read and written together, by one compiled call.
+    """Columns in host memory, by key; one compiled call reads or writes any of them.
 
     Addresses are kept: make a new one when a column's memory moves, and in a copy of the columns.
 
@@ -187,8 +187,8 @@ class HostColumns(Generic[K]):
         self._blocks: dict[tuple[K, ...], Block | None] = {(): None}
 
     def take(self, slots: Tensor, keys: Collection[K] | None = None) -> dict[K, Tensor]:
-        """Copies of the rows in ``slots`` (int64 ``[N]``) of those among ``keys`` (default: of all) that are here; of
-        none if that is more than one thread should copy, so take what is missing column by column."""
+        """Return copies of the rows in ``slots`` (int64 ``[N]``) of ``keys`` (default: all), by key. Unknown
+        keys are left out; if there is more to copy than one thread should, nothing is returned."""
         names = tuple(self.columns if keys is None else [key for key in keys if key in self.columns])
         block = self._blocks[names] if names in self._blocks else self._new_block(names)
         if block is None or len(slots) * block.row_bytes > _MOST:
@@ -198,8 +198,8 @@ class HostColumns(Generic[K]):
     def take_next(
         self, slots: Tensor, follow: Tensor, taken: Mapping[K, Tensor], keys: Collection[K]
     ) -> dict[K, Tensor]:
-        """Copies of the rows in ``follow`` (any row where it is -1) of those among ``keys`` that are in ``taken``,
-        which has the rows in ``slots``. Both int64 ``[N]``."""
+        """Return copies of the rows in ``follow`` (any row for -1) of ``keys``, as far as ``taken`` has them,
+        which holds the rows in ``slots``. Both int64 ``[N]``."""
         names = tuple([key for key in keys if key in taken])
         block = self._blocks[names] if names in self._blocks else self._new_block(names)
         if block is None:
@@ -208,8 +208,8 @@ class HostColumns(Generic[K]):
         return dict(zip(names, rows, strict=True))
 
     def write(self, slot: int, values: Mapping[K, Tensor], rows: int, capacity: int) -> tuple[K, ...]:
-        """Copy the ``rows`` rows of those among ``values`` that are here to ``slot`` and the slots after it, going on
-        at slot 0 after ``capacity``; their keys, none if there is more to copy than one thread should."""
+        """Copy ``rows`` rows of ``values`` to the slots from ``slot`` on, wrapping around at ``capacity``;
+        return the keys written, none if there is more to copy than one thread should."""
         names = tuple([key for key in values if key in self.columns])
         block = self._blocks[names] if names in self._blocks else self._new_block(names)
         if block is None or rows * block.row_bytes > _MOST:

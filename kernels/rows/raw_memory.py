@@ -1,4 +1,4 @@
-"""Memory by its address, for kernels: arrays seen there, bytes copied, cache lines asked for early.
+"""Access to memory by address, for kernels: array views, byte copies and prefetching of cache lines.
 
 Handing an address to a kernel takes a tenth of the time of making the NumPy array of a tensor, which tells where
 many short columns are read.
@@ -62,11 +62,11 @@ _to_numbers: Any = intrinsic(_pointer_code(types.int64))
 
 @numba.njit(inline="always")
 def flags(address: Any, size: Any) -> Any:
-    """The bool array ``[size]`` at an address."""
+    """View the memory at an address as a bool array ``[size]``."""
     return carray(_to_flags(address), size)
 
 
 @numba.njit(inline="always")
 def numbers(address: Any, size: Any) -> Any:
-    """The int64 array ``[size]`` at an address."""
+    """View the memory at an address as an int64 array ``[size]``."""
     return carray(_to_numbers(address), size)

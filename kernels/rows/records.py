@@ -1,4 +1,4 @@
-"""The tables of the trajectory index, as plain arrays that any process can map.
+"""The record types of the trajectory index's tables: plain NumPy arrays that processes can map.
 
 Terms. A *row number* counts every row ever written (64 bits); its *slot* in the ring is ``row % capacity``. A
 *fragment* is a stretch of consecutive row numbers of one trajectory; together the live fragments cover the live

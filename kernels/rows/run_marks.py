@@ -1,4 +1,4 @@
-"""Compiled kernels that read the markers of a batch and mark the slices of a sample, by addresses.
+"""Compiled kernels that split a batch by its markers and mark the slices of a sample.
 
 An address is that of a contiguous column in host memory, 0 for a column that is not there.
 
@@ -15,7 +15,7 @@ from flatroll.kernels.rows.raw_memory import flags, numbers
 def fragments(
     rows: Int, done: Int, init: Int, ids: Int, step: Int, mask: Int, cuts: Int, whole: Array, marks: Array
 ) -> Int:
-    """Cut a batch of ``rows`` rows where runs end, by the rule of `layout.run_ends`, and where ``cuts`` says; pieces.
+    """Split ``rows`` rows at run ends (as `layout.run_ends` does) and ``cuts``; return the number of pieces.
 
     Args:
         rows: at least 1.
@@ -53,8 +53,8 @@ def fragments(
 
 @compiled()
 def mark(init: Int, done: Int, terminated: Int, truncated: Int, firsts: Int, lasts: Int, count: Int) -> None:
-    """Mark ``count`` slices: ``init`` at their ``firsts``, ``done`` at their ``lasts``, ``truncated`` there if not
-    ``terminated``. Addresses of bool columns, of int64 positions in them; ``done`` of 0 leaves the ends alone."""
+    """Mark ``count`` slices: set ``init`` at ``firsts``, ``done`` at ``lasts``, ``truncated`` there if not
+    ``terminated``. All are addresses of bool columns or int64 positions; a ``done`` of 0 skips the ends."""
     begin, end = numbers(firsts, count), numbers(lasts, count)
     far = np.int64(1) << np.int64(62)  # positions are valid: no size is looked at
     starts, stops, final = flags(init, far), flags(done, far), flags(terminated, far)

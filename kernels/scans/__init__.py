@@ -1,1 +1,1 @@
-"""Segmented scans: returns and residuals run backwards over the rows of each run."""
+"""Segmented scans: recursions backward in time within each run, for returns and advantages."""

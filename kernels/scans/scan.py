@@ -1,4 +1,4 @@
-"""Recursions that run backward along the runs of a column: the segmented scan, returns, advantages.
+"""Backward recursions within the runs of a column: segmented scan, lambda-returns, GAE, V-trace.
 
 Each stands here twice. The loops at the end (``_..._loop``) are compiled by Numba at their first call and take one
 pass over float32 or float64 columns on the CPU; the torch form takes everything else (other dtypes and devices,
@@ -21,7 +21,7 @@ _COMPILED_DTYPES = (torch.float32, torch.float64)
 
 
 def segmented_scan(a: Tensor | float, b: Tensor, ends: Tensor, *, longest: int | None = None) -> Tensor:
-    """Sum each run backward in time: ``y[i] = b[i] + a[i] * y[i + 1]``, ``y[i] = b[i]`` where it ends.
+    """Compute ``y[i] = b[i] + a[i] * y[i + 1]`` backward in each run, ``y[i] = b[i]`` at its end.
 
     Nothing crosses the end of a run, NaN and inf included. Differentiable in ``a`` and ``b`` (twice, too):
     the gradient is the same scan run forward in time, so it keeps two arrays and no intermediate passes.
@@ -160,7 +160,7 @@ def residual_scan(
     *,
     longest: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Scan temporal-difference residuals: ``y[i] = b[i] + decay * y[i + 1]``, ``y[i] = b[i]`` where a run ends.
+    """Accumulate TD residuals b: ``y[i] = b[i] + decay * y[i + 1]``, ``y[i] = b[i]`` where a run ends (GAE).
 
     ``b[i] = reward[i] + gamma * next_value[i] - value[i]``, in which ``next_value`` counts as 0 where
     ``terminated``. One fused pass takes 0.6 of the time of four.
@@ -244,7 +244,7 @@ def vtrace_scan(
     *,
     longest: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """V-trace targets and advantages.
+    """Compute V-trace targets and advantages backward in each run.
 
     ``target[i] = value[i] + rho[i] * (reward[i] + gamma * next_value[i] - value[i])
     + gamma * c[i] * (target[i + 1] - value[i + 1])``, the last summand inside a run only, and
@@ -282,7 +282,7 @@ def vtrace_scan(
 
 
 def zeroed(column: Tensor, flag: Tensor) -> Tensor:
-    """``column [*B, *F]`` with 0 in the rows where ``flag [*B]`` is True, whatever stands there; a new tensor.
+    """Return a copy of ``column [*B, *F]`` with 0 in the rows where ``flag [*B]`` is True, even for NaN.
 
     >>> import torch
     >>> zeroed(torch.tensor([[1.0], [float("nan")]]), torch.tensor([False, True])).tolist()
@@ -301,7 +301,7 @@ def zeroed(column: Tensor, flag: Tensor) -> Tensor:
 
 
 def is_tracing() -> bool:
-    """Whether tensors hold no numbers to look at: inside ``torch.compile``, or a transform of ``torch.func``."""
+    """Return whether tensor values cannot be read: in ``torch.compile``, or in a ``torch.func`` transform."""
     if torch.compiler.is_compiling():
         return True
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
@@ -334,7 +334,7 @@ def _readable_arrays(
 
 @functools.cache
 def machine_code(loop: Callable[..., None]) -> Callable[..., None]:
-    """The compiled form of a loop of this file; Numba is imported for the first one."""
+    """Compile a loop of this file with Numba, which is imported at the first call."""
     from flatroll.kernels.compiled import compiled
 
     # "contract" lets a * y + b round once (one FMA); it assumes nothing about NaN or inf.

@@ -76,7 +76,7 @@ def walk(
     follow: Array,
     patch: Array,
 ) -> Int:
-    """Write the slots of ``left[j]`` rows from ``offset[j]`` on to ``slots[at[j]:]``, for each slice j; patches.
+    """Write to ``slots[at[j]:]`` the slots of slice j, ``left[j]`` rows from ``offset[j]``; return patches.
 
     All slices advance by one fragment per round, so that they wait for memory together, not one after another, and
     ask for it one round ahead.
@@ -166,7 +166,7 @@ def draw(
     follow: Array,
     patch: Array,
 ) -> tuple[Int, Int]:
-    """Draw a slice for each of ``firsts``: a chain by its weight, then a place in it.
+    """Draw a slice for each entry of ``firsts``: a trajectory by weight, then a start row in it.
 
     Args:
         tree: Fenwick tree of the chains' weights (`flatroll.kernels.slices.publishing.weigh`), of positive sum.
@@ -215,7 +215,7 @@ def slices_from(
     follow: Array,
     patch: Array,
 ) -> tuple[Int, Int]:
-    """Slices of up to ``lengths`` rows that begin in the slots ``starts`` of live rows; rows, patches.
+    """List the slots of slices of up to ``lengths`` rows from ``starts`` on; return (rows, patches).
 
     The other arguments are as for :func:`draw`.
     """
@@ -238,7 +238,7 @@ def slices_from(
 def follow_rows(
     state: Records, capacity: Int, fragments: Records, slots: Array, follow: Array, patch: Array
 ) -> Int:
-    """Fill ``follow`` and ``patch`` for the live rows in ``slots``, any rows in any order; patches."""
+    """Find the next observation of each row in ``slots``; fill ``follow`` and ``patch``, return patches."""
     slot_0, patched = row_in_slot_0(state, capacity), 0
     rows, numbers = rows_in_slots(state, capacity, fragments, slots)
     for i in range(len(slots)):
@@ -251,7 +251,7 @@ def follow_rows(
 
 @compiled()
 def ahead_rows(state: Records, capacity: Int, fragments: Records, slots: Array, ahead: Array) -> None:
-    """Write the slots of the live row in ``slots[i]`` and of the rows after it in its trajectory to ``ahead[i]``.
+    """Write the slots of the row in ``slots[i]`` and of the rows that follow it to ``ahead[i]``.
 
     ``ahead`` is int64 ``[len(slots), steps]``; -1 from where no row is stored on.
     """

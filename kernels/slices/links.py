@@ -1,4 +1,4 @@
-"""Steps through the trajectory index that its kernels share: from rows to slots and from fragment to fragment.
+"""Helpers of the index kernels: convert row numbers to slots, and follow links between fragments.
 
 The tables and their terms are described in `flatroll.kernels.rows.records`. These functions check nothing: fragment
 numbers are those of live fragments, offsets those of live rows. They are compiled into each kernel that calls them.
@@ -27,13 +27,13 @@ def fragment_stop(state: Records, fragments: Records, number: Int) -> Int:
 
 @numba.njit(nogil=True)
 def row_in_slot_0(state: Records, capacity: Int) -> Int:
-    """Number of the row in slot 0 when the head was written: one division per call instead of one per fragment."""
+    """Return the number of the row that slot 0 held when the oldest row was written, for :func:`slot_of`."""
     return state[0].head - state[0].head % capacity
 
 
 @numba.njit(nogil=True)
 def slot_of(row: Int, slot_0: Int, capacity: Int) -> Int:
-    """Slot of a live row, given :func:`row_in_slot_0`: ``row % capacity`` without a division."""
+    """Return the slot of a stored row, ``row % capacity``, without a division (see :func:`row_in_slot_0`)."""
     slot = row - slot_0
     # live rows are at most ``capacity`` rows behind the head, so one turn of the ring is all there is to take off
     return slot if slot < capacity else slot - capacity
@@ -41,7 +41,7 @@ def slot_of(row: Int, slot_0: Int, capacity: Int) -> Int:
 
 @numba.njit(nogil=True)
 def step_back(state: Records, fragments: Records, number: Int, offset: Int) -> Int:
-    """One link back from fragment ``number`` towards the one that holds ``offset``, or ``number`` if it does."""
+    """Follow one link from fragment ``number`` back to the one that has ``offset``; stay if it has it."""
     mask = len(fragments) - 1
     f = fragments[number & mask]
     if f.offset <= offset:
@@ -55,7 +55,7 @@ def step_back(state: Records, fragments: Records, number: Int, offset: Int) -> I
 
 @numba.njit(nogil=True)
 def fragment_holding(state: Records, fragments: Records, number: Int, offset: Int) -> Int:
-    """The fragment that holds ``offset``, in the chain that ends with fragment ``number``."""
+    """Find the fragment that contains row ``offset`` of the trajectory whose last fragment is ``number``."""
     nearer = step_back(state, fragments, number, offset)
     while nearer != number:
         number, nearer = nearer, step_back(state, fragments, nearer, offset)
@@ -64,7 +64,7 @@ def fragment_holding(state: Records, fragments: Records, number: Int, offset: In
 
 @numba.njit(nogil=True)
 def rows_in_slots(state: Records, capacity: Int, fragments: Records, slots: Array) -> tuple[Array, Array]:
-    """Numbers of the live rows in ``slots``, and of the fragments that hold them; int64, one per slot.
+    """Return the row numbers in ``slots`` and the fragments that contain them; int64, one per slot.
 
     All searches advance together, so that they wait for memory together.
     """
@@ -88,7 +88,7 @@ def rows_in_slots(state: Records, capacity: Int, fragments: Records, slots: Arra
 
 @numba.njit(nogil=True)
 def draw_chain(tree: Array, uniform: float) -> tuple[Int, Int]:
-    """A chain drawn by its weight, and what of its weight lies before the hit; ``uniform`` is in [0, 1).
+    """Draw a trajectory by weight with ``uniform`` in [0, 1); return it and the remainder within its weight.
 
     ``tree`` is a Fenwick tree: entry i, counted from 1, is the sum of the ``i & -i`` weights up to and with weight i.
     """

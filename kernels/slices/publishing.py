@@ -27,7 +27,7 @@ def _entry(table: Records, key: Int) -> Int:
 
 @compiled()
 def rehash(table: Records, chains: Records, larger: Records) -> Int:
-    """Copy the entries of open live trajectories into ``larger``; how many they are."""
+    """Copy the id-table entries of open stored trajectories into ``larger``; return their number."""
     used = 0
     for i in range(len(table)):
         c = table[i].chain - 1
@@ -102,7 +102,7 @@ def link(
     step_last: Array,
     before: Array,
 ) -> None:
-    """Find what each new fragment continues; changes nothing but ``before``.
+    """Find what each new fragment continues, and write it to ``before``.
 
     A fragment continues the last one of its id (without ids: the newest row) unless that one was done, this one is
     ``is_init``, or the step count (where there is one) does not go on.
@@ -215,7 +215,7 @@ def publish(
     released: Array,
     touched: Array,
 ) -> None:
-    """Enter ``rows`` copied rows into the index, fragment by fragment.
+    """Add ``rows`` rows, whose columns are copied, to the index, fragment by fragment.
 
     Args:
         fragments, chains, table: with room for the new fragments, chains and ids.
@@ -272,7 +272,7 @@ def weigh(
     strict: bool,
     span: Int,
 ) -> None:
-    """Bring the weights of some chains, and the Fenwick tree over all weights, up to date.
+    """Update the weights of the trajectories ``touched``, and the Fenwick tree of all weights.
 
     A chain of n live rows (with ``strict``: at least ``length``) weighs 1, or with ``start`` the places of a slice
     of ``length`` rows, ``n - length + 1 + span``, at least 1.

@@ -1,4 +1,4 @@
-"""Compiled kernels that list or draw the rows of a trajectory index at which slices begin.
+"""Compiled kernels that find or draw the rows at which slices start.
 
 The index is the tables ``state, fragments, chains`` (`flatroll.kernels.rows.records`) of a ring of ``capacity`` rows.
 
@@ -87,7 +87,7 @@ def draw_marked(
     marks: Array,
     starts: Array,
 ) -> Int:
-    """Draw slots where slices of ``length`` rows begin, among those with ``marks[slot]``; how many were found.
+    """Draw start slots of slices among those with ``marks[slot]``; return how many were found.
 
     A chain is drawn by weight (one without such a row gives way to the next one), then a row uniformly, and the
     slice begins at the mark at or before it: the first one of the chain if it has lost that. The rows drawn end
@@ -130,7 +130,7 @@ def slice_partition(
     strict: bool,
     partition: Array,
 ) -> Int:
-    """Cut each chain into slices that do not overlap; how many slices.
+    """Split each trajectory into slices that do not overlap; return the number of slices.
 
     Args:
         begin: rows of each chain before its first slice; a negative number leaves the chain out.
@@ -205,7 +205,7 @@ def new_starts(
     strict: bool,
     slots: Array,
 ) -> Int:
-    """Slots of the rows that can begin a slice of ``length`` rows since the rows from number ``first`` on were written.
+    """List slots where slices of ``length`` rows can start only since rows from ``first`` on were written.
 
     Unless ``strict``, the first row of each shorter chain that these rows lengthened, too. Returns how many.
     """
@@ -240,7 +240,7 @@ def shortened_trajectories(
     length: Int,
     slots: Array,
 ) -> Int:
-    """Slots of the first rows of those ``touched`` chains that have fewer than ``length`` live rows; how many."""
+    """List the first slots of ``touched`` trajectories with fewer than ``length`` rows; return the count."""
     count = 0
     for c in touched:
         chain = chains[c]

@@ -1,1 +1,1 @@
-"""Trees over rows: sums for prioritized draws, a heap for the best rows."""
+"""Trees over slots: a sum tree for prioritized draws, a heap for the highest-ranked rows."""

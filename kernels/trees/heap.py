@@ -1,4 +1,4 @@
-"""A heap of the slots that hold rows, the worst row on top, with compiled kernels.
+"""A heap of the occupied slots, with the lowest-ranked row on top; compiled kernels.
 
 ``heap`` (int64 ``[capacity]``) holds every slot once: the first ``state["live"]`` entries are the heap, the others
 are the free slots in the order in which they will be taken. ``rank`` (float64) and ``number`` (int64) are by slot.
@@ -36,7 +36,7 @@ def _sink(heap: Array, rank: Array, number: Array, live: Int) -> None:
 
 @compiled()
 def make_room(state: Array, heap: Array, rank: Array, number: Array, best: Array, gone: Int) -> Int:
-    """Take the rows out of the heap that better ones replace; how many of ``best`` there is room for.
+    """Remove rows that new, higher-ranked ones replace; return how many rows of ``best`` fit.
 
     Their slots are the first free ones. Rows taken out get the number ``gone``.
 
@@ -63,7 +63,7 @@ def make_room(state: Array, heap: Array, rank: Array, number: Array, best: Array
 def push(
     state: Array, heap: Array, rank: Array, number: Array, offered: Int, ranks: Array, numbers: Array
 ) -> None:
-    """Put the first free slots into the heap, with these ranks and numbers.
+    """Insert new rows with these ranks and numbers into the first free slots.
 
     Args:
         state, heap, rank, number: the heap; there is room for the new rows (:func:`make_room`).

@@ -1,4 +1,4 @@
-"""A sum tree: weights of the slots of a ring, drawn in proportion, with compiled kernels.
+"""A sum tree over the slots of a ring, for drawing in proportion to weights; compiled kernels.
 
 Nodes of ``FAN`` children. A node holds the sum of its children and the least positive weight below it, both
 computed anew from the children whenever one of them changes, so nothing drifts and a tree is a pure function of
@@ -25,7 +25,7 @@ LARGEST = 290
 
 @compiled()
 def weight(priority: Float, eps: Float, alpha: Float) -> Float:
-    """``(priority + eps) ** alpha``, not rounded to 0 unless ``priority + eps`` is 0."""
+    """Return ``(priority + eps) ** alpha``; it underflows to 0 only if ``priority + eps`` is 0."""
     base = np.float64(priority) + eps
     value = base**alpha
     return _TINY if base > 0.0 and value < _TINY else value
@@ -64,7 +64,7 @@ def _refresh_from(nodes: Array, levels: Array, k: Int) -> None:
 
 @compiled()
 def set_leaves(nodes: Array, levels: Array, slots: Array, weights: Array) -> None:
-    """Set the leaves ``slots``; where a slot comes twice, the last weight stays."""
+    """Set the leaves ``slots``; of duplicate slots, the last weight counts."""
     for i in range(len(slots)):
         nodes[levels[0, 0] + slots[i]] = weights[i]
     # level by level, the parents of what has changed; neighbours that share a parent are merged in place
@@ -97,7 +97,7 @@ def fill_leaves(nodes: Array, levels: Array, first: Int, count: Int, value: Floa
 
 @compiled()
 def find(nodes: Array, levels: Array, uniform: Array, slots: Array) -> None:
-    """The leaf in which each of ``uniform`` (float64 in [0, 1), of the total) falls, never one of weight 0.
+    """Find the leaf at each share ``uniform`` (float64 in [0, 1)) of the total; never one of weight 0.
 
     All searches go down level by level together, so that they wait for memory together, and count the children
     to pass over instead of branching at each. A share that rounding leaves beyond the last child goes to the last
@@ -139,8 +139,8 @@ def draw(
     ratios: Array,
     generation: Array,
 ) -> None:
-    """Draw a slot for each of ``uniform``; ``ratios`` become leaf over least leaf, and ``generation`` how often the
-    ring of oldest row ``head`` had gone round when the slot's row was written."""
+    """Draw a slot for each of ``uniform``. ``ratios`` gets its weight over the least weight, ``generation``
+    how often its slot was overwritten, given the oldest row ``head``."""
     find(nodes, levels, uniform, slots)
     least = nodes[levels[len(levels) - 1, 0] + FAN]
     # slots before the head's have been written once more than those from it on
@@ -161,7 +161,7 @@ def spread(
     each: Array,
     generation: Array,
 ) -> None:
-    """``each`` row of slice j (``firsts[j] ... lasts[j]`` of ``slots``) gets ``ratios[j]``, and its ``generation``."""
+    """Copy ``ratios[j]`` to ``each`` row ``firsts[j] ... lasts[j]`` of slice j; set its ``generation``."""
     base, turn = head % capacity, head // capacity
     for j in range(len(ratios)):
         for i in range(firsts[j], lasts[j] + 1):
@@ -185,7 +185,7 @@ def weigh(
 def weigh_all(
     nodes: Array, levels: Array, priority: Array, drawable: Array, eps: Float, alpha: Float
 ) -> None:
-    """Set all leaves as :func:`weigh` does."""
+    """Set all leaves to the weights of their priorities, as :func:`weigh` does."""
     for slot in range(len(priority)):
         nodes[slot] = weight(priority[slot], eps, alpha) if drawable[slot] else 0.0
     _refresh_from(nodes, levels, 1)
@@ -195,7 +195,7 @@ def weigh_all(
 def standing(
     head: Int, written: Int, capacity: Int, most: Float, slots: Array, priority: Array, generation: Array
 ) -> tuple[Int, Int, Int]:
-    """Move the entries whose rows still stand to the front of ``slots`` and ``priority``.
+    """Move updates of rows that are still stored to the front of ``slots`` and ``priority``.
 
     Left out are the slot -1, rows that may not be read, and, where ``generation`` has entries, rows of another
     generation. Returns (how many stay, position of the first slot where no row ever stood, of the first priority
@@ -220,7 +220,7 @@ def standing(
 
 
 class SumTree:
-    """Weights of ``capacity`` slots, all 0 at first, to draw slots by.
+    """A sum tree with the weights of ``capacity`` slots, 0 at first; draws slots by weight.
 
     Setting and drawing take time in the logarithm of the capacity per slot; a stretch of slots is set to one
     weight in time for its length. The weights are float64; they must be finite, at least 0, and their sum finite:
@@ -282,7 +282,7 @@ class SumTree:
         return self.nodes.nbytes + self.levels.nbytes
 
     def set(self, slots: Array, weights: Array) -> None:
-        """Set the weights of ``slots`` (int64 ``[N]``); where a slot comes twice, the last one stays."""
+        """Set the weights of ``slots`` (int64 ``[N]``); of duplicate slots, the last one counts."""
         set_leaves(self.nodes, self.levels, slots, weights)
 
     def fill(self, first: int, count: int, value: float) -> None:

@@ -12,7 +12,7 @@ from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, observation
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong with a batch.
+    """One problem that `audit` found: the row, the rule and a sentence.
 
     Args:
         row: the row, or -1 for the batch as a whole.
@@ -39,7 +39,7 @@ class Finding:
 def audit(
     batch: TensorDictBase, *, keys: Sequence[NestedKey] | None = None, limit: int = 10
 ) -> list[Finding]:
-    """Check every invariant of the layout contract that the columns present allow to check.
+    """Check a batch against all layout rules that its columns allow to check; return the findings.
 
     ==========================  ========================================================================
     rule                        what must hold

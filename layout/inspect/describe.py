@@ -1,4 +1,4 @@
-"""A summary of a batch in words: its runs, their ends and lengths, its columns and their bytes."""
+"""Summarises a batch in words: its runs, how they end, their lengths, its columns and bytes."""
 
 import torch
 from tensordict import TensorDictBase
@@ -8,7 +8,7 @@ from flatroll.layout.keys import DONE, IS_INIT, MASK, TERMINATED, TRAJ_IDS, TRUN
 
 
 def describe(batch: TensorDictBase) -> str:
-    """Say in words how many rows and runs a batch has, how the runs end, how long they are, and what each column takes.
+    """Return a summary of a batch: rows, runs, how they end, their lengths, and the bytes of each column.
 
     Args:
         batch: ``[N]`` or ``[*B, T]``. Without a boundary marker only the columns are described.

@@ -23,7 +23,7 @@ from flatroll.layout.keys import (
 
 
 def explain(batch: TensorDictBase, i: int, *, final: TensorDictBase | None = None) -> str:
-    """Say why row ``i`` starts or ends a run, if its value is bootstrapped, where its next observation is.
+    """Explain why row ``i`` starts or ends a run, whether its value is bootstrapped, and more, in words.
 
     Args:
         batch: flat batch ``[N]`` with one boundary marker at least.

@@ -50,7 +50,7 @@ CONTRACT: dict[NestedKey, tuple[tuple[int, ...], torch.dtype]] = {
 
 @dataclass(frozen=True)
 class Breach:
-    """A rule that is broken: at which rows (of the batch, ascending), and what that means."""
+    """A broken rule: the batch rows that break it, ascending, and an explanation."""
 
     rule: str
     rows: Sequence[int]
@@ -99,7 +99,7 @@ class UnpaddedRows:
         return Breach(rule, self.numbers[flags.nonzero().squeeze(-1) + shift].tolist(), text, severity)
 
     def pairs(self) -> list[tuple[NestedKey, Tensor, Tensor]]:
-        """The observations that stand both at the root and under next, in one shape and dtype."""
+        """Keys of observations that exist at the root and under "next" with the same shape and dtype."""
         pairs = []
         for key in self.keys:
             now, later = self.batch.get(key, None), self.batch.get(next_key(key), None)
@@ -109,7 +109,7 @@ class UnpaddedRows:
 
 
 def same(x: Tensor, y: Tensor) -> Tensor:
-    """Rows at which two columns are equal, NaN equal to NaN: bool ``[N]``."""
+    """Return where two columns are equal (NaN equals NaN): bool ``[N]``."""
     equal = x == y
     if x.is_floating_point():
         equal = equal | (x.isnan() & y.isnan())
@@ -129,12 +129,12 @@ def usable(batch: TensorDictBase, key: NestedKey) -> Tensor | None:
 
 
 def whole(rule: str, text: str, severity: Severity = "error") -> Breach:
-    """A breach of the batch as a whole."""
+    """Create a `Breach` that concerns the whole batch instead of rows."""
     return Breach(rule, [WHOLE_BATCH], text, severity)
 
 
 def shapes_and_dtypes(batch: TensorDictBase, keys: Sequence[NestedKey]) -> Iterator[Breach]:
-    """``shape``, ``dtype``: markers as the contract has them, next observations like their roots."""
+    """Rules ``shape`` and ``dtype``: markers have the documented ones, next observations those of roots."""
     n = batch.shape[0]
     wanted = {key: ((n, *tail), dtype) for key, (tail, dtype) in CONTRACT.items()}
     for key in keys:
@@ -151,7 +151,7 @@ def shapes_and_dtypes(batch: TensorDictBase, keys: Sequence[NestedKey]) -> Itera
 
 
 def padding(batch: TensorDictBase) -> Iterator[Breach]:
-    """``padding``: a padded row follows a row, and starts nothing."""
+    """Rule ``padding``: padded rows come after a real row, and are not ``is_init``."""
     mask, is_init = usable(batch, MASK), usable(batch, IS_INIT)
     if mask is None:
         return
@@ -175,7 +175,7 @@ def done_flags(rows: UnpaddedRows) -> Iterator[Breach]:
 
 
 def step_counts(rows: UnpaddedRows) -> Iterator[Breach]:
-    """``step_count``, ``next_step_count``: up by one along a run, never negative, the next one more."""
+    """Rules ``step_count``, ``next_step_count``: counts are not negative and rise by one along a run."""
     if rows.step is None:
         return
     # rows i that do not end their run, and whose step is not one below that of row i + 1
@@ -189,7 +189,7 @@ def step_counts(rows: UnpaddedRows) -> Iterator[Breach]:
 
 
 def first_rows(rows: UnpaddedRows) -> Iterator[Breach]:
-    """``is_init``: every row at step 0 has it, and outside of slices no other row.
+    """Rule ``is_init``: set in every row of step 0 and, except in slices, in no other row.
 
     A run of a sampled slice may begin in mid-episode. A batch is taken for slices if each of its runs
     starts with ``is_init``, which a collector's windows do not do.
@@ -203,7 +203,7 @@ def first_rows(rows: UnpaddedRows) -> Iterator[Breach]:
 
 
 def after_done(rows: UnpaddedRows) -> Iterator[Breach]:
-    """``after_done``: what follows a done row begins something new.
+    """Rule ``after_done``: the row after a done row starts a new episode.
 
     Where the next row has another id or another step, it may be the middle of another env's window, which
     needs no ``is_init``. Without ids and steps that cannot be told, hence only ``suspicious``.
@@ -225,7 +225,7 @@ def after_done(rows: UnpaddedRows) -> Iterator[Breach]:
 
 
 def silent_resets(rows: UnpaddedRows) -> Iterator[Breach]:
-    """``silent_reset``: a trajectory starts again although the row before is not done.
+    """Rule ``silent_reset``: no trajectory restarts unless the row before is done.
 
     Slices sampled without truncation marks look alike, so in a batch of slices it is only ``suspicious``,
     and a start at some later step, which a reset cannot give, is no finding.
@@ -245,7 +245,7 @@ def silent_resets(rows: UnpaddedRows) -> Iterator[Breach]:
 
 
 def trajectory_ids(rows: UnpaddedRows) -> Iterator[Breach]:
-    """``traj_id``: an id names one trajectory, and a trajectory has one id.
+    """Rule ``traj_id``: each id belongs to one trajectory, and each trajectory has one id.
 
     Slices repeat rows, so the same (id, step) may come back, but only as the same transition, and a
     terminated trajectory has no later step.
@@ -299,7 +299,7 @@ def _changed_midway(rows: UnpaddedRows) -> Tensor:
 
 
 def next_observations(rows: UnpaddedRows) -> Iterator[Breach]:
-    """``next_observation``: inside a run, a row's next observation is the observation of the row after."""
+    """Rule ``next_observation``: inside a run it equals the observation of the next row."""
     for key, now, later in rows.pairs():
         # what row i announces is not what row i + 1 holds, in one run
         differs = ~rows.ends[:-1] & ~same(later[:-1], now[1:])
@@ -326,7 +326,7 @@ def not_numbers(rows: UnpaddedRows) -> Iterator[Breach]:
 
 
 def reset_as_next(rows: UnpaddedRows) -> Iterator[Breach]:
-    """``reset_as_next`` (suspicious): the next observation of an ended row is the next episode's first."""
+    """Rule ``reset_as_next`` (suspicious): an episode's last next observation is the next episode's first."""
     pairs = rows.pairs()
     if rows.done is None or not pairs or (rows.step is None and rows.ids is None):
         return
@@ -345,7 +345,7 @@ def reset_as_next(rows: UnpaddedRows) -> Iterator[Breach]:
 
 
 def jumps_to_reset(rows: UnpaddedRows) -> Iterator[Breach]:
-    """``obs_jump`` (suspicious): inside a run, a floating observation leaps to exactly a first observation.
+    """Rule ``obs_jump`` (suspicious): an observation jumps to exactly a first observation inside a run.
 
     Decidable only where resets repeat bit for bit. The leap must be over twice the median move, so that
     walking or standing at the start is no finding.
@@ -374,7 +374,7 @@ def jumps_to_reset(rows: UnpaddedRows) -> Iterator[Breach]:
 
 
 def one_length(rows: UnpaddedRows) -> Iterator[Breach]:
-    """``same_length`` (suspicious): five or more episodes of one length > 1, all terminated."""
+    """Rule ``same_length`` (suspicious): five or more episodes, all terminated, have the same length > 1."""
     if rows.step is None or rows.terminated is None:
         return
     if rows.truncated is not None and bool(rows.truncated.any()):

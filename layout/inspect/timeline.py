@@ -119,7 +119,7 @@ class RunTable(NamedTuple):
 
 
 def find_runs(batch: TensorDictBase) -> tuple[RunTable, Ints]:
-    """The runs of the real rows, and the numbers of those rows."""
+    """Return the runs of the rows that are not padding, and the numbers of these rows."""
     mask = optional_marker(batch, MASK)
     rows = np.arange(batch.batch_size.numel()) if mask is None else np.flatnonzero(_to_numpy(mask))
     last = np.flatnonzero(_to_numpy(run_ends(batch))[rows])
@@ -164,7 +164,7 @@ class Placement:
     continuous: bool = False  # whether runs stand end to end
 
     def at(self, runs: Ints, rows: Ints) -> tuple[npt.NDArray[Any], Ints]:
-        """x (of its middle) and lane of row ``rows[k]`` of run ``runs[k]``."""
+        """Return the x position and the lane of row ``rows[k]`` of run ``runs[k]``."""
         # pieces are in order of run, then of row: the last piece that does not begin after the row holds it
         key = self.run * (1 << 40) + self.skipped
         piece = np.searchsorted(key, runs * (1 << 40) + rows, side="right") - 1
@@ -172,7 +172,7 @@ class Placement:
 
 
 def lay_out(runs: RunTable) -> Placement:
-    """A lane for each of a few runs; many runs end to end, broken into lines of one width."""
+    """Plan the drawing: one lane per run if they are few, else all runs end to end, wrapped into lines."""
     count = len(runs.first)
     if count > MOST_LANES:
         return _end_to_end(runs)

@@ -1,1 +1,1 @@
-"""Backends of recurrent modules: how a network runs over the runs of a flat batch."""
+"""Backends of recurrent modules: several ways to run a GRU or LSTM over the runs of a flat batch."""

@@ -35,7 +35,7 @@ def fastest_backend(net: nn.RNNBase, rows: Tensor, index: RunIndex) -> str:
 
 
 def automatic(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tuple[Tensor, States]:
-    """The backend ``"auto"``."""
+    """Compute with the fastest backend: ``recurrent_backend="auto"``."""
     return BACKENDS[fastest_backend(net, rows, index)](net, rows, states, index)
 
 
@@ -46,14 +46,14 @@ BY_ROW: dict[str, ByRow] = {"triton": on_device}
 
 
 def by_row(name: str, net: nn.RNNBase) -> ByRow | None:
-    """How this backend computes rows as they stand, or None where it takes the runs in rank order."""
+    """Return the backend's function for rows in batch order; None if it needs rows in packed order."""
     if torch.compiler.is_compiling() and name in ("auto", "scan") and not net.bidirectional:
         return scanned_by_row
     return BY_ROW.get(name)
 
 
 def check_backend(name: str, net: nn.RNNBase) -> None:
-    """Refuse a backend that cannot run this network.
+    """Raise ValueError or ImportError if the backend cannot run this network.
 
     Raises:
         ValueError: the backend is unknown, or cannot run this kind of network.

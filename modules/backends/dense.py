@@ -1,4 +1,4 @@
-"""A GRU over few runs of one length: the stock network's own call, bit for bit, and its gradient written out.
+"""A faster CPU backward pass for a GRU over a few runs of equal length; outputs equal ``nn.GRU``'s.
 
 The stock call is fast forward; its backward pass goes over a graph of some fifteen nodes a step. But once the state
 after each row is known, no gate waits for the step before: all are made again by two matrix products, and
@@ -18,7 +18,7 @@ RUNS = 16
 
 
 def few_long_runs(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> bool:
-    """Whether :func:`dense_gru` is the faster way to the outputs and gradients of :func:`packing.dense`."""
+    """Return whether `dense_gru` is faster here than ``packing.dense``, with the same results."""
     return (
         index.order is None
         and isinstance(net, nn.GRU)
@@ -30,7 +30,7 @@ def few_long_runs(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex
 
 
 def dense_gru(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tuple[Tensor, States]:
-    """Arguments and results as for :func:`flatroll.modules.backends.packing.dense`; differentiable once."""
+    """Run ``nn.GRU`` on runs of equal length, as ``packing.dense`` does, with a hand-written gradient."""
     by_step = rows.view(len(index.first), -1, rows.shape[-1]).transpose(0, 1)
     # states by layer, in memory as the stock call has them: its bits depend on that, too
     first = torch.split(states[0].contiguous(), 1)

@@ -23,7 +23,7 @@ def gru_scan(
     b_hh: Tensor | None,
     sizes: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """One layer of a GRU over packed rows.
+    """Compute one GRU layer over packed rows.
 
     Args:
         rows: ``[N, input_size]`` in packed order.
@@ -75,7 +75,7 @@ def gru_scan_backward(
     gates: Tensor,
     sizes: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of rows, first, w_ih, w_hh, b_ih and b_hh.
+    """Return the gradients of rows, initial states ``first``, w_ih, w_hh, b_ih and b_hh.
 
     The gradient of a gate is its slope times the gradient of the state after the row.
     """
@@ -107,7 +107,7 @@ def gru_scan_backward(
 def gru_gradients(
     slopes: Tensor, rows: Tensor, before: Tensor, w_ih: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of rows, w_ih, w_hh, b_ih and b_hh from those of the gates and the states before each row."""
+    """Return the gradients of rows, weights and biases from those of the gates (``slopes``)."""
     hidden = before.shape[1]
     # the input is read by n r z, the state by r z u; rolling back gives the stock order of the weights
     from_rows, summed = slopes[:, : 3 * hidden], slopes.sum(0)

@@ -24,7 +24,7 @@ def lstm_scan(
     b_hh: Tensor | None,
     sizes: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One layer of an LSTM over packed rows; arguments as for `flatroll.modules.backends.gru_scan.gru_scan`.
+    """Compute one LSTM layer over packed rows; arguments as for ``gru_scan.gru_scan``.
 
     Returns:
         outputs and cells after each row, each ``[N, H]``; gates ``[N, 4 H]``, for the gradient.
@@ -74,7 +74,7 @@ def lstm_scan_backward(
     gates: Tensor,
     sizes: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of rows, first, first_cell, w_ih, w_hh and of either bias.
+    """Return the gradients of rows, first, first_cell, w_ih, w_hh and bias (the same one for both biases).
 
     The gradient of ``i``, ``f``, ``g`` is their slope times the gradient of the cell after the row, that of ``o``
     its slope times the gradient of the output.
@@ -116,7 +116,7 @@ def lstm_scan_backward(
 def lstm_gradients(
     slopes: Tensor, rows: Tensor, before: Tensor, w_ih: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of rows, w_ih, w_hh and of either bias from those of the gates and the outputs before each row."""
+    """Return the gradients of rows, w_ih, w_hh and bias (one for both), given those of the gates."""
     hidden = before.shape[1]
     return (
         slopes @ w_ih.roll(hidden, 0),

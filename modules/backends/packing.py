@@ -1,4 +1,4 @@
-"""A flat batch with resets is a packed sequence: a permutation in, the stock network, the permutation out.
+"""Runs ``nn.GRU`` and ``nn.LSTM`` over the runs of a flat batch as a packed sequence, without padding.
 
 Runs are sorted by length, longest first, and their rows laid out step by step: first the first row of every
 run, then the second row of every run that has one, and so on. That is the order of
@@ -28,7 +28,7 @@ PACKED_ROWS = 512
 
 @dataclass(frozen=True)
 class RunIndex:
-    """Where the rows of a flat batch stand in packed order; runs are ranked by length, longest first.
+    """Maps the rows of a flat batch to packed order; runs are ranked by length, longest first.
 
     Attributes:
         batch_sizes: int64 ``[T_max]`` on the CPU: the number of runs that have a row at each step.
@@ -47,7 +47,7 @@ class RunIndex:
 
 
 def run_index(starts: Tensor) -> RunIndex:
-    """Index the runs of a flat batch.
+    """Build the :class:`RunIndex` of a flat batch from the first rows of its runs.
 
     The number of runs and the step sizes decide shapes, and ``PackedSequence`` wants its ``batch_sizes`` on
     the CPU, so ``starts`` is copied there once: N bools, the one host sync of a recurrent pass.
@@ -88,7 +88,7 @@ def run_index(starts: Tensor) -> RunIndex:
 
 
 def call(net: nn.RNNBase, rows: Tensor | PackedSequence, states: States) -> tuple[Tensor, States]:
-    """The stock network on rows or on a packed sequence, its states always a tuple."""
+    """Call ``nn.GRU`` or ``nn.LSTM`` on rows or a packed sequence; states are tuples for both."""
     states = tuple(state.contiguous() for state in states)
     out, final = net(rows, states if net.mode == "LSTM" else states[0])
     data: Tensor = out.data if isinstance(out, PackedSequence) else out
@@ -96,7 +96,7 @@ def call(net: nn.RNNBase, rows: Tensor | PackedSequence, states: States) -> tupl
 
 
 def dense(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tuple[Tensor, States]:
-    """Runs of one length: the plain ``[R, T]`` call, bit for bit."""
+    """Run the network on runs of equal length T as one ``[R, T]`` batch; the same numbers as ``nn.GRU``."""
     out, finals = call(net, rows.view(index.first.numel(), -1, rows.shape[-1]), states)
     return out.reshape(rows.shape[0], -1), finals
 
@@ -111,7 +111,7 @@ class Piece(NamedTuple):
 
 
 def pieces(batch_sizes: Tensor) -> list[Piece]:
-    """Cut a packed batch into dense stretches and packed calls of bounded size.
+    """Split a packed batch into dense stretches and packed calls of limited size.
 
     At most one entry is looked at per distinct run length, of which N rows have fewer than sqrt(2 N).
 
@@ -186,7 +186,7 @@ def _in_pieces(net: nn.RNNBase, rows: Tensor, states: States, sizes: Tensor) -> 
 
 
 def padded(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tuple[Tensor, States]:
-    """The classical form, kept as a baseline: split at the resets, pad to the longest run, cut the padding.
+    """Baseline: pad all runs to the longest, run the network, and remove the padding.
 
     Arguments and results as for :func:`packed`.
     """

@@ -1,4 +1,4 @@
-"""The backend ``"scan"``: runs in packed order, by two operators per network, forward and gradient written out.
+"""The backend ``"scan"``: own operators for GRU and LSTM over packed rows, with hand-written gradients.
 
 What need not wait for the step before is done for all rows at once: the product with the input, the slope of
 every gate, the gradients of the weights. What is left of a step is one matrix product and a few elementwise
@@ -28,7 +28,7 @@ OPERATORS: Mapping[str, Callable[..., Any]] = {"GRU": gru_scan, "LSTM": lstm_sca
 
 
 def scanned(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tuple[Tensor, States]:
-    """The backend ``"scan"``; arguments and results as for :func:`flatroll.modules.backends.packing.packed`."""
+    """Compute with the backend ``"scan"``; arguments and results as for ``packing.packed``."""
     if index.order is None or index.place is None:
         return dense(net, rows, states, index)
     out, after = run_layers(OPERATORS, net, rows.index_select(0, index.order), states, index.batch_sizes)
@@ -39,7 +39,7 @@ def scanned(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> t
 
 
 def scanned_by_row(net: nn.RNNBase, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
-    """The backend ``"scan"`` inside ``torch.compile``: no shape depends on where runs begin.
+    """Compute with ``"scan"`` inside ``torch.compile``: all shapes are independent of where runs begin.
 
     Args:
         rows: ``[N, input_size]``.
@@ -58,7 +58,7 @@ def scanned_by_row(net: nn.RNNBase, rows: Tensor, stored: States, starts: Tensor
 
 @torch.library.custom_op("flatroll::run_order", mutates_args=())
 def run_order(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``order``, ``place`` and ``batch_sizes`` of :func:`run_index`, the last filled up with zeros to ``[N]``."""
+    """Return ``order``, ``place`` and ``batch_sizes`` (padded with 0 to ``[N]``) of :func:`run_index`."""
     index = run_index(starts)
     rows = torch.arange(len(starts), device=starts.device)
     order, place = index.order, index.place

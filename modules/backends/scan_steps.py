@@ -1,4 +1,4 @@
-"""What the operators of GRU and LSTM share: the steps of packed rows, all layers of a network, their gradients.
+"""Shared parts of the GRU and LSTM scan operators: time steps, layers, autograd.
 
 Packed rows stand step by step: the first row of every run, longest run first, then the second row of every run that
 has one, and so on (:mod:`flatroll.modules.backends.packing`).
@@ -24,12 +24,12 @@ def uninitialised(rows: int, columns: int, like: Tensor) -> Tensor:
 
 
 def step_widths(sizes: Tensor) -> list[int]:
-    """How many runs have a row at each step, without the zeros that ``sizes`` may be filled up with."""
+    """Return the number of runs still going at each time step, without the zeros that pad ``sizes``."""
     return [size for size in sizes.tolist() if size]
 
 
 def states_before(first: Tensor, states: Tensor, widths: list[int]) -> Tensor:
-    """The state that each packed row starts from, ``[N, H]``: the row of the step before that has its rank."""
+    """Return the state before each packed row, ``[N, H]``: its run's state one step earlier."""
     rows, runs = len(states), widths[0]
     counts = torch.tensor(widths, device=states.device)
     # the row before stands as many rows back as the step before is wide
@@ -45,7 +45,7 @@ def run_layers(
     states: tuple[Tensor, ...],
     *where: Tensor,
 ) -> tuple[Tensor, tuple[list[Tensor], ...]]:
-    """All layers over the rows of runs: the output, and for each state, layer by layer, what it is after each row.
+    """Run all layers; return the output ``[N, H]`` and every layer's states after each row.
 
     Args:
         operators: one layer, by the mode of the network (``"GRU"``, ``"LSTM"``).
@@ -68,7 +68,7 @@ def run_layers(
 
 
 def differentiable(operator: Any, backward: Any, states: int) -> None:
-    """Give an operator its gradient, and float32 under autocast.
+    """Register an operator's backward function, and let it run in float32 under autocast.
 
     Args:
         operator: from rows, first states, ``w_ih, w_hh, b_ih, b_hh`` and tensors that say where runs are, to states

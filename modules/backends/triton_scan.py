@@ -1,4 +1,4 @@
-"""Runs where they stand in the flat batch, one Triton kernel a layer: the backend ``"triton"``.
+"""The backend ``"triton"``: one CUDA kernel per layer, on runs in batch order.
 
 Rows are not moved and nothing is padded. Runs are listed with the longest first, so that those a program
 takes together are about as long and the longest begin at once; the list is made on the device, and the host waits for
@@ -25,7 +25,7 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def on_device(net: nn.RNNBase, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
-    """Refuse tensors that are not on CUDA (ValueError), else compute :func:`in_runs`."""
+    """Compute :func:`in_runs`; ValueError for tensors that are not on CUDA."""
     if rows.device.type != "cuda":
         raise ValueError(
             f"recurrent_backend='triton' needs CUDA tensors, got rows on {rows.device}: move module and batch to a "
@@ -35,7 +35,7 @@ def on_device(net: nn.RNNBase, rows: Tensor, stored: States, starts: Tensor) -> 
 
 
 def in_runs(net: nn.RNNBase, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
-    """All layers of a network over the runs of a flat batch.
+    """Run all layers of a GRU or LSTM over the runs of a flat batch.
 
     Products are made in float32, or in TF32 where torch's own may be
     (``torch.set_float32_matmul_precision("high")``). Differentiable once.
@@ -63,7 +63,7 @@ def in_runs(net: nn.RNNBase, rows: Tensor, stored: States, starts: Tensor) -> tu
 
 
 def run_list(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The runs of a flat batch, longest first, in shapes that do not depend on where they begin.
+    """List the runs of a flat batch, longest first, in tensors of static shape ``[N]``.
 
     Returns:
         their number, int64 ``[]``; first row of each, int64 ``[N]``; length, int32 ``[N]``, 0 behind the last run.
@@ -92,7 +92,7 @@ def _states_before(first: Tensor, states: Tensor, starts: Tensor) -> Tensor:
 
 
 def precision() -> str:
-    """How float32 is multiplied, by torch's own switches."""
+    """Return the precision of float32 products, "tf32" or "ieee", as set in torch."""
     matmul: Any = torch.backends.cuda.matmul
     try:
         tf32 = matmul.fp32_precision == "tf32"
@@ -102,7 +102,7 @@ def precision() -> str:
 
 
 def kernel_options(hidden: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Constants of the kernels for this size.
+    """Return the kernels' compile-time constants for this hidden size and dtype.
 
     A tile of ``w_hh`` has at most 64 x 32 entries (of float64 32 x 32). Two of each gate are on their way while a third
     is used, 72 KB for an LSTM, in the shared memory of every device since compute capability 8.0.
@@ -165,7 +165,7 @@ def gru_triton(
     firsts: Tensor,
     lengths: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """One layer of a GRU over the runs of a flat batch.
+    """Compute one GRU layer over the runs of a flat batch.
 
     Args:
         rows: ``[N, input_size]``.
@@ -206,7 +206,7 @@ def gru_triton_backward(
     firsts: Tensor,
     lengths: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of rows, first, w_ih, w_hh, b_ih and b_hh."""
+    """Return the gradients of rows, initial states ``first``, w_ih, w_hh, b_ih and b_hh."""
     hidden, programs = w_hh.shape[1], _programs(rows)
     before, slopes = _states_before(first, out, starts), torch.empty_like(gates)
     d_first, carry = torch.zeros_like(out), _carry(programs, hidden, out)
@@ -265,7 +265,7 @@ def lstm_triton_backward(
     firsts: Tensor,
     lengths: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of rows, first, first_cell, w_ih, w_hh and of either bias."""
+    """Return the gradients of rows, first, first_cell, w_ih, w_hh and bias (the same one for both biases)."""
     hidden, programs, first_cell = w_hh.shape[1], _programs(rows), _dense_rows(first_cell)
     slopes, d_first, d_cell = torch.empty_like(gates), torch.zeros_like(out), torch.zeros_like(out)
     grads = (out if grad is None else grad.contiguous(), out if grad_cell is None else grad_cell.contiguous())

@@ -1,4 +1,4 @@
-"""Test kit for vector environments: `check_vector_env` checks one of yours, scripted ones are known step by step."""
+"""Tools for testing vector envs: `check_vector_env` checks yours; scripted envs have known transitions."""
 
 from flatroll.wrappers.testing.check_env import ContractError, check_vector_env, vector_env_problems
 from flatroll.wrappers.testing.script import Script, decode, encode, expected_rows

@@ -32,13 +32,13 @@ _JUMP = 4.0
 
 
 class ContractError(AssertionError):
-    """An environment breaks the contract of `flatroll.wrappers.as_vector_env`; the text lists how."""
+    """Raised if an environment breaks the contract of `as_vector_env`; the message lists how."""
 
 
 def check_vector_env(
     env: Any, *, steps: int = 200, seed: int = 0, actions: Callable[[int], Any] | None = None
 ) -> None:
-    """Play an environment and raise if what it does breaks the contract; for the tests of env authors.
+    """Play an environment and raise `ContractError` if it breaks the contract; for env authors' tests.
 
     What cannot be proved wrong but looks wrong (an observation that jumps back to a first one without an
     ended episode, episodes that all terminate at one length) is given as a warning.
@@ -62,7 +62,7 @@ def check_vector_env(
 def vector_env_problems(
     env: Any, *, steps: int = 200, seed: int = 0, actions: Callable[[int], Any] | None = None
 ) -> list[str]:
-    """Play an environment and say in plain words what is wrong with it.
+    """Play an environment and return a list of its problems, one sentence each.
 
     The env goes through `flatroll.wrappers.as_vector_env` and is stepped twice from the same seed. Checked are the
     spaces, the shapes, dtypes and ownership of all that it returns, the rows that follow an ended episode, final
@@ -108,7 +108,7 @@ def vector_env_problems(
 
 @dataclass
 class Record:
-    """What a played env returned: NumPy copies, one entry per vector step (``obs`` has one more, the first)."""
+    """What an env returned while played, as NumPy copies: one entry per step, and the first observation."""
 
     mode: AutoresetMode
     seeded: bool  # whether reset(seed=...) has an effect
@@ -122,12 +122,12 @@ class Record:
     returned: list[tuple[str, Tree, Tree]] = field(default_factory=list)
 
     def ended(self) -> npt.NDArray[np.bool_]:
-        """bool ``[steps, E]``: terminated or truncated."""
+        """Return where an episode ended (terminated or truncated): bool ``[steps, E]``."""
         ended: npt.NDArray[np.bool_] = np.stack(self.terminated) | np.stack(self.truncated)
         return ended
 
     def first(self) -> npt.NDArray[np.bool_]:
-        """bool ``[steps + 1, E]``: ``obs[k]`` begins an episode in that row."""
+        """Return where ``obs[k]`` is the first of an episode: bool ``[steps + 1, E]``."""
         ended = self.ended()
         starts = np.zeros((len(self.obs), ended.shape[1]), np.bool_)
         starts[0] = True
@@ -139,7 +139,7 @@ class Record:
         return starts
 
     def keep(self, name: str, tree: Tree) -> Tree:
-        """Remember the returned object and give a NumPy copy of it."""
+        """Store the returned object and return a NumPy copy of it."""
         copy = map_tree(copied, tree)
         self.returned.append((name, tree, copy))
         return copy
@@ -148,7 +148,7 @@ class Record:
 def play(
     env: VectorEnv[Any, Any, Any], steps: int, seed: int, actions: Callable[[int], Any] | None, seedable: bool
 ) -> Record:
-    """Reset an adapted env with ``seed``, step it ``steps`` times, keep everything."""
+    """Reset an adapted env with ``seed``, make ``steps`` vector steps and record everything."""
     # A warning at reset(seed=...) says that the seed has no effect.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -169,12 +169,12 @@ def play(
 
 
 def copied(leaf: Any) -> npt.NDArray[Any]:
-    """The values of an array or tensor, in NumPy memory of their own."""
+    """Return a NumPy copy of an array or tensor."""
     return np.array(leaf.detach().cpu().numpy() if isinstance(leaf, Tensor) else leaf)
 
 
 def same(one: Tree, other: Tree) -> bool:
-    """Whether two trees hold the same values (NaN equals NaN)."""
+    """Return whether two trees are equal (NaN equals NaN)."""
     equal: list[bool] = []
     map_tree(lambda a, b: equal.append(bool(np.array_equal(a, b, equal_nan=a.dtype.kind == "f"))), one, other)
     return all(equal)

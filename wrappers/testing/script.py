@@ -37,7 +37,7 @@ _ROW = np.dtype(
 
 @dataclass(frozen=True)
 class Script:
-    """What every environment of a scripted vector env will do.
+    """The plan of a scripted vector env: number of envs, episode lengths, kinds of ends, spaces.
 
     Args:
         num_envs: number of environments E.
@@ -146,7 +146,7 @@ def encode(kind: ObsKind, env: Any, episode: Any, step: Any) -> Any:
 
 
 def decode(kind: ObsKind, obs: Any) -> npt.NDArray[np.int64]:
-    """The (env, episode, step) of observations as int64 ``[*leading, 3]``; modulo what the kind can hold.
+    """Decode observations to (env, episode, step), int64 ``[*leading, 3]``, modulo the dtype's range.
 
     >>> decode("discrete", np.array([10203])).tolist()
     [[1, 2, 3]]
@@ -186,7 +186,7 @@ class Clock:
         self.restart()
 
     def restart(self) -> None:
-        """Before the first episode of every env."""
+        """Reset the counters to before the first episode of every env."""
         self.episode, self.step = self.env * 0 - 1, self.env * 0
 
     def begin(self, mask: Any) -> None:
@@ -195,7 +195,7 @@ class Clock:
         self.step = self.step * ~mask
 
     def advance(self, live: Any) -> tuple[Any, Any, Any]:
-        """One step where ``live`` is True: (reward as integers, terminated, truncated)."""
+        """Make one step where ``live`` is True; return (integer reward, terminated, truncated)."""
         self.step = self.step + live
         # Elementwise and by index only: nothing here reads a value on the host.
         ended = live & (self.step >= self._lengths[self.env, self.episode % self._length_period])
@@ -227,7 +227,7 @@ def overwrite(buffer: Any, value: Any) -> Any:
 
 
 def row(tree: Any, i: Any) -> Any:
-    """Row ``i``, or rows ``i``, of every leaf of a batched observation."""
+    """Return sub-env ``i`` (or several) of every leaf of a batched observation."""
     return map_tree(lambda leaf: leaf[i], tree)
 
 

@@ -71,7 +71,7 @@ class ScriptedEnv(gymnasium.Env[Any, Any]):
 
 
 class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
-    """All envs of a script in one, in NumPy, for any autoreset mode; quick up to thousands of envs.
+    """Plays a script as one NumPy vector env, in any autoreset mode; fast for thousands of envs.
 
     It supports ``reset(options={"reset_mask": mask})`` in every mode, refuses a wrong number of actions
     and, under DISABLED, a step of an env that has ended.
@@ -115,7 +115,7 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
         self._shown: list[Any] = [None] * 5
 
     def reset(self, *, seed: Seed = None, options: Info | None = None) -> tuple[Any, Info]:
-        """Begin the next episode everywhere, or where ``reset_mask`` says; a seed restarts the script."""
+        """Start the next episode in all envs, or where ``reset_mask`` is True; a seed restarts the script."""
         mask = np.ones(self.num_envs, np.bool_)
         if options is not None and "reset_mask" in options:
             mask = options["reset_mask"]
@@ -212,7 +212,7 @@ def make_scripted(
 
 
 class ScriptedTorchEnv:
-    """A script as a torch vector env in Isaac Lab's manner; neither a ``VectorEnv`` nor a ``gymnasium.Env``.
+    """Plays a script as an Isaac Lab-like torch vector env; neither ``VectorEnv`` nor ``gymnasium.Env``.
 
     SAME_STEP by default. Reward and flags live in buffers that every step overwrites, and one ``extras``
     dict is returned again and again, so what a caller keeps without a clone changes under it.
@@ -271,7 +271,7 @@ class ScriptedTorchEnv:
         env_ids: Sequence[int] | Tensor | None = None,
         options: dict[str, Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Begin the next episode everywhere, or of the envs in ``env_ids``; a seed restarts the script."""
+        """Start the next episode in all envs, or in ``env_ids``; a seed restarts the script."""
         if seed is not None:
             self._clock.restart()
         mask = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
@@ -282,7 +282,7 @@ class ScriptedTorchEnv:
         return self._clock.show(), self.extras
 
     def step(self, action: Any) -> tuple[Any, Tensor, Tensor, Tensor, dict[str, Any]]:
-        """One vector step; with ``autoreset``, ended envs are reset before it returns."""
+        """Make one vector step; with ``autoreset``, envs that ended are reset in the same step."""
         self.actions.append(action)
         clock = self._clock
         reward, terminated, truncated = clock.advance(torch.ones_like(self.terminated_buf))
@@ -308,7 +308,7 @@ class ScriptedTorchEnv:
 
 
 class ScriptedRslEnv:
-    """A script behind rsl_rl's ``VecEnv``: no spaces, 4-tuples, and ``dones`` that include the time-outs.
+    """Plays a script as rsl_rl's ``VecEnv``: no spaces, 4-tuples, ``dones`` that include time-outs.
 
     ``extras["time_outs"]`` (float, reused in place) tells which of the ended rows were only cut off; the
     final observation is lost. An episode that the script ends with ``"both"`` is reported as a time-out.
@@ -348,7 +348,7 @@ class ScriptedRslEnv:
 
     @property
     def episode_length_buf(self) -> Tensor:
-        """Steps made in the running episode, int64 ``[E]``."""
+        """Number of steps made in the current episodes, int64 ``[E]``."""
         steps: Tensor = self._env._clock.step
         return steps
 
@@ -357,7 +357,7 @@ class ScriptedRslEnv:
         return self._obs if self._style == "tensordict" else (self._obs, self.extras)
 
     def reset(self) -> Any:
-        """Begin the next episode everywhere: (obs, extras)."""
+        """Start the next episode in all envs; return (obs, extras)."""
         return self._show(self._env.reset()[0]), self.extras
 
     def step(self, actions: Tensor) -> tuple[Any, Tensor, Tensor, dict[str, Any]]:
