@@ -82,11 +82,14 @@ class FrameColumn(Column):
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
         # The slot before the first one (around the ring) is a candidate without a hint, too.
         slot_before = (slot - 1) % len(self._refs) if self._main is self else None
-        self.put(torch.arange(slot, slot + len(values)), values, after, slot_before)
+        self._store(np.arange(slot, slot + len(values)), values, after, slot_before)
 
     @override
-    def put(
-        self, slots: Tensor, values: Tensor, after: After | None = None, slot_before: int | None = None
+    def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> None:
+        self._store(slots.numpy(force=True), values, after)
+
+    def _store(
+        self, slots: Array, values: Tensor, after: After | None, slot_before: int | None = None
     ) -> None:
         """Store rows, sharing frames with the rows they continue: those of ``after``, row 0 that in ``slot_before``."""
         if not len(slots):
@@ -100,12 +103,12 @@ class FrameColumn(Column):
             candidates = after.slots.numpy(force=True)
         if slot_before is not None and hint[0] < 0:
             hint[0], candidates = len(candidates), np.append(candidates, slot_before)
-        held, positions = self._main._refs.take(candidates, 0), slots.numpy(force=True)
+        held = self._main._refs.take(candidates, 0)
         shares, repeats, new = match(words, *pool.look_up(held), hint)
         # Frames that new rows share are counted before the old rows' are given up: they may be the same ones.
-        kernels().replace(pool.state, pool.counts, self._refs, positions, hint, held, shares)
+        kernels().replace(pool.state, pool.counts, self._refs, slots, hint, held, shares)
         frames, source = pool.allocate(new), np.empty(new, np.int64)
-        kernels().assign(pool.counts, self._refs, positions, shares, repeats, frames, source)
+        kernels().assign(pool.counts, self._refs, slots, shares, repeats, frames, source)
         pool.put(frames, words.flatten(0, 1), source)
 
     @override
