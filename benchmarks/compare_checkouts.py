@@ -1,11 +1,11 @@
 """Times two checkouts of flatroll: ``python -m flatroll.benchmarks.compare_checkouts OTHER [CASE]``.
 
-One process per checkout holds every case ready; they take turns, and the ratio is taken turn by turn. Times are
-the processor time of one thread, so what other programs take of the core does not count. Cases use public names
-only: this file is run as it is with either checkout on the path.
+One process per checkout holds the cases ready; they take turns. Times are the processor time of one thread. The
+least of all turns is what other programs on the machine disturbed least, and each round has new processes, since a
+process keeps the memory pages that it happened to get. Cases use public names only: either checkout runs this file.
 """
 
-import statistics
+import math
 import subprocess
 import sys
 import time
@@ -39,8 +39,9 @@ from flatroll.modules import GRUModule, LSTMModule, set_recurrent_mode
 from flatroll.rollouts import Collector
 from flatroll.wrappers import InitTracker, StepCounter, TrajId
 
-SECONDS = 0.15  # that a turn of a case takes
-TURNS = 25
+SECONDS = 0.04  # that a turn of a case takes
+TURNS = 40
+ROUNDS = 3
 SOURCE = Path(__file__).resolve()
 CAPACITY = 100_000
 ENTRY_POINT: Any = "vector_entry_point"
@@ -188,17 +189,14 @@ def collector_cases() -> Iterator[Case]:
         yield f"collect 16 x {envs:,}", partial(next, batches)
 
 
-def make_cases() -> dict[str, Callable[[], object]]:
-    """Return all timed calls by name."""
+KINDS = (estimator_cases, loss_cases, buffer_cases, recurrent_cases, collector_cases)
+
+
+def serve(kind: int) -> None:
+    """Run the worker: print the names of the cases; for each line with a name and a count, print its seconds."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    kinds = (estimator_cases, loss_cases, buffer_cases, recurrent_cases, collector_cases)
-    return {name: call for cases in kinds for name, call in cases()}
-
-
-def serve() -> None:
-    """Run as a worker: print the case names, then time each (name, count) line read and print the seconds."""
-    cases = make_cases()
+    cases = dict(KINDS[kind]())
     print("\t".join(cases), flush=True)
     for line in sys.stdin:
         name, count = line.rstrip("\n").split("\t")
@@ -209,11 +207,11 @@ def serve() -> None:
 
 
 class Worker:
-    """A subprocess that runs the cases with one checkout's code."""
+    """A process that runs the cases of a kind with one checkout on its path."""
 
-    def __init__(self, checkout: Path) -> None:
+    def __init__(self, checkout: Path, kind: int) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(SOURCE), "--serve"],
+            [sys.executable, "-W", "ignore", str(SOURCE), "--serve", str(kind)],
             env={"PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -229,35 +227,45 @@ class Worker:
         return line.rstrip("\n")
 
     def seconds(self, name: str, count: int) -> float:
-        """Return the CPU seconds of ``count`` calls of a case."""
+        """Return the processor time of ``count`` calls."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{name}\t{count}\n")
         self.process.stdin.flush()
         return float(self._line())
 
+    def close(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+
 
 def main(other: Path, wanted: list[str]) -> None:
-    """Print a row per case: both times, and this checkout's over the other's."""
-    ours, theirs = Worker(SOURCE.parents[1]), Worker(other)
+    """Print a row per case: the least time of a call in either checkout, and this checkout's over the other's."""
     print("| case | before, us | after, us | after / before |\n|---|---|---|---|")
-    for name in ours.names:
-        if wanted and not any(word in name for word in wanted):
-            continue
-        for worker in (ours, theirs):
-            worker.seconds(name, 3)
-        count = max(1, round(SECONDS / (ours.seconds(name, 3) / 3)))
-        pairs = []
-        for turn in range(TURNS):
-            order = (ours, theirs) if turn % 2 else (theirs, ours)
-            timed = {worker: worker.seconds(name, count) / count for worker in order}
-            pairs.append((timed[theirs], timed[ours]))
-        before, after = (1e6 * statistics.median(times) for times in zip(*pairs, strict=True))
-        share = statistics.median(b / a for a, b in pairs)
-        print(f"| {name} | {before:,.1f} | {after:,.1f} | {share:.3f} |", flush=True)
+    for kind in range(len(KINDS)):
+        least: dict[str, list[float]] = {}
+        for _ in range(ROUNDS):
+            workers = Worker(other, kind), Worker(SOURCE.parents[1], kind)
+            for name in workers[0].names:
+                if wanted and not any(word in name for word in wanted):
+                    continue
+                for worker in workers:
+                    worker.seconds(name, 3)
+                count = max(1, round(SECONDS / (workers[0].seconds(name, 3) / 3)))
+                best = least.setdefault(name, [math.inf, math.inf])
+                for _ in range(TURNS):
+                    for i, worker in enumerate(workers):
+                        best[i] = min(best[i], 1e6 * worker.seconds(name, count) / count)
+            for worker in workers:
+                worker.close()
+        for name, (before, after) in least.items():
+            print(f"| {name} | {before:,.1f} | {after:,.1f} | {after / before:.3f} |", flush=True)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--serve"]:
-        serve()
+    if sys.argv[1] == "--serve":
+        serve(int(sys.argv[2]))
     else:
         main(Path(sys.argv[1]).resolve(), sys.argv[2:])
