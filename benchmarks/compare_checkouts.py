@@ -124,21 +124,8 @@ def loss_cases() -> Iterator[Case]:
 
     yield "PPO", partial(both_ways, ClipPPOLoss(actor, critic), acted)
     yield "DQN", partial(both_ways, DQNLoss(values), rows(256))
-    qvalue = TensorDictModule(QValue(), ["observation", "action"], ["state_action_value"])
+    qvalue = TensorDictModule(nn.Bilinear(4, 2, 1), ["observation", "action"], ["state_action_value"])
     yield "SAC", partial(both_ways, SACLoss(normal, qvalue, target_entropy=-2.0), moved)
-
-
-class QValue(nn.Module):
-    """The value of an observation and an action."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = network(6, 1)
-
-    def forward(self, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-        """Values ``[N, 1]``."""
-        value: torch.Tensor = self.network(torch.cat([observation, action], -1))
-        return value
 
 
 def filled(sampler: Any, batch_size: int, compact_obs: bool = False) -> ReplayBuffer:

@@ -54,32 +54,24 @@ def sizes_of(file: Path) -> Sizes:
     return Sizes(source.count("\n"), len(code), len(comments), len(functions), max(lengths, default=0))
 
 
-def folder_sizes(root: Path = ROOT) -> Counter[str]:
-    """Count the Python files in each folder."""
-    return Counter(str(file.parent.relative_to(root)) for room in ROOMS for file in files_of(room, root))
-
-
 def main(root: Path = ROOT) -> None:
-    """Print the table of folders and the longest import chain."""
+    """Print the table of the rooms and the longest import chain."""
+    folders = Counter((room, file.parent) for room in ROOMS for file in files_of(room, root))
+    sizes = {room: [sizes_of(file) for file in files_of(room, root)] for room in ROOMS}
+    sizes["all"] = [size for room in ROOMS for size in sizes[room]]
     rows = []
-    everything: list[Sizes] = []
-    folders = folder_sizes(root)
-    for room in (*ROOMS, "all"):
-        files = everything if room == "all" else [sizes_of(file) for file in files_of(room, root)]
-        everything = files if room == "all" else everything + files
+    for room, files in sizes.items():
         lines, code = sum(f.lines for f in files), sum(f.code for f in files)
-        rows.append(
-            [
-                room,
-                str(len(files)),
-                str(max(n for name, n in folders.items() if room in ("all", name.split("/")[0]))),
-                str(lines),
-                f"{1000 * sum(f.functions for f in files) / lines:.0f}",
-                f"{100 * sum(f.comments for f in files) / code:.1f}",
-                str(max(f.lines for f in files)),
-                str(max(f.longest_function for f in files)),
-            ]
-        )
+        numbers = [
+            len(files),
+            max(count for (name, _), count in folders.items() if room in ("all", name)),
+            lines,
+            f"{1000 * sum(f.functions for f in files) / lines:.0f}",
+            f"{100 * sum(f.comments for f in files) / code:.1f}",
+            max(f.lines for f in files),
+            max(f.longest_function for f in files),
+        ]
+        rows.append([room, *map(str, numbers)])
     per = ["functions per 1,000 lines", "comments per 100 lines of code", "longest file", "longest function"]
     print(table(["room", "files", "in the widest folder", "lines", *per], rows))
     chain = longest_chain(import_graph(root))
