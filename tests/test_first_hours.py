@@ -1,0 +1,174 @@
+"""What costs a beginner an hour: quiet surprises, and errors that send one the wrong way."""
+
+import pickle
+import warnings
+from itertools import islice
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from tensordict import TensorDict
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
+from flatroll.rollouts import Collector, rollout
+from flatroll.wrappers.testing import Script, make_scripted
+
+
+def scripted(length: int = 5) -> Any:
+    return make_scripted(Script(2, lengths=length), autoreset_mode="SameStep", backend="native")
+
+
+@pytest.mark.xfail(strict=False, reason="not yet")
+def test_a_storage_may_be_the_first_argument_or_the_error_says_how() -> None:
+    try:
+        assert ReplayBuffer(LazyTensorStorage(10)).storage.max_size == 10
+    except TypeError as error:
+        assert "storage=" in str(error)
+
+
+@pytest.mark.xfail(strict=False, reason="no such warning yet")
+def test_a_sample_with_less_than_half_of_its_rows_is_told_once() -> None:
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(1000),
+        sampler=SliceSampler(slice_len=64, strict_length=False),
+        batch_size=256,
+    )
+    buffer.extend(rollout(scripted(), num_steps=20))
+    with pytest.warns(UserWarning, match="fill=True") as told:
+        assert len(buffer.sample()) < 128
+        buffer.sample()
+    assert len(told) == 1
+
+
+@pytest.mark.xfail(strict=False, reason="the policy's own error goes through")
+def test_float64_observations_get_a_hint() -> None:
+    class Doubles(gym.Env[Any, Any]):
+        observation_space = gym.spaces.Box(-1, 1, (3,), np.float64)
+        action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return np.zeros(3), {}
+
+        def step(self, action: Any) -> Any:
+            return np.zeros(3), 0.0, False, False, {}
+
+    with pytest.raises((TypeError, RuntimeError), match=r"dtype=torch\.float32"):
+        rollout(Doubles(), nn.Linear(3, 2), num_steps=2)
+
+
+@pytest.mark.xfail(strict=False, reason="a collector closes whatever env it runs")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_the_callers_env_stays_open_after_an_error_and_the_collector_goes_on(
+    error: type[BaseException],
+) -> None:
+    env, calls = scripted(), []
+    closed: list[bool] = []
+    env.close_extras = lambda **_: closed.append(True)
+
+    def policy(observation: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 5:
+            raise error
+        return torch.zeros(len(observation), dtype=torch.long)
+
+    collector = Collector(env, policy, frames_per_batch=6)
+    next(collector)
+    with pytest.raises(error):
+        next(collector)
+    assert not closed
+    assert next(collector)["observation"][:, 2].tolist()[0] == 0  # after a reset of its own
+
+
+def test_an_env_that_the_collector_made_is_closed_after_an_error() -> None:
+    closed: list[bool] = []
+
+    def make() -> Any:
+        env = scripted()
+        env.close_extras = lambda **_: closed.append(True)
+        return env
+
+    collector = Collector(make, lambda observation: 1 / 0, frames_per_batch=6)
+    with pytest.raises(ZeroDivisionError):
+        next(collector)
+    assert closed
+
+
+@pytest.mark.xfail(
+    strict=False, reason="the buffer does not know of rows that wait for the end of their trajectory"
+)
+def test_a_buffer_that_waits_for_whole_trajectories_says_how_many_rows_wait() -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+    collector = Collector(
+        scripted(50), frames_per_batch=4, trajs_per_batch=2, replay_buffer=buffer, total_frames=8
+    )
+    list(collector)
+    with pytest.raises(RuntimeError, match=r"8 rows .*wait"):
+        buffer.sample()
+
+
+@pytest.mark.xfail(strict=False, reason="the error is that of pickle")
+def test_a_started_collector_says_why_it_cannot_be_pickled() -> None:
+    collector = Collector(scripted(), frames_per_batch=4)
+    next(collector)
+    with pytest.raises(TypeError, match="state_dict"):
+        pickle.dumps(collector)
+
+
+@pytest.mark.xfail(strict=False, reason="not yet")
+def test_nested_info_entries_are_kept_or_the_error_names_reward_sum() -> None:
+    env = RecordEpisodeStatistics(scripted())
+    try:
+        assert ("episode", "r") in rollout(env, num_steps=8, info_keys=["episode"]).keys(True)
+    except (TypeError, ValueError) as error:
+        assert "RewardSum" in str(error)
+
+
+@pytest.mark.xfail(strict=False, reason="advice for a factory, given to an env of another library")
+def test_an_env_of_torchrl_is_called_by_its_name() -> None:
+    class EnvBase:
+        """What torchrl's envs look like: callable, since they are modules."""
+
+        def __call__(self) -> None: ...
+
+    EnvBase.__module__ = "torchrl.envs.common"
+    with pytest.raises(TypeError, match="torchrl") as error:
+        rollout(EnvBase(), num_steps=2)
+    assert "factory" not in str(error.value)
+
+
+def plain(sample: Any) -> list[int]:
+    return list(map(int, sample["x"]))
+
+
+class Samples(IterableDataset[Any]):
+    def __init__(self, buffer: ReplayBuffer) -> None:
+        self.buffer = buffer
+
+    def __iter__(self) -> Any:
+        return islice(iter(self.buffer), 5)
+
+
+@pytest.mark.xfail(strict=False, reason="each worker draws with a copy of the one generator")
+def test_workers_of_a_data_loader_draw_rows_of_their_own() -> None:
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(10_000), batch_size=4, generator=torch.Generator().manual_seed(0)
+    )
+    buffer.extend(TensorDict({"x": torch.arange(10_000)}, [10_000]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of forks, among others
+        loader = DataLoader(Samples(buffer), batch_size=None, num_workers=2, collate_fn=plain)
+        drawn = [tuple(rows) for rows in loader]
+    assert len(set(drawn)) == len(drawn) == 10
+
+
+@pytest.mark.xfail(strict=False, reason="torch's collate takes a tensordict for a mapping")
+def test_a_data_loader_takes_samples_as_they_are() -> None:
+    """Or with a collate function of the library's."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+    buffer.extend(TensorDict({"x": torch.arange(100)}, [100]))
+    assert len(list(DataLoader(Samples(buffer), batch_size=None))) == 5
