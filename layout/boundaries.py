@@ -60,20 +60,20 @@ def run_ends(
     ids = batch.get(traj_key, None)
     if ids is not None:
         ids = flat_column(ids, batch, traj_key)
-    there = next((column for column in (ids, is_init, done) if column is not None), None)
-    if there is None:
+    any_marker = next((column for column in (ids, is_init, done) if column is not None), None)
+    if any_marker is None:
         error = missing_marker(is_init_key, batch.keys(True, True))
         raise KeyError(f"{error.args[0]}. Any one of {is_init_key!r}, {done_key!r}, {traj_key!r} would do")
     if done is None:
-        ends = torch.zeros(batch.batch_size, dtype=torch.bool, device=there.device)
+        ends = torch.zeros(batch.batch_size, dtype=torch.bool, device=any_marker.device)
     else:
-        ends = done.to(there.device, copy=True)  # a copy: the lines below write into it
+        ends = done.to(any_marker.device, copy=True)  # a copy: the lines below write into it
     inner = ends[..., :-1]  # a view: the rows that have a row after them
     if is_init is not None:  # row i ends a run where row i + 1 begins one
-        inner |= is_init[..., 1:].to(there.device)
+        inner |= is_init[..., 1:].to(any_marker.device)
     for column in (ids, mask):
         if column is not None:
-            inner |= (column[..., 1:] != column[..., :-1]).to(there.device)
+            inner |= (column[..., 1:] != column[..., :-1]).to(any_marker.device)
     ends[..., -1:] = True
     return ends
 

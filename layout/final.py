@@ -48,10 +48,10 @@ def read_final(
     """
     if not isinstance(final, TensorDictBase):
         raise TypeError(f"final must be a tensordict, {wanted}, got {type(final).__name__}")
-    found: dict[NestedKey, Tensor] = {}
+    present: dict[NestedKey, Tensor] = {}
     if keys is not None:
         entries = {key: final.get(next_key(key), None) for key in keys}
-        found = {key: column for key, column in entries.items() if column is not None}
+        present = {key: column for key, column in entries.items() if column is not None}
     else:
         for key, column in final.items(True, True):
             names = as_tuple(key)
@@ -59,8 +59,8 @@ def read_final(
                 continue
             if names[0] != NEXT or len(names) < 2:
                 raise ValueError(f"final[{key!r}] must be ('next', <entry of the batch>)")
-            found[names[1] if len(names) == 2 else names[1:]] = column  # ("next", "pos") follows "pos"
-    return Final(final.get("row", None), found)
+            present[names[1] if len(names) == 2 else names[1:]] = column  # ("next", "pos") follows "pos"
+    return Final(final.get("row", None), present)
 
 
 def check_final(final: Final, columns: Mapping[NestedKey, Tensor], rows: int) -> Tensor:
@@ -79,8 +79,10 @@ def check_final(final: Final, columns: Mapping[NestedKey, Tensor], rows: int) ->
     """
     row = final.row
     if row is None or row.dtype is not torch.int64 or row.ndim != 1:
-        found = "nothing" if row is None else f"{row.dtype} {tuple(row.shape)}"
-        raise ValueError(f'final needs an int64 entry "row" of shape [K], got {found}: pass collector.final')
+        received = "nothing" if row is None else f"{row.dtype} {tuple(row.shape)}"
+        raise ValueError(
+            f'final needs an int64 entry "row" of shape [K], got {received}: pass collector.final'
+        )
     # Ascending, so the first and the last bound all others, and none comes twice.
     if len(row) and (int(row[0]) < 0 or int(row[-1]) >= rows or bool((row[1:] <= row[:-1]).any())):
         raise ValueError(
