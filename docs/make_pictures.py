@@ -1,10 +1,15 @@
-"""Draws the pictures of these pages: ``python docs/make_pictures.py`` (trains the demo twice, a few minutes)."""
+"""Draws the pictures of these pages: ``python docs/make_pictures.py`` (trains the demo twice, a few minutes).
+
+``python docs/make_pictures.py first`` draws only the learning curves of the README's first training.
+"""
 
 import argparse
 import csv
+import re
 from pathlib import Path
 
 import gymnasium as gym
+import numpy as np
 from matplotlib.figure import Figure
 
 from flatroll.examples import recurrent_ppo
@@ -12,6 +17,7 @@ from flatroll.layout import timeline
 from flatroll.rollouts import rollout
 
 IMAGES = Path(__file__).parent / "img"
+README = Path(__file__).parents[1] / "README.md"
 
 
 def read_curve(folder: Path) -> tuple[list[float], list[float]]:
@@ -36,6 +42,31 @@ def draw_curves(runs: dict[str, Path]) -> Figure:
     return figure
 
 
+def first_training(seed: int) -> list[float]:
+    """Returns of all episodes, in order, of the README's first training."""
+    script = re.search(r"```python\n([^`]*ClipPPOLoss[^`]*)```", README.read_text())
+    assert script is not None
+    space: dict[str, list[float]] = {}
+    exec(script[1].replace("seed(0)", f"seed({seed})").replace("seed=0", f"seed={seed}"), space)
+    return space["returns"]
+
+
+def draw_first_training(seeds: range) -> Figure:
+    """Its learning curves, with one line per seed."""
+    figure = Figure(figsize=(7.5, 3.2), layout="constrained")
+    axes = figure.add_subplot()
+    for seed in seeds:
+        returns = np.array(first_training(seed))
+        # An episode of CartPole gives a reward of 1 per frame, so its return is its number of frames.
+        frames = returns.cumsum()[99:] / 1000
+        axes.plot(frames, np.convolve(returns, np.full(100, 0.01), "valid"), color="#0072B2", alpha=0.6)
+    axes.axhline(475, color="0.6", linewidth=1, linestyle=":")
+    axes.set(xlabel="thousand frames", ylabel="mean return of 100 episodes", ylim=(0, 520))
+    axes.set_title(f"The script above, {len(seeds)} seeds, each until 475", loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
 def draw_timeline() -> Figure:
     """Four envs of 100 steps under random actions."""
     batch = rollout(gym.make_vec("CartPole-v1", num_envs=4), num_steps=100, seed=3)
@@ -48,11 +79,16 @@ def main() -> None:
     """Train, and save the pictures under docs/img."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the runs")
-    out: Path = parser.parse_args().out
+    parser.add_argument("which", nargs="?", choices=["first", "all"], default="all", help="default: all")
+    args = parser.parse_args()
+    out: Path = args.out
+    IMAGES.mkdir(exist_ok=True)
+    draw_first_training(range(5)).savefig(IMAGES / "first_training.png", dpi=110)
+    if args.which == "first":
+        return
     runs = {"GRU": out / "memory", "the same sizes without memory": out / "memoryless"}
     recurrent_ppo.main(["--out", str(runs["GRU"]), "--quiet"])
     recurrent_ppo.main(["--memoryless", "--out", str(list(runs.values())[1]), "--quiet"])
-    IMAGES.mkdir(exist_ok=True)
     draw_curves(runs).savefig(IMAGES / "learning_curve.png", dpi=110)
     draw_timeline().savefig(IMAGES / "timeline.png", dpi=110)
 

@@ -5,7 +5,7 @@ What the pages may contain:
 * A ``python`` block runs. The blocks of a page share one namespace, top to bottom, in an empty folder.
 * A ``text`` block right behind it is what it prints (``...`` stands for anything).
 * A ``python`` block that begins with ``>>>`` is a doctest: each expression has its own output.
-* ``<!-- not run -->`` before a block leaves it alone.
+* ``<!-- not run -->`` before a block leaves it alone, and so does ``<!-- run by tests/... -->``, a test of its own.
 * A block that imports an optional package stands alone: where the package is missing, it is skipped.
 """
 
@@ -27,7 +27,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OPTIONAL = {"envpool", "matplotlib", "torchrl"}
-NOT_RUN = "<!-- not run -->"
+NOT_RUN = re.compile(r"<!-- (not run|run by tests/[\w/]+\.py) -->\s*\Z")
 
 FENCE = re.compile(r"^(?P<fence>```+)(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=fence)[ \t]*$", re.M | re.S)
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)[^)]*\)|<(?:img|a)\b[^>]*?(?:src|href)=\"(?P<html>[^\"]+)\"")
@@ -48,7 +48,7 @@ class Block:
 
     @property
     def skipped(self) -> bool:
-        return self.before.rstrip().endswith(NOT_RUN)
+        return NOT_RUN.search(self.before) is not None
 
     @property
     def is_doctest(self) -> bool:

@@ -1,6 +1,9 @@
 """The learning examples run in small, and learn a little; the benchmark prints its table."""
 
+import re
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 import pytest
 
@@ -8,6 +11,16 @@ from flatroll.benchmarks import learning
 from flatroll.examples import ppo, recurrent_dqn, sac
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_the_readmes_first_training_solves_cartpole(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    script = next(block for block in blocks if "ClipPPOLoss" in block)
+    assert sum(bool(line.strip()) for line in script.splitlines()) <= 45
+    space: dict[str, Any] = {}
+    exec(compile(script, "README.md", "exec"), space)
+    assert mean(space["returns"][-100:]) > 475
+    assert "mean return of the last 100 episodes" in capsys.readouterr().out
 
 
 def test_ppo_learns_a_little(capsys: pytest.CaptureFixture[str]) -> None:
