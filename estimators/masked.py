@@ -130,6 +130,30 @@ def reduced(
     return rows.sum() if reduction == "sum" else rows
 
 
+def ratio_statistics(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+    """Return how far a policy has moved, from log-ratios ``[*B]`` of its probabilities: ``kl_approx``, ``ESS``, ...
+
+    ``kl_approx`` is the mean of ``-log_ratio``, which estimates ``KL(sampled | current)``. ``ESS`` is the effective
+    sample size ``sum(ratio) ** 2 / sum(ratio ** 2)`` as a share of the rows.
+    """
+    count: Tensor | int = log_ratio.numel()
+    real = log_ratio
+    if mask is not None:
+        count = mask.sum().clamp(min=1)
+        real = log_ratio.masked_fill(~mask, -torch.inf)  # a ratio of 0 adds nothing to the sums
+    # Ratios relative to the largest lie in [0, 1], so neither they nor their squares overflow, and the factor cancels
+    # in ESS. The bound keeps -inf - (-inf) = NaN out where no row counts.
+    largest = real.max().clamp(min=torch.finfo(real.dtype).min)
+    relative = (real - largest).exp()
+    total, max_ratio = relative.sum(), largest.exp()
+    return {
+        "kl_approx": masked_mean(-log_ratio, mask),
+        "ESS": total.square() / relative.square().sum().clamp(min=1.0) / count,
+        "max_ratio": max_ratio,
+        "mean_ratio": max_ratio * total / count,
+    }
+
+
 def on_host(column: Tensor) -> bool:
     """Return whether values of ``column`` can be read cheaply: on the CPU, outside ``torch.compile``."""
     return column.device.type == "cpu" and not torch.compiler.is_compiling()

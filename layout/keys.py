@@ -110,7 +110,20 @@ def without_next(key: NestedKey) -> NestedKey:
     return plain_key(names[1:] if names[0] == NEXT else names)
 
 
-def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | None]) -> dict[str, NestedKey]:
+class KeyNames(dict[str, NestedKey]):
+    """What an estimator or a loss calls its entries: name to key, by index or as an attribute.
+
+    >>> KeyNames(reward="score").reward
+    'score'
+    """
+
+    def __getattr__(self, name: str) -> NestedKey:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"no key is called {name}; the keys are {', '.join(sorted(self))}")
+
+
+def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | None]) -> KeyNames:
     """Return a copy of ``keys`` (name to key) updated with ``changes``; a change to None is ignored.
 
     Raises:
@@ -122,7 +135,7 @@ def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | Non
     unknown = sorted(set(changes) - set(keys))
     if unknown:
         raise ValueError(f"no key is called {', '.join(unknown)}; the keys are {', '.join(sorted(keys))}")
-    return {**keys, **{name: key for name, key in changes.items() if key is not None}}
+    return KeyNames({**keys, **{name: key for name, key in changes.items() if key is not None}})
 
 
 def missing_marker(

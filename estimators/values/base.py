@@ -25,6 +25,7 @@ from flatroll.layout.keys import (
     REWARD,
     TRAJ_IDS,
     VALID,
+    KeyNames,
     NestedKey,
     flat_column,
     marker,
@@ -171,7 +172,7 @@ class ValueEstimator(TensorDictModuleBase):
             )
         self.number("gamma", gamma, options.get("device"))
         self._warn_once = WarnOnce()
-        self.tensor_keys: dict[str, NestedKey] = dict(self.default_keys)
+        self.tensor_keys = KeyNames(self.default_keys)
         self.set_keys(
             advantage=options.get("advantage_key"),
             value_target=options.get("value_target_key"),
