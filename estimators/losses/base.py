@@ -165,7 +165,8 @@ class LossModule(TensorDictModuleBase):
     def in_keys(self, keys: Iterable[Any]) -> None:
         self._in_keys: list[Any] = unravel_key_list(list(keys))
         known = [key for name in self.tensor_keys for key in self.keys_of(name)]
-        self._keyword_keys = list(dict.fromkeys((*self._in_keys, *known, *self.optional_keys)))
+        later = map(under_next, self._in_keys)  # a value estimator may read them
+        self._keyword_keys = list(dict.fromkeys((*self._in_keys, *known, *later, *self.optional_keys)))
 
     @dispatch(source="_keyword_keys")  # type: ignore[untyped-decorator]  # builds the tensordict of a call by keyword
     def __call__(self, tensordict: TensorDictBase, **unknown: Any) -> Any:

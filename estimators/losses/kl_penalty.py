@@ -14,6 +14,7 @@ from flatroll.estimators.losses.base import LossInputs
 from flatroll.estimators.losses.options import PolicyOptions
 from flatroll.estimators.losses.policy_gradient import PPOLoss
 from flatroll.estimators.masked import masked_mean, zero_masked
+from flatroll.layout.keys import NestedKey
 
 
 class KLPENPPOLoss(PPOLoss):
@@ -90,6 +91,12 @@ class KLPENPPOLoss(PPOLoss):
     def reset(self) -> None:
         """Reset ``beta`` to its initial value."""
         self.beta = torch.full_like(self.beta, self._beta_at_first)
+
+    @override
+    def set_keys(self, **keys: NestedKey | list[NestedKey] | None) -> None:
+        super().set_keys(**keys)
+        actor: Any = self.actor_network
+        self.in_keys = list(dict.fromkeys((*self.in_keys, *getattr(actor, "dist_params_keys", ()))))
 
     @override
     def objective(
