@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase, unravel_key_list
@@ -83,8 +83,8 @@ class NetworkParameters:
         network = loss._modules.get(self.network_name)
         if network is None:  # not delayed: the network itself is its own target
             of = loss._modules.get(self.network_name.removeprefix("target_"))
-            return None if of is None else TensorDict.from_module(of).data
-        params = TensorDict.from_module(network, as_module=True)
+            return None if of is None else cast(Any, TensorDict.from_module(of)).data
+        params: Any = TensorDict.from_module(network, as_module=True)
         actor = loss._modules.get("actor_network")
         if not getattr(loss, "separate_losses", False) or actor is None or network is actor:
             return params
@@ -162,8 +162,8 @@ class LossModule(TensorDictModuleBase):
         return self._in_keys
 
     @in_keys.setter
-    def in_keys(self, keys: Iterable[Any]) -> None:
-        self._in_keys: list[Any] = unravel_key_list(list(keys))
+    def in_keys(self, value: Iterable[Any]) -> None:
+        self._in_keys: list[Any] = unravel_key_list(list(value))
         known = [key for name in self.tensor_keys for key in self.keys_of(name)]
         later = map(under_next, self._in_keys)  # a value estimator may read them
         self._keyword_keys = list(dict.fromkeys((*self._in_keys, *known, *later, *self.optional_keys)))
@@ -317,14 +317,14 @@ class LossModule(TensorDictModuleBase):
 
         Args:
             name: of the attribute.
-            value: a finite number, or a tensor of one; None makes the attribute None.
+            value: a finite number, or a tensor of one; None for no coefficient, until a number is assigned.
             device, dtype: of the buffer. Default: the device of the loss's first parameter, torch's default dtype.
 
         Raises:
             ValueError: anything else.
         """
         if value is None:
-            setattr(self, name, None)
+            self.register_buffer(name, None)
             return
         is_number = isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
         number = torch.as_tensor(value) if is_number else None
@@ -337,13 +337,16 @@ class LossModule(TensorDictModuleBase):
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
-        buffer = self.__dict__.get("_buffers", {}).get(name) if isinstance(value, (int, float)) else None
-        if buffer is None:
-            super().__setattr__(name, value)
+        is_number = isinstance(value, (int, float))
+        coefficients: dict[str, Any] = self.__dict__.get("_buffers", {}) if is_number else {}
+        if name not in coefficients:
+            super().__setattr__(name, cast(Any, value))
+        elif coefficients[name] is None:
+            self.register_coeff_buffer(name, value)
         elif not math.isfinite(value):
             raise ValueError(f"{name} must be finite, got {value}")
         else:
-            buffer.fill_(value)
+            coefficients[name].fill_(value)
 
     def reset(self) -> None:
         """Bring what the loss adapted itself back to the start; most losses adapt nothing."""

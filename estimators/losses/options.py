@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from difflib import get_close_matches
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict, cast
 
 import torch
 from tensordict import unravel_key
@@ -73,7 +73,7 @@ def refuse_unknown(loss: object, unknown: Mapping[str, object]) -> None:
 
 
 def check_networks(
-    loss: str,
+    loss: object,
     actor_network: TensorDictModuleBase | None,
     critic_network: TensorDictModuleBase | None,
     actor: TensorDictModuleBase | None,
@@ -93,7 +93,7 @@ def check_networks(
     actor_network = actor if actor_network is None else actor_network
     critic_network = critic if critic_network is None else critic_network
     if actor_network is None:
-        raise TypeError(f"{loss} needs an actor_network")
+        raise TypeError(f"{type(loss).__name__} needs an actor_network")
     require_actor(actor_network)
     if critic_network is not None and not hasattr(critic_network, "in_keys"):
         raise TypeError(
@@ -113,6 +113,24 @@ def keys_written_by(actor: TensorDictModuleBase) -> dict[str, Any]:
     return {name: x for name, x in keys.items() if len(x) == 1 or (x and name == "action")}
 
 
+def clip_distance(clip_value: bool | Coefficient | None) -> Coefficient | None:
+    """Return the largest move of a value, above 0; None where none is set.
+
+    Raises:
+        ValueError: it is True, or not above 0.
+    """
+    if clip_value is True:
+        raise ValueError("clip_value=True takes the clip_epsilon of ClipPPOLoss: give a number here")
+    if clip_value is None or clip_value is False:
+        return None
+    is_number = isinstance(clip_value, (int, float)) or (
+        isinstance(clip_value, Tensor) and clip_value.numel() == 1
+    )
+    if is_number and not clip_value > 0:
+        raise ValueError(f"clip_value must be above 0, got {clip_value!r}; None leaves the value unclipped")
+    return clip_value
+
+
 def entropy_coefficients(coefficients: Mapping[NestedKey, float]) -> dict[NestedKey, float]:
     """Return a copy with each key of an action's part in its plain form.
 
@@ -123,7 +141,7 @@ def entropy_coefficients(coefficients: Mapping[NestedKey, float]) -> dict[Nested
     for key, number in coefficients.items():
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
             raise ValueError(f"entropy_coeff[{key!r}] must be a finite number, got {number!r}")
-        numbers[unravel_key(key)] = float(number)
+        numbers[cast(NestedKey, unravel_key(key))] = float(number)
     if not numbers:
         raise ValueError("entropy_coeff must have a number for each part of the action, got an empty mapping")
     return numbers

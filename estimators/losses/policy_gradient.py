@@ -30,6 +30,7 @@ from flatroll.estimators.losses.options import (
     Coefficient,
     PolicyOptions,
     check_networks,
+    clip_distance,
     entropy_coefficients,
     keys_written_by,
     refuse_unknown,
@@ -124,6 +125,9 @@ class PolicyGradientLoss(LossModule):
     target_actor_network_params = NetworkParameters()
     target_critic_network_params = NetworkParameters()
     value_estimator: ValueEstimator | None
+    entropy_coeff: Any  # the coefficients are tensors, which take numbers: LossModule.__setattr__
+    critic_coeff: Any
+    clip_value: Any
 
     def __init__(
         self,
@@ -148,7 +152,7 @@ class PolicyGradientLoss(LossModule):
     ) -> None:
         refuse_unknown(self, unknown)
         super().__init__(reduction=reduction, burn_in=burn_in)
-        networks = check_networks(type(self).__name__, actor_network, critic_network, actor, critic)
+        networks = check_networks(self, actor_network, critic_network, actor, critic)
         one_of("loss_critic_type", loss_critic_type, DISTANCES)
         self.actor_network, self.critic_network = networks
         if isinstance(entropy_coeff, Mapping):
@@ -157,13 +161,7 @@ class PolicyGradientLoss(LossModule):
             entropy_coeff = 0.01 if entropy_coeff is None else entropy_coeff
             self.register_coeff_buffer("entropy_coeff", entropy_coeff, device=device)
         self.register_coeff_buffer("critic_coeff", critic_coeff, device=device)
-        if clip_value is True:
-            raise ValueError("clip_value=True takes the clip_epsilon of ClipPPOLoss: give a number here")
-        self.register_coeff_buffer("clip_value", None if clip_value is False else clip_value, device=device)
-        if self.clip_value is not None and not self.clip_value > 0:
-            raise ValueError(
-                f"clip_value must be above 0, got {clip_value!r}; None leaves the value unclipped"
-            )
+        self.register_coeff_buffer("clip_value", clip_distance(clip_value), device=device)
         self.entropy_bonus, self.samples_mc_entropy = entropy_bonus, samples_mc_entropy
         self.loss_critic_type: Distance = loss_critic_type
         self.normalize_advantage, self.separate_losses = normalize_advantage, separate_losses
@@ -199,12 +197,8 @@ class PolicyGradientLoss(LossModule):
         of_loss = [key for name in (*self.reads, *critic_reads) for key in self.keys_of(name)]
         read: list[Any] = list(dict.fromkeys((*actor.in_keys, *of_critic, *of_loss)))
         if self.value_estimator is not None:
-            known = {
-                name: key
-                for name, key in self.tensor_keys.items()
-                if name in self.value_estimator.tensor_keys
-            }
-            self.value_estimator.set_keys(**known)
+            names = self.tensor_keys.keys() & self.value_estimator.tensor_keys.keys()
+            self.value_estimator.set_keys(**{name: self.tensor_keys[name] for name in names})
             made = set(self.value_estimator.out_keys)
             read = [key for key in read if key not in made]
             read = list(dict.fromkeys((*read, *self.value_estimator.in_keys)))
@@ -442,6 +436,9 @@ class ClipPPOLoss(PPOLoss):
     """
 
     diagnostics: ClassVar[tuple[str, ...]] = (*PPOLoss.diagnostics, "clip_fraction")
+    clip_epsilon: Any
+    clip_epsilon_low: Any
+    clip_epsilon_high: Any
 
     def __init__(
         self,
