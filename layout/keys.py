@@ -126,6 +126,8 @@ class KeyNames(dict[str, NestedKey]):
 def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | None]) -> KeyNames:
     """Return a copy of ``keys`` (name to key) updated with ``changes``; a change to None is ignored.
 
+    A list of one key counts as that key, as scripts for actions of one or several parts write it.
+
     Raises:
         ValueError: ``changes`` has a name that ``keys`` does not have.
 
@@ -135,7 +137,10 @@ def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | Non
     unknown = sorted(set(changes) - set(keys))
     if unknown:
         raise ValueError(f"no key is called {', '.join(unknown)}; the keys are {', '.join(sorted(keys))}")
-    return KeyNames({**keys, **{name: key for name, key in changes.items() if key is not None}})
+    given = {
+        name: key[0] if isinstance(key, list) and len(key) == 1 else key for name, key in changes.items()
+    }
+    return KeyNames({**keys, **{name: key for name, key in given.items() if key is not None}})
 
 
 def missing_marker(

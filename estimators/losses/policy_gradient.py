@@ -187,8 +187,7 @@ class PolicyGradientLoss(LossModule):
 
         See :meth:`LossModule.set_keys`. A list names the entries of an action of several parts.
         """
-        changes = {name: x[0] if isinstance(x, list) and len(x) == 1 else x for name, x in keys.items()}
-        super().set_keys(**cast(Any, changes))
+        super().set_keys(**cast(Any, keys))
         with_critic = self.critic_network is not None and self.critic_coeff is not None
         critic_reads = ("value_target", "value")[: 1 if self.clip_value is None else 2] if with_critic else ()
         actor, critic = cast(Any, self.actor_network), self.critic_network
