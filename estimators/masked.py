@@ -117,19 +117,6 @@ def standardized_in_groups(column: Tensor, groups: Tensor, mask: Tensor | None) 
     return (centred / deviation.clamp(min=_LEAST_DEVIATION)).reshape(column.shape)
 
 
-def reduced(
-    column: Tensor, mask: Tensor | None, reduction: Reduction, weights: Tensor | None = None
-) -> Tensor:
-    """Reduce a loss ``[*B]`` to one number where ``mask`` is True, or keep it ``[*B]`` with 0 elsewhere.
-
-    ``weights`` (the same shape) multiply the rows; the mean is then divided by their sum.
-    """
-    if reduction == "mean":
-        return masked_mean(column, mask, weights)
-    rows = zero_masked(column if weights is None else column * weights, mask)
-    return rows.sum() if reduction == "sum" else rows
-
-
 def ratio_statistics(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
     """Return how far a policy has moved, from log-ratios ``[*B]`` of its probabilities: ``kl_approx``, ``ESS``, ...
 

@@ -13,7 +13,15 @@ from tensordict.nn import TensorDictModuleBase, TensorDictParams, dispatch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from flatroll.estimators.masked import Reduction, WarnOnce, mask_and, on_host, one_of, reduced, zero_masked
+from flatroll.estimators.masked import (
+    Reduction,
+    WarnOnce,
+    mask_and,
+    masked_mean,
+    on_host,
+    one_of,
+    zero_masked,
+)
 from flatroll.layout.boundaries import run_starts, steps_into_run
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import (
@@ -27,6 +35,7 @@ from flatroll.layout.keys import (
     NestedKey,
     as_tuple,
     flat_column,
+    key_list,
     marker,
     missing_marker,
     renamed,
@@ -209,7 +218,7 @@ class LossModule(TensorDictModuleBase):
         Raises:
             ValueError: there is no such key.
         """
-        self.tensor_keys = renamed(self.tensor_keys, keys)
+        self.tensor_keys = KeyNames(renamed(self.tensor_keys, keys))
         self.in_keys = self.in_keys  # a subclass that names its entries does so again afterwards
 
     def inputs_of(self, batch: TensorDictBase) -> LossInputs:
@@ -251,8 +260,7 @@ class LossModule(TensorDictModuleBase):
 
     def keys_of(self, name: str) -> list[NestedKey]:
         """Return the :meth:`key` in a list, or the list of keys where a loss takes several for a name."""
-        keys: Any = self.key(name)
-        return list(keys) if isinstance(keys, list) else [keys]
+        return key_list(self.key(name))
 
     def entry(self, inputs: LossInputs, name: str) -> Tensor:
         """Return the batch's entry for ``name`` (a name of :meth:`set_keys`) unchanged.
@@ -294,13 +302,16 @@ class LossModule(TensorDictModuleBase):
             loss, inputs.batch, "loss"
         )  # [*B, 1] beside a mask [*B] would broadcast to [*B, *B]
         if weights is not None and on_host(weights):
-            counted = zero_masked(weights, inputs.mask)
-            if not bool(((counted >= 0) & (counted < math.inf)).all()):
+            real = zero_masked(weights, inputs.mask)
+            if not bool(((real >= 0) & (real < math.inf)).all()):
                 raise ValueError(
                     f"{type(self).__name__}: weights of rows must be finite and at least 0, "
-                    f"got {float(counted.min())} to {float(counted.max())}"
+                    f"got {float(real.min())} to {float(real.max())}"
                 )
-        return reduced(loss, inputs.mask, self.reduction, weights)
+        if self.reduction == "mean":
+            return masked_mean(loss, inputs.mask, weights)
+        counted = zero_masked(loss if weights is None else loss * weights, inputs.mask)
+        return counted.sum() if self.reduction == "sum" else counted
 
     def register_coeff_buffer(
         self,

@@ -387,7 +387,8 @@ class PPOLoss(PolicyGradientLoss):
 
         What the policy wrote when it acted may be one entry for each part of an action: then they add up.
         """
-        names = self.keys_of("sample_log_prob")
+        key: Any = self.tensor_keys["sample_log_prob"]
+        names = key if isinstance(key, list) else [key]
         if len(names) == 1 and inputs.batch.get(names[0], None) is None:
             of_actor = getattr(self.actor_network, "log_prob_keys", None) or ()
             names = list(of_actor) if len(of_actor) > 1 else names

@@ -202,7 +202,7 @@ class ValueEstimator(TensorDictModuleBase):
         Raises:
             ValueError: there is no such key.
         """
-        self.tensor_keys = renamed(self.tensor_keys, keys)
+        self.tensor_keys = KeyNames(renamed(self.tensor_keys, keys))
         #: Where each entry stands in a batch, by the name that it has in :attr:`tensor_keys`.
         self.places = {k: under_next(x) if k in _UNDER_NEXT else x for k, x in self.tensor_keys.items()}
         network, value = self.value_network, self.tensor_keys["value"]

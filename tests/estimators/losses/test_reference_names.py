@@ -32,6 +32,7 @@ from flatroll.estimators import (
     ReinforceLoss,
     SACLoss,
     SoftUpdate,
+    VTrace,
 )
 
 POLICY_LOSSES = [PPOLoss, ClipPPOLoss, KLPENPPOLoss, A2CLoss, ReinforceLoss]
@@ -444,6 +445,19 @@ class TestKeys:
                 loss(batch.exclude(("arm", "turn")))
             loss.set_keys(sample_log_prob=["one"])
             assert loss.tensor_keys.sample_log_prob == "one"
+
+    def test_vtrace_takes_actions_of_parts(self) -> None:
+        with set_composite_lp_aggregate(False):
+            actor, batch = parts_actor()
+            critic = networks()[1]
+            found = A2CLoss(actor, critic).make_value_estimator("vtrace")(
+                batch.exclude("advantage", "value_target")
+            )
+            log_prob = batch["arm", "turn_log_prob"] + batch["leg", "push_log_prob"].sum(-1)
+            whole = batch.exclude(("arm", "turn_log_prob"), ("leg", "push_log_prob")).set("sum", log_prob)
+            estimator = VTrace(gamma=0.99, actor_network=actor, value_network=critic)
+            estimator.set_keys(sample_log_prob=["sum"])
+            torch.testing.assert_close(A2CLoss(actor, critic)(estimator(whole)), found)
 
     @pytest.mark.parametrize("suffix", ["", "_log_prob"])
     def test_a_coefficient_of_the_entropy_for_each_part(self, suffix: str) -> None:
