@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
-from tensordict import TensorDict, TensorDictBase, unravel_key_list
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection, unravel_key_list
 from tensordict.nn import TensorDictModuleBase, TensorDictParams, dispatch
 from torch import Tensor, nn
 from typing_extensions import override
@@ -177,17 +177,24 @@ class LossModule(TensorDictModuleBase):
         later = map(under_next, self._in_keys)  # a value estimator may read them
         self._keyword_keys = list(dict.fromkeys((*self._in_keys, *known, *later, *self.optional_keys)))
 
-    @dispatch(source="_keyword_keys")  # type: ignore[untyped-decorator]  # builds the tensordict of a call by keyword
-    def __call__(self, tensordict: TensorDictBase, **unknown: Any) -> Any:
+    def __call__(self, tensordict: Any = None, *args: Any, **entries: Any) -> Any:
         """Compute the losses: see the class for the two ways to call it."""
+        if not is_tensor_collection(tensordict):
+            columns = () if tensordict is None else (tensordict, *args)
+            return self._of_columns(*columns, **entries)
+        losses = super().__call__(tensordict, *args, **entries)
+        selected = self._out_keys_apparent
+        return losses if selected is self._out_keys else losses.select(*selected)
+
+    @dispatch(source="_keyword_keys")  # type: ignore[untyped-decorator]  # builds the tensordict, and the tuple
+    def _of_columns(self, tensordict: TensorDictBase, **unknown: Any) -> Any:
+        """Compute the losses of tensors by keyword."""
         if unknown:
             raise TypeError(
                 f"{type(self).__name__} reads no entry for the keyword {', '.join(unknown)}: it takes a tensordict, or "
                 f"tensors named {', '.join('_'.join(as_tuple(key)) for key in self._keyword_keys)}"
             )
-        losses = super().__call__(tensordict)
-        selected = self._out_keys_apparent
-        return losses if selected is self._out_keys else losses.select(*selected)
+        return self(tensordict)
 
     @override
     def select_out_keys(self, *out_keys: NestedKey) -> Self:

@@ -153,6 +153,10 @@ class TestKeywords:
         for name, number in zip(loss.out_keys, found, strict=True):
             torch.testing.assert_close(number, expected[name])
         assert set(loss.in_keys) <= set(batch.keys(True, True))
+        torch.testing.assert_close(loss(tensordict=batch), expected)
+        if kind is not KLPENPPOLoss:
+            first = [batch[key] for key in loss.in_keys]  # by position, in the order of in_keys
+            torch.testing.assert_close(loss(*first, collector_mask=batch["collector", "mask"]), found)
 
     def test_advantages_computed_on_the_way(self) -> None:
         loss, batch = A2CLoss(*networks()).make_value_estimator(), rows()
