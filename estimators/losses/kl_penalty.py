@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from flatroll.estimators.distributions import components, divergence_of, joint
 from flatroll.estimators.losses.base import LossInputs
-from flatroll.estimators.losses.options import PolicyOptions
+from flatroll.estimators.losses.options import Coefficient, PolicyOptions
 from flatroll.estimators.losses.policy_gradient import PPOLoss
 from flatroll.estimators.masked import masked_mean, zero_masked
 from flatroll.layout.keys import NestedKey
@@ -67,7 +67,7 @@ class KLPENPPOLoss(PPOLoss):
         critic_network: TensorDictModuleBase | None = None,
         *,
         dtarg: float = 0.01,
-        beta: float = 1.0,
+        beta: Coefficient = 1.0,
         increment: float = 2.0,
         decrement: float = 0.5,
         samples_mc_kl: int = 1,
@@ -85,8 +85,8 @@ class KLPENPPOLoss(PPOLoss):
             )
         self.dtarg, self.increment, self.decrement = dtarg, increment, decrement
         self.samples_mc_kl = samples_mc_kl
-        self._beta_at_first = beta
         self.register_coeff_buffer("beta", beta, device=options.get("device"))
+        self._beta_at_first = float(beta)
 
     def reset(self) -> None:
         """Reset ``beta`` to its initial value."""
