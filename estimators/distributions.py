@@ -53,10 +53,18 @@ def log_prob_of(dist: Distribution, action: Tensor) -> Tensor:
 
 
 def joint(log_prob: Tensor, batch: TensorDictBase) -> Tensor:
-    """Log-probabilities (or entropies) ``[*B, *A]`` of independent action dims summed to ``[*B]``."""
-    extra = (
-        log_prob.ndim - batch.batch_dims
-    )  # dims behind the batch's: independent, so their logarithms add up
+    """Log-probabilities (or entropies) ``[*B, *A]`` of independent action dims summed to ``[*B]``.
+
+    Raises:
+        ValueError: they do not begin with the batch's dims, and would broadcast against its rows.
+    """
+    shape = batch.batch_size
+    if log_prob.shape[: len(shape)] != shape:  # e.g. [N] beside a batch [N, 1]: [N, N] losses
+        raise ValueError(
+            f"the log-probability must have one number per row {list(shape)}, got {tuple(log_prob.shape)}: the batch "
+            "size of the tensordict must be that of the rows, without dims of features"
+        )
+    extra = log_prob.ndim - len(shape)  # dims behind the batch's: independent, so their logarithms add up
     return log_prob.flatten(-extra).sum(-1) if extra > 0 else log_prob
 
 

@@ -117,17 +117,28 @@ def standardized_in_groups(column: Tensor, groups: Tensor, mask: Tensor | None) 
     return (centred / deviation.clamp(min=_LEAST_DEVIATION)).reshape(column.shape)
 
 
-def reduced(
-    column: Tensor, mask: Tensor | None, reduction: Reduction, weights: Tensor | None = None
-) -> Tensor:
-    """Reduce a loss ``[*B]`` to one number where ``mask`` is True, or keep it ``[*B]`` with 0 elsewhere.
+def ratio_statistics(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+    """Return how far a policy has moved, from log-ratios ``[*B]`` of its probabilities: ``kl_approx``, ``ESS``, ...
 
-    ``weights`` (the same shape) multiply the rows; the mean is then divided by their sum.
+    ``kl_approx`` is the mean of ``-log_ratio``, which estimates ``KL(sampled | current)``. ``ESS`` is the effective
+    sample size ``sum(ratio) ** 2 / sum(ratio ** 2)`` as a share of the rows.
     """
-    if reduction == "mean":
-        return masked_mean(column, mask, weights)
-    rows = zero_masked(column if weights is None else column * weights, mask)
-    return rows.sum() if reduction == "sum" else rows
+    count: Tensor | int = log_ratio.numel()
+    real = log_ratio
+    if mask is not None:
+        count = mask.sum().clamp(min=1)
+        real = log_ratio.masked_fill(~mask, -torch.inf)  # a ratio of 0 adds nothing to the sums
+    # Ratios relative to the largest lie in [0, 1], so neither they nor their squares overflow, and the factor cancels
+    # in ESS. The bound keeps -inf - (-inf) = NaN out where no row counts.
+    largest = real.max().clamp(min=torch.finfo(real.dtype).min)
+    relative = (real - largest).exp()
+    total, max_ratio = relative.sum(), largest.exp()
+    return {
+        "kl_approx": masked_mean(-log_ratio, mask),
+        "ESS": total.square() / relative.square().sum().clamp(min=1.0) / count,
+        "max_ratio": max_ratio,
+        "mean_ratio": max_ratio * total / count,
+    }
 
 
 def on_host(column: Tensor) -> bool:

@@ -62,6 +62,19 @@ _WRITTEN_BY: dict[NestedKey, str] = {
 }
 
 
+class KeyNames(dict[str, NestedKey]):
+    """What an estimator or a loss calls its entries: name to key, by index or as an attribute.
+
+    >>> KeyNames(reward="score").reward
+    'score'
+    """
+
+    def __getattr__(self, name: str) -> NestedKey:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"no key is called {name}; the keys are {', '.join(sorted(self))}")
+
+
 def as_tuple(key: NestedKey) -> tuple[str, ...]:
     """The key as a tuple of names.
 
@@ -79,6 +92,15 @@ def plain_key(key: NestedKey) -> NestedKey:
     """
     names = as_tuple(key)
     return names[0] if len(names) == 1 else names
+
+
+def key_list(key: NestedKey | list[NestedKey]) -> list[NestedKey]:
+    """Return a key, or the keys of an action's parts, as a list.
+
+    >>> key_list("action"), key_list(["arm", ("leg", "action")])
+    (['action'], ['arm', ('leg', 'action')])
+    """
+    return list(key) if isinstance(key, list) else [key]
 
 
 def next_key(key: NestedKey) -> tuple[str, ...]:
@@ -113,6 +135,8 @@ def without_next(key: NestedKey) -> NestedKey:
 def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | None]) -> dict[str, NestedKey]:
     """Return a copy of ``keys`` (name to key) updated with ``changes``; a change to None is ignored.
 
+    A list of one key counts as that key, as scripts for actions of one or several parts write it.
+
     Raises:
         ValueError: ``changes`` has a name that ``keys`` does not have.
 
@@ -122,7 +146,10 @@ def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | Non
     unknown = sorted(set(changes) - set(keys))
     if unknown:
         raise ValueError(f"no key is called {', '.join(unknown)}; the keys are {', '.join(sorted(keys))}")
-    return {**keys, **{name: key for name, key in changes.items() if key is not None}}
+    given = {
+        name: key[0] if isinstance(key, list) and len(key) == 1 else key for name, key in changes.items()
+    }
+    return {**keys, **{name: key for name, key in given.items() if key is not None}}
 
 
 def missing_marker(

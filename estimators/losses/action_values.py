@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
+from typing_extensions import override
 
 from flatroll.estimators.functional.returns import (
     td0_return_estimate,
@@ -16,13 +17,13 @@ from flatroll.estimators.functional.returns import (
     unit_interval,
 )
 from flatroll.estimators.losses.base import LossInputs, LossModule
-from flatroll.estimators.masked import DISTANCES, Distance, Reduction, mask_and, on_host, one_of, reduced
+from flatroll.estimators.masked import DISTANCES, Distance, Reduction, mask_and, on_host, one_of
 from flatroll.estimators.values.base import ValueEstimator
 from flatroll.estimators.values.estimators import ValueEstimators, name_of
 from flatroll.estimators.values.evaluate import fill_missing
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.fast_call import written
-from flatroll.layout.keys import NEXT_KNOWN, NestedKey, flat_column, marker, next_key, require
+from flatroll.layout.keys import NEXT_KNOWN, KeyNames, NestedKey, flat_column, marker, next_key, require
 
 ActionSpace = Literal["categorical", "one-hot"]
 
@@ -79,6 +80,7 @@ class OffPolicyLoss(LossModule):
         "priority": "td_error",
         "priority_weight": "priority_weight",
     }
+    optional_keys: ClassVar[tuple[NestedKey, ...]] = (*LossModule.optional_keys, STEPS, DISCOUNT)
     #: The entry that a critic writes, by its name in :meth:`set_keys`, too: ``"state_action_value"`` ``[*B, 1]``, the
     #: value of the action that it read, or ``"action_value"`` ``[*B, A]``, one value for each action.
     value_name: ClassVar[str] = "state_action_value"
@@ -92,7 +94,7 @@ class OffPolicyLoss(LossModule):
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__(reduction=reduction, burn_in=burn_in)
-        self.tensor_keys[self.value_name] = self.value_name
+        self.tensor_keys = KeyNames(self.tensor_keys, **{self.value_name: self.value_name})
         one_of("loss_function", loss_function, DISTANCES)
         if use_prioritized_weights not in (True, False, "auto"):
             raise ValueError(
@@ -299,16 +301,18 @@ class OffPolicyLoss(LossModule):
         inputs.batch.set(self.key("priority"), priority)
         return self.reduce(inputs, loss)
 
-    def reduce(self, inputs: LossInputs, loss: Tensor) -> Tensor:
+    @override
+    def reduce(self, inputs: LossInputs, loss: Tensor, weights: Tensor | None = None) -> Tensor:
         """Reduce the loss ``[*B]`` according to ``reduction``, weighted with the importance weights.
 
         With weights ``w`` (importance weights of prioritized sampling), the mean is ``sum(w * loss) / sum(w)``.
         """
-        key, weights = self.key("priority_weight"), None
+        key = self.key("priority_weight")
         is_there = inputs.batch.get(key, None) is not None
-        if self.use_prioritized_weights is True or (self.use_prioritized_weights and is_there):
+        wanted = self.use_prioritized_weights is True or (self.use_prioritized_weights and is_there)
+        if weights is None and wanted:
             weights = flat_column(require(inputs.batch, key), inputs.batch, key)
-        return reduced(loss, inputs.mask, self.reduction, weights)
+        return super().reduce(inputs, loss, weights)
 
 
 def critic_ensemble(

@@ -1,26 +1,41 @@
 """Base class of all losses: the keys it reads, the mask of valid rows, and target networks."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar, cast
 
-from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection, unravel_key_list
+from tensordict.nn import TensorDictModuleBase, TensorDictParams, dispatch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from flatroll.estimators.masked import Reduction, WarnOnce, mask_and, on_host, one_of, zero_masked
+from flatroll.estimators.masked import (
+    Reduction,
+    WarnOnce,
+    mask_and,
+    masked_mean,
+    on_host,
+    one_of,
+    zero_masked,
+)
 from flatroll.layout.boundaries import run_starts, steps_into_run
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import (
     ACTION,
     IS_INIT,
     MASK,
+    NEXT_KNOWN,
     TRAJ_IDS,
     VALID,
+    KeyNames,
     NestedKey,
+    as_tuple,
     flat_column,
+    key_list,
     marker,
     missing_marker,
     renamed,
@@ -50,14 +65,56 @@ class LossInputs:
     unknown: Tensor | None = None
 
 
+class NetworkParameters:
+    """Attribute ``<name>_params`` of a loss: the parameters and buffers of its network ``<name>``, by their names.
+
+    A new :class:`~tensordict.nn.TensorDictParams` of the same tensors at each access, so that an optimizer of
+    ``loss.critic_network_params.parameters()`` trains the network. ``target_<name>_params`` are those of the target
+    copy, or, if the loss has none, the network's own without gradients. None where there is no such network.
+
+    With ``separate_losses=True`` the actor alone trains what a critic shares with it: there the critic's entry is the
+    tensor without gradient. Critics of a :func:`~flatroll.estimators.critic_ensemble` are entries by number.
+
+    >>> class NetworkLoss(LossModule):
+    ...     network_params = NetworkParameters()
+    >>> loss = NetworkLoss()
+    >>> loss.network = nn.Linear(2, 1)
+    >>> sorted(loss.network_params.keys()), loss.network_params["weight"] is loss.network.weight
+    (['bias', 'weight'], True)
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.network_name = name.removesuffix("_params")
+
+    def __get__(self, loss: "LossModule | None", owner: type | None = None) -> Any:
+        if loss is None:
+            return self
+        network = loss._modules.get(self.network_name)
+        if network is None:  # not delayed: the network itself is its own target
+            of = loss._modules.get(self.network_name.removeprefix("target_"))
+            return None if of is None else cast(Any, TensorDict.from_module(of)).data
+        params: Any = TensorDict.from_module(network, as_module=True)
+        actor = loss._modules.get("actor_network")
+        if not getattr(loss, "separate_losses", False) or actor is None or network is actor:
+            return params
+        shared = set(actor.parameters())
+        return TensorDictParams(
+            params.apply(lambda x: x.data if x in shared else x, filter_empty=False), no_convert=True
+        )
+
+
 class LossModule(TensorDictModuleBase):
     """Base of all losses: configurable keys, the mask of valid rows, and the reduction.
 
     A subclass defines ``forward(batch)``, which returns a tensordict of losses, and calls :meth:`inputs_of` in it.
 
+    A call takes a tensordict ``[*B]`` and returns a tensordict. Or it takes tensors by the names of their keys, joined
+    by ``"_"`` (``next_reward=`` for ``("next", "reward")``), and returns a tuple in the order of ``out_keys``, or the
+    one tensor of a single :meth:`select_out_keys`. ``*B`` are then the leading dims that all tensors share.
+
     Args:
         reduction: ``"mean"`` over the rows that count, ``"sum"`` of them, or ``"none"``: one number per row ``[*B]``,
-            0 in rows that do not count. Default: ``"mean"``.
+            0 in rows that do not count. Default: ``"mean"``, also for None.
         burn_in: rows at the beginning of each run (slice) that only warm up the memory of recurrent networks. They
             count nowhere in the loss, and no gradient flows through them. Default: 0.
 
@@ -75,6 +132,10 @@ class LossModule(TensorDictModuleBase):
         >>> reward = torch.tensor([[1.0], [3.0], [100.0]])
         >>> RewardLoss()(TensorDict({"next": {"reward": reward}, "collector": {"mask": mask}}, [3]))["loss"]
         tensor(2.)
+        >>> loss = RewardLoss()
+        >>> loss.in_keys, loss.out_keys = [("next", "reward")], ["loss"]
+        >>> loss(next_reward=reward, collector_mask=mask)
+        tensor(2.)
     """
 
     #: Each name that :meth:`set_keys` takes, and the entry that it stands for until then.
@@ -89,15 +150,70 @@ class LossModule(TensorDictModuleBase):
         "valid": VALID,
     }
 
-    def __init__(self, *, reduction: Reduction = "mean", burn_in: int = 0) -> None:
+    #: Entries without a name in :meth:`set_keys` that a call by keyword may give, too.
+    optional_keys: ClassVar[tuple[NestedKey, ...]] = (NEXT_KNOWN,)
+
+    def __init__(self, *, reduction: Reduction | None = "mean", burn_in: int = 0) -> None:
         super().__init__()
+        reduction = "mean" if reduction is None else reduction
         one_of("reduction", reduction, ("mean", "sum", "none"))
         self.reduction: Reduction = reduction
         self.burn_in = whole_number("burn_in", burn_in, 0)
         self._warn_once = WarnOnce()
-        self.in_keys: list[Any] = []  # a subclass may name what it reads and writes
+        self.tensor_keys = KeyNames(self.default_keys)
+        self.in_keys = []  # a subclass may name what it reads and writes
         self.out_keys: list[Any] = []
-        self.tensor_keys: dict[str, NestedKey] = dict(self.default_keys)
+
+    # overridden for the setter: what a call by keyword accepts follows the entries that are read
+    @property
+    def in_keys(self) -> list[Any]:
+        """The entries that the loss reads."""
+        return self._in_keys
+
+    @in_keys.setter
+    def in_keys(self, value: Iterable[Any]) -> None:
+        self._in_keys: list[Any] = unravel_key_list(list(value))
+        known = [key for name in self.tensor_keys for key in self.keys_of(name)]
+        later = map(under_next, self._in_keys)  # a value estimator may read them
+        self._keyword_keys = list(dict.fromkeys((*self._in_keys, *known, *later, *self.optional_keys)))
+
+    def __call__(self, tensordict: Any = None, *args: Any, **entries: Any) -> Any:
+        """Compute the losses: see the class for the two ways to call it."""
+        if not is_tensor_collection(tensordict):
+            columns = () if tensordict is None else (tensordict, *args)
+            return self._of_columns(*columns, **entries)
+        losses = super().__call__(tensordict, *args, **entries)
+        selected = self._out_keys_apparent
+        return losses if selected is self._out_keys else losses.select(*selected)
+
+    @dispatch(source="_keyword_keys")  # type: ignore[untyped-decorator]  # builds the tensordict, and the tuple
+    def _of_columns(self, tensordict: TensorDictBase, **unknown: Any) -> Any:
+        """Compute the losses of tensors by keyword."""
+        if unknown:
+            raise TypeError(
+                f"{type(self).__name__} reads no entry for the keyword {', '.join(unknown)}: it takes a tensordict, or "
+                f"tensors named {', '.join('_'.join(as_tuple(key)) for key in self._keyword_keys)}"
+            )
+        return self(tensordict)
+
+    @override
+    def select_out_keys(self, *out_keys: NestedKey) -> Self:
+        """Return only these losses and diagnostics from now on; :meth:`reset_out_keys` undoes it.
+
+        Raises:
+            ValueError: the loss does not write one of them.
+        """
+        keys = unravel_key_list(list(out_keys))
+        if unknown := [key for key in keys if key not in self._out_keys]:
+            raise ValueError(f"{type(self).__name__} writes no {unknown}; it writes {self._out_keys}")
+        self._out_keys_apparent = keys
+        return self
+
+    @override
+    def reset_out_keys(self) -> Self:
+        """Return all losses and diagnostics again."""
+        self._out_keys_apparent = self._out_keys
+        return self
 
     def set_keys(self, **keys: NestedKey | None) -> None:
         """Change the keys of entries that the loss reads or writes.
@@ -109,7 +225,8 @@ class LossModule(TensorDictModuleBase):
         Raises:
             ValueError: there is no such key.
         """
-        self.tensor_keys = renamed(self.tensor_keys, keys)
+        self.tensor_keys = KeyNames(renamed(self.tensor_keys, keys))
+        self.in_keys = self.in_keys  # a subclass that names its entries does so again afterwards
 
     def inputs_of(self, batch: TensorDictBase) -> LossInputs:
         """Return ``batch`` ``[*B]`` with the mask of its valid rows: not padding, not burn-in.
@@ -148,6 +265,10 @@ class LossModule(TensorDictModuleBase):
         """Return the key set for ``name`` in :meth:`set_keys`, or its default."""
         return under_next(self.tensor_keys[name]) if name in _UNDER_NEXT else self.tensor_keys[name]
 
+    def keys_of(self, name: str) -> list[NestedKey]:
+        """Return the :meth:`key` in a list, or the list of keys where a loss takes several for a name."""
+        return key_list(self.key(name))
+
     def entry(self, inputs: LossInputs, name: str) -> Tensor:
         """Return the batch's entry for ``name`` (a name of :meth:`set_keys`) unchanged.
 
@@ -158,13 +279,104 @@ class LossModule(TensorDictModuleBase):
         if value is None:
             default = self.default_keys.get(name, name)
             default = under_next(default) if name in _UNDER_NEXT else default
-            raise missing_marker(self.key(name), inputs.batch.keys(True, True), default)
+            raise self.missing(inputs, self.key(name), default)
         return value
+
+    def missing(
+        self, inputs: LossInputs, key: NestedKey, default: NestedKey | None = None, hint: str = ""
+    ) -> KeyError:
+        """Return the error for a missing entry: the loss, the entry, what writes it, and which entries there are."""
+        text = missing_marker(key, inputs.batch.keys(True, True), default).args[0]
+        return KeyError(f"{type(self).__name__}: {text}{hint}")
 
     def column(self, inputs: LossInputs, name: str) -> Tensor:
         """Return the entry for ``name``, ``[*B]`` or ``[*B, 1]``, as ``[*B]``, 0 where the mask is False."""
         column = flat_column(self.entry(inputs, name), inputs.batch, self.key(name))
         return column if inputs.mask is None else zero_masked(column, inputs.mask)
+
+    def reduce(self, inputs: LossInputs, loss: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Reduce the loss of each row, ``[*B]`` or ``[*B, 1]``, according to ``reduction``.
+
+        Args:
+            inputs: the batch and its mask.
+            loss: of each row.
+            weights: ``[*B]``, factors of the rows, at least 0; a mean is ``sum(w * loss) / sum(w)``. Default: 1.
+
+        Raises:
+            ValueError: the loss has another shape, or a weight of a row that counts is negative or not finite.
+        """
+        loss = flat_column(
+            loss, inputs.batch, "loss"
+        )  # [*B, 1] beside a mask [*B] would broadcast to [*B, *B]
+        if weights is not None and on_host(weights):
+            real = zero_masked(weights, inputs.mask)
+            if not bool(((real >= 0) & (real < math.inf)).all()):
+                raise ValueError(
+                    f"{type(self).__name__}: weights of rows must be finite and at least 0, "
+                    f"got {float(real.min())} to {float(real.max())}"
+                )
+        if self.reduction == "mean":
+            return masked_mean(loss, inputs.mask, weights)
+        counted = zero_masked(loss if weights is None else loss * weights, inputs.mask)
+        return counted.sum() if self.reduction == "sum" else counted
+
+    def register_coeff_buffer(
+        self,
+        name: str,
+        value: float | Tensor | None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Register a coefficient as a buffer, which a schedule may change between calls.
+
+        Either way changes it in place: ``loss.entropy_coeff = 0.1`` and ``loss.entropy_coeff.copy_(0.1)``. It is saved
+        with the loss and moves with ``loss.to(device)``.
+
+        Args:
+            name: of the attribute.
+            value: a finite number, or a tensor of one; None for no coefficient, until a number is assigned.
+            device, dtype: of the buffer. Default: the device of the loss's first parameter, torch's default dtype.
+
+        Raises:
+            ValueError: anything else.
+        """
+        if value is None:
+            self.register_buffer(name, None)
+            return
+        is_number = isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+        number = torch.as_tensor(value) if is_number else None
+        if number is None or number.numel() != 1 or not math.isfinite(float(number)):
+            raise ValueError(f"{name} must be a float or a scalar tensor, got {value!r}")
+        if device is None:
+            device = next((parameter.device for parameter in self.parameters()), None)
+        kind = dtype or torch.get_default_dtype()
+        self.register_buffer(name, number.detach().reshape(()).to(device, kind, copy=True))
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_number = isinstance(value, (int, float))
+        coefficients: dict[str, Any] = self.__dict__.get("_buffers", {}) if is_number else {}
+        if name not in coefficients:
+            super().__setattr__(name, cast(Any, value))
+        elif coefficients[name] is None:
+            self.register_coeff_buffer(name, value)
+        elif not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value}")
+        else:
+            coefficients[name].fill_(value)
+
+    def reset(self) -> None:
+        """Bring what the loss adapted itself back to the start; most losses adapt nothing."""
+
+    @override
+    def reset_parameters_recursive(self, parameters: TensorDictBase | None = None) -> TensorDictBase | None:
+        """Initialise all networks anew; the target copies become copies of the new ones."""
+        made: TensorDictBase | None = super().reset_parameters_recursive(parameters)
+        if parameters is None:
+            for network, target in self.delayed_networks().values():
+                target.load_state_dict(network.state_dict())
+        return made
 
     def delayed_networks(self) -> dict[str, tuple[nn.Module, nn.Module]]:
         """Pairs (network, target copy) by name: the attributes ``<name>`` and ``target_<name>``."""

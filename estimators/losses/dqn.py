@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from flatroll.estimators.losses.action_values import STEPS, ActionSpace, OffPolicyLoss, value_of_action
-from flatroll.estimators.losses.base import LossInputs, target_copy
+from flatroll.estimators.losses.base import LossInputs, NetworkParameters, target_copy
 from flatroll.estimators.masked import Distance, Reduction, distance, masked_mean
 from flatroll.estimators.values.evaluate import ValueInputs, Values, state_values
 from flatroll.estimators.values.extended_stream import Boundaries
@@ -64,6 +64,8 @@ class DQNLoss(OffPolicyLoss):
     """
 
     value_name = "action_value"
+    value_network_params = NetworkParameters()
+    target_value_network_params = NetworkParameters()
 
     def __init__(
         self,

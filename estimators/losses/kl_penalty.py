@@ -11,9 +11,10 @@ from typing_extensions import override
 
 from flatroll.estimators.distributions import components, divergence_of, joint
 from flatroll.estimators.losses.base import LossInputs
-from flatroll.estimators.losses.policy_gradient import PolicyOptions, PPOLoss
+from flatroll.estimators.losses.options import Coefficient, PolicyOptions
+from flatroll.estimators.losses.policy_gradient import PPOLoss
 from flatroll.estimators.masked import masked_mean, zero_masked
-from flatroll.layout.keys import missing_marker
+from flatroll.layout.keys import NestedKey
 
 
 class KLPENPPOLoss(PPOLoss):
@@ -62,11 +63,11 @@ class KLPENPPOLoss(PPOLoss):
 
     def __init__(
         self,
-        actor_network: TensorDictModuleBase,
+        actor_network: TensorDictModuleBase | None = None,
         critic_network: TensorDictModuleBase | None = None,
         *,
         dtarg: float = 0.01,
-        beta: float = 1.0,
+        beta: Coefficient = 1.0,
         increment: float = 2.0,
         decrement: float = 0.5,
         samples_mc_kl: int = 1,
@@ -77,19 +78,25 @@ class KLPENPPOLoss(PPOLoss):
         if not 0.0 < decrement <= 1.0:
             raise ValueError(f"decrement must lie in (0, 1], got {decrement}")
         super().__init__(actor_network, critic_network, **options)
-        if not hasattr(actor_network, "build_dist_from_params"):
+        if not hasattr(self.actor_network, "build_dist_from_params"):
             raise TypeError(
                 "actor_network must have build_dist_from_params, as a ProbabilisticTensorDictSequential has, "
-                f"got {type(actor_network).__name__}"
+                f"got {type(self.actor_network).__name__}"
             )
         self.dtarg, self.increment, self.decrement = dtarg, increment, decrement
         self.samples_mc_kl = samples_mc_kl
-        self._beta_at_first = beta
-        self.register_buffer("beta", torch.tensor(beta))
+        self.register_coeff_buffer("beta", beta, device=options.get("device"))
+        self._beta_at_first = float(beta)
 
     def reset(self) -> None:
         """Reset ``beta`` to its initial value."""
         self.beta = torch.full_like(self.beta, self._beta_at_first)
+
+    @override
+    def set_keys(self, **keys: NestedKey | list[NestedKey] | None) -> None:
+        super().set_keys(**keys)
+        actor: Any = self.actor_network
+        self.in_keys = list(dict.fromkeys((*self.in_keys, *getattr(actor, "dist_params_keys", ()))))
 
     @override
     def objective(
@@ -99,10 +106,8 @@ class KLPENPPOLoss(PPOLoss):
         actor: Any = self.actor_network
         for key in actor.dist_params_keys:
             if inputs.batch.get(key, None) is None:
-                error = missing_marker(key, inputs.batch.keys(True, True))
-                raise KeyError(
-                    f"{error.args[0]}. It says how the actions were sampled: the policy must write it when it acts"
-                )
+                hint = ". It says how the actions were sampled: the policy must write it when it acts"
+                raise self.missing(inputs, key, hint=hint)
         sampled, current = components(actor.build_dist_from_params(inputs.batch)), components(dist)
         pairs = [divergence_of(part, current[key], self.samples_mc_kl) for key, part in sampled.items()]
         divergence = reduce(torch.add, [joint(pair, inputs.batch) for pair in pairs])

@@ -1,10 +1,9 @@
 """Losses of an actor and its critic: the base of them all, PPO, and clipped PPO."""
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import reduce
-from typing import Any, ClassVar, Self, TypedDict, Unpack
+from typing import Any, ClassVar, Self, Unpack, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase, unravel_key, unravel_key_list
@@ -19,9 +18,24 @@ from flatroll.estimators.distributions import (
     entropy_of,
     joint,
     log_prob_of,
-    require_actor,
 )
-from flatroll.estimators.losses.base import LossInputs, LossModule, frozen, shared_parameters
+from flatroll.estimators.losses.base import (
+    LossInputs,
+    LossModule,
+    NetworkParameters,
+    frozen,
+    shared_parameters,
+)
+from flatroll.estimators.losses.options import (
+    Coefficient,
+    PolicyOptions,
+    check_networks,
+    clip_distance,
+    entropy_coefficients,
+    keys_written_by,
+    refuse_unknown,
+    weighted_entropy,
+)
 from flatroll.estimators.masked import (
     DISTANCES,
     Distance,
@@ -30,35 +44,15 @@ from flatroll.estimators.masked import (
     masked_mean,
     masked_variance,
     one_of,
-    reduced,
+    ratio_statistics,
     standardized,
     zero_masked,
 )
 from flatroll.estimators.values.base import ValueEstimator
 from flatroll.estimators.values.estimators import Kind, ValueEstimators, make_estimator
 from flatroll.layout.fast_call import through
-from flatroll.layout.keys import NestedKey, flat_column, missing_marker, require
+from flatroll.layout.keys import ACTION, NestedKey, flat_column
 from flatroll.modules import set_recurrent_mode
-
-
-class CriticOptions(TypedDict, total=False):
-    """Options of every policy-gradient loss; :class:`PolicyGradientLoss` says what they mean."""
-
-    critic_coeff: float | None
-    loss_critic_type: Distance
-    clip_value: bool | float | None
-    normalize_advantage: bool
-    separate_losses: bool
-    burn_in: int
-    reduction: Reduction
-
-
-class PolicyOptions(CriticOptions, total=False):
-    """Options of the losses with an entropy term."""
-
-    entropy_bonus: bool
-    entropy_coeff: float
-    samples_mc_entropy: int
 
 
 class PolicyGradientLoss(LossModule):
@@ -69,21 +63,31 @@ class PolicyGradientLoss(LossModule):
             ``ProbabilisticTensorDictSequential``.
         critic_network: tensordict module that writes the value ``[*B, 1]``; it may read what the actor wrote (a shared
             trunk that runs once). Default: no critic loss.
+        actor, critic: other names of these two.
         entropy_bonus: add the entropy term. Default: True.
-        entropy_coeff: factor of the entropy. Default: 0.01.
+        entropy_coeff: factor of the entropy; of an action of several parts, also a mapping with a number for each
+            part's key. Default: 0.01.
         samples_mc_entropy: samples per row where the distribution has no closed form. Default: 1.
         critic_coeff: factor of the critic loss; None leaves it out. Default: 1.
         loss_critic_type: ``"l1"``, ``"l2"`` or ``"smooth_l1"``. Default: ``"smooth_l1"``.
-        clip_value: largest move of the value away from the one in the batch; the larger of the clipped and
-            the plain critic loss counts. Default: None, no clipping.
+        clip_value: largest move of the value away from the one in the batch, above 0; the larger of the clipped and
+            the plain critic loss counts. Default: None, no clipping; so does False.
         normalize_advantage: zero mean and unit deviation of the advantage over the rows that count. Default: False.
         separate_losses: the critic loss leaves parameters that the actor has, too, alone. Default: False.
         burn_in, reduction: see :class:`~flatroll.estimators.LossModule`. Default: 0, ``"mean"``.
+        functional: kept as an attribute. The loss calls the networks themselves either way, so that they may be
+            wrapped (DDP) or compiled, and has ``actor_network_params`` and ``critic_network_params`` either way.
+        device: of the coefficients. Default: that of the first parameter.
+
+    The coefficients ``entropy_coeff``, ``critic_coeff`` and ``clip_value`` are buffers, which a schedule may change:
+    see :meth:`~flatroll.estimators.LossModule.register_coeff_buffer`. The keys of the action and its log-probability
+    are those that the actor writes, until :meth:`set_keys` says otherwise; of an action of several parts, lists.
 
     Raises:
-        TypeError: the actor has no ``get_dist``, or the critic is no tensordict module.
-        ValueError: unknown ``loss_critic_type`` or ``reduction``, ``burn_in`` below 0; in ``forward``, an action of the
-            wrong shape.
+        TypeError: no actor, a network given by both names, an actor without ``get_dist``, a critic that is no
+            tensordict module, or an unknown argument.
+        ValueError: unknown ``loss_critic_type`` or ``reduction``, ``burn_in`` below 0, a coefficient that is no finite
+            number; in ``forward``, an action of the wrong shape.
 
     Example:
         >>> from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
@@ -116,73 +120,97 @@ class PolicyGradientLoss(LossModule):
     #: What the losses of policy and critic are called.
     loss_names: ClassVar[tuple[str, str]] = ("loss_objective", "loss_critic")
 
+    actor_network_params = NetworkParameters()
+    critic_network_params = NetworkParameters()
+    target_actor_network_params = NetworkParameters()
+    target_critic_network_params = NetworkParameters()
+    value_estimator: ValueEstimator | None
+    entropy_coeff: Any  # the coefficients are tensors, which take numbers: LossModule.__setattr__
+    critic_coeff: Any
+    clip_value: Any
+
     def __init__(
         self,
-        actor_network: TensorDictModuleBase,
+        actor_network: TensorDictModuleBase | None = None,
         critic_network: TensorDictModuleBase | None = None,
         *,
+        actor: TensorDictModuleBase | None = None,
+        critic: TensorDictModuleBase | None = None,
         entropy_bonus: bool = True,
-        entropy_coeff: float = 0.01,
+        entropy_coeff: Coefficient | Mapping[NestedKey, float] | None = 0.01,
         samples_mc_entropy: int = 1,
-        critic_coeff: float | None = 1.0,
+        critic_coeff: Coefficient | None = 1.0,
         loss_critic_type: Distance = "smooth_l1",
-        clip_value: bool | float | None = None,
+        clip_value: bool | Coefficient | None = None,
         normalize_advantage: bool = False,
         separate_losses: bool = False,
         burn_in: int = 0,
-        reduction: Reduction = "mean",
+        reduction: Reduction | None = "mean",
+        functional: bool = True,
+        device: torch.device | str | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(self, unknown)
         super().__init__(reduction=reduction, burn_in=burn_in)
-        require_actor(actor_network)
-        if critic_network is not None and not hasattr(critic_network, "in_keys"):
-            raise TypeError(
-                "critic_network must be a tensordict module, e.g. TensorDictModule(net, "
-                f"in_keys=['observation'], out_keys=['state_value']), got {type(critic_network).__name__}"
-            )
+        networks = check_networks(self, actor_network, critic_network, actor, critic)
         one_of("loss_critic_type", loss_critic_type, DISTANCES)
-        if not isinstance(entropy_coeff, (int, float)):
-            raise TypeError(f"entropy_coeff must be a number, one for all actions, got {entropy_coeff!r}")
-        if clip_value is True:
-            raise ValueError("clip_value=True takes the clip_epsilon of ClipPPOLoss: give a number here")
-        self.actor_network, self.critic_network = actor_network, critic_network
-        self.entropy_bonus, self.entropy_coeff = entropy_bonus, entropy_coeff
-        self.samples_mc_entropy = samples_mc_entropy
-        self.critic_coeff, self.clip_value = critic_coeff, clip_value or None
+        self.actor_network, self.critic_network = networks
+        if isinstance(entropy_coeff, Mapping):
+            self.entropy_coeff = entropy_coefficients(entropy_coeff)
+        else:
+            entropy_coeff = 0.01 if entropy_coeff is None else entropy_coeff
+            self.register_coeff_buffer("entropy_coeff", entropy_coeff, device=device)
+        self.register_coeff_buffer("critic_coeff", critic_coeff, device=device)
+        self.register_coeff_buffer("clip_value", clip_distance(clip_value), device=device)
+        self.entropy_bonus, self.samples_mc_entropy = entropy_bonus, samples_mc_entropy
         self.loss_critic_type: Distance = loss_critic_type
         self.normalize_advantage, self.separate_losses = normalize_advantage, separate_losses
+        self.functional = functional
         # past nn.Module.__setattr__: the estimator's networks are not this module's own
         self.__dict__["value_estimator"] = None
-        self.set_keys()
+        self._name_outputs()
+        self.set_keys(**keys_written_by(self.actor_network))
 
-    value_estimator: ValueEstimator | None
-
-    @override
-    def set_keys(self, **keys: NestedKey | None) -> None:
-        super().set_keys(**keys)
-        with_critic = self.critic_network is not None and self.critic_coeff is not None
-        critic_reads = ("value_target", "value")[: 2 if self.clip_value else 1] if with_critic else ()
-        networks = [network for network in (self.actor_network, self.critic_network) if network is not None]
-        of_networks = [key for network in networks for key in network.in_keys]
-        of_loss = [self.tensor_keys[name] for name in (*self.reads, *critic_reads)]
-        read: dict[Any, None] = dict.fromkeys((*of_networks, *of_loss))
+    def _name_outputs(self) -> None:
         policy_name, critic_name = self.loss_names
-        written: list[Any] = [policy_name, *self.diagnostics]
+        written: list[Any] = [policy_name]
         if self.entropy_bonus:
             written += ["entropy", "loss_entropy"]
-        if with_critic:
+        if self.critic_network is not None and self.critic_coeff is not None:
             written += [critic_name, "explained_variance"]
-            written += ["value_clip_fraction"] if self.clip_value else []
-        self.in_keys, self.out_keys = list(read), written
-        self._rename_in_estimator()
+            written += [] if self.clip_value is None else ["value_clip_fraction"]
+        self.out_keys = [*written, *self.diagnostics]
 
-    def make_value_estimator(self, value_type: Kind = ValueEstimators.GAE, **hyperparams: Any) -> Self:
+    @override
+    def set_keys(self, **keys: NestedKey | list[NestedKey] | None) -> None:
+        """Change the keys of entries that the loss reads; ``action`` and ``sample_log_prob`` may be lists.
+
+        See :meth:`LossModule.set_keys`. A list names the entries of an action of several parts.
+        """
+        super().set_keys(**cast(Any, keys))
+        with_critic = self.critic_network is not None and self.critic_coeff is not None
+        critic_reads = ("value_target", "value")[: 1 if self.clip_value is None else 2] if with_critic else ()
+        actor, critic = cast(Any, self.actor_network), self.critic_network
+        written = set(getattr(actor, "out_keys", ()))
+        of_critic = [] if critic is None else [key for key in critic.in_keys if key not in written]
+        of_loss = [key for name in (*self.reads, *critic_reads) for key in self.keys_of(name)]
+        read: list[Any] = list(dict.fromkeys((*actor.in_keys, *of_critic, *of_loss)))
+        if self.value_estimator is not None:
+            names = self.tensor_keys.keys() & self.value_estimator.tensor_keys.keys()
+            self.value_estimator.set_keys(**{name: self.tensor_keys[name] for name in names})
+            made = set(self.value_estimator.out_keys)
+            read = [key for key in read if key not in made]
+            read = list(dict.fromkeys((*read, *self.value_estimator.in_keys)))
+        self.in_keys = read
+
+    def make_value_estimator(self, value_type: Kind | None = ValueEstimators.GAE, **hyperparams: Any) -> Self:
         """Choose the value estimator that computes advantages for batches without them.
 
         Each call of the loss then evaluates the batch anew, on the networks as they are, without gradients.
         A batch that has an advantage keeps it. To estimate once for many updates, call an estimator yourself.
 
         Args:
-            value_type: a name, e.g. ``"gae"``, a class, or an estimator that is ready. Default: GAE.
+            value_type: a name, e.g. ``"gae"``, a class, or an estimator that is ready. Default: GAE, also for None.
             hyperparams: arguments of the estimator. Default: ``gamma=0.99``, ``lmbda=0.95``, and the critic
                 of this loss as ``value_network``. A critic that only reads what the actor wrote cannot stand
                 alone: give a ``value_network`` that can.
@@ -196,15 +224,10 @@ class PolicyGradientLoss(LossModule):
         target = getattr(self, "target_critic_network", None)  # ReinforceLoss may have one
         critic = self.critic_network if target is None else target
         networks = {"value_network": critic, "actor_network": self.actor_network}
-        self.__dict__["value_estimator"] = make_estimator(value_type, networks, hyperparams)
-        self._rename_in_estimator()
+        kind = ValueEstimators.GAE if value_type is None else value_type
+        self.__dict__["value_estimator"] = make_estimator(kind, networks, hyperparams)
+        self.set_keys()
         return self
-
-    def _rename_in_estimator(self) -> None:
-        estimator = self.value_estimator
-        if estimator is not None:
-            known = {name: key for name, key in self.tensor_keys.items() if name in estimator.tensor_keys}
-            estimator.set_keys(**known)
 
     def objective(
         self, inputs: LossInputs, dist: Distribution, log_prob: Tensor, advantage: Tensor
@@ -244,30 +267,41 @@ class PolicyGradientLoss(LossModule):
             parts = components(dist)
             log_probs = []
             for key, part in parts.items():
-                action = self.entry(inputs, "action") if key is None else require(inputs.batch, key)
+                action = self.entry(inputs, "action") if key is None else inputs.batch.get(key, None)
+                if action is None:
+                    raise self.missing(inputs, cast(NestedKey, key), ACTION)
                 log_probs.append(joint(log_prob_of(part, action), inputs.batch))
             # parts of an action are independent: their log-probabilities and entropies add up
             log_prob = reduce(torch.add, log_probs)
             loss, diagnostics = self.objective(inputs, dist, log_prob, advantage)
             losses = {policy_name: loss}
             if self.entropy_bonus:
-                entropies = [entropy_of(part, self.samples_mc_entropy) for part in parts.values()]
-                entropy = reduce(torch.add, [joint(entropy, inputs.batch) for entropy in entropies])
-                losses["loss_entropy"] = -self.entropy_coeff * entropy
+                entropies: dict[Any, Tensor] = {
+                    self.tensor_keys["action"] if key is None else key: joint(
+                        entropy_of(part, self.samples_mc_entropy), inputs.batch
+                    )
+                    for key, part in parts.items()
+                }
+                entropy = reduce(torch.add, entropies.values())
+                factor = self.entropy_coeff
+                of_parts = (
+                    factor * entropy if isinstance(factor, Tensor) else weighted_entropy(entropies, factor)
+                )
+                losses["loss_entropy"] = -of_parts
                 diagnostics["entropy"] = masked_mean(entropy.detach(), inputs.mask)
             if self.critic_network is not None and self.critic_coeff is not None:
                 critic_loss, of_critic = self._critic_loss(inputs, self.critic_network)
                 losses[critic_name] = self.critic_coeff * critic_loss
                 diagnostics |= of_critic
-        out = {name: reduced(loss, inputs.mask, self.reduction) for name, loss in losses.items()}
+        out = {name: self.reduce(inputs, loss) for name, loss in losses.items()}
         return TensorDict(out | {name: number.detach() for name, number in diagnostics.items()})
 
     def _advantage(self, inputs: LossInputs) -> Tensor:
         """The advantage ``[*B]``, normalised over the rows that count if the loss is to."""
         key = self.key("advantage")
         if inputs.batch.get(key, None) is None:
-            error = missing_marker(key, inputs.batch.keys(True, True), self.default_keys["advantage"])
-            raise KeyError(f"{error.args[0]}. Or let the loss compute it: loss.make_value_estimator(...)")
+            hint = ". Or let the loss compute it: loss.make_value_estimator(...)"
+            raise self.missing(inputs, key, self.default_keys["advantage"], hint)
         advantage = self.column(inputs, "advantage")
         if self.normalize_advantage and advantage.numel() > 1:
             return standardized(advantage, inputs.mask)
@@ -297,11 +331,12 @@ class PolicyGradientLoss(LossModule):
         free, aim, tiny = value.detach(), target.detach(), torch.finfo(target.dtype).eps
         left, total = (masked_variance(x, inputs.mask, correction=0) for x in (aim - free, aim))
         diagnostics = {"explained_variance": 1.0 - left / (total + tiny)}
-        if self.clip_value:
+        if self.clip_value is not None:
             # the larger of the two losses counts: moving further than clip_value from the sampled value earns nothing
             sampled = self.column(inputs, "value")
             moved = value - sampled
-            clipped = moved.clamp(-self.clip_value, self.clip_value)
+            most = self.clip_value.to(moved.device)
+            clipped = moved.clamp(-most, most)
             loss = torch.maximum(loss, distance(sampled + clipped, target, self.loss_critic_type))
             diagnostics["value_clip_fraction"] = masked_mean((moved != clipped).to(value.dtype), inputs.mask)
         return loss, diagnostics
@@ -345,18 +380,22 @@ class PPOLoss(PolicyGradientLoss):
         self, inputs: LossInputs, dist: Distribution, log_prob: Tensor, advantage: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio = self.log_ratio(inputs, log_prob)
-        return -log_ratio.exp() * advantage, diagnose(log_ratio.detach(), inputs.mask)
+        return -log_ratio.exp() * advantage, ratio_statistics(log_ratio.detach(), inputs.mask)
 
     def log_ratio(self, inputs: LossInputs, log_prob: Tensor) -> Tensor:
         """Return the log of the probability ratio new / old policy ``[*B]``; 0 where the mask is False.
 
         What the policy wrote when it acted may be one entry for each part of an action: then they add up.
         """
-        names: list[Any] = list(getattr(self.actor_network, "log_prob_keys", None) or ())
-        if len(names) > 1 and inputs.batch.get(self.key("sample_log_prob"), None) is None:
-            columns = [require(inputs.batch, name, "action_log_prob") for name in names]
-        else:
-            columns = [self.entry(inputs, "sample_log_prob")]
+        key: Any = self.tensor_keys["sample_log_prob"]
+        names = key if isinstance(key, list) else [key]
+        if len(names) == 1 and inputs.batch.get(names[0], None) is None:
+            of_actor = getattr(self.actor_network, "log_prob_keys", None) or ()
+            names = list(of_actor) if len(of_actor) > 1 else names
+        columns = [inputs.batch.get(name, None) for name in names]
+        for name, column in zip(names, columns, strict=True):
+            if column is None:
+                raise self.missing(inputs, name, self.default_keys["sample_log_prob"])
         sampled = reduce(torch.add, [joint(column.detach(), inputs.batch) for column in columns])
         log_ratio = log_prob - sampled
         return log_ratio if inputs.mask is None else zero_masked(log_ratio, inputs.mask)
@@ -367,7 +406,8 @@ class ClipPPOLoss(PPOLoss):
 
     Args:
         actor_network, critic_network, options: see :class:`~flatroll.estimators.PolicyGradientLoss`.
-        clip_epsilon: ``eps``, or a pair (below 1, above 1). Default: 0.2.
+        clip_epsilon: ``eps``, or a pair (below 1, above 1). Default: 0.2. It is a buffer, which a schedule may change;
+            a pair is two, ``clip_epsilon_low`` and ``clip_epsilon_high``.
         clip_value: as for the others; True takes ``clip_epsilon``. Default: None, any move.
 
     Writes what :class:`PPOLoss` writes, and ``clip_fraction``.
@@ -396,64 +436,61 @@ class ClipPPOLoss(PPOLoss):
     """
 
     diagnostics: ClassVar[tuple[str, ...]] = (*PPOLoss.diagnostics, "clip_fraction")
+    clip_epsilon: Any
+    clip_epsilon_low: Any
+    clip_epsilon_high: Any
 
     def __init__(
         self,
-        actor_network: TensorDictModuleBase,
+        actor_network: TensorDictModuleBase | None = None,
         critic_network: TensorDictModuleBase | None = None,
         *,
-        clip_epsilon: float | tuple[float, float] = 0.2,
+        clip_epsilon: Coefficient | Sequence[float] = 0.2,
         **options: Unpack[PolicyOptions],
     ) -> None:
-        low, high = clip_epsilon if isinstance(clip_epsilon, tuple) else (clip_epsilon, clip_epsilon)
+        numbers: dict[str, Coefficient] = {"clip_epsilon": cast(Coefficient, clip_epsilon)}
+        if isinstance(clip_epsilon, Sequence):
+            if len(clip_epsilon) != 2:
+                raise ValueError(f"clip_epsilon must be a number or a pair, of length 2, got {clip_epsilon}")
+            numbers = {"clip_epsilon_low": clip_epsilon[0], "clip_epsilon_high": clip_epsilon[1]}
+        low, *_, high = 2 * (*numbers.values(),)
         if not (0.0 < low < 1.0 and high > 0.0):
             raise ValueError(
                 f"clip_epsilon must be above 0, and below 1 on the lower side, got {clip_epsilon}"
             )
         if options.get("clip_value") is True:
-            if isinstance(clip_epsilon, tuple):
+            if len(numbers) > 1:
                 raise ValueError(
                     "clip_value=True needs one clip_epsilon, not a pair: give clip_value a number"
                 )
             options["clip_value"] = low
         super().__init__(actor_network, critic_network, **options)
-        self.clip_epsilon = clip_epsilon
+        for name, number in numbers.items():
+            self.register_coeff_buffer(name, number, device=options.get("device"))
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("clip_epsilon") and isinstance(value, (int, float)):
+            names = [x for x in self._buffers if x.startswith("clip_epsilon")]
+            if name not in names:
+                raise AttributeError(f"this {type(self).__name__} has {' and '.join(names)}, no {name}")
+            if not (value > 0.0 and (value < 1.0 or name.endswith("_high"))):
+                raise ValueError(f"{name} must be above 0, and below 1 on the lower side, got {value}")
+        super().__setattr__(name, value)
 
     @override
     def objective(
         self, inputs: LossInputs, dist: Distribution, log_prob: Tensor, advantage: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio = self.log_ratio(inputs, log_prob)
-        low, high = self.clip_epsilon if isinstance(self.clip_epsilon, tuple) else 2 * (self.clip_epsilon,)
-        least, most = math.log1p(-low), math.log1p(high)  # log(1 - low), log(1 + high)
+        both = self._buffers.get("clip_epsilon")
+        low, high = (self.clip_epsilon_low, self.clip_epsilon_high) if both is None else (both, both)
+        # log(1 - low), log(1 + high); a 0-dim tensor of another device is no bound for clamp()
+        least, most = (-low).log1p().to(log_ratio.device), high.log1p().to(log_ratio.device)
         # min(ratio * A, clip(ratio) * A) bounds the ratio on one side only: above if A >= 0, below if A < 0.
         # The logarithm is bounded, before exp: where the limit holds, a ratio that overflows leaves no NaN in the
         # gradient (inf * 0).
         bounded = torch.where(advantage < 0, log_ratio.clamp(min=least), log_ratio.clamp(max=most))
         free = log_ratio.detach()
         fraction = masked_mean((free.clamp(least, most) != free).to(free.dtype), inputs.mask)
-        return -bounded.exp() * advantage, diagnose(free, inputs.mask) | {"clip_fraction": fraction}
-
-
-def diagnose(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
-    """Return ``kl_approx`` and ``ESS``, which measure the policy's change, from log-ratios ``[*B]``.
-
-    ``kl_approx`` is the mean of ``-log_ratio``, which estimates ``KL(sampled | current)``. ``ESS`` is the effective
-    sample size ``sum(ratio) ** 2 / sum(ratio ** 2)`` as a share of the rows.
-    """
-    count: Tensor | int = log_ratio.numel()
-    real = log_ratio
-    if mask is not None:
-        count = mask.sum().clamp(min=1)
-        real = log_ratio.masked_fill(~mask, -torch.inf)  # a ratio of 0 adds nothing to the sums
-    # Ratios relative to the largest lie in [0, 1], so neither they nor their squares overflow, and the factor cancels
-    # in ESS. The bound keeps -inf - (-inf) = NaN out where no row counts.
-    largest = real.max().clamp(min=torch.finfo(real.dtype).min)
-    relative = (real - largest).exp()
-    total, max_ratio = relative.sum(), largest.exp()
-    return {
-        "kl_approx": masked_mean(-log_ratio, mask),
-        "ESS": total.square() / relative.square().sum().clamp(min=1.0) / count,
-        "max_ratio": max_ratio,
-        "mean_ratio": max_ratio * total / count,
-    }
+        return -bounded.exp() * advantage, ratio_statistics(free, inputs.mask) | {"clip_fraction": fraction}

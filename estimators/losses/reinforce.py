@@ -8,7 +8,8 @@ from torch.distributions import Distribution
 from typing_extensions import override
 
 from flatroll.estimators.losses.base import LossInputs, target_copy
-from flatroll.estimators.losses.policy_gradient import CriticOptions, PolicyGradientLoss
+from flatroll.estimators.losses.options import CriticOptions
+from flatroll.estimators.losses.policy_gradient import PolicyGradientLoss
 
 
 class ReinforceLoss(PolicyGradientLoss):
@@ -51,16 +52,17 @@ class ReinforceLoss(PolicyGradientLoss):
 
     def __init__(
         self,
-        actor_network: TensorDictModuleBase,
+        actor_network: TensorDictModuleBase | None = None,
         critic_network: TensorDictModuleBase | None = None,
         *,
         delay_value: bool = False,
         **options: Unpack[CriticOptions],
     ) -> None:
         super().__init__(actor_network, critic_network, entropy_bonus=False, **options)
-        if delay_value and critic_network is None:
+        critic = self.critic_network
+        if delay_value and critic is None:
             raise ValueError("delay_value=True needs a critic_network")
-        self.target_critic_network = target_copy(critic_network) if delay_value and critic_network else None
+        self.target_critic_network = target_copy(critic) if delay_value and critic else None
 
     @override
     def objective(

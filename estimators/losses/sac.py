@@ -21,6 +21,7 @@ from flatroll.estimators.losses.action_values import (
 )
 from flatroll.estimators.losses.base import (
     LossInputs,
+    NetworkParameters,
     frozen,
     parameters_and_buffers,
     shared_parameters,
@@ -52,6 +53,10 @@ class SoftActorCritic(OffPolicyLoss):
     """Base of :class:`SACLoss`, which documents the arguments, and of :class:`DiscreteSACLoss`."""
 
     log_alpha: Tensor
+    actor_network_params = NetworkParameters()
+    qvalue_network_params = NetworkParameters()
+    target_actor_network_params = NetworkParameters()
+    target_qvalue_network_params = NetworkParameters()
 
     def __init__(
         self,

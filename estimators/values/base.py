@@ -25,6 +25,7 @@ from flatroll.layout.keys import (
     REWARD,
     TRAJ_IDS,
     VALID,
+    KeyNames,
     NestedKey,
     flat_column,
     marker,
@@ -171,7 +172,7 @@ class ValueEstimator(TensorDictModuleBase):
             )
         self.number("gamma", gamma, options.get("device"))
         self._warn_once = WarnOnce()
-        self.tensor_keys: dict[str, NestedKey] = dict(self.default_keys)
+        self.tensor_keys = KeyNames(self.default_keys)
         self.set_keys(
             advantage=options.get("advantage_key"),
             value_target=options.get("value_target_key"),
@@ -201,7 +202,7 @@ class ValueEstimator(TensorDictModuleBase):
         Raises:
             ValueError: there is no such key.
         """
-        self.tensor_keys = renamed(self.tensor_keys, keys)
+        self.tensor_keys = KeyNames(renamed(self.tensor_keys, keys))
         #: Where each entry stands in a batch, by the name that it has in :attr:`tensor_keys`.
         self.places = {k: under_next(x) if k in _UNDER_NEXT else x for k, x in self.tensor_keys.items()}
         network, value = self.value_network, self.tensor_keys["value"]

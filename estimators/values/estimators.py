@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Mapping
 from enum import StrEnum
+from functools import reduce
 from typing import Any, ClassVar, TypeAlias, Unpack, cast
 
 import torch
@@ -11,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.estimators.distributions import distribution, joint, log_prob_of, require_actor
+from flatroll.estimators.distributions import components, distribution, joint, log_prob_of, require_actor
 from flatroll.estimators.functional.returns import (
     generalized_advantage_estimate,
     td0_return_estimate,
@@ -25,7 +26,7 @@ from flatroll.estimators.values.extended_stream import run_stops
 from flatroll.estimators.values.options import EstimatorOptions, NetworkInputs
 from flatroll.kernels.scans.scan import residual_scan
 from flatroll.layout.boundaries import starts_from
-from flatroll.layout.keys import ACTION, NestedKey, require
+from flatroll.layout.keys import ACTION, NestedKey, key_list, require
 
 
 class GAE(ValueEstimator):
@@ -322,14 +323,20 @@ class VTrace(ValueEstimator):
         super().set_keys(**keys)
         actor = getattr(self, "actor_network", None)
         read: list[Any] = [] if actor is None else list(actor.in_keys)
-        read += [self.tensor_keys["action"], self.tensor_keys["sample_log_prob"]]
+        read += [*key_list(self.tensor_keys["action"]), *key_list(self.tensor_keys["sample_log_prob"])]
         in_keys: list[Any] = list(dict.fromkeys([*self.in_keys, *read]))
         self.in_keys = in_keys
 
     @override
     def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
-        key = self.tensor_keys["sample_log_prob"]
-        log_mu = joint(require(inputs.batch, key, self.default_keys["sample_log_prob"]), inputs.batch)
+        keys, batch = key_list(self.tensor_keys["sample_log_prob"]), inputs.batch
+        if (
+            len(keys) == 1 and batch.get(keys[0], None) is None
+        ):  # of an action of parts: one for each, or their sum
+            of_actor = getattr(self.actor_network, "log_prob_keys", None) or ()
+            keys = list(of_actor) if len(of_actor) > 1 else keys
+        parts = [require(batch, key, self.default_keys["sample_log_prob"]) for key in keys]
+        log_mu = reduce(torch.add, [joint(part, batch) for part in parts])
         log_pi, log_mu = (broadcast_like(x, inputs.reward) for x in (self._log_prob(inputs), log_mu))
         columns = (inputs.value, inputs.next_value, inputs.reward, inputs.ends, inputs.terminated)
         # the thresholds of the weights of a row's own residual and of what lies behind it
@@ -342,7 +349,7 @@ class VTrace(ValueEstimator):
         actor, dims = NetworkInputs.of(self.actor_network, is_init), batch.batch_dims
         states = [key for key in actor.states if batch.get(key, None) is not None]
         columns = {key: flat_rows(require(batch, key), dims) for key in (*actor.observed, *states)}
-        action = flat_rows(require(batch, self.tensor_keys["action"], ACTION), dims)
+        only = self.tensor_keys["action"]
         ends, chunks, stops = inputs.at.ends.reshape(-1), self.evaluation.chunks, None
         if actor.recurrent:
             columns[is_init] = starts_from(ends).unsqueeze(-1)
@@ -353,8 +360,11 @@ class VTrace(ValueEstimator):
         log_probs = []
         for start, stop in chunks.spans(len(ends), stops, each=each):
             part = TensorDict({key: column[start:stop] for key, column in columns.items()}, [stop - start])
-            dist = distribution(self.actor_network, part)
-            log_probs.append(joint(log_prob_of(dist, action[start:stop]), part))
+            of_parts = []  # parts of an action are independent: their log-probabilities add up
+            for key, dist in components(distribution(self.actor_network, part)).items():
+                action = flat_rows(require(batch, only if key is None else key, ACTION), dims)
+                of_parts.append(joint(log_prob_of(dist, action[start:stop]), part))
+            log_probs.append(reduce(torch.add, of_parts))
         return torch.cat(log_probs).view(batch.batch_size)
 
 

@@ -402,11 +402,6 @@ def test_the_shapes_of_actions() -> None:
         A2CLoss(ProbabilisticTensorDictSequential(spread, each))(batch.set("action", torch.zeros(12, 1)))
 
 
-def test_one_coefficient_of_the_entropy() -> None:
-    with pytest.raises(TypeError, match="entropy_coeff must be a number, one for all actions, got "):
-        A2CLoss(*networks(), entropy_coeff={"action": 1})  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("aggregate", [True, False])
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
 def test_actions_of_several_parts(kind: Any, aggregate: bool) -> None:
