@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatroll.estimators.functional.returns import factor_over, unit_interval
 from flatroll.estimators.masked import WarnOnce, expand_mask, mask_and, standardized, standardized_in_groups
-from flatroll.estimators.values.batch_inputs import broadcast_like, check_finite
+from flatroll.estimators.values.batch_inputs import broadcast_like, check_finite, without_rubbish
 from flatroll.estimators.values.evaluate import ValueInputs, Values, state_values
 from flatroll.estimators.values.extended_stream import Boundaries
 from flatroll.estimators.values.options import EstimatorOptions, NetworkInputs, Parameters, evaluation_from
@@ -295,6 +295,8 @@ class ValueEstimator(TensorDictModuleBase):
     ) -> tuple[Tensor, Tensor, Values]:
         """Advantage, target and values of a batch whose last dim is time; the caller had it at ``turned``."""
         keys, grad = self.places, self.evaluation.differentiable and torch.is_grad_enabled()
+        if batch.get(keys["mask"], None) is not None:
+            batch = without_rubbish(batch, keys["mask"], self.in_keys)
         with torch.set_grad_enabled(grad), set_recurrent_mode(True):
             reward, at, values = self._evaluate(batch, turned, parameters, next_value, final)
             valid, ends = values.valid, at.ends

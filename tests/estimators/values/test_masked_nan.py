@@ -8,14 +8,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
-from torch import Tensor
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from torch import Tensor, nn
+from torch.distributions import Categorical
 
 from flatroll.estimators import (
     GAE,
     TD0Estimator,
     TD1Estimator,
     TDLambdaEstimator,
+    VTrace,
     generalized_advantage_estimate,
     reward2go,
     td0_return_estimate,
@@ -193,7 +195,18 @@ ESTIMATORS: dict[str, Callable[[TensorDictModule], Callable[[TensorDict], Tensor
     "td1": lambda net: TD1Estimator(gamma=0.9, value_network=net),
     "td lambda": lambda net: TDLambdaEstimator(gamma=0.9, lmbda=0.7, value_network=net, average_rewards=True),
     "gae": lambda net: GAE(gamma=0.9, lmbda=0.7, value_network=net, average_gae=True),
+    "shifted": lambda net: GAE(gamma=0.9, lmbda=0.7, value_network=net, shifted=True),
+    "budget": lambda net: GAE(gamma=0.9, lmbda=0.7, value_network=net, shifted=True, shifted_budget=2),
+    "chunks": lambda net: GAE(gamma=0.9, lmbda=0.7, value_network=net, value_chunk_size=2),
+    "v-trace": lambda net: VTrace(gamma=0.9, actor_network=actor(), value_network=net, average_adv=True),
 }
+
+
+def actor() -> ProbabilisticTensorDictSequential:
+    torch.manual_seed(1)
+    net = TensorDictModule(nn.Linear(3, 2, dtype=torch.float64), ["observation"], ["logits"])
+    head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
+    return ProbabilisticTensorDictSequential(net, head)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -205,12 +218,20 @@ def test_rubbish_in_padding_changes_no_number(
     mixed: TensorDict,
     critic: TensorDictModule,
 ) -> None:
+    mixed["action"], mixed["action_log_prob"] = torch.zeros(16, dtype=torch.long), torch.zeros(16)
     padded = split_trajectories(mixed)
     real, dirty = padded["collector", "mask"], padded.clone()
-    for key in ("observation", ("next", "observation"), ("next", "reward")):
+    for key in ("observation", ("next", "observation"), ("next", "reward"), "action_log_prob"):
         dirty[key][~real] = rubbish
     for key in ("is_init", ("next", "done"), ("next", "terminated")):
         dirty[key][~real] = True
-    clean, dirty = make(critic)(padded), make(critic)(dirty)
+    estimator = make(critic)
+    estimator.differentiable = True
+    gradients = []
+    for batch in (padded, dirty):
+        critic.zero_grad()
+        (estimator(batch)["value_target"][real] * torch.arange(16)[:, None]).sum().backward()
+        gradients.append(critic.module.weight.grad.clone())
+    assert torch.equal(*gradients) and gradients[0].any()
     for key in ("advantage", "value_target"):
-        assert torch.equal(clean[key][real], dirty[key][real])
+        assert torch.equal(padded[key][real], dirty[key][real])
