@@ -35,6 +35,9 @@ from flatroll.layout.keys import NEXT_KNOWN, NestedKey, flat_column, marker, nex
 
 ActionSpace = Literal["categorical", "one-hot"]
 
+#: Classes of spaces and specs, Gymnasium's and TorchRL's, by what their actions are.
+_SPACES = {"Discrete": "categorical", "Categorical": "categorical", "OneHot": "one-hot"}
+
 #: Written by an n-step transform: rows that a reward spans, and the discount over them.
 STEPS, DISCOUNT = "steps_to_next_obs", "gamma"
 
@@ -371,19 +374,22 @@ def critic_ensemble(
     return nn.ModuleList(critics)
 
 
-def action_space_of(name: str | None) -> ActionSpace | None:
-    """Check the name of an action space, in either spelling; None leaves the shape of the action to say it.
+def action_space_of(space: object) -> ActionSpace | None:
+    """Return the name of an action space, given as that, or as a spec or space; None leaves it to the action's shape.
 
-    >>> action_space_of("one_hot")
-    'one-hot'
+    >>> import gymnasium as gym
+    >>> action_space_of("one_hot"), action_space_of(gym.spaces.Discrete(3))
+    ('one-hot', 'categorical')
     """
-    spelled = None if name is None else str(name).replace("_", "-")
-    if spelled not in (None, "categorical", "one-hot"):
+    if space is None:
+        return None
+    name = str(_SPACES.get(type(space).__name__, space)).replace("_", "-")
+    if name not in ("categorical", "one-hot"):
         raise ValueError(
-            f"action_space must be 'categorical' or 'one-hot', got {name!r}: values of several choices at once are "
-            "not made here"
+            f"action_space must be 'categorical' or 'one-hot', got {space!r}: give a name, or a space or spec of such "
+            "actions; values of several choices at once are not made here"
         )
-    return cast(ActionSpace | None, spelled)
+    return cast(ActionSpace, name)
 
 
 def value_of_action(value: Tensor, action: Tensor, space: ActionSpace | None) -> Tensor:

@@ -10,8 +10,15 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
-from flatroll.estimators.masked import Reduction, WarnOnce, mask_and, on_host, one_of, zero_masked
-from flatroll.estimators.values.batch_inputs import without_rubbish
+from flatroll.estimators.masked import (
+    Reduction,
+    WarnOnce,
+    mask_and,
+    on_host,
+    one_of,
+    without_rubbish,
+    zero_masked,
+)
 from flatroll.layout.boundaries import run_starts, steps_into_run
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import (
@@ -134,7 +141,9 @@ class LossModule(TensorDictModuleBase):
                     f"no run of the batch has more than burn_in={self.burn_in} rows, so no row counts and the loss "
                     "is 0: draw longer slices or burn in fewer rows"
                 )
-        return LossInputs(batch, without_rubbish(batch, self.key("mask"), self.in_keys), mask)
+        padded = batch.get(self.tensor_keys["mask"], None) is not None
+        work = without_rubbish(batch, self.tensor_keys["mask"], self.in_keys) if padded else batch.copy()
+        return LossInputs(batch, work, mask)
 
     def real_rows(self, batch: TensorDictBase) -> Tensor | None:
         """Return the rows that neither padding nor an estimator left out, bool ``[*B]``; None means all of them."""

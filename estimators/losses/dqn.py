@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from flatroll.estimators.losses.action_values import (
     STEPS,
-    ActionSpace,
     OffPolicyLoss,
     action_space_of,
     value_of_action,
@@ -40,8 +39,8 @@ class DQNLoss(OffPolicyLoss):
             :class:`~flatroll.estimators.SoftUpdate` or :class:`~flatroll.estimators.HardUpdate` moves it.
             Default: True.
         double_dqn: the network chooses the next action, the copy says its value. Default: False.
-        action_space: ``"categorical"`` (integers ``[*B]``) or ``"one-hot"`` (``[*B, A]``). Default: what the
-            shape of the action says.
+        action_space: ``"categorical"`` (integers ``[*B]``) or ``"one-hot"`` (``[*B, A]``), or a space or spec of
+            such actions. Default: what the shape of the action says.
 
     ``make_value_estimator(gamma=0.99)`` sets the discount. N-step rows are used as they are.
 
@@ -79,7 +78,7 @@ class DQNLoss(OffPolicyLoss):
         loss_function: Distance = "l2",
         delay_value: bool = True,
         double_dqn: bool = False,
-        action_space: ActionSpace | None = None,
+        action_space: object = None,
         use_prioritized_weights: bool | Literal["auto"] = "auto",
         burn_in: int = 0,
         reduction: Reduction = "mean",

@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from flatroll.estimators.distributions import distribution, joint, require_actor
 from flatroll.estimators.losses.action_values import (
-    ActionSpace,
     OffPolicyLoss,
     action_space_of,
     critic_ensemble,
@@ -352,8 +351,8 @@ class DiscreteSACLoss(SoftActorCritic):
     Args:
         actor_network: tensordict module with ``get_dist(batch)``, of a distribution with ``logits``.
         qvalue_network: tensordict module that writes ``"action_value"`` ``[*B, A]``; or a list of them.
-        action_space: ``"categorical"`` (integers ``[*B]``) or ``"one-hot"`` (``[*B, A]``). Default: what the
-            shape of the action says.
+        action_space: ``"categorical"`` (integers ``[*B]``) or ``"one-hot"`` (``[*B, A]``), or a space or spec of
+            such actions. Default: what the shape of the action says.
         num_actions: changes nothing; the critics write as many values as there are actions.
         target_entropy_weight: share of the largest entropy, ``log A``, that ``target_entropy="auto"`` aims at.
             Default: 0.98.
@@ -390,7 +389,7 @@ class DiscreteSACLoss(SoftActorCritic):
         actor_network: TensorDictModuleBase,
         qvalue_network: TensorDictModuleBase | Sequence[TensorDictModuleBase],
         *,
-        action_space: ActionSpace | None = None,
+        action_space: object = None,
         num_actions: int | None = None,
         target_entropy_weight: float = 0.98,
         **options: Unpack[SACOptions],

@@ -11,8 +11,15 @@ from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
 
 from flatroll.estimators.functional.returns import factor_over, unit_interval
-from flatroll.estimators.masked import WarnOnce, expand_mask, mask_and, standardized, standardized_in_groups
-from flatroll.estimators.values.batch_inputs import broadcast_like, check_finite, without_rubbish
+from flatroll.estimators.masked import (
+    WarnOnce,
+    expand_mask,
+    mask_and,
+    standardized,
+    standardized_in_groups,
+    without_rubbish,
+)
+from flatroll.estimators.values.batch_inputs import broadcast_like, check_finite
 from flatroll.estimators.values.evaluate import ValueInputs, Values, state_values
 from flatroll.estimators.values.extended_stream import Boundaries
 from flatroll.estimators.values.options import EstimatorOptions, NetworkInputs, Parameters, evaluation_from
@@ -223,9 +230,9 @@ class ValueEstimator(TensorDictModuleBase):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         tensordict: TensorDictBase,
-        *,
         params: TensorDictBase | None = None,
         target_params: TensorDictBase | None = None,
+        *,
         final: TensorDictBase | None = None,
         time_dim: int | None = None,
     ) -> TensorDictBase:
@@ -296,7 +303,8 @@ class ValueEstimator(TensorDictModuleBase):
         """Advantage, target and values of a batch whose last dim is time; the caller had it at ``turned``."""
         keys, grad = self.places, self.evaluation.differentiable and torch.is_grad_enabled()
         if batch.get(keys["mask"], None) is not None:
-            batch = without_rubbish(batch, keys["mask"], self.in_keys)
+            read = [key for key in self.in_keys if key != keys["reward"]]
+            batch = without_rubbish(batch, keys["mask"], read)
         with torch.set_grad_enabled(grad), set_recurrent_mode(True):
             reward, at, values = self._evaluate(batch, turned, parameters, next_value, final)
             valid, ends = values.valid, at.ends

@@ -6,8 +6,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.kernels.scans.scan import zeroed
-from flatroll.layout.keys import NestedKey, marker, next_key
+from flatroll.layout.keys import NestedKey, next_key
 
 
 def broadcast_like(flag: Tensor, column: Tensor) -> Tensor:
@@ -18,30 +17,6 @@ def broadcast_like(flag: Tensor, column: Tensor) -> Tensor:
 def flat_rows(column: Tensor, batch_dims: int) -> Tensor:
     """Flatten all batch dims of a column into one."""
     return column if batch_dims == 1 else column.flatten(0, batch_dims - 1)
-
-
-def without_rubbish(
-    batch: TensorDictBase, mask_key: NestedKey, keys: Sequence[NestedKey]
-) -> TensorDictBase:
-    """Return a shallow copy of the batch in which floating entries ``keys`` are 0 in padding rows.
-
-    Padding (rows where ``mask_key`` is False) may hold anything. A loss that leaves such a row out still multiplies
-    what a network read there by a gradient of 0, and 0 * NaN in one row is NaN in every weight.
-
-    >>> from tensordict import TensorDict
-    >>> mask = torch.tensor([True, False])
-    >>> padded = TensorDict({"observation": torch.tensor([1.0, float("nan")]), "mask": mask}, [2])
-    >>> without_rubbish(padded, "mask", ["observation"])["observation"].tolist()
-    [1.0, 0.0]
-    """
-    copy = batch.copy()
-    if batch.get(mask_key, None) is not None:
-        padding = ~marker(batch, mask_key)
-        for key in keys:
-            column = batch.get(key, None)
-            if column is not None and column.is_floating_point():
-                copy.set(key, zeroed(column, padding))
-    return copy
 
 
 def check_finite(
