@@ -6,8 +6,11 @@ from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 from torch.nn import functional as F
+
+from flatroll.layout.keys import NestedKey, marker
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 Distance: TypeAlias = Literal["l1", "l2", "smooth_l1"]
@@ -52,6 +55,28 @@ def zero_masked(column: Tensor, mask: Tensor | None) -> Tensor:
     """``column`` with 0 where ``mask`` (the same shape) is False; None means all True."""
     # where(), not a product: 0 * NaN is NaN, in the gradient, too
     return column if mask is None else torch.where(mask, column, 0.0)
+
+
+def without_rubbish(
+    batch: TensorDictBase, mask_key: NestedKey, keys: Iterable[NestedKey]
+) -> TensorDictBase:
+    """Return a shallow copy of the batch in which floating entries ``keys`` are 0 in padding rows.
+
+    Padding (rows where ``mask_key`` is False) may hold anything. A loss that leaves such a row out still multiplies
+    what a network read there by a gradient of 0, and 0 * NaN in one row is NaN in every weight.
+
+    >>> from tensordict import TensorDict
+    >>> mask = torch.tensor([True, False])
+    >>> padded = TensorDict({"observation": torch.tensor([1.0, float("nan")]), "mask": mask}, [2])
+    >>> without_rubbish(padded, "mask", ["observation"])["observation"].tolist()
+    [1.0, 0.0]
+    """
+    copy, real = batch.copy(), marker(batch, mask_key)
+    for key in keys:
+        column = batch.get(key, None)
+        if column is not None and column.is_floating_point():
+            copy.set(key, zero_masked(column, expand_mask(real, column)))
+    return copy
 
 
 def masked_mean(column: Tensor, mask: Tensor | None, weights: Tensor | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """The initial recurrent state of a policy's episodes."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -10,19 +10,54 @@ from torch import Tensor
 from flatroll.layout.keys import NestedKey
 
 
-@dataclass(frozen=True)
 class TensorDictPrimer:
     """Holds the initial recurrent states of episodes, by state key.
 
+    It is no transform of a TorchRL env, whose own class of this name has to know the env's specs: there write
+    ``torchrl.envs.TensorDictPrimer({key: Unbounded(x.shape) for key, x in primer.defaults.items()},
+    expand_specs=True)``, and the modules of this package run in that env.
+
+    Args:
+        primers: for each state key the value of one row, such as ``[num_layers, hidden_size]``; or what has the
+            ``shape`` and ``dtype`` of one, such as a Gymnasium space or a spec.
+        default_value: number that fills those which come as a shape; or a dict with one for each of their keys.
+            Default: 0.
+
     Attributes:
-        defaults: for each state key the value of one row, such as ``[num_layers, hidden_size]``.
+        defaults: for each state key the value of one row.
+
+    Raises:
+        TypeError: something in ``primers`` has no shape.
+        ValueError: ``default_value`` has other keys than the shapes in ``primers``.
 
     >>> primer = TensorDictPrimer({"recurrent_state": torch.zeros(1, 8)})
     >>> primer.expand(3)["recurrent_state"].shape
     torch.Size([3, 1, 8])
+    >>> import gymnasium as gym
+    >>> space = gym.spaces.Box(-1.0, 1.0, (2,))
+    >>> TensorDictPrimer({"recurrent_state": space}, default_value=0.5).defaults["recurrent_state"]
+    tensor([0.5000, 0.5000])
     """
 
-    defaults: dict[NestedKey, Tensor]
+    def __init__(
+        self,
+        primers: Mapping[NestedKey, Any],
+        *,
+        default_value: float | Mapping[NestedKey, float] = 0.0,
+    ) -> None:
+        shaped = [key for key, value in primers.items() if not isinstance(value, Tensor)]
+        numbers = dict(default_value) if isinstance(default_value, Mapping) else dict.fromkeys(shaped, default_value)
+        if set(numbers) != set(shaped):
+            raise ValueError(
+                f"default_value must have a number for each of {shaped}, the primers that are no tensors, "
+                f"got {list(numbers)}"
+            )
+        self.defaults: dict[NestedKey, Tensor] = {
+            key: _filled(key, value, numbers[key]) if key in numbers else value for key, value in primers.items()
+        }
+
+    def __repr__(self) -> str:
+        return f"TensorDictPrimer({ {key: tuple(value.shape) for key, value in self.defaults.items()} })"
 
     def expand(self, batch_size: int | Sequence[int], device: torch.device | str | None = None) -> TensorDict:
         """Return copies of the initial states for a whole batch.
@@ -36,3 +71,13 @@ class TensorDictPrimer:
         for key, value in self.defaults.items():
             primed.set(key, value.to(device).expand(*shape, *value.shape).clone())
         return primed
+
+
+def _filled(key: NestedKey, like: Any, number: float) -> Tensor:
+    """A tensor of the shape and dtype of a space or spec, filled with a number."""
+    shape, dtype = getattr(like, "shape", None), getattr(like, "dtype", None)
+    if shape is None:
+        raise TypeError(f"primers[{key!r}] must be a tensor, a space or a spec, got {type(like).__name__}")
+    if not isinstance(dtype, torch.dtype):  # of NumPy, as spaces have it; None is the default of torch
+        dtype = None if dtype is None else getattr(torch, str(dtype))
+    return torch.full(tuple(shape), number, dtype=dtype)

@@ -4,6 +4,7 @@ from typing import ClassVar, NamedTuple, Self, Unpack, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from flatroll.modules.backends.choice import BACKENDS, by_row, check_backend
@@ -33,6 +34,7 @@ class RecurrentOptions(StatefulOptions, total=False):
     """Keyword arguments of GRUModule and LSTMModule; :class:`GRUModule` says what each means."""
 
     recurrent_backend: str
+    recurrent_recompute: str
     python_based: bool
 
 
@@ -43,7 +45,10 @@ def _wrapped_network(
     name, (stock, of_operators) = mode.lower(), NETWORKS[mode]
     shown = f"got input_size={sizes.input_size}, hidden_size={sizes.hidden_size}"
     if not (sizes.batch_first if network is None else getattr(network, "batch_first", True)):
-        raise ValueError(f"batch_first must be True, got False: build {name} with batch_first=True")
+        raise ValueError(
+            f"batch_first must be True, got False: build {name} with batch_first=True"
+            + ("" if network is None else f", or set {name}.batch_first = True, which leaves its weights as they are")
+        )
     if network is None:
         if sizes.input_size is None or sizes.hidden_size is None:
             raise ValueError(f"input_size and hidden_size, or an existing {name}=, must be given, {shown}")
@@ -82,15 +87,18 @@ class RecurrentModule(StatefulModule):
         sizes: NetworkSizes,
         *,
         recurrent_backend: str = "auto",
+        recurrent_recompute: str = "none",
         python_based: bool = False,
         **options: Unpack[StatefulOptions],
     ) -> None:
+        if recurrent_recompute not in ("none", "full"):
+            raise ValueError(f"recurrent_recompute must be 'none' or 'full', got {recurrent_recompute!r}")
         net = _wrapped_network(self.kind, network, sizes, python_based)
         check_backend(recurrent_backend, net)
         shape = (net.num_layers * (2 if net.bidirectional else 1), net.hidden_size)
         super().__init__(shape, **options)
         self.input_size, self.bidirectional = net.input_size, net.bidirectional
-        self.recurrent_backend = recurrent_backend
+        self.recurrent_backend, self.recurrent_recompute = recurrent_backend, recurrent_recompute
         # whether the output of each row is all of the state after it
         self._output_is_state = self.kind == "GRU" and shape[0] == 1
         setattr(self, self.kind.lower(), net)
@@ -148,6 +156,13 @@ class RecurrentModule(StatefulModule):
 
     @override
     def over_runs(self, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
+        if self.recurrent_recompute == "none" or not torch.is_grad_enabled():
+            return self._over_runs(rows, stored, starts)
+        # keeps the inputs alone, and runs the recurrence once more for the backward pass, with the same dropout
+        result: tuple[Tensor, States] = checkpoint(self._over_runs, rows, stored, starts, use_reentrant=False)
+        return result
+
+    def _over_runs(self, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
         compute_rows = by_row(self.recurrent_backend, self.net)
         if compute_rows is not None:
             out, after = compute_rows(self.net, rows, stored, starts)
@@ -210,6 +225,8 @@ class GRUModule(RecurrentModule):
             (padded to the longest run, a baseline), ``"auto"`` (the fastest measured, hence never ``"triton"``, which
             nobody has timed yet); default ``"auto"``. Runs of one length go to the stock network as
             ``[runs, length]``, bit for bit, except under ``"triton"``.
+        recurrent_recompute: ``"none"``, or ``"full"``: keep no activations of runs for the backward pass, which computes
+            them once more (activation checkpointing); default ``"none"``.
         default_recurrent_mode: the mode where none is set, as :class:`set_recurrent_mode` takes it; default sequential.
         python_based: build ``.gru`` as :class:`flatroll.modules.GRU`, which ``torch.compile`` takes into one graph;
             default False, the stock network. :meth:`make_python_based` changes it later.
@@ -223,8 +240,9 @@ class GRUModule(RecurrentModule):
     under autocast too on the CPU.
 
     Raises:
-        ValueError: contradicting sizes or keys, ``batch_first=False``, an unknown backend or state, or a backend that
-            cannot run the network; when called, ``"triton"`` with tensors that are not on CUDA, or ``burn_in`` of a
+        TypeError: an unknown argument.
+        ValueError: contradicting sizes or keys, ``batch_first=False``, an unknown backend, recompute or state, or a
+            backend that cannot run the network; when called, ``"triton"`` with tensors that are not on CUDA, or ``burn_in`` of a
             bidirectional network.
         ImportError: ``"triton"`` where that is not installed.
 

@@ -87,8 +87,11 @@ class StatefulModule(TensorDictModuleBase):
         state: str = "stored",
         done_key: NestedKey = DONE,
         traj_key: NestedKey = TRAJ_IDS,
+        **unknown: object,
     ) -> None:
         super().__init__()
+        for name in unknown:  # named by the class that the caller has written, not by this one
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
         if state not in ("stored", "zero"):
             raise ValueError(f"state must be 'stored' or 'zero', got {state!r}")
         states = self.state_keys

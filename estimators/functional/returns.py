@@ -5,6 +5,8 @@ What the functions share:
 * The value that follows row t is ``next_state_value[t]``, and 0 where the row terminated.
 * Every end of a run stops the trace: rows that are done, rows in ``ends``, the last one. A run that ends without
   termination is bootstrapped. A row that is both terminated and truncated is terminated.
+* What a factor of 0 multiplies is not read, NaN and inf included: with a discount of 0 no next value, behind a trace of
+  0 no later row.
 * ``[*B, T, *F]`` tensors are B series of T rows, with any number of features; a tensor ``[N]`` is one series.
 * ``vec_...`` names are the same functions, since there is no slower form.
 """
@@ -15,7 +17,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from flatroll.kernels.scans.scan import is_tracing, residual_scan, return_scan, segmented_scan
+from flatroll.kernels.scans.scan import is_tracing, readable, residual_scan, return_scan, segmented_scan
 
 
 def generalized_advantage_estimate(
@@ -155,12 +157,14 @@ def td0_return_estimate(
         raise ValueError("give terminated= (the rows that are not bootstrapped), or done=")
     series = TimeColumns(reward, time_dim, next_state_value=next_state_value)
     discount = series.factor("gamma", gamma)
-    # Selected, not multiplied: what stands behind a termination may be NaN.
-    bootstrap = torch.where(series.expanded(name, final, flag=True), 0.0, next_state_value)
+    if isinstance(discount, Tensor) and discount.ndim:
+        discount = series.restored(discount)
+    # Selected, not multiplied: what stands behind a termination, or a discount of 0, may be NaN.
+    bootstrap = readable(next_state_value, discount, series.expanded(name, final, flag=True))
     # One fused pass each: reward + discount * bootstrap.
     if not isinstance(discount, Tensor):
         return torch.add(reward, bootstrap, alpha=discount)
-    return torch.addcmul(reward, series.restored(discount) if discount.ndim else discount, bootstrap)
+    return torch.addcmul(reward, discount, bootstrap)
 
 
 def td0_advantage_estimate(

@@ -17,7 +17,15 @@ from flatroll.estimators.functional.returns import (
     unit_interval,
 )
 from flatroll.estimators.losses.base import LossInputs, LossModule
-from flatroll.estimators.masked import DISTANCES, Distance, Reduction, mask_and, on_host, one_of
+from flatroll.estimators.masked import (
+    DISTANCES,
+    Distance,
+    Reduction,
+    mask_and,
+    on_host,
+    one_of,
+    zero_masked,
+)
 from flatroll.estimators.values.base import ValueEstimator
 from flatroll.estimators.values.estimators import ValueEstimators, name_of
 from flatroll.estimators.values.evaluate import fill_missing
@@ -26,6 +34,9 @@ from flatroll.layout.fast_call import written
 from flatroll.layout.keys import NEXT_KNOWN, KeyNames, NestedKey, flat_column, marker, next_key, require
 
 ActionSpace = Literal["categorical", "one-hot"]
+
+#: Classes of spaces and specs, Gymnasium's and TorchRL's, by what their actions are.
+_SPACES = {"Discrete": "categorical", "Categorical": "categorical", "OneHot": "one-hot"}
 
 #: Written by an n-step transform: rows that a reward spans, and the discount over them.
 STEPS, DISCOUNT = "steps_to_next_obs", "gamma"
@@ -159,7 +170,7 @@ class OffPolicyLoss(LossModule):
         inputs = self.inputs_of(batch)
         unknown = None if batch.get(NEXT_KNOWN, None) is None else ~marker(batch, NEXT_KNOWN)
         for key in observed:
-            column = batch.get(next_key(key), None)
+            column = inputs.work.get(next_key(key), None)
             bad = self.ends(inputs) if column is None else rows_with_nan(column, batch.batch_dims)
             if bad is not None:
                 unknown = bad if unknown is None else unknown | bad
@@ -187,7 +198,7 @@ class OffPolicyLoss(LossModule):
     @staticmethod
     def root_entries(inputs: LossInputs, keys: Iterable[NestedKey]) -> TensorDict:
         """Return the entries ``keys`` of the batch in a new tensordict ``[*B]``."""
-        columns = {key: require(inputs.batch, key) for key in keys}
+        columns = {key: require(inputs.work, key) for key in keys}
         return TensorDict(columns, batch_size=inputs.batch.batch_size)
 
     @staticmethod
@@ -197,7 +208,7 @@ class OffPolicyLoss(LossModule):
         The row's own number stands in for NaN and where the next observation is unknown: such rows do not count, and
         no NaN reaches a network.
         """
-        batch = inputs.batch
+        batch = inputs.work
         columns = {
             key: fill_missing(require(batch, next_key(key)), require(batch, key), inputs.unknown)
             for key in keys
@@ -248,6 +259,8 @@ class OffPolicyLoss(LossModule):
     def target(self, inputs: LossInputs, next_value: Tensor) -> Tensor:
         """Return each row's regression target ``[*B]``, without gradient (see :meth:`make_value_estimator`).
 
+        It is 0 in padding, whose reward may be NaN, and in rows that an estimator left out.
+
         Args:
             inputs: the batch.
             next_value: value of the next state, ``[*B]``; any number where terminated or unknown.
@@ -268,7 +281,8 @@ class OffPolicyLoss(LossModule):
                     discount = flat_column(written_discount, batch, DISCOUNT)
                 else:
                     discount = self.gamma ** flat_column(steps, batch, STEPS)
-            return td0_return_estimate(discount, next_value, reward, terminated)
+            returns = td0_return_estimate(discount, next_value, reward, terminated)
+            return zero_masked(returns, self.real_rows(batch))
         if steps is not None:
             raise ValueError(
                 f"batch[{STEPS!r}] says that its rewards span several rows, which a return along the run would "
@@ -279,9 +293,10 @@ class OffPolicyLoss(LossModule):
             # an unknown row has no target to pass on: the row before it bootstraps from its own next value, which is
             # known, and the return is cut there
             ends[..., :-1] |= inputs.unknown[..., 1:]
-        return td_lambda_return_estimate(
+        returns = td_lambda_return_estimate(
             self.gamma, self.lmbda, next_value, reward, ends, terminated, time_dim=-1
         )
+        return zero_masked(returns, self.real_rows(batch))
 
     def reduce_and_write_priority(self, inputs: LossInputs, loss: Tensor, error: Tensor) -> Tensor:
         """Reduce the loss, and write ``"td_error"``, the new priorities, into the batch.
@@ -289,15 +304,17 @@ class OffPolicyLoss(LossModule):
         Args:
             inputs: the batch.
             loss: of each row, ``[*B]``.
-            error: temporal-difference error of each row, ``[*B]``, of either sign. Its size is written, 0 where the
-                next observation is unknown; burn-in rows keep theirs, so that priorities of slices cover all rows.
+            error: temporal-difference error of each row, ``[*B]``, of either sign. Its size is written, and 0 in rows
+                that stand for no transition or whose target nobody knows: padding, rows that an estimator left out,
+                unknown next observations. What a network says of such rows is no error of anything, and a NaN there
+                would be refused as a priority. Burn-in rows keep theirs, so that priorities of slices cover all rows.
 
         Returns:
             the reduced loss, see :meth:`reduce`.
         """
-        # unknown rows get the least priority: drawn again, they would count nowhere again
-        error = error.detach().abs()
-        priority = error if inputs.unknown is None else error.masked_fill(inputs.unknown, 0.0)
+        # rows without an error get the least priority: drawn again, they would count nowhere again
+        known = None if inputs.unknown is None else ~inputs.unknown
+        priority = zero_masked(error.detach().abs(), mask_and(self.real_rows(inputs.batch), known))
         inputs.batch.set(self.key("priority"), priority)
         return self.reduce(inputs, loss)
 
@@ -358,6 +375,24 @@ def critic_ensemble(
                 )
         critics.append(copy)
     return nn.ModuleList(critics)
+
+
+def action_space_of(space: object) -> ActionSpace | None:
+    """Return the name of an action space, given as that, or as a spec or space; None leaves it to the action's shape.
+
+    >>> import gymnasium as gym
+    >>> action_space_of("one_hot"), action_space_of(gym.spaces.Discrete(3))
+    ('one-hot', 'categorical')
+    """
+    if space is None:
+        return None
+    name = str(_SPACES.get(type(space).__name__, space)).replace("_", "-")
+    if name not in ("categorical", "one-hot"):
+        raise ValueError(
+            f"action_space must be 'categorical' or 'one-hot', got {space!r}: give a name, or a space or spec of such "
+            "actions; values of several choices at once are not made here"
+        )
+    return cast(ActionSpace, name)
 
 
 def value_of_action(value: Tensor, action: Tensor, space: ActionSpace | None) -> Tensor:

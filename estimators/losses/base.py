@@ -20,6 +20,7 @@ from flatroll.estimators.masked import (
     masked_mean,
     on_host,
     one_of,
+    without_rubbish,
     zero_masked,
 )
 from flatroll.layout.boundaries import run_starts, steps_into_run
@@ -54,7 +55,8 @@ class LossInputs:
 
     Attributes:
         batch: the batch as it came, ``[*B]``.
-        work: a shallow copy, into which the networks write (a critic may read what the actor wrote).
+        work: a shallow copy, into which the networks write (a critic may read what the actor wrote). What they read in
+            padding is 0 there, whatever the batch holds.
         mask: bool ``[*B]``, the rows that count; None means all True.
         unknown: bool ``[*B]``, the rows whose next observation nobody knows; None means all False.
     """
@@ -239,11 +241,7 @@ class LossModule(TensorDictModuleBase):
         """
         if batch.batch_size.numel() == 0:  # TensorDict.numel() is at least 1
             raise ValueError(f"{type(self).__name__} needs at least one row, got a batch {list(batch.shape)}")
-        mask = None
-        for name in ("mask", "valid"):
-            key = self.tensor_keys[name]
-            if batch.get(key, None) is not None:
-                mask = mask_and(mask, marker(batch, key))
+        mask = self.real_rows(batch)
         if self.burn_in:
             # from the row number burn_in of each run on (the first one has number 0)
             warm = steps_into_run(run_starts(batch, **self.boundary_keys)) >= self.burn_in
@@ -253,7 +251,18 @@ class LossModule(TensorDictModuleBase):
                     f"no run of the batch has more than burn_in={self.burn_in} rows, so no row counts and the loss "
                     "is 0: draw longer slices or burn in fewer rows"
                 )
-        return LossInputs(batch, batch.copy(), mask)
+        padded = batch.get(self.tensor_keys["mask"], None) is not None
+        work = without_rubbish(batch, self.tensor_keys["mask"], self.in_keys) if padded else batch.copy()
+        return LossInputs(batch, work, mask)
+
+    def real_rows(self, batch: TensorDictBase) -> Tensor | None:
+        """Return the rows that neither padding nor an estimator left out, bool ``[*B]``; None means all of them."""
+        mask = None
+        for name in ("mask", "valid"):
+            key = self.tensor_keys[name]
+            if batch.get(key, None) is not None:
+                mask = mask_and(mask, marker(batch, key))
+        return mask
 
     @property
     def boundary_keys(self) -> dict[str, NestedKey]:

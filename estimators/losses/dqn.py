@@ -8,7 +8,12 @@ from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import Tensor, nn
 from typing_extensions import override
 
-from flatroll.estimators.losses.action_values import STEPS, ActionSpace, OffPolicyLoss, value_of_action
+from flatroll.estimators.losses.action_values import (
+    STEPS,
+    OffPolicyLoss,
+    action_space_of,
+    value_of_action,
+)
 from flatroll.estimators.losses.base import LossInputs, NetworkParameters, target_copy
 from flatroll.estimators.masked import Distance, Reduction, distance, masked_mean
 from flatroll.estimators.values.evaluate import ValueInputs, Values, state_values
@@ -34,13 +39,14 @@ class DQNLoss(OffPolicyLoss):
             :class:`~flatroll.estimators.SoftUpdate` or :class:`~flatroll.estimators.HardUpdate` moves it.
             Default: True.
         double_dqn: the network chooses the next action, the copy says its value. Default: False.
-        action_space: ``"categorical"`` (integers ``[*B]``) or ``"one-hot"`` (``[*B, A]``). Default: what the
-            shape of the action says.
+        action_space: ``"categorical"`` (integers ``[*B]``) or ``"one-hot"`` (``[*B, A]``), or a space or spec of
+            such actions. Default: what the shape of the action says.
 
     ``make_value_estimator(gamma=0.99)`` sets the discount. N-step rows are used as they are.
 
     Writes ``loss``, and detached means ``pred_value`` and ``target_value``. Into the batch it writes
-    ``"td_error"`` ``[*B]``, absolute: the priority for a prioritized buffer.
+    ``"td_error"`` ``[*B]``, absolute: the priority for a prioritized buffer. It is 0 in rows that stand for no
+    transition, such as padding, and where the next observation is unknown.
 
     Raises:
         TypeError: ``value_network`` is no module.
@@ -74,7 +80,7 @@ class DQNLoss(OffPolicyLoss):
         loss_function: Distance = "l2",
         delay_value: bool = True,
         double_dqn: bool = False,
-        action_space: ActionSpace | None = None,
+        action_space: object = None,
         use_prioritized_weights: bool | Literal["auto"] = "auto",
         burn_in: int = 0,
         reduction: Reduction = "mean",
@@ -87,8 +93,6 @@ class DQNLoss(OffPolicyLoss):
         )
         if double_dqn and not delay_value:
             raise ValueError("double_dqn=True needs delay_value=True: the copy says what the choice is worth")
-        if action_space not in (None, "categorical", "one-hot"):
-            raise ValueError(f"action_space must be 'categorical' or 'one-hot', got {action_space!r}")
         if not isinstance(value_network, nn.Module):
             raise TypeError(
                 "value_network must be a tensordict module or a torch.nn.Module, "
@@ -99,7 +103,7 @@ class DQNLoss(OffPolicyLoss):
         self.value_network: TensorDictModuleBase = value_network
         self.target_value_network = target_copy(self.value_network) if delay_value else None
         self.double_dqn = double_dqn
-        self.action_space: ActionSpace | None = action_space
+        self.action_space = action_space_of(action_space)
         self.set_keys()
 
     @override
@@ -156,11 +160,11 @@ class DQNLoss(OffPolicyLoss):
                 "transform out, and make_value_estimator('td_lambda') for longer returns"
             )
         at = Boundaries(self.ends(inputs), self.terminated(inputs), inputs.unknown)
-        online = self._over_stream(self.value_network, inputs.batch, at)
+        online = self._over_stream(self.value_network, inputs.work, at)
         choice = next_value = online.next_value.detach()  # [*B, A]
         if self.target_value_network is not None:
             with torch.no_grad():
-                next_value = self._over_stream(self.target_value_network, inputs.batch, at).next_value
+                next_value = self._over_stream(self.target_value_network, inputs.work, at).next_value
         return online.value, next_state_value(next_value, choice if self.double_dqn else None)
 
     def _over_stream(self, network: TensorDictModuleBase, batch: TensorDictBase, at: Boundaries) -> Values:

@@ -1,9 +1,10 @@
 """Soft actor-critic, of continuous and of discrete actions."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, ClassVar, Literal, TypedDict, Unpack
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -14,8 +15,8 @@ from typing_extensions import override
 
 from flatroll.estimators.distributions import distribution, joint, require_actor
 from flatroll.estimators.losses.action_values import (
-    ActionSpace,
     OffPolicyLoss,
+    action_space_of,
     critic_ensemble,
     value_of_action,
 )
@@ -29,7 +30,8 @@ from flatroll.estimators.losses.base import (
 )
 from flatroll.estimators.masked import Distance, Reduction, distance, masked_mean
 from flatroll.estimators.values.options import NetworkInputs
-from flatroll.layout.keys import NestedKey, as_tuple, next_key
+from flatroll.layout.fast_call import written
+from flatroll.layout.keys import NestedKey, as_tuple, flat_column, next_key
 
 
 class SACOptions(TypedDict, total=False):
@@ -47,6 +49,8 @@ class SACOptions(TypedDict, total=False):
     separate_losses: bool
     use_prioritized_weights: bool | Literal["auto"]
     reduction: Reduction
+    skip_done_states: bool
+    deactivate_vmap: bool
 
 
 class SoftActorCritic(OffPolicyLoss):
@@ -75,6 +79,8 @@ class SoftActorCritic(OffPolicyLoss):
         separate_losses: bool = False,
         use_prioritized_weights: bool | Literal["auto"] = "auto",
         reduction: Reduction = "mean",
+        skip_done_states: bool = False,
+        deactivate_vmap: bool = False,
     ) -> None:
         super().__init__(
             loss_function=loss_function, use_prioritized_weights=use_prioritized_weights, reduction=reduction
@@ -106,6 +112,8 @@ class SoftActorCritic(OffPolicyLoss):
     def set_keys(self, **keys: NestedKey | None) -> None:
         super().set_keys(**keys)
         networks: list[Any] = [self.actor_network, *self.qvalue_network]
+        state_value: Any = getattr(self, "value_network", None)
+        networks += [] if state_value is None else [state_value]
         for network in networks:
             if NetworkInputs.of(network, self.key("is_init")).recurrent:
                 raise TypeError(
@@ -120,6 +128,8 @@ class SoftActorCritic(OffPolicyLoss):
         inputs: list[Any] = [*self._observed, *(next_key(key) for key in self._observed)]
         self.in_keys = inputs + [self.key(name) for name in ("action", "reward", "terminated")]
         self.out_keys = ["loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy"]
+        if state_value is not None:
+            self.out_keys.append("loss_value")
 
     @property
     def alpha(self) -> Tensor:
@@ -146,11 +156,10 @@ class SoftActorCritic(OffPolicyLoss):
             )
         dist = distribution(self.actor_network, inputs.work)
         action = self.entry(inputs, "action")
-        if self.separate_losses:  # the critics' loss leaves a trunk that the actor has, too, alone
-            with frozen(shared_parameters(critics, self.actor_network)):
-                values = self.critic_values(critics, inputs.work.detach())
-        else:
-            values = self.critic_values(critics, inputs.work)
+        value_losses = self._value_losses(inputs, dist)
+        read = inputs.work.detach() if self.separate_losses else inputs.work
+        with self._apart(critics):
+            values = self.critic_values(critics, read)
         chosen = torch.stack([self._of_action(value, action) for value in values])  # [K, *B]
         errors = chosen - target
         distances = distance(chosen, target.expand_as(chosen), self.loss_function)
@@ -166,8 +175,18 @@ class SoftActorCritic(OffPolicyLoss):
                 "loss_alpha": self.reduce(inputs, self.log_alpha * (entropy - aim)),
                 "alpha": self.alpha,
                 "entropy": masked_mean(entropy, inputs.mask),
+                **value_losses,
             }
         )
+
+    def _apart(self, network: nn.Module) -> AbstractContextManager[None]:
+        """With ``separate_losses``: the loss of a network's values leaves a trunk that the actor has, too, alone."""
+        shared = self.separate_losses
+        return frozen(shared_parameters(network, self.actor_network)) if shared else nullcontext()
+
+    def _value_losses(self, inputs: LossInputs, dist: Distribution) -> dict[str, Tensor]:
+        """Losses of further networks by name, reduced; ``dist`` is of the actor, at the rows of the batch."""
+        return {}
 
     def _next_value(self, dist: Distribution, after: TensorDict, critics: nn.ModuleList) -> Tensor:
         """Soft value of the next state, ``[*B]``: expected value of the actor's action, plus ``alpha * entropy``."""
@@ -194,26 +213,33 @@ class SACLoss(SoftActorCritic):
     The actor samples ``a'``, and minimises ``alpha * log p(b | s) - min_i Q_i(s, b)`` over its own reparametrised
     actions ``b``. ``alpha`` moves until the entropy is ``target_entropy``. Rows may come in any order.
 
+    With a ``value_network``, the first version of the algorithm: ``Q_i(s, a)`` is fitted to ``r + gamma * V'(s')``,
+    and ``V(s)`` to ``min_j Q'_j(s, b) - alpha * log p(b | s)``.
+
     Args:
         actor_network: tensordict module with ``get_dist(batch)``, of a distribution with ``rsample``.
         qvalue_network: tensordict module that reads the observation and ``"action"`` and writes
             ``"state_action_value"`` ``[*B, 1]``; or a list of them. The smallest of their values counts.
         num_qvalue_nets: number of critics. One module is copied, with new initial weights (``reset_parameters``); a
             list is taken as it is. Critics may read what the actor writes (a shared trunk). Default: 2.
+        value_network: tensordict module that writes ``"state_value"`` ``[*B, 1]``. Default: None, no such network.
         loss_function, use_prioritized_weights, reduction: see :class:`~flatroll.estimators.OffPolicyLoss`. Default:
             ``"smooth_l1"``, ``"auto"``, ``"mean"``.
         alpha_init: first factor of the entropy. Default: 1.
         min_alpha, max_alpha: bounds of it. Default: none.
         fixed_alpha: leave the factor as it is. Default: False.
         target_entropy: entropy that the factor aims at. Default: ``"auto"``, minus the number of action dims.
-        delay_actor, delay_qvalue: whether targets come from target copies, ``target_actor_network`` and
-            ``target_qvalue_network``. Default: False, True.
+        delay_actor, delay_qvalue, delay_value: whether targets come from target copies, ``target_actor_network``,
+            ``target_qvalue_network`` and, of a ``value_network``, ``target_value_network``. Default: False, True, True.
         separate_losses: the loss of the values leaves parameters that the actor has, too, alone. Default: False.
+        action_spec, skip_done_states, deactivate_vmap: change nothing. The number of action dims is that of the batch's
+            actions, the value behind a terminated row is never read, and there is no vmap.
 
     ``make_value_estimator(gamma=0.99)`` sets the discount. N-step rows are used as they are.
 
-    Writes ``loss_actor``, ``loss_qvalue``, ``loss_alpha``, and detached ``alpha``, ``entropy``. Into the batch
-    it writes ``"td_error"`` ``[*B]``, the largest of the absolute errors.
+    Writes ``loss_actor``, ``loss_qvalue``, ``loss_alpha``, with a ``value_network`` ``loss_value``, and detached
+    ``alpha``, ``entropy``. Into the batch it writes ``"td_error"`` ``[*B]``, the largest of the absolute errors, 0
+    in rows that do not count.
 
     Raises:
         TypeError: the actor has no ``get_dist`` or no ``rsample``, or a network is no tensordict module or recurrent.
@@ -240,11 +266,65 @@ class SACLoss(SoftActorCritic):
         (['alpha', 'entropy', 'loss_actor', 'loss_alpha', 'loss_qvalue'], torch.Size([5]))
 
     References:
-        T. Haarnoja et al., Soft actor-critic algorithms and applications, https://arxiv.org/abs/1812.05905
+        T. Haarnoja et al., Soft actor-critic algorithms and applications, https://arxiv.org/abs/1812.05905; the first
+        version: Soft actor-critic, https://arxiv.org/abs/1801.01290
     """
+
+    default_keys: ClassVar[Mapping[str, NestedKey]] = {**OffPolicyLoss.default_keys, "value": "state_value"}
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase,
+        qvalue_network: TensorDictModuleBase | Sequence[TensorDictModuleBase],
+        value_network: TensorDictModuleBase | None = None,
+        *,
+        delay_value: bool = True,
+        action_spec: object = None,
+        **options: Unpack[SACOptions],
+    ) -> None:
+        super().__init__(actor_network, qvalue_network, **options)
+        if value_network is not None and not isinstance(value_network, TensorDictModuleBase):
+            raise TypeError(
+                "value_network must be a tensordict module, e.g. TensorDictModule(net, in_keys=['observation'], "
+                f"out_keys=['state_value']), got {type(value_network).__name__}"
+            )
+        self.value_network = value_network
+        delayed = value_network is not None and delay_value
+        self.target_value_network = target_copy(value_network) if delayed else None
+        self.set_keys()
+
+    def _state_value(self, network: TensorDictModuleBase, batch: TensorDictBase) -> Tensor:
+        """What a value network writes for the rows of ``batch``, ``[*B]``."""
+        key = self.key("value")
+        value = written(network, batch, key)
+        if value is None:
+            raise KeyError(
+                f"value_network wrote no entry {key!r}: its out_keys are {list(network.out_keys)}; name the one that "
+                "holds the value with set_keys(value=...)"
+            )
+        return flat_column(value, batch, key)
+
+    @override
+    def _value_losses(self, inputs: LossInputs, dist: Distribution) -> dict[str, Tensor]:
+        if self.value_network is None:
+            return {}
+        with torch.no_grad():
+            delayed, work = self.target_actor_network, inputs.work.copy()
+            dist = dist if delayed is None else distribution(delayed, work)
+            target = self._soft_value(dist, work, self.target_qvalue_network or self.qvalue_network)
+        read = inputs.work.detach() if self.separate_losses else inputs.work
+        with self._apart(self.value_network):
+            value = self._state_value(self.value_network, read)
+        return {"loss_value": self.reduce(inputs, distance(value, target, self.loss_function))}
 
     @override
     def _next_value(self, dist: Distribution, after: TensorDict, critics: nn.ModuleList) -> Tensor:
+        if self.value_network is not None:
+            return self._state_value(self.target_value_network or self.value_network, after)
+        return self._soft_value(dist, after, critics)
+
+    def _soft_value(self, dist: Distribution, after: TensorDictBase, critics: nn.ModuleList) -> Tensor:
+        """Smallest value of an action drawn from ``dist``, plus ``alpha`` times its surprise, ``[*B]``."""
         action, log_prob = sample_with_log_prob(dist, after)  # one sample for the expectation over actions
         value = self.minimum_value(critics, after.set(self.key("action"), action))
         return value - self.alpha * log_prob
@@ -276,8 +356,9 @@ class DiscreteSACLoss(SoftActorCritic):
     Args:
         actor_network: tensordict module with ``get_dist(batch)``, of a distribution with ``logits``.
         qvalue_network: tensordict module that writes ``"action_value"`` ``[*B, A]``; or a list of them.
-        action_space: ``"categorical"`` (integers ``[*B]``) or ``"one-hot"`` (``[*B, A]``). Default: what the
-            shape of the action says.
+        action_space: ``"categorical"`` (integers ``[*B]``) or ``"one-hot"`` (``[*B, A]``), or a space or spec of
+            such actions. Default: what the shape of the action says.
+        num_actions: changes nothing; the critics write as many values as there are actions.
         target_entropy_weight: share of the largest entropy, ``log A``, that ``target_entropy="auto"`` aims at.
             Default: 0.98.
         options: see :class:`SACLoss`.
@@ -313,12 +394,13 @@ class DiscreteSACLoss(SoftActorCritic):
         actor_network: TensorDictModuleBase,
         qvalue_network: TensorDictModuleBase | Sequence[TensorDictModuleBase],
         *,
-        action_space: ActionSpace | None = None,
+        action_space: object = None,
+        num_actions: int | None = None,
         target_entropy_weight: float = 0.98,
         **options: Unpack[SACOptions],
     ) -> None:
         super().__init__(actor_network, qvalue_network, **options)
-        self.action_space: ActionSpace | None = action_space
+        self.action_space = action_space_of(action_space)
         self.target_entropy_weight = target_entropy_weight
 
     @override

@@ -17,8 +17,9 @@ class TargetNetUpdater:
         self.loss_module = loss_module
         if not loss_module.delayed_networks():
             raise ValueError(
-                f"this {type(loss_module).__name__} has no delayed network: build it with delay_value=True "
-                "(DQNLoss, ReinforceLoss) or delay_qvalue=True (SAC); other losses need no updater"
+                f"this {type(loss_module).__name__} has no delayed network: build it with delay_value=True (DQNLoss, "
+                "ReinforceLoss, SACLoss with a value_network), delay_qvalue=True or delay_actor=True (SACLoss, "
+                "DiscreteSACLoss); other losses need no updater"
             )
 
     @torch.no_grad()

@@ -11,7 +11,14 @@ from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
 
 from flatroll.estimators.functional.returns import factor_over, unit_interval
-from flatroll.estimators.masked import WarnOnce, expand_mask, mask_and, standardized, standardized_in_groups
+from flatroll.estimators.masked import (
+    WarnOnce,
+    expand_mask,
+    mask_and,
+    standardized,
+    standardized_in_groups,
+    without_rubbish,
+)
 from flatroll.estimators.values.batch_inputs import broadcast_like, check_finite
 from flatroll.estimators.values.evaluate import ValueInputs, Values, state_values
 from flatroll.estimators.values.extended_stream import Boundaries
@@ -224,9 +231,9 @@ class ValueEstimator(TensorDictModuleBase):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         tensordict: TensorDictBase,
-        *,
         params: TensorDictBase | None = None,
         target_params: TensorDictBase | None = None,
+        *,
         final: TensorDictBase | None = None,
         time_dim: int | None = None,
     ) -> TensorDictBase:
@@ -296,6 +303,9 @@ class ValueEstimator(TensorDictModuleBase):
     ) -> tuple[Tensor, Tensor, Values]:
         """Advantage, target and values of a batch whose last dim is time; the caller had it at ``turned``."""
         keys, grad = self.places, self.evaluation.differentiable and torch.is_grad_enabled()
+        if batch.get(keys["mask"], None) is not None:
+            read = [key for key in self.in_keys if key != keys["reward"]]
+            batch = without_rubbish(batch, keys["mask"], read)
         with torch.set_grad_enabled(grad), set_recurrent_mode(True):
             reward, at, values = self._evaluate(batch, turned, parameters, next_value, final)
             valid, ends = values.valid, at.ends

@@ -23,8 +23,10 @@ _COMPILED_DTYPES = (torch.float32, torch.float64)
 def segmented_scan(a: Tensor | float, b: Tensor, ends: Tensor, *, longest: int | None = None) -> Tensor:
     """Compute ``y[i] = b[i] + a[i] * y[i + 1]`` backward in each run, ``y[i] = b[i]`` at its end.
 
-    Nothing crosses the end of a run, NaN and inf included. Differentiable in ``a`` and ``b`` (twice, too):
-    the gradient is the same scan run forward in time, so it keeps two arrays and no intermediate passes.
+    Nothing crosses the end of a run, nor a row at which ``a`` is 0, NaN and inf included. Differentiable in ``a``
+    and ``b`` (twice, too): the gradient is the same scan run forward in time, so it keeps two arrays and no
+    intermediate passes. Where ``a[i]`` is 0, its gradient is that of any other number, from ``y[i + 1]``; only if
+    that is NaN or inf, and so has not been read, it is 0.
 
     On the CPU, float32 and float64 run one Numba loop over the rows; everything else, and ``torch.compile``,
     runs log2(longest run) passes of plain torch without a host sync.
@@ -108,12 +110,17 @@ def _doubling(a: Tensor | float, b: Tensor, ends: Tensor, longest: int) -> Tenso
     # Whether the run of row i still holds row i + k, for the stride k of the pass.
     goes_on = torch.cat([~ends[:-1], torch.zeros_like(ends[-1:])]).view(shape)
     row_wise = isinstance(a, Tensor) and a.ndim == b.ndim and a.shape[0] > 1
+    # Whether no decay from row i to row i + k - 1 is 0. The product a_k does not say: it may fall to 0 by rounding.
+    reads: Any = a != 0
     k = 1
     while k < longest:
         head = a[:-k] if row_wise else a  # type: ignore[index]  # a tensor where row_wise
-        # Selected, not multiplied by 0: a NaN or inf behind the end of a run must not come across it.
-        carried = torch.where(goes_on[:-k], head * b[k:], 0.0)
+        # Selected, not multiplied by 0: a NaN or inf behind the end of a run, or behind a decay of 0, must not come
+        # across it. Behind a decay of 0 a finite number is multiplied all the same, for the gradient of the decay.
+        open_ = goes_on[:-k] & (b[k:].isfinite() | (reads[:-k] if row_wise else reads))
+        carried = torch.where(goes_on[:-k], head * torch.where(open_, b[k:], 0.0), 0.0)
         b = torch.cat([b[:-k] + carried, b[-k:]])
+        reads = torch.cat([reads[:-k] & reads[k:], reads[-k:]]) if row_wise else reads
         a = torch.cat([head * a[k:], a[-k:]]) if row_wise else a * a  # type: ignore[index]
         goes_on = torch.cat([goes_on[:-k] & goes_on[k:], goes_on[-k:]])
         k *= 2
@@ -144,6 +151,8 @@ class _Scan(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, db, None, None
         inside = ~ends[:-1].view(-1, *[1] * (y.ndim - 1))
+        # NaN and inf count only where the row behind was read, and where this row counts.
+        inside = inside & (y[1:].isfinite() | ((db[:-1] != 0) & ((a[:-1] if row_wise else a) != 0)))
         da = torch.cat([torch.where(inside, db[:-1] * y[1:], 0.0), torch.zeros_like(y[-1:])])
         # Summed over the rows and features that share a number.
         return da.sum_to_size(a.shape), db, None, None
@@ -163,7 +172,7 @@ def residual_scan(
     """Accumulate TD residuals b: ``y[i] = b[i] + decay * y[i + 1]``, ``y[i] = b[i]`` where a run ends (GAE).
 
     ``b[i] = reward[i] + gamma * next_value[i] - value[i]``, in which ``next_value`` counts as 0 where
-    ``terminated``. One fused pass takes 0.6 of the time of four.
+    ``terminated``. What a factor of 0 multiplies is not read. One fused pass takes 0.6 of the time of four.
 
     Args:
         gamma, decay: a number or a tensor ``[N]``.
@@ -185,7 +194,7 @@ def residual_scan(
         out = np.empty(reward.shape, arrays[0].dtype), np.empty(reward.shape, arrays[0].dtype)
         machine_code(_residual_loop)(*arrays, *out)
         return torch.from_numpy(out[0]), torch.from_numpy(out[1])
-    residual = reward + gamma * torch.where(terminated, 0.0, next_value) - value
+    residual = reward + gamma * readable(next_value, gamma, terminated) - value
     scanned = segmented_scan(decay, residual, ends, longest=longest)
     return scanned, scanned + value
 
@@ -202,8 +211,8 @@ def return_scan(
 ) -> Tensor:
     """The lambda-return ``y[i] = reward[i] + gamma * ((1 - lmbda) * next_value[i] + lmbda * y[i + 1])``.
 
-    At the end of a run ``lmbda`` counts as 0. ``next_value`` counts as 0 where ``terminated``, and is not read
-    where its factor is 0.
+    At the end of a run ``lmbda`` counts as 0. ``next_value`` counts as 0 where ``terminated``, and what a factor of
+    0 multiplies is not read.
 
     Args:
         gamma, lmbda: a number or a tensor ``[N]``.
@@ -228,7 +237,7 @@ def return_scan(
     # What a row takes of its own next value: 1 - lmbda inside a run, all of it at the end, as at the last row.
     stop = torch.cat([ends[:-1], torch.ones_like(ends[-1:])])
     share = torch.where(stop, 1.0, 1.0 - torch.as_tensor(lmbda, dtype=reward.dtype))
-    bootstrap = torch.where(terminated | (share == 0.0), 0.0, next_value) * share
+    bootstrap = readable(next_value, gamma * share, terminated) * share
     return segmented_scan(gamma * lmbda, reward + gamma * bootstrap, ends, longest=longest)
 
 
@@ -249,7 +258,8 @@ def vtrace_scan(
     ``target[i] = value[i] + rho[i] * (reward[i] + gamma * next_value[i] - value[i])
     + gamma * c[i] * (target[i + 1] - value[i + 1])``, the last summand inside a run only, and
     ``advantage[i] = rho[i] * (reward[i] + gamma * target[i + 1] - value[i])``, with ``next_value[i]`` for
-    ``target[i + 1]`` at the end of a run. ``next_value`` counts as 0 where ``terminated``.
+    ``target[i + 1]`` at the end of a run. ``next_value`` counts as 0 where ``terminated``, and what a factor of 0
+    multiplies is not read.
 
     Args:
         gamma: a number or a tensor ``[N]``.
@@ -273,12 +283,27 @@ def vtrace_scan(
         machine_code(_vtrace_loop)(*arrays, *out)
         return torch.from_numpy(out[0]), torch.from_numpy(out[1])
     bootstrap = torch.where(terminated, 0.0, next_value)
-    residual = rho * (reward + gamma * bootstrap - value)
+    residual = rho * readable(reward + gamma * readable(bootstrap, gamma) - value, rho)
     target = value + segmented_scan(gamma * c, residual, ends, longest=longest)
     # The row behind is in the same run, but at its end, as at the last row: there it is what the run bootstraps from.
     stop = torch.cat([ends[:-1], torch.ones_like(ends[-1:])])
-    next_target = torch.where(stop, bootstrap, torch.cat([target[1:], target[-1:]]))
-    return rho * (reward + gamma * next_target - value), target
+    next_target = readable(torch.where(stop, bootstrap, torch.cat([target[1:], target[-1:]])), gamma)
+    return rho * readable(reward + gamma * next_target - value, rho), target
+
+
+def readable(x: Tensor, factor: Tensor | float, hidden: Tensor | None = None) -> Tensor:
+    """Return ``x`` with 0 where ``hidden``, and where it is NaN or inf and its factor is 0: 0 times it is 0, too.
+
+    Finite numbers stay where the factor is 0, so that the factor gets its gradient.
+
+    >>> import torch
+    >>> readable(torch.tensor([float("inf"), 2.0]), torch.zeros(2)).tolist()
+    [0.0, 2.0]
+    """
+    if isinstance(factor, Tensor) or factor == 0.0:
+        unread = ~x.isfinite() & (factor == 0.0)
+        hidden = unread if hidden is None else hidden | unread
+    return x if hidden is None else torch.where(hidden, 0.0, x)
 
 
 def zeroed(column: Tensor, flag: Tensor) -> Tensor:
@@ -344,8 +369,9 @@ def machine_code(loop: Callable[..., None]) -> Callable[..., None]:
 
 # The loops go backward from the last row. In each, `y` is what the row behind has accumulated. Both the sum within
 # a run and the one at its end are computed and one is selected: a branch would be guessed wrong at every other short
-# run, and 0 * NaN must not cross an end. So loads stand outside of conditions, too: the compiler then selects. Arrays
-# are [N], factors of any stride, unless they say otherwise.
+# run, and 0 * NaN must cross neither an end nor a factor of 0. So loads stand outside of conditions, too, and flags are
+# joined by "|" ("or" would branch): the compiler then selects. Arrays are [N], factors of any stride, unless they say
+# otherwise.
 
 
 def _scan_loop(a: Any, b: Any, ends: Any, out: Any) -> None:
@@ -353,13 +379,14 @@ def _scan_loop(a: Any, b: Any, ends: Any, out: Any) -> None:
     rows, features = b.shape
     if rows == 0:
         return
-    last = rows - 1
+    zero, last = b.dtype.type(0), rows - 1
     if features == 1:  # the accumulator stays in a register: 1.5 ms per million rows instead of 2.1
         y = out[last, 0] = b[last, 0]
         for i in range(last - 1, -1, -1):
-            summand = b[i, 0]
-            inside = summand + a[i, 0] * y
-            y = summand if ends[i] else inside
+            summand, decay = b[i, 0], a[i, 0]
+            decay = zero if ends[i] else decay
+            inside = summand + decay * y
+            y = summand if decay == zero else inside
             out[i, 0] = y
         return
     ys = b[last].copy()
@@ -367,9 +394,9 @@ def _scan_loop(a: Any, b: Any, ends: Any, out: Any) -> None:
     for i in range(last - 1, -1, -1):
         end = ends[i]
         for f in range(features):
-            summand = b[i, f]
-            inside = summand + a[i, f] * ys[f]
-            ys[f] = summand if end else inside
+            summand, decay = b[i, f], a[i, f]
+            inside = summand + decay * ys[f]
+            ys[f] = summand if end | (decay == zero) else inside
             out[i, f] = ys[f]
 
 
@@ -388,11 +415,11 @@ def _residual_loop(
     zero = reward.dtype.type(0)
     y = zero  # the row behind the last: it adds nothing
     for i in range(reward.shape[0] - 1, -1, -1):
-        ahead = next_value[i]
-        bootstrap = zero if terminated[i] else ahead
-        residual = reward[i] + gamma[i] * bootstrap - value[i]
-        inside = residual + decay[i] * y
-        y = residual if ends[i] else inside
+        ahead, discount, trace = next_value[i], gamma[i], decay[i]
+        bootstrap = zero if terminated[i] | (discount == zero) else ahead
+        residual = reward[i] + discount * bootstrap - value[i]
+        inside = residual + trace * y
+        y = residual if ends[i] | (trace == zero) else inside
         advantage[i] = y
         target[i] = y + value[i]
 
@@ -407,12 +434,13 @@ def _return_loop(
     # its own share of 1 - lmbda this is all of it, so the last row need not be marked as an end.
     y = zero if last < 0 or terminated[last] else next_value[last]
     for i in range(last, -1, -1):
-        ahead, decay = next_value[i], lmbda[i]
-        share = one if ends[i] else one - decay
-        bootstrap = zero if terminated[i] | (share == zero) else ahead * share  # "or" would branch
-        summand = reward[i] + gamma[i] * bootstrap
-        inside = summand + gamma[i] * decay * y
-        y = summand if ends[i] else inside
+        ahead, discount, decay = next_value[i], gamma[i], lmbda[i]
+        decay = zero if ends[i] else decay
+        factor, trace = discount * (one - decay), discount * decay
+        bootstrap = zero if terminated[i] | (factor == zero) else ahead
+        summand = reward[i] + factor * bootstrap
+        inside = summand + trace * y
+        y = summand if trace == zero else inside
         returns[i] = y
 
 
@@ -435,13 +463,16 @@ def _vtrace_loop(
     # What the row behind is worth: its target, and for the last row what that bootstraps from.
     behind = zero if last < 0 or terminated[last] else next_value[last]
     for i in range(last, -1, -1):
-        ahead = next_value[i]
-        bootstrap = zero if terminated[i] else ahead
-        residual = rho[i] * (reward[i] + gamma[i] * bootstrap - value[i])
-        inside = residual + gamma[i] * c[i] * y
-        y = residual if ends[i] else inside
-        next_target = bootstrap if ends[i] else behind
-        advantage[i] = rho[i] * (reward[i] + gamma[i] * next_target - value[i])
+        ahead, discount, weight = next_value[i], gamma[i], rho[i]
+        bootstrap = zero if terminated[i] | (discount == zero) else ahead
+        error = weight * (reward[i] + discount * bootstrap - value[i])
+        residual = zero if weight == zero else error
+        trace = discount * c[i]
+        inside = residual + trace * y
+        y = residual if ends[i] | (trace == zero) else inside
+        next_target = bootstrap if ends[i] | (discount == zero) else behind
+        corrected = weight * (reward[i] + discount * next_target - value[i])
+        advantage[i] = zero if weight == zero else corrected
         behind = y + value[i]
         target[i] = behind
 

@@ -1,5 +1,6 @@
 """The segmented scan against a slow loop over every run alone, in float64."""
 
+import math
 import re
 from collections.abc import Callable
 
@@ -74,6 +75,37 @@ def test_nothing_crosses_an_end(form: Form) -> None:
     assert form(0.5, b, ends)[:2].tolist() == [2.0, 2.0]
     a = torch.tensor([1.0, float("nan"), 1.0, float("inf")])  # the factor of an end row is never used
     assert form(a, torch.ones(4), ends).tolist() == [2.0, 1.0, 2.0, 1.0]
+
+
+@FORMS
+@pytest.mark.parametrize("shape", [(4,), (4, 1), (4, 3)])
+@pytest.mark.parametrize("rubbish", [math.nan, math.inf])
+def test_nothing_crosses_a_decay_of_zero(form: Form, shape: tuple[int, ...], rubbish: float) -> None:
+    """And the gradient of that decay is the row behind it, or 0 where that is rubbish."""
+    a, b = torch.tensor([0.5, 0.0, 1.0, 0.0]), torch.ones(shape)
+    b[3] = rubbish
+    ends = torch.tensor([False, False, True, False])
+    a.requires_grad_()
+    y = form(a, b, ends)
+    y.sum().backward()
+    row = math.prod(shape[1:])
+    assert y[:, None].flatten(1).amax(1).tolist() == [1.5, 1.0, 1.0, rubbish] or math.isnan(rubbish)
+    assert y[:3].isfinite().all()
+    assert a.grad.tolist() == [row * 1.0, row * 1.5, 0.0, 0.0]
+    ends[2] = False
+    a.grad = None
+    with torch.no_grad():
+        a[2] = 0.0
+    form(a, b, ends).sum().backward()
+    assert a.grad.tolist() == [row * 1.0, row * 1.5, 0.0, 0.0]
+
+
+@FORMS
+def test_a_decay_that_rounds_to_zero_is_none(form: Form) -> None:
+    b = torch.ones(1024)
+    b[-1] = torch.nan
+    assert form(0.5, b, torch.zeros(1024, dtype=torch.bool)).isnan().all()
+    assert form(torch.full((1024,), 0.5), b, torch.zeros(1024, dtype=torch.bool)).isnan().all()
 
 
 @FORMS

@@ -1,8 +1,10 @@
 """Every refusal says what was expected, what came, and the way out; and the primer."""
 
+import gymnasium as gym
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
 from flatroll.modules import GRUModule, LSTMModule, MinGRUModule, TensorDictPrimer, set_recurrent_mode
@@ -72,6 +74,11 @@ BUILDS = {
         r"default_recurrent_mode must be True, False, None, 'recurrent' or 'sequential', got 'recurent'",
     ),
     "time first": ({**KEYS, "batch_first": False}, ValueError, r"batch_first must be True, got False"),
+    "an unknown argument": (
+        {**KEYS, "hiden_size": 5},
+        TypeError,
+        r"^GRUModule\(\) got an unexpected keyword argument 'hiden_size'",
+    ),
     "sizes and a network": (
         {**KEYS, "gru": nn.GRU(3, 5, batch_first=True)},
         ValueError,
@@ -223,3 +230,49 @@ def test_primer_needs_states_that_can_be_carried():
     text = r"in_key 'h' wants out_key \('next', 'h'\), got \('next', 'state'\)"
     with pytest.raises(RuntimeError, match=text):
         module.make_tensordict_primer()
+
+
+def test_a_primer_of_shapes():
+    space, like = gym.spaces.Box(-1.0, 1.0, (2,)), torch.empty(3, dtype=torch.float64)
+    primer = TensorDictPrimer({"h": space, "c": like.numpy(), "w": torch.ones(1)}, default_value={"h": 0.5, "c": 2.0})
+    assert {key: (x.tolist(), x.dtype) for key, x in primer.defaults.items()} == {
+        "h": ([0.5, 0.5], torch.float32),
+        "c": ([2.0, 2.0, 2.0], torch.float64),
+        "w": ([1.0], torch.float32),
+    }
+    with pytest.raises(ValueError, match=r"a number for each of \['h'\].*got \['w'\]"):
+        TensorDictPrimer({"h": space, "w": torch.ones(1)}, default_value={"w": 1.0})
+    with pytest.raises(TypeError, match=r"primers\['h'\] must be a tensor, a space or a spec, got int"):
+        TensorDictPrimer({"h": 3})
+
+
+def test_an_existing_network_may_be_turned():
+    """``batch_first`` is no weight: after the line that the error gives, the module computes what the network did."""
+    net, rows = nn.LSTM(3, 5), torch.randn(4, 1, 3)
+    wanted, _ = net(rows)
+    with pytest.raises(ValueError, match=r"or set lstm.batch_first = True, which leaves its weights as they are"):
+        LSTMModule(lstm=net, **KEYS)
+    net.batch_first = True
+    is_init = torch.tensor([True, False, False, False])
+    batch = TensorDict({"observation": rows[:, 0], "is_init": is_init}, [4])
+    with set_recurrent_mode(True):
+        out = LSTMModule(lstm=net, state="zero", **KEYS)(batch)["features"]
+    torch.testing.assert_close(out, wanted[:, 0])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_states_are_carried_in_a_torchrl_env():
+    """By a primer of its own, since only a transform of the env can tell the env's specs of the states."""
+    envs = pytest.importorskip("torchrl.envs")
+    data = pytest.importorskip("torchrl.data")
+    gru = GRUModule(4, 5, **KEYS)
+    head = TensorDictModule(lambda x: torch.eye(2, dtype=torch.long)[(x[..., 0] > 0).long()], ["features"], ["action"])
+    specs = {key: data.Unbounded(x.shape) for key, x in gru.make_tensordict_primer().defaults.items()}
+    parts = envs.Compose(envs.InitTracker(), envs.TensorDictPrimer(specs, expand_specs=True))
+    env = envs.TransformedEnv(envs.GymEnv("CartPole-v1"), parts)
+    with torch.no_grad():
+        rows = env.rollout(20, TensorDictSequential(gru, head), break_when_any_done=False)
+        assert rows["recurrent_state"][1:].any()
+        with set_recurrent_mode(True):
+            again = gru(rows.select("observation", "is_init", "recurrent_state", ("next", "done")))
+    torch.testing.assert_close(again["features"], rows["features"])

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import gymnasium as gym
 import pytest
 import torch
 from tensordict import TensorDict
@@ -380,6 +381,16 @@ def test_actions_by_index_and_one_hot(batch_of: BatchOf) -> None:
         DQNLoss(table())(batch)
     with pytest.raises(ValueError, match=re.escape("a one-hot action must have shape (16, 3), got (16,)")):
         DQNLoss(table(), action_space="one-hot")(batch)
+
+
+@pytest.mark.parametrize(
+    "space", ["one_hot", "one-hot", type("OneHot", (), {})()], ids=["underscore", "hyphen", "spec"]
+)
+def test_an_action_space_by_name_or_spec(batch_of: BatchOf, space: Any) -> None:
+    batch = played(batch_of(RUNS))
+    wanted = DQNLoss(table(), action_space=gym.spaces.Discrete(3))(batch)["loss"]
+    batch["action"] = nn.functional.one_hot(batch["action"], 3)
+    torch.testing.assert_close(DQNLoss(table(), action_space=space)(batch)["loss"], wanted)
 
 
 def test_a_plain_module_and_other_names(batch_of: BatchOf) -> None:

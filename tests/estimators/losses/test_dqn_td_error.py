@@ -70,7 +70,6 @@ def test_rows_that_count_have_their_error_and_unknown_ones_0() -> None:
 
 
 @QUIET
-@pytest.mark.xfail(strict=False, reason="finish() clears the error of unknown rows, not of masked ones")
 def test_padding_has_no_error() -> None:
     """Else NaN in padding is a priority that ``update_priority`` refuses, and a finite one is of no row."""
     for seed in range(300):

@@ -371,7 +371,7 @@ def test_other_parameters(batch_of: BatchOf, kind: str) -> None:
     torch.testing.assert_close(out["state_value"], 2 * value)
     over = batch["next", "terminated"]
     torch.testing.assert_close(out["next", "state_value"], (-next_value).masked_fill(over, 0.0))
-    same = estimator(batch.clone(), params=scaled(critic, 2.0))
+    same = estimator(batch.clone(), scaled(critic, 2.0))  # by position, too
     torch.testing.assert_close(same["next", "state_value"], (2 * next_value).masked_fill(over, 0.0))
     torch.testing.assert_close(critic.module.weight, own)
 
