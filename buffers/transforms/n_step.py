@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flatroll.buffers.columns.base import Columns, take_rows
 from flatroll.buffers.storages.next_pool import check_final_covers, next_columns
+from flatroll.buffers.transforms.base import Transform
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
 from flatroll.layout.delta import decode_delta
@@ -35,7 +36,7 @@ Get: TypeAlias = Callable[[Tensor, Sequence[NestedKey]], Columns]
 STEPS, GAMMA, NONTERMINAL = "steps_to_next_obs", "gamma", "nonterminal"
 
 
-class NStep:
+class NStep(Transform):
     """Computes n-step transitions; base of `MultiStep` and `MultiStepTransform`."""
 
     def __init__(
@@ -47,6 +48,7 @@ class NStep:
         done_key: NestedKey | None = None,
         mask_key: NestedKey | None = None,
     ) -> None:
+        super().__init__()
         if not 0.0 <= float(gamma) <= 1.0:
             raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
         self.n_steps = n_steps
@@ -271,8 +273,6 @@ class MultiStep(NStep):
         """
         return self.of_batch(td, final, None, is_init_key=self.is_init_key, traj_key=self.traj_key)
 
-    __call__ = forward
-
 
 class MultiStepTransform(NStep):
     """Turns the samples of a replay buffer into n-step transitions; the buffer stores single steps.
@@ -336,5 +336,3 @@ class MultiStepTransform(NStep):
         if td.get(STEPS, None) is not None:
             return td
         return self.of_batch(td, None, ends)
-
-    __call__ = forward
