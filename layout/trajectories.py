@@ -35,7 +35,8 @@ def split_trajectories(
         trajectory_key: key of the ids; the mask goes beside it. Not together with ``prefix``.
         done_key: name of the done flag under ``"next"``. Default ``"done"``.
         as_nested: True or ``torch.jagged`` for nested tensors of batch size ``[n]`` that share the batch's
-            memory; ``torch.strided`` for strided ones, copied. Default False, the padded form.
+            memory; ``torch.strided`` for strided ones of batch size ``[n, -1]``, copied, of which
+            ``.to_padded_tensor(mask_key=("collector", "mask"))`` makes the padded form. Default False, the padded form.
 
     Raises:
         KeyError: a key asked for by name is missing, or no marker is there at all.
@@ -169,9 +170,10 @@ def _nest(flat: TensorDictBase, offsets: Tensor, layout: torch.layout) -> Tensor
                 f"batch[{key!r}] is {column.dtype}, of which torch has no nested tensors in the strided layout: "
                 "use as_nested=torch.jagged"
             )
+    # -1 tells tensordict that time is a batch dimension, so that to_padded_tensor(mask_key=...) can write the mask.
     return flat.apply(
         lambda c: torch.nested.as_nested_tensor(list(c.split(lengths)), layout=torch.strided),
-        batch_size=[len(lengths)],
+        batch_size=[len(lengths), -1],
     )
 
 

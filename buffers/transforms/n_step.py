@@ -175,18 +175,21 @@ class NStep(Transform):
     def of_batch(
         self, td: TensorDictBase, final: TensorDictBase | None, more: Tensor | None, **keys: NestedKey
     ) -> TensorDictBase:
-        """Turn the flat batch ``td`` ``[N]`` into n-step transitions that do not look beyond their run's end.
+        """Turn the batch ``td``, ``[N]`` or ``[*B, T]``, into n-step transitions that do not look beyond their run's end.
 
-        ``final`` holds next observations of a compact batch; ``more``, bool ``[N]``, marks run ends besides those that
-        `run_ends` finds by ``keys``.
+        ``final`` holds next observations of a compact batch; ``more``, bool of the batch's shape, marks run ends
+        besides those that `run_ends` finds by ``keys``.
         """
-        if td.batch_dims != 1:
+        if more is not None and more.shape != td.batch_size:
             raise ValueError(
-                f"{type(self).__name__} needs a flat batch [N], got {list(td.batch_size)}: batch.reshape(-1) lays "
-                '[envs, time] end to end, and ("collector", "traj_ids") or "is_init" tells the trajectories apart'
+                f"{type(self).__name__} needs samples of single rows, {list(more.shape)}, got {list(td.batch_size)}: "
+                "extend the buffer with flat batches [N]"
             )
         ends = run_ends(td, done_key=self.done_key, mask_key=self.mask_key, **keys)
         ends = ends if more is None else ends | more.to(ends.device)
+        shape = td.batch_size
+        if td.batch_dims > 1:  # row b of [*B, T] is the rows b * T ... b * T + T - 1; its last one ends a run
+            td, ends = td.reshape(shape.numel()), ends.reshape(-1)
         columns: Columns = dict(td.items(True, True))
         for key in td.keys(True, True, is_leaf=is_leaf_nontensor):
             if key not in columns and as_tuple(key)[0] == NEXT:
@@ -211,7 +214,7 @@ class NStep(Transform):
         result = td.clone(recurse=False).exclude(DELTA)
         for key, column in changed.items():
             result.set(key, column)
-        return result
+        return result if len(shape) == 1 else result.reshape(shape)
 
 
 class MultiStep(NStep):
@@ -263,13 +266,16 @@ class MultiStep(NStep):
         """Return the n-step batch; ``td`` stays unchanged.
 
         Args:
-            td: flat batch ``[N]``.
-            final: the next observations that no row of a compact batch holds (``collector.final``).
+            td: flat batch ``[N]``; or ``[*B, T]``, whose last dimension is time. No window goes from one row of the
+                leading dimensions to the next, nor from real rows into padding (``("collector", "mask")``,
+                ``[*B, T]`` or ``[*B, T, 1]``).
+            final: the next observations that no row of a compact batch holds (``collector.final``). Its row numbers
+                are those of ``td.reshape(-1)``.
 
         Raises:
             KeyError: a reward is missing, or there is no boundary marker at all.
             TypeError: done is not bool.
-            ValueError: ``td`` is not flat, lacks next observations, or consists of n-step transitions.
+            ValueError: ``td`` has no batch dimension, lacks next observations, or consists of n-step transitions.
         """
         return self.of_batch(td, final, None, is_init_key=self.is_init_key, traj_key=self.traj_key)
 
@@ -329,9 +335,9 @@ class MultiStepTransform(NStep):
     read = NStep.to_n_step
 
     def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
-        """Return a sample from :meth:`read` unchanged; treat any other flat batch as `MultiStep` does.
+        """Return a sample from :meth:`read` unchanged; treat any other batch as `MultiStep` does.
 
-        ``ends`` (bool ``[N]``) adds run ends.
+        ``ends`` (bool, of the batch's shape) adds run ends.
         """
         if td.get(STEPS, None) is not None:
             return td
