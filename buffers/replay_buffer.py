@@ -128,7 +128,7 @@ class ReplayBuffer(Transforming, BufferState):
 
     @override
     def insert_transform(self, index: int, transform: TransformLike, *, invert: bool = False) -> Self:
-        if looks_ahead(transform) and self._started and self.index is None:
+        if not invert and looks_ahead(transform) and self._started and self.index is None:
             raise RuntimeError(
                 f"{type(transform).__name__} follows trajectories, which the rows stored so far cannot: append it "
                 "before the first extend, or give it to ReplayBuffer(transform=...)"

@@ -43,8 +43,16 @@ from flatroll.wrappers import NextObservationDelta, StepCounter, as_vector_env
 
 #: (document, section, the block's first words): what it waits for, or why it is no program.
 ELSEWHERE: dict[tuple[str, str, str], str] = {
-    ("data package", "Checkpointing Replay Buffers", "H5StorageCheckpointer"): "checkpointers, dumps and loads",
-    ("data package", "The Rationale Behind TED", "observation.shape"): "no program: three shapes of an imagined set",
+    (
+        "data package",
+        "Checkpointing Replay Buffers",
+        "H5StorageCheckpointer",
+    ): "checkpointers, dumps and loads",
+    (
+        "data package",
+        "The Rationale Behind TED",
+        "observation.shape",
+    ): "no program: three shapes of an imagined set",
     ("data package", "The structure of TED", "data = env.reset()"): (
         "an env that takes and gives tensordicts; here envs are Gymnasium's. step_mdp is in flatroll.layout"
     ),
@@ -53,15 +61,27 @@ ELSEWHERE: dict[tuple[str, str, str], str] = {
     ),
     ("data package", "Transforming datasets", "RobosetExperienceReplay"): "data sets",
     ("data package", "TensorDictMap", "storage[3]"): "trees",
-    ("data package", "TensorDictMap", "storage[observation, action]"): "no program: pseudocode of the document",
+    (
+        "data package",
+        "TensorDictMap",
+        "storage[observation, action]",
+    ): "no program: pseudocode of the document",
     ("data package", "TensorDictMap", "storage[td]"): "trees",
     ("data package", "TensorDictMap", "storage[td] = next_state"): "trees",
     ("data package", "MCTSForest", "forest.node_map[data]"): "trees",
     ("data package", "MCTSForest", "forest.data_map[index]"): "trees",
     ("data layout", "The replay buffer ndim arg", "one buffer per worker"): "collectors with several workers",
-    ("data layout", "The buffer-to-collector handoff", "trajs_per_batch=8"): "collectors with several workers",
+    (
+        "data layout",
+        "The buffer-to-collector handoff",
+        "trajs_per_batch=8",
+    ): "collectors with several workers",
     ("collector internals", "Per-timestep flow", "a diagram"): "no program",
-    ("trajectory replay buffer", "Data Flow Overview", "two diagrams"): "no program; the buffer itself: saving to disk",
+    (
+        "trajectory replay buffer",
+        "Data Flow Overview",
+        "two diagrams",
+    ): "no program; the buffer itself: saving to disk",
 }
 
 
@@ -243,7 +263,9 @@ def test_data_layout_slice_sampler() -> None:
     sampler = SliceSampler(num_slices=4, slice_len=32, strict_length=False)
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100_000), sampler=sampler, batch_size=128)
     recurrent_policy = with_head(gru_module())
-    collector = Collector(gym.make("CartPole-v1"), recurrent_policy, frames_per_batch=300, total_frames=300, seed=0)
+    collector = Collector(
+        gym.make("CartPole-v1"), recurrent_policy, frames_per_batch=300, total_frames=300, seed=0
+    )
     rb.extend(next(iter(collector)))
     sample = rb.sample()
     assert sample.batch_dims == 1 and len(sample) <= 128
@@ -370,7 +392,9 @@ def test_memory_knob_9_sequences_without_padding() -> None:
         recurrent_backend="scan",
         default_recurrent_mode=True,
     )
-    rows = TensorDict({"obs": torch.randn(6, 64), "is_init": torch.tensor([[1], [0], [0], [1], [0], [0]]) > 0}, [6])
+    rows = TensorDict(
+        {"obs": torch.randn(6, 64), "is_init": torch.tensor([[1], [0], [0], [1], [0], [0]]) > 0}, [6]
+    )
     rows["rhs"] = torch.zeros(6, 1, 128)
     assert rnn(rows)["features"].shape == (6, 128)
 

@@ -21,7 +21,13 @@ def batch(rows: int = 4) -> TensorDict:
             "a": count,
             "b": {"c": count + 10, "d": count + 20},
             "done": flag,
-            "next": {"reward": count[:, None], "done": flag, "terminated": flag, "truncated": flag, "a": count + 1},
+            "next": {
+                "reward": count[:, None],
+                "done": flag,
+                "terminated": flag,
+                "truncated": flag,
+                "a": count + 1,
+            },
         },
         [rows],
     )

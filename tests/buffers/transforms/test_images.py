@@ -42,7 +42,9 @@ def test_options_of_to_tensor_image() -> None:
     assert ToTensorImage(dtype=torch.float64)(td.clone())["pixels"].dtype is torch.float64
     same = ToTensorImage(from_int=False, dtype=torch.uint8)(td.clone())["pixels"]
     assert torch.equal(same, raw.permute(2, 0, 1)) and same.dtype is torch.uint8
-    assert torch.equal(ToTensorImage(from_int=True)(TensorDict({"pixels": raw.float()}))["pixels"].max(), raw.max() / 255)
+    assert torch.equal(
+        ToTensorImage(from_int=True)(TensorDict({"pixels": raw.float()}))["pixels"].max(), raw.max() / 255
+    )
     with pytest.raises(ValueError, match=r"dtype must be floating.*got torch.uint8: or give from_int=False"):
         ToTensorImage(dtype=torch.uint8)
 
@@ -61,7 +63,9 @@ def test_images_with_channels_in_front_are_refused_or_left_in_shape() -> None:
 def test_a_batch_dimension_is_not_taken_for_one_of_the_image() -> None:
     gray = TensorDict({"pixels": images(5, 5, 5)}, [5])
     for transform in (ToTensorImage(), Resize(3)):
-        with pytest.raises(ValueError, match=r"\['?pixels'?\] must be \[\*B, \.\.\., .*got \[5, 5, 5\] in a batch \[5\]"):
+        with pytest.raises(
+            ValueError, match=r"\['?pixels'?\] must be \[\*B, \.\.\., .*got \[5, 5, 5\] in a batch \[5\]"
+        ):
             transform(gray)
     with pytest.raises(TypeError, match=r"batch\['pixels'\] must be a tensor, got"):
         ToTensorImage()(TensorDict({"pixels": "cat"}))
