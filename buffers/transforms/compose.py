@@ -57,7 +57,7 @@ class Compose(Transform):
         members = list(transforms)
         for member in members:
             check_transform(member)
-        self._transforms = members
+        self._transforms: list[TransformLike] = members
         # Registered, so that .to() and state_dict() reach the members that are modules.
         self._registered = nn.ModuleList(member for member in members if isinstance(member, nn.Module))
 
@@ -116,8 +116,8 @@ class Compose(Transform):
 
     def pop(self, index: int = -1) -> TransformLike:
         """Take the member at ``index`` out, by default the last one, and return it."""
-        members = list(self._transforms)
-        member = members.pop(index)
+        members: list[TransformLike] = list(self._transforms)
+        member: TransformLike = members.pop(index)
         self._hold(members)
         return member
 

@@ -175,7 +175,7 @@ class NStep(Transform):
     def of_batch(
         self, td: TensorDictBase, final: TensorDictBase | None, more: Tensor | None, **keys: NestedKey
     ) -> TensorDictBase:
-        """Turn the batch ``td``, ``[N]`` or ``[*B, T]``, into n-step transitions that do not look beyond their run's end.
+        """Turn the batch ``td``, ``[N]`` or ``[*B, T]``, into n-step transitions that end with their run at the latest.
 
         ``final`` holds next observations of a compact batch; ``more``, bool of the batch's shape, marks run ends
         besides those that `run_ends` finds by ``keys``.
