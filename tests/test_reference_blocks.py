@@ -1,9 +1,9 @@
 """The code of the reference documents runs here with nothing but its imports changed.
 
-One test for each block of code: the same calls, names, arguments and asserted results. Rewritten as the documents'
-readers are told to: an env is Gymnasium's, ``TransformedEnv(GymEnv("X"), T())`` is ``T(gym.make("X"))``, ``SerialEnv`` is
-a vector env, and ``env.action_spec`` is ``env.action_space``. `tests/test_tutorial.py` holds the blocks of the tutorial on
-memory up to its fourth knob. `ELSEWHERE` names every block that is in neither, and why.
+One test for each block of code: the same calls, names, arguments and asserted results. What is written in another way:
+an env is Gymnasium's, ``TransformedEnv(GymEnv("X"), T())`` is ``T(gym.make("X"))``, ``SerialEnv`` is a vector env, and
+``env.action_spec`` is ``env.action_space``. `tests/test_tutorial.py` holds the tutorial on memory up to its fourth knob.
+`ELSEWHERE` names every block that is in neither, and why.
 """
 
 import tempfile
@@ -281,7 +281,7 @@ def test_data_layout_auto_discoverability_for_recurrent_policies() -> None:
     assert {"is_init", "recurrent_state"} <= set(first.keys())
 
 
-# -- memory-efficient training, from the fifth knob on -------------------------------------------------------------------
+# -- memory-efficient training, from the fifth knob on ---------------------------------------------------------------
 
 
 def env_maker() -> gym.Env[Any, Any]:
@@ -324,7 +324,7 @@ def test_memory_knob_5_shifted_value_network(sample: TensorDict) -> None:
     gae_shifted = GAE(gamma=0.99, lmbda=0.95, value_network=value_network(), shifted=True)
     shifted_out = gae_shifted(sample.reshape(-1, 20).clone())
     assert torch.isfinite(shifted_out["advantage"]).all()
-    assert "shifted_valid" in shifted_out.keys()
+    assert "shifted_valid" in shifted_out
 
 
 @pytest.mark.filterwarnings("ignore:.*stands in:UserWarning")

@@ -42,9 +42,8 @@ def test_options_of_to_tensor_image() -> None:
     assert ToTensorImage(dtype=torch.float64)(td.clone())["pixels"].dtype is torch.float64
     same = ToTensorImage(from_int=False, dtype=torch.uint8)(td.clone())["pixels"]
     assert torch.equal(same, raw.permute(2, 0, 1)) and same.dtype is torch.uint8
-    assert torch.equal(
-        ToTensorImage(from_int=True)(TensorDict({"pixels": raw.float()}))["pixels"].max(), raw.max() / 255
-    )
+    scaled = ToTensorImage(from_int=True)(TensorDict({"pixels": raw.float()}))["pixels"]
+    assert torch.equal(scaled.max(), raw.max() / 255)
     with pytest.raises(ValueError, match=r"dtype must be floating.*got torch.uint8: or give from_int=False"):
         ToTensorImage(dtype=torch.uint8)
 
@@ -63,9 +62,7 @@ def test_images_with_channels_in_front_are_refused_or_left_in_shape() -> None:
 def test_a_batch_dimension_is_not_taken_for_one_of_the_image() -> None:
     gray = TensorDict({"pixels": images(5, 5, 5)}, [5])
     for transform in (ToTensorImage(), Resize(3)):
-        with pytest.raises(
-            ValueError, match=r"\['?pixels'?\] must be \[\*B, \.\.\., .*got \[5, 5, 5\] in a batch \[5\]"
-        ):
+        with pytest.raises(ValueError, match=r"'pixels'\] must be \[\*B, .*got \[5, 5, 5\] in a batch \[5\]"):
             transform(gray)
     with pytest.raises(TypeError, match=r"batch\['pixels'\] must be a tensor, got"):
         ToTensorImage()(TensorDict({"pixels": "cat"}))
@@ -127,7 +124,7 @@ def test_edges_of_resize() -> None:
     for wrong in (0, -1, 2.5, True):
         with pytest.raises(ValueError, match="w must be an integer of at least 1, got"):
             Resize(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="interpolation must be one of .* got 'cubic'"):
+    with pytest.raises(ValueError, match=r"interpolation must be one of .* got 'cubic'"):
         Resize(3, interpolation="cubic")  # type: ignore[arg-type]
     with pytest.raises(KeyError, match="Resize: batch has no entry 'pixels'"):
         Resize(3)(TensorDict({"frame": raw}))

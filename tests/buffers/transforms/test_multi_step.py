@@ -14,7 +14,7 @@ MASK = ("collector", "mask")
 
 
 def padded_batch(lead: list[int], time: int, unit: bool, mask: str | None, seed: int) -> TensorDict:
-    """Random episodes; ``unit`` gives flags and rewards a last dimension of 1, ``mask`` says which shape the mask has."""
+    """Random episodes; ``unit`` gives flags and rewards a last dimension of 1, ``mask`` is the shape of the mask."""
     generator = torch.Generator().manual_seed(seed)
     shape = [*lead, time]
     real = torch.ones(shape, dtype=torch.bool)

@@ -208,7 +208,7 @@ def test_compose_takes_transforms_only() -> None:
 def test_plain_objects_and_functions_are_members() -> None:
     compose = Compose(Plain(), lambda td: td.set("more", td["observation"] + 1))
     td = rows().set("junk", torch.zeros(12))
-    assert "junk" not in compose.inv(td).keys() and "junk" in td.keys()
+    assert "junk" not in compose.inv(td) and "junk" in td
     assert {"seen", "more"} <= set(compose(td).keys())
 
 
@@ -239,13 +239,15 @@ def test_members_that_look_ahead_or_want_ends_get_what_they_need(nested: bool) -
 def test_appending_a_compose_that_looks_ahead_needs_the_index() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(12), batch_size=6)
     buffer.extend(rows())
-    with pytest.raises(RuntimeError, match="Compose follows trajectories.*append it before the first extend"):
+    with pytest.raises(
+        RuntimeError, match=r"Compose follows trajectories.*append it before the first extend"
+    ):
         buffer.append_transform(Compose(Times(), MultiStepTransform(3, 0.9)))
     with pytest.raises(RuntimeError, match="MultiStepTransform follows trajectories"):
         buffer.insert_transform(0, MultiStepTransform(3, 0.9))
 
 
-# -- in buffers and collectors -------------------------------------------------------------------------------------------
+# -- in buffers and collectors ---------------------------------------------------------------------------------------
 
 
 def test_append_and_insert_in_a_buffer() -> None:
@@ -277,16 +279,16 @@ def test_inverted_transforms_do_their_work_once() -> None:
     assert data["observation"][3] == 3  # the caller's batch
     assert buffer.sample().batch_size == (6,) and buffer[3]["observation"] == 30 and calls == [12]
     for wrong in (MultiStepTransform(3, 0.9), NextStateReconstructor(), Compose(NextStateReconstructor())):
-        with pytest.raises(ValueError, match="follows trajectories of samples .* leave invert=True out"):
+        with pytest.raises(ValueError, match=r"follows trajectories of samples .* leave invert=True out"):
             buffer.append_transform(wrong, invert=True)
 
 
 def test_none_is_no_batch() -> None:
     for transform in (lambda td: None, Compose(lambda td: None)):
         buffer = buffer_of(transform)
-        for use in (buffer.sample, lambda: buffer[2]):
+        for use in (lambda rb: rb.sample(), lambda rb: rb[2]):
             with pytest.raises(TypeError, match="<lambda> returned None: a transform must return the batch"):
-                use()
+                use(buffer)
 
     class Swallows(Transform):
         def inv(self, td: TensorDictBase) -> None:  # type: ignore[override]
