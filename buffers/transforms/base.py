@@ -280,11 +280,11 @@ class Transforming:
         """Add a transform before the one at ``index``; the rest as for :meth:`append_transform`.
 
         Raises:
-            IndexError: fewer than ``index`` transforms.
+            ValueError: fewer than ``index`` transforms.
         """
         check_transform(transform)
         if not -len(self._transforms) <= index <= len(self._transforms):
-            raise IndexError(f"index must be within the {len(self._transforms)} transforms, got {index}")
+            raise ValueError(f"index must be within the {len(self._transforms)} transforms, got {index}")
         self._transforms.insert(index, Inverted(transform) if invert else transform)
         return self
 

@@ -108,10 +108,10 @@ class Compose(Transform):
         """Add a member before the one at ``index``.
 
         Raises:
-            IndexError: fewer than ``index`` members.
+            ValueError: fewer than ``index`` members.
         """
         if not -len(self) <= index <= len(self):
-            raise IndexError(f"index must be within the {len(self)} members, got {index}")
+            raise ValueError(f"index must be within the {len(self)} members, got {index}")
         self._hold([*self._transforms[:index], transform, *self._transforms[index:]])
 
     def pop(self, index: int = -1) -> TransformLike:

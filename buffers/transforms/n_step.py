@@ -180,6 +180,9 @@ class NStep(Transform):
         ``final`` holds next observations of a compact batch; ``more``, bool of the batch's shape, marks run ends
         besides those that `run_ends` finds by ``keys``.
         """
+        done = td.get(self.done_key, None)
+        if done is not None and done.shape[td.batch_dims :] not in ((), (1,)):
+            return self._per_agent(td, done, final, more, **keys)
         if more is not None and more.shape != td.batch_size:
             raise ValueError(
                 f"{type(self).__name__} needs samples of single rows, {list(more.shape)}, got {list(td.batch_size)}: "
@@ -215,6 +218,28 @@ class NStep(Transform):
         for key, column in changed.items():
             result.set(key, column)
         return result if len(shape) == 1 else result.reshape(shape)
+
+    def _per_agent(
+        self, td: TensorDictBase, done: Tensor, final: object, more: object, **keys: NestedKey
+    ) -> TensorDictBase:
+        """:meth:`of_batch` where done is ``[*B, T, *A]``: each of the A (agents) has trajectories of its own."""
+        time = td.batch_dims - 1
+        shape = done.shape[:-1] if done.shape[-1] == 1 else done.shape
+        lacking = [key for key, column in td.items(True, True) if column.shape[: len(shape)] != shape]
+        if lacking or final is not None or more is not None:
+            name = lacking[0] if lacking else "final" if final is not None else "the sample"
+            raise ValueError(
+                f"batch[{self.done_key!r}] has {list(done.shape)} values in a batch {list(td.batch_size)}, {name!r} "
+                "not one row for each of them: give each row one done flag, or leave the entry out with .exclude"
+            )
+        wide = td.clone(recurse=False)
+        wide.batch_size = shape
+        # Time goes behind the agents, [*B, *A, T], and back again.
+        back = [*range(time), len(shape) - 1, *range(time, len(shape) - 1)]
+        ahead = [*range(time), *range(time + 1, len(shape)), time]
+        result = self.of_batch(wide.permute(*ahead), None, None, **keys).permute(*back)
+        result.batch_size = td.batch_size
+        return result
 
 
 class MultiStep(NStep):
@@ -268,7 +293,8 @@ class MultiStep(NStep):
         Args:
             td: flat batch ``[N]``; or ``[*B, T]``, whose last dimension is time. No window goes from one row of the
                 leading dimensions to the next, nor from real rows into padding (``("collector", "mask")``,
-                ``[*B, T]`` or ``[*B, T, 1]``).
+                ``[*B, T]`` or ``[*B, T, 1]``). With done ``[*B, T, *A]``, one for each agent, every entry must have
+                these dimensions, and the columns written are ``[*B, T, *A, 1]``.
             final: the next observations that no row of a compact batch holds (``collector.final``). Its row numbers
                 are those of ``td.reshape(-1)``.
 

@@ -110,5 +110,22 @@ def test_compact_batches_are_numbered_as_they_are_laid_flat() -> None:
     assert torch.equal(out["next", "obs"], expected["next", "obs"])
 
 
+@pytest.mark.parametrize("unit", [True, False])
+def test_a_done_flag_for_each_agent(unit: bool) -> None:
+    agents = [padded_batch([2], 6, unit, "[B, T, 1]" if unit else "[B, T]", seed=10 + i) for i in range(3)]
+    batch = TensorDict.stack(agents, 2)
+    batch.batch_size = [2, 6]
+    out = MultiStep(0.9, 3)(batch)
+    assert out.batch_size == (2, 6)
+    for i, agent in enumerate(agents):
+        expected = MultiStep(0.9, 3)(agent)
+        for key in expected.keys(True, True):
+            assert torch.equal(out[key][:, :, i].nan_to_num(), expected[key].nan_to_num())
+    with pytest.raises(
+        ValueError, match=r"\('next', 'done'\)\] has .* values in a batch \[2, 6\], 'x' not one"
+    ):
+        MultiStep(0.9, 3)(batch.set("x", torch.zeros(2, 6)))
+
+
 def test_moves_with_to_like_any_module() -> None:
     assert MultiStep(0.9, 3).to("cpu").n_steps == 3

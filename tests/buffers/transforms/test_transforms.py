@@ -201,7 +201,7 @@ def test_compose_takes_transforms_only() -> None:
             Compose().append(wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="not both"):
         Compose(Times(), transforms=[Times()])
-    with pytest.raises(IndexError, match="within the 1 members, got 2"):
+    with pytest.raises(ValueError, match="within the 1 members, got 2"):
         Compose(Times()).insert(2, Times())
 
 
@@ -259,7 +259,7 @@ def test_append_and_insert_in_a_buffer() -> None:
     assert buffer[3]["observation"] == 6
     buffer.insert_transform(-1, Shift(100.0))
     assert buffer[3]["observation"] == 106
-    with pytest.raises(IndexError, match="within the 4 transforms, got 5"):
+    with pytest.raises(ValueError, match="within the 4 transforms, got 5"):
         buffer.insert_transform(5, Times())
     with pytest.raises(TypeError, match="got the class Times"):
         buffer.append_transform(Times)
