@@ -2,7 +2,7 @@
 
 One test for each block of code: the same calls, names, arguments and asserted results. What is written in another way:
 an env is Gymnasium's, ``TransformedEnv(GymEnv("X"), T())`` is ``T(gym.make("X"))``, ``SerialEnv`` is a vector env, and
-``env.action_spec`` is ``env.action_space``. `tests/test_tutorial.py` holds the first four knobs of the tutorial on memory.
+``env.action_spec`` is ``env.action_space``. The first four knobs of the tutorial on memory: `tests/test_tutorial.py`.
 `ELSEWHERE` names every block that is in neither, and why.
 """
 

@@ -181,7 +181,7 @@ class NStep(Transform):
         besides those that `run_ends` finds by ``keys``.
         """
         done = td.get(self.done_key, None)
-        if done is not None and done.shape[td.batch_dims :] not in ((), (1,)):
+        if td.batch_dims and done is not None and done.shape[td.batch_dims :] not in ((), (1,)):
             return self._per_agent(td, done, final, more, **keys)
         if more is not None and more.shape != td.batch_size:
             raise ValueError(
