@@ -25,6 +25,10 @@ from flatroll.buffers.tensordict_buffers import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from flatroll.buffers.transforms.base import Transform
+from flatroll.buffers.transforms.compose import Compose
+from flatroll.buffers.transforms.entries import ExcludeTransform, RenameTransform, SelectTransform
+from flatroll.buffers.transforms.images import Resize, ToTensorImage
 from flatroll.buffers.transforms.n_step import MultiStep, MultiStepTransform
 from flatroll.buffers.transforms.next_state import NextStateReconstructor
 from flatroll.buffers.transforms.random_crop import RandomCropTensorDict
@@ -42,7 +46,9 @@ __all__ = [
     "BoundaryKeys",
     "Column",
     "ColumnStorage",
+    "Compose",
     "Draw",
+    "ExcludeTransform",
     "ImmutableDatasetWriter",
     "LazyMemmapStorage",
     "LazyTensorStorage",
@@ -56,13 +62,16 @@ __all__ = [
     "PrioritizedSliceSampler",
     "RandomCropTensorDict",
     "RandomSampler",
+    "RenameTransform",
     "ReplayBuffer",
     "ReplayBufferEnsemble",
+    "Resize",
     "Ring",
     "RoundRobinWriter",
     "Sampler",
     "SamplerEnsemble",
     "SamplerWithoutReplacement",
+    "SelectTransform",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "Storage",
@@ -73,7 +82,9 @@ __all__ = [
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",
+    "ToTensorImage",
     "TrajectoryIndex",
+    "Transform",
     "Writer",
     "WriterEnsemble",
 ]

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self, TypeAlias, overload
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
+from typing_extensions import override
 
 from flatroll.buffers.checkpoint import BufferState
 from flatroll.buffers.columns.base import After
@@ -27,7 +28,14 @@ from flatroll.buffers.storages.item_kinds import (
 )
 from flatroll.buffers.storages.list import ListStorage
 from flatroll.buffers.storages.parallel_lanes import positions, slots_at, slots_of, time_first
-from flatroll.buffers.transforms.base import TransformLike, apply, looks_ahead
+from flatroll.buffers.transforms.base import (
+    Transforming,
+    TransformLike,
+    apply,
+    apply_inverses,
+    check_row_count,
+    looks_ahead,
+)
 from flatroll.buffers.writers import RoundRobinWriter, Writer, check_rows
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import MASK, NestedKey
@@ -36,7 +44,7 @@ Informed: TypeAlias = tuple[Any, dict[str, Tensor]]  # a sample and its info
 Made: TypeAlias = tuple[Any, dict[str, Tensor], bool]  # and whether a pass over the rows ended with it
 
 
-class ReplayBuffer(BufferState):
+class ReplayBuffer(Transforming, BufferState):
     """Stores rows in a ring and samples from it.
 
     Rows are those of flat tensordict batches; tensors and trees of tensors (tuples, dicts, nested) will do, and with
@@ -118,25 +126,14 @@ class ReplayBuffer(BufferState):
         if self.storage.contents is not None:
             self._write(self.storage.contents, None)
 
-    def append_transform(self, transform: TransformLike) -> Self:
-        """Add a transform after those there are: an object with ``forward(td)`` and perhaps ``inv(td)``, or a
-        function. Samples go through ``forward`` in order, batches to store through ``inv`` in reverse order.
-
-        Raises:
-            TypeError: neither of the two.
-            RuntimeError: a transform that reads ahead (n-step), but the rows stored so far are not indexed.
-        """
-        if not callable(transform) and not hasattr(transform, "forward"):
-            raise TypeError(
-                f"transform must have forward(td) or be a function of td, got {type(transform).__name__}"
-            )
-        if looks_ahead(transform) and self._started and self.index is None:
+    @override
+    def insert_transform(self, index: int, transform: TransformLike, *, invert: bool = False) -> Self:
+        if not invert and looks_ahead(transform) and self._started and self.index is None:
             raise RuntimeError(
                 f"{type(transform).__name__} follows trajectories, which the rows stored so far cannot: append it "
                 "before the first extend, or give it to ReplayBuffer(transform=...)"
             )
-        self._transforms.append(transform)
-        return self
+        return super().insert_transform(index, transform, invert=invert)
 
     # -- writing -----------------------------------------------------------------------------------------------
 
@@ -163,9 +160,8 @@ class ReplayBuffer(BufferState):
             if not data:
                 return torch.zeros(0, dtype=torch.int64)
             data = batched(data)
-        for transform in reversed(self._transforms):
-            inverse = getattr(transform, "inv", None)
-            data = data if inverse is None else inverse(data)
+        if self._transforms:
+            data = apply_inverses(self._transforms, data, final)
         if isinstance(data, LazyStackedTensorDict) and not listed:
             data = dense(data)
         if isinstance(data, TensorDictBase) and (not data.batch_dims or data.get(MASK, None) is not None):
@@ -285,9 +281,7 @@ class ReplayBuffer(BufferState):
             ValueError: an entry by which trajectories are told apart, or one that a compact storage reads twice,
                 would change.
         """
-        for transform in reversed(self._transforms):
-            inverse = getattr(transform, "inv", None)
-            data = data if inverse is None else inverse(data)
+        data = apply_inverses(self._transforms, data)
         self._after_fork()
         self.writer.check_change(data)
         with self._write_lock:
@@ -447,6 +441,8 @@ class ReplayBuffer(BufferState):
             data = apply(transform, data, lambda: ends)
         if listed:
             return data
+        if slots.ndim != 1:
+            check_row_count(self._transforms, data, len(rows))
         if slots.ndim == 0:
             return map_rows(data, lambda leaf: leaf[0])
         # Rows were left out of slices only, whose first dimension is time.

@@ -31,11 +31,12 @@ def split_trajectories(
         batch: ``[N]`` or ``[*B, T]`` (a run never goes from one row of the leading dims to the next). Rows
             that are padding by its mask are left out.
         prefix: where ids and mask stand: ``(prefix, "traj_ids")`` and ``(prefix, "mask")``. Default
-            ``"collector"``.
+            ``"collector"``; ids are also read at the root, ``"traj_ids"``, if there are none in it.
         trajectory_key: key of the ids; the mask goes beside it. Not together with ``prefix``.
         done_key: name of the done flag under ``"next"``. Default ``"done"``.
         as_nested: True or ``torch.jagged`` for nested tensors of batch size ``[n]`` that share the batch's
-            memory; ``torch.strided`` for strided ones, copied. Default False, the padded form.
+            memory; ``torch.strided`` for strided ones of batch size ``[n, -1]``, copied, of which
+            ``.to_padded_tensor(mask_key=("collector", "mask"))`` makes the padded form. Default False, the padded form.
 
     Raises:
         KeyError: a key asked for by name is missing, or no marker is there at all.
@@ -59,6 +60,12 @@ def split_trajectories(
     if as_nested not in (True, False, torch.jagged, torch.strided):
         raise TypeError(f"as_nested must be True, False, torch.jagged or torch.strided, got {as_nested!r}")
     traj_key, mask_key = _keys(prefix, trajectory_key)
+    if (
+        traj_key == TRAJ_IDS
+        and batch.get(TRAJ_IDS, None) is None
+        and batch.get(TRAJ_IDS[-1], None) is not None
+    ):
+        traj_key = TRAJ_IDS[-1]
     done = DONE if done_key is None else under_next(done_key)
     for asked, key in ((trajectory_key, traj_key), (done_key, done)):
         if asked is not None and batch.get(key, None) is None:
@@ -169,9 +176,10 @@ def _nest(flat: TensorDictBase, offsets: Tensor, layout: torch.layout) -> Tensor
                 f"batch[{key!r}] is {column.dtype}, of which torch has no nested tensors in the strided layout: "
                 "use as_nested=torch.jagged"
             )
+    # -1 tells tensordict that time is a batch dimension, so that to_padded_tensor(mask_key=...) can write the mask.
     return flat.apply(
         lambda c: torch.nested.as_nested_tensor(list(c.split(lengths)), layout=torch.strided),
-        batch_size=[len(lengths)],
+        batch_size=[len(lengths), -1],
     )
 
 

@@ -1,7 +1,7 @@
 """The replay buffer ensemble, which samples several replay buffers as one."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NoReturn, Self, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from tensordict import TensorDictBase
@@ -15,7 +15,7 @@ from flatroll.buffers.ensemble.members import (
     collate_members,
 )
 from flatroll.buffers.replay_buffer import ReplayBuffer
-from flatroll.buffers.transforms.base import TransformLike, apply
+from flatroll.buffers.transforms.base import Transforming, TransformLike, apply
 from flatroll.buffers.writers import check_tensordicts, has_priorities
 from flatroll.layout.keys import NestedKey, require
 
@@ -23,7 +23,7 @@ from flatroll.layout.keys import NestedKey, require
 BUFFER_IDS: NestedKey = ("collector", "buffer_ids")
 
 
-class ReplayBufferEnsemble:
+class ReplayBufferEnsemble(Transforming):
     """Samples several replay buffers as one, such as several datasets, or demonstrations and fresh data.
 
     A sample of B rows is made of n = ``num_buffer_sampled`` members' samples of B / n rows each, after the members'
@@ -125,19 +125,6 @@ class ReplayBufferEnsemble:
                 f"an ensemble is indexed by member, rb[0], and a member by row, rb[0][:], got {index!r}"
             )
         return list(self._members[index]) if isinstance(index, slice) else self._members[index]
-
-    def append_transform(self, transform: TransformLike) -> Self:
-        """Append a transform of the samples: an object with ``forward(td)``, or a function.
-
-        Raises:
-            TypeError: neither of the two.
-        """
-        if not callable(transform) and not hasattr(transform, "forward"):
-            raise TypeError(
-                f"transform must have forward(td) or be a function of td, got {type(transform).__name__}"
-            )
-        self._transforms.append(transform)
-        return self
 
     # -- reading -----------------------------------------------------------------------------------------------
 

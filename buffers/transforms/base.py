@@ -1,14 +1,16 @@
-"""The interface of a replay buffer's transforms, and the function that applies one."""
+"""The base class of transforms, the interface that any other object or function may have, and how they are applied."""
 
-from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, Self, TypeAlias, runtime_checkable
 
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
+
+from flatroll.layout.keys import NestedKey, missing_marker, plain_key
 
 
 @runtime_checkable
-class Transform(Protocol):
+class SampleTransform(Protocol):
     """Changes the samples of a buffer: anything with ``forward(td) -> td``.
 
     An optional ``inv(td) -> td`` is applied to what is stored. With an attribute ``wants_ends = True``, samples come
@@ -23,20 +25,272 @@ class Transform(Protocol):
         ...
 
 
-TransformLike: TypeAlias = Transform | Callable[[TensorDictBase], TensorDictBase]
+TransformLike: TypeAlias = SampleTransform | Callable[[TensorDictBase], TensorDictBase]
 
 
-def apply(transform: TransformLike, td: TensorDictBase, ends: Callable[[], Tensor]) -> TensorDictBase:
-    """Apply ``transform`` to a sample; pass ``ends()``, bool ``[N]``, only if it has ``wants_ends``."""
-    if not isinstance(transform, Transform):
-        return transform(td)
-    if getattr(transform, "wants_ends", False):
+def key_list(name: str, keys: NestedKey | Sequence[NestedKey] | None) -> list[NestedKey]:
+    """Return an argument that names entries as a list; one string is one key, None is no key.
+
+    Raises:
+        ValueError: a tuple of several strings, which may mean one nested key or several keys.
+
+    >>> key_list("in_keys", "pixels"), key_list("in_keys", ["pixels", ("next", "pixels")])
+    (['pixels'], ['pixels', ('next', 'pixels')])
+    """
+    if keys is None:
+        return []
+    if isinstance(keys, str):
+        return [keys]
+    if isinstance(keys, tuple) and len(keys) > 1 and all(isinstance(key, str) for key in keys):
+        raise ValueError(
+            f"{name}={keys!r} may mean one nested key or {len(keys)} keys: write [{keys!r}] for the nested key, "
+            f"{list(keys)!r} for the {len(keys)} keys"
+        )
+    return [plain_key(key) for key in keys]
+
+
+class Transform(nn.Module):
+    """Base class of transforms of samples and batches: reads the entries ``in_keys``, writes ``out_keys``.
+
+    A transform is called with a tensordict, changes it in place and returns it. In a buffer, samples go through
+    ``forward`` and batches to store through ``inv``; ``Collector(postproc=transform)`` calls it on each batch.
+
+    Write one in either of two ways: define ``_apply_transform(value)``, which maps one entry's tensor ``[*B, ...]``
+    and is called once for each of the ``in_keys``; or define ``forward(td)``, which has the whole batch. The same for
+    the way into the buffer: ``_inv_apply_transform(value)`` or ``inv(td)``.
+
+    Being an `torch.nn.Module`, a transform may hold parameters and buffers, and moves with ``.to(device)``.
+
+    Args:
+        in_keys: entries to read; one string is one key, a nested key goes inside a list.
+        out_keys: where to write what came of each, default ``in_keys``.
+        in_keys_inv: entries to write on the way into a buffer, default none.
+        out_keys_inv: entries to read for them, default ``in_keys_inv``. So, as in TorchRL, ``out_keys_inv`` are
+            the names in the batch given to ``extend``, and ``in_keys_inv`` the names in the buffer.
+
+    Raises:
+        ValueError: keys given as a tuple of several strings, which may mean one nested key or several keys.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> class Double(Transform):
+    ...     def _apply_transform(self, value):
+    ...         return 2 * value
+    >>> td = TensorDict({"x": torch.ones(3), "next": {"x": torch.ones(3)}}, [3])
+    >>> Double(["x", ("next", "x")], ["y", ("next", "x")])(td)["next", "x"], td["x"], td["y"]
+    (tensor([2., 2., 2.]), tensor([1., 1., 1.]), tensor([2., 2., 2.]))
+    """
+
+    def __init__(
+        self,
+        in_keys: NestedKey | Sequence[NestedKey] | None = None,
+        out_keys: NestedKey | Sequence[NestedKey] | None = None,
+        in_keys_inv: NestedKey | Sequence[NestedKey] | None = None,
+        out_keys_inv: NestedKey | Sequence[NestedKey] | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_keys = key_list("in_keys", in_keys)
+        self.out_keys = list(self.in_keys) if out_keys is None else key_list("out_keys", out_keys)
+        self.in_keys_inv = key_list("in_keys_inv", in_keys_inv)
+        self.out_keys_inv = (
+            list(self.in_keys_inv) if out_keys_inv is None else key_list("out_keys_inv", out_keys_inv)
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(in_keys={self.in_keys}, out_keys={self.out_keys})"
+
+    def forward(self, td: TensorDictBase, /) -> TensorDictBase:
+        """Write ``_apply_transform`` of the ``in_keys`` to the ``out_keys`` of ``td``, and return ``td``.
+
+        Raises:
+            KeyError: an entry is missing; nothing has been written then.
+            ValueError: as many ``in_keys`` as ``out_keys`` are needed.
+            TypeError: ``td`` is no tensordict.
+        """
+        values = [self._apply_transform(self._entry(td, key)) for key in self.in_keys]
+        self._write(td, self.out_keys, values)
+        return td
+
+    def inv(self, td: TensorDictBase, /) -> TensorDictBase:
+        """Return a shallow copy of ``td`` with ``_inv_apply_transform`` of the ``out_keys_inv`` in the ``in_keys_inv``.
+
+        Without ``in_keys_inv``, ``td`` itself. Errors as for :meth:`forward`.
+        """
+        if not self.in_keys_inv:
+            return td
+        values = [self._inv_apply_transform(self._entry(td, key)) for key in self.out_keys_inv]
+        result = td.clone(recurse=False)
+        self._write(result, self.in_keys_inv, values)
+        return result
+
+    def _apply_transform(self, value: Any) -> Any:
+        """Return what to write for one of the ``in_keys``, given its value ``[*B, ...]``."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define forward(td), or _apply_transform(value) for each of its in_keys"
+        )
+
+    def _inv_apply_transform(self, value: Any) -> Any:
+        """Return what to store for one of the ``in_keys_inv``, given its value ``[*B, ...]``; by default the same."""
+        return value
+
+    def _entry(self, td: TensorDictBase, key: NestedKey) -> Any:
+        """The entry ``key`` of ``td``: a tensor, a nested tensordict or what is no tensor; KeyError if missing."""
+        value = batch_of(self, td).get(key, None)
+        if value is None:
+            raise KeyError(f"{type(self).__name__}: {missing_marker(key, td.keys(True, True)).args[0]}")
+        return value
+
+    def _write(self, td: TensorDictBase, keys: Sequence[NestedKey], values: Sequence[Any]) -> None:
+        """Set the entries ``keys`` of ``td``, after everything was read."""
+        if len(keys) != len(values):
+            raise ValueError(
+                f"{type(self).__name__} has {len(values)} entries to write and {len(keys)} keys for them, {list(keys)}"
+            )
+        for key, value in zip(keys, values, strict=True):
+            td.set(key, value)
+
+
+def batch_of(transform: object, td: Any) -> TensorDictBase:
+    """Return ``td`` if it is a tensordict; TypeError that names the transform if it is not."""
+    if not isinstance(td, TensorDictBase):
+        raise TypeError(f"{name_of(transform)} needs tensordicts, got {type(td).__name__}")
+    return td
+
+
+def name_of(transform: object) -> str:
+    """The name of a function, or of an object's class."""
+    return str(getattr(transform, "__name__", type(transform).__name__))
+
+
+def apply(transform: TransformLike, td: TensorDictBase, ends: Callable[[], Tensor] | None) -> TensorDictBase:
+    """Apply ``transform`` to a sample; pass ``ends()``, bool ``[N]``, only if it has ``wants_ends``.
+
+    Raises:
+        TypeError: the transform returned None.
+        ValueError: it wants the ends of the drawn rows, and a transform before it changed the number of rows.
+    """
+    if not isinstance(transform, SampleTransform):
+        changed = transform(td)
+    elif ends is not None and getattr(transform, "wants_ends", False):
         wanting: Any = transform
-        changed: TensorDictBase = wanting.forward(td, ends())
-        return changed
-    return transform.forward(td)
+        marks = ends()
+        if isinstance(td, TensorDictBase) and td.batch_size[: marks.ndim] != marks.shape:
+            raise ValueError(
+                f"{name_of(transform)} must know which rows follow one another, and a transform before it changed "
+                f"the sample's rows from {list(marks.shape)} to {list(td.batch_size)}: put that one after it"
+            )
+        changed = wanting.forward(td, marks)
+    else:
+        changed = transform.forward(td)
+    return _returned(transform, changed)
+
+
+def apply_inverses(
+    transforms: Sequence[TransformLike], data: Any, final: TensorDictBase | None = None
+) -> Any:
+    """Put a batch to store through the ``inv`` of the transforms that have one, the last transform first.
+
+    Raises:
+        TypeError: a transform returned None.
+        ValueError: a transform changed the number of rows, by which ``final`` counts.
+    """
+    result = data
+    for transform in reversed(transforms):
+        inverse = getattr(transform, "inv", None)
+        if inverse is not None:
+            result = _returned(transform, inverse(result))
+    if final is not None and isinstance(result, TensorDictBase) and result.batch_size != data.batch_size:
+        raise ValueError(
+            f"final counts the rows of the batch, {list(data.batch_size)}, and the transforms' inv changed them to "
+            f"{list(result.batch_size)}: leave final out, or change the rows before both are made"
+        )
+    return result
+
+
+def _returned(transform: object, result: Any) -> Any:
+    """Return ``result``; TypeError if it is None."""
+    if result is None:
+        raise TypeError(f"{name_of(transform)} returned None: a transform must return the batch")
+    return result
 
 
 def looks_ahead(transform: TransformLike) -> int:
     """Return how many rows, each row itself included, the transform reads per row: ``look_ahead``, or 0."""
     return int(getattr(transform, "look_ahead", 0))
+
+
+def check_row_count(transforms: Iterable[object], data: Any, rows: int) -> None:
+    """ValueError unless ``data``, if it is a tensordict, still has the ``rows`` rows that transforms were given."""
+    if isinstance(data, TensorDictBase) and data.batch_size[:1] != (rows,):
+        names = ", ".join(map(name_of, transforms))
+        raise ValueError(
+            f"transforms ({names}) made rows {list(data.batch_size)} of {rows}, which cannot be put back into the "
+            "shape of the index: index with a slice, or sample"
+        )
+
+
+class Inverted(Transform):
+    """The other way round: what ``transform`` does to samples is done to what is stored, and its ``inv`` to samples.
+
+    Raises:
+        ValueError: a transform that needs to know the sample's trajectories.
+    """
+
+    def __init__(self, transform: TransformLike) -> None:
+        super().__init__()
+        if looks_ahead(transform) or getattr(transform, "wants_ends", False):
+            raise ValueError(
+                f"{name_of(transform)} follows trajectories of samples and cannot be applied to what is stored: "
+                "leave invert=True out, or apply it to the batch before extend"
+            )
+        self.transform = transform
+
+    def forward(self, td: TensorDictBase, /) -> TensorDictBase:
+        """Return ``transform.inv(td)``."""
+        result: TensorDictBase = apply_inverses([self.transform], td)
+        return result
+
+    def inv(self, td: TensorDictBase, /) -> TensorDictBase:
+        """Return ``transform.forward`` of a shallow copy of ``td``."""
+        return apply(self.transform, td.clone(recurse=False) if isinstance(td, TensorDictBase) else td, None)
+
+
+class Transforming:
+    """The part of a buffer that holds its transforms."""
+
+    _transforms: list[TransformLike]
+
+    def append_transform(self, transform: TransformLike, *, invert: bool = False) -> Self:
+        """Add a transform after those there are: an object with ``forward(td)`` and perhaps ``inv(td)``, or a
+        function. Samples go through ``forward`` in order, batches to store through ``inv`` in reverse order.
+
+        Args:
+            transform: see `Transform`.
+            invert: apply ``forward`` to what is stored, and ``inv`` to samples. So work that is the same every time
+                is done once.
+
+        Raises:
+            TypeError: neither of the two.
+            RuntimeError: a transform that reads ahead (n-step), but the rows stored so far are not indexed.
+            ValueError: ``invert`` with a transform that follows trajectories.
+        """
+        return self.insert_transform(len(self._transforms), transform, invert=invert)
+
+    def insert_transform(self, index: int, transform: TransformLike, *, invert: bool = False) -> Self:
+        """Add a transform before the one at ``index``; the rest as for :meth:`append_transform`.
+
+        Raises:
+            ValueError: fewer than ``index`` transforms.
+        """
+        check_transform(transform)
+        if not -len(self._transforms) <= index <= len(self._transforms):
+            raise ValueError(f"index must be within the {len(self._transforms)} transforms, got {index}")
+        self._transforms.insert(index, Inverted(transform) if invert else transform)
+        return self
+
+
+def check_transform(transform: object) -> None:
+    """TypeError unless ``transform`` is a function or has ``forward``."""
+    if isinstance(transform, type) or not (callable(transform) or hasattr(transform, "forward")):
+        got = f"the class {transform.__name__}" if isinstance(transform, type) else type(transform).__name__
+        raise TypeError(f"transform must have forward(td) or be a function of td, got {got}")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flatroll.buffers.columns.base import Columns, take_rows
 from flatroll.buffers.storages.next_pool import check_final_covers, next_columns
+from flatroll.buffers.transforms.base import Transform
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
 from flatroll.layout.delta import decode_delta
@@ -35,7 +36,7 @@ Get: TypeAlias = Callable[[Tensor, Sequence[NestedKey]], Columns]
 STEPS, GAMMA, NONTERMINAL = "steps_to_next_obs", "gamma", "nonterminal"
 
 
-class NStep:
+class NStep(Transform):
     """Computes n-step transitions; base of `MultiStep` and `MultiStepTransform`."""
 
     def __init__(
@@ -47,6 +48,7 @@ class NStep:
         done_key: NestedKey | None = None,
         mask_key: NestedKey | None = None,
     ) -> None:
+        super().__init__()
         if not 0.0 <= float(gamma) <= 1.0:
             raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
         self.n_steps = n_steps
@@ -173,18 +175,24 @@ class NStep:
     def of_batch(
         self, td: TensorDictBase, final: TensorDictBase | None, more: Tensor | None, **keys: NestedKey
     ) -> TensorDictBase:
-        """Turn the flat batch ``td`` ``[N]`` into n-step transitions that do not look beyond their run's end.
+        """Turn the batch ``td``, ``[N]`` or ``[*B, T]``, into n-step transitions that end with their run at the latest.
 
-        ``final`` holds next observations of a compact batch; ``more``, bool ``[N]``, marks run ends besides those that
-        `run_ends` finds by ``keys``.
+        ``final`` holds next observations of a compact batch; ``more``, bool of the batch's shape, marks run ends
+        besides those that `run_ends` finds by ``keys``.
         """
-        if td.batch_dims != 1:
+        done = td.get(self.done_key, None)
+        if td.batch_dims and done is not None and done.shape[td.batch_dims :] not in ((), (1,)):
+            return self._per_agent(td, done, final, more, **keys)
+        if more is not None and more.shape != td.batch_size:
             raise ValueError(
-                f"{type(self).__name__} needs a flat batch [N], got {list(td.batch_size)}: batch.reshape(-1) lays "
-                '[envs, time] end to end, and ("collector", "traj_ids") or "is_init" tells the trajectories apart'
+                f"{type(self).__name__} needs samples of single rows, {list(more.shape)}, got {list(td.batch_size)}: "
+                "extend the buffer with flat batches [N]"
             )
         ends = run_ends(td, done_key=self.done_key, mask_key=self.mask_key, **keys)
         ends = ends if more is None else ends | more.to(ends.device)
+        shape = td.batch_size
+        if td.batch_dims > 1:  # row b of [*B, T] is the rows b * T ... b * T + T - 1; its last one ends a run
+            td, ends = td.reshape(shape.numel()), ends.reshape(-1)
         columns: Columns = dict(td.items(True, True))
         for key in td.keys(True, True, is_leaf=is_leaf_nontensor):
             if key not in columns and as_tuple(key)[0] == NEXT:
@@ -209,6 +217,28 @@ class NStep:
         result = td.clone(recurse=False).exclude(DELTA)
         for key, column in changed.items():
             result.set(key, column)
+        return result if len(shape) == 1 else result.reshape(shape)
+
+    def _per_agent(
+        self, td: TensorDictBase, done: Tensor, final: object, more: object, **keys: NestedKey
+    ) -> TensorDictBase:
+        """:meth:`of_batch` where done is ``[*B, T, *A]``: each of the A (agents) has trajectories of its own."""
+        time = td.batch_dims - 1
+        shape = done.shape[:-1] if done.shape[-1] == 1 else done.shape
+        lacking = [key for key, column in td.items(True, True) if column.shape[: len(shape)] != shape]
+        if lacking or final is not None or more is not None:
+            name = lacking[0] if lacking else "final" if final is not None else "the sample"
+            raise ValueError(
+                f"batch[{self.done_key!r}] has {list(done.shape)} values in a batch {list(td.batch_size)}, {name!r} "
+                "not one row for each of them: give each row one done flag, or leave the entry out with .exclude"
+            )
+        wide = td.clone(recurse=False)
+        wide.batch_size = shape
+        # Time goes behind the agents, [*B, *A, T], and back again.
+        back = [*range(time), len(shape) - 1, *range(time, len(shape) - 1)]
+        ahead = [*range(time), *range(time + 1, len(shape)), time]
+        result = self.of_batch(wide.permute(*ahead), None, None, **keys).permute(*back)
+        result.batch_size = td.batch_size
         return result
 
 
@@ -261,17 +291,19 @@ class MultiStep(NStep):
         """Return the n-step batch; ``td`` stays unchanged.
 
         Args:
-            td: flat batch ``[N]``.
-            final: the next observations that no row of a compact batch holds (``collector.final``).
+            td: flat batch ``[N]``; or ``[*B, T]``, whose last dimension is time. No window goes from one row of the
+                leading dimensions to the next, nor from real rows into padding (``("collector", "mask")``,
+                ``[*B, T]`` or ``[*B, T, 1]``). With done ``[*B, T, *A]``, one for each agent, every entry must have
+                these dimensions, and the columns written are ``[*B, T, *A, 1]``.
+            final: the next observations that no row of a compact batch holds (``collector.final``). Its row numbers
+                are those of ``td.reshape(-1)``.
 
         Raises:
             KeyError: a reward is missing, or there is no boundary marker at all.
             TypeError: done is not bool.
-            ValueError: ``td`` is not flat, lacks next observations, or consists of n-step transitions.
+            ValueError: ``td`` has no batch dimension, lacks next observations, or consists of n-step transitions.
         """
         return self.of_batch(td, final, None, is_init_key=self.is_init_key, traj_key=self.traj_key)
-
-    __call__ = forward
 
 
 class MultiStepTransform(NStep):
@@ -329,12 +361,10 @@ class MultiStepTransform(NStep):
     read = NStep.to_n_step
 
     def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
-        """Return a sample from :meth:`read` unchanged; treat any other flat batch as `MultiStep` does.
+        """Return a sample from :meth:`read` unchanged; treat any other batch as `MultiStep` does.
 
-        ``ends`` (bool ``[N]``) adds run ends.
+        ``ends`` (bool, of the batch's shape) adds run ends.
         """
         if td.get(STEPS, None) is not None:
             return td
         return self.of_batch(td, None, ends)
-
-    __call__ = forward

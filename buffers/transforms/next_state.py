@@ -6,12 +6,13 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from flatroll.buffers.transforms.base import Transform, key_list
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.delta import signed
 from flatroll.layout.keys import DONE, TRAJ_IDS, NestedKey, flat_column, next_key, require
 
 
-class NextStateReconstructor:
+class NextStateReconstructor(Transform):
     """Adds ``("next", key)`` to samples of a compact batch, taken from the row after each row.
 
     ``next[i] = root[i + 1]`` if row i + 1 of the batch follows row i in its trajectory, else ``fill_value``. It
@@ -54,12 +55,9 @@ class NextStateReconstructor:
         fill_value: float = float("nan"),
         strict: bool = True,
     ) -> None:
-        if isinstance(keys, tuple) and len(keys) > 1 and all(isinstance(key, str) for key in keys):
-            raise ValueError(
-                f"keys={keys!r} may mean one nested key or {len(keys)} keys: write [{keys!r}] for the nested key, "
-                f"{list(keys)!r} for the {len(keys)} keys"
-            )
-        self.keys: list[NestedKey] = [keys] if isinstance(keys, str) else list(keys)
+        roots = key_list("keys", keys)
+        super().__init__(roots, [next_key(key) for key in roots])
+        self.keys = self.in_keys
         self.traj_key, self.done_key, self.step_count_key = traj_key, done_key, step_count_key
         self.fill_value, self.strict = fill_value, strict
 
@@ -71,7 +69,7 @@ class NextStateReconstructor:
             )
         ends = self._run_ends(td, ends)
         result = td.clone(recurse=False)
-        for key in self.keys:
+        for key in self.in_keys:
             column = require(td, key)
             if self.fill_value != self.fill_value and not (column.is_floating_point() or column.is_complex()):
                 raise TypeError(
@@ -82,8 +80,6 @@ class NextStateReconstructor:
             signed(following).masked_fill_(ends.view(-1, *[1] * (column.ndim - 1)), self.fill_value)
             result.set(next_key(key), following)
         return result
-
-    __call__ = forward
 
     def _run_ends(self, td: TensorDictBase, ends: Tensor | None) -> Tensor:
         """Rows that the next row does not follow, bool ``[N]``: those marked in ``td``, and ``ends``."""

@@ -7,11 +7,12 @@ from tensordict import TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
 from flatroll.buffers.columns.base import take_rows
+from flatroll.buffers.transforms.base import Transform
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import IS_INIT, NestedKey, marker
 
 
-class RandomCropTensorDict:
+class RandomCropTensorDict(Transform):
     """Cuts ``sub_seq_len`` consecutive steps out of each trajectory of a batch ``[*B, T]``, at a random start.
 
     Each element of the batch gets a start of its own, uniform over all that leave room, the last one among them. For
@@ -52,6 +53,7 @@ class RandomCropTensorDict:
         init_key: NestedKey = IS_INIT,
         generator: torch.Generator | None = None,
     ) -> None:
+        super().__init__()
         whole_number("sub_seq_len", sub_seq_len)
         if generator is not None and generator.device.type != "cpu":
             raise ValueError(
@@ -104,8 +106,6 @@ class RandomCropTensorDict:
         if crop.get(self.init_key, None) is not None:
             marker(crop, self.init_key).select(dim, 0).fill_(True)
         return crop
-
-    __call__ = forward
 
     def _possible_starts(self, td: TensorDictBase, dim: int) -> Tensor:
         """Number of possible starts of each trajectory, int64 ``[*B]``."""

@@ -56,6 +56,49 @@ def test_leading_dims_are_never_joined():
     assert join(padded)["x"].tolist() == list(range(1, 13))
 
 
+@pytest.mark.parametrize("lead", [[], [3], [2, 2]])
+@pytest.mark.parametrize("shape", ["[*B, T]", "[*B, T, 1]"])
+@pytest.mark.parametrize("by", ["ids", "ids at the root", "done", "is_init"])
+def test_every_shape_of_mask_and_marker_against_a_loop(lead, shape, by):
+    """Runs of float64 rows, listed by a loop over the rows of each leading element."""
+    generator = torch.Generator().manual_seed(len(lead))
+    time = 9
+    real = torch.arange(time) < torch.randint(1, time + 1, lead, generator=generator).unsqueeze(-1)
+    starts = torch.rand([*lead, time], generator=generator) < 0.3
+    starts[..., 0] = True
+    ends = torch.cat([starts[..., 1:], torch.zeros([*lead, 1], dtype=torch.bool)], -1)
+    markers = {
+        "ids": {"collector": {"traj_ids": starts.cumsum(-1)}},
+        "ids at the root": {"traj_ids": starts.cumsum(-1)},
+        "done": {"next": {"done": ends}},
+        "is_init": {"is_init": starts},
+    }[by]
+    x = torch.randn([*lead, time, 2], generator=generator, dtype=torch.float64)
+    batch = TensorDict({"x": x, **markers}, [*lead, time])
+    if shape.endswith("1]"):  # flags and ids with a last dimension of 1, too
+        batch = TensorDict(
+            {key: c if key == "x" else c.unsqueeze(-1) for key, c in batch.items(True, True)}, [*lead, time]
+        )
+    batch[MASK] = real.unsqueeze(-1) if shape.endswith("1]") else real
+    runs = []
+    for b in range(starts.reshape(-1, time).shape[0]):
+        for t in range(time):
+            if not real.reshape(-1, time)[b, t]:
+                continue
+            row = x.reshape(-1, time, 2)[b, t]
+            if starts.reshape(-1, time)[b, t]:
+                runs.append([])
+            runs[-1].append(row)
+    padded = split_trajectories(batch)
+    assert padded[MASK].sum(-1).tolist() == [len(run) for run in runs]
+    for row, run in enumerate(runs):
+        assert torch.equal(padded["x"][row, : len(run)], torch.stack(run))
+        assert not padded["x"][row, len(run) :].any()
+    nested = split_trajectories(batch, as_nested=True)
+    assert [part["x"].tolist() for part in nested.unbind(0)] == [torch.stack(run).tolist() for run in runs]
+    assert torch.equal(join(padded)["x"], torch.cat([torch.stack(run) for run in runs]))
+
+
 def test_splitting_twice_changes_nothing(batch):
     padded = split_trajectories(batch)
     again = split_trajectories(padded)
@@ -107,6 +150,9 @@ def test_strided(batch):
         assert nested[key].layout is torch.strided and nested[key].is_nested
         assert torch.equal(nested[key].to_padded_tensor(0), padded[key])
     assert (join(nested) == batch).all()
+    assert nested.batch_size == (4, -1)
+    again = nested.to_padded_tensor(mask_key=MASK)  # as tensordict pads by itself
+    assert again.batch_size == padded.batch_size and (again == padded).all()
     with pytest.raises(ValueError, match=r"cannot hold zero trajectories, use torch\.jagged"):
         split_trajectories(batch[:0], as_nested=torch.strided)
 

@@ -339,8 +339,10 @@ def test_errors_name_what_is_wrong(world: Any) -> None:
     for gamma in (-0.1, 1.1, math.nan):
         with pytest.raises(ValueError, match=r"gamma must lie in \[0, 1\], got"):
             MultiStepTransform(3, gamma)
-    with pytest.raises(ValueError, match=r"MultiStep needs a flat batch \[N\], got \[1, 31\]"):
-        MultiStep(0.9, 3)(batch.unsqueeze(0))
+    with pytest.raises(ValueError, match=r"at least one batch dimension .* got batch size \[\]"):
+        MultiStep(0.9, 3)(batch[0])
+    with pytest.raises(ValueError, match=r"needs samples of single rows, \[1\], got \[1, 31\]"):
+        MultiStepTransform(3, 0.9).forward(batch.unsqueeze(0), torch.ones(1, dtype=torch.bool))
     with pytest.raises(KeyError, match=r"no entry \('next', 'cost'\)"):
         MultiStep(0.9, 3, reward_keys=["cost"])(batch)
     with pytest.raises(TypeError, match=r"\('next', 'done'\)\] must be bool, got torch.int64"):
