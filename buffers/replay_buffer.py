@@ -10,7 +10,6 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers.checkpoint import BufferState
-from flatroll.buffers.columns.base import After
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
@@ -28,7 +27,7 @@ from flatroll.buffers.storages.item_kinds import (
 from flatroll.buffers.storages.list import ListStorage
 from flatroll.buffers.storages.parallel_lanes import positions, slots_at, slots_of, time_first
 from flatroll.buffers.transforms.base import TransformLike, apply, looks_ahead
-from flatroll.buffers.writers import RoundRobinWriter, Writer, check_rows
+from flatroll.buffers.writers import RoundRobinWriter, Writer, before_storing, check_rows
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import MASK, NestedKey
 
@@ -163,9 +162,7 @@ class ReplayBuffer(BufferState):
             if not data:
                 return torch.zeros(0, dtype=torch.int64)
             data = batched(data)
-        for transform in reversed(self._transforms):
-            inverse = getattr(transform, "inv", None)
-            data = data if inverse is None else inverse(data)
+        data = before_storing(data, self._transforms, self.storage.loose)
         if isinstance(data, LazyStackedTensorDict) and not listed:
             data = dense(data)
         if isinstance(data, TensorDictBase) and (not data.batch_dims or data.get(MASK, None) is not None):
@@ -240,6 +237,7 @@ class ReplayBuffer(BufferState):
         before is drawn again if it had one of them.
         """
         storage, sampler, count, fragments = self.storage, self.sampler, rows.count, rows.fragments
+        links = storage.link(ring, rows, self._keys)  # may refuse the rows, so before any others are given up
         with self._lock:  # from here on nobody draws the rows that will be overwritten
             chosen = self.writer.choose(ring, rows) if self.writer.stateful else None
             first = ring.claim(count) if chosen is None else 0
@@ -252,16 +250,14 @@ class ReplayBuffer(BufferState):
                 ring.publish(len(slots))
             return torch.full((count,), -1).index_copy_(0, at, slots)
         slot = first % ring.capacity  # row r takes slot r modulo the capacity
-        if isinstance(ring, TrajectoryIndex) and fragments is not None:
-            before = ring.link(fragments)
+        if isinstance(ring, TrajectoryIndex) and fragments is not None and links is not None:
             if not filled:
-                after = After(*ring.continued(fragments, before)) if storage.shares else None
-                storage.write(slot, rows, after)
+                storage.write(slot, rows, links.after(fragments.firsts) if storage.shares else None)
             entries = released = None
             if storage.compact_obs:
-                entries, released = storage.keep_next(ring, rows, before, first)
+                entries, released = storage.keep_next(ring, rows, links, first)
             with self._lock:
-                ring.enter(fragments, before, entries, released)
+                ring.enter(fragments, links.before, entries, released)
                 if sampler.follows_writes:
                     sampler.entered(ring, first, count)
         else:
@@ -285,9 +281,7 @@ class ReplayBuffer(BufferState):
             ValueError: an entry by which trajectories are told apart, or one that a compact storage reads twice,
                 would change.
         """
-        for transform in reversed(self._transforms):
-            inverse = getattr(transform, "inv", None)
-            data = data if inverse is None else inverse(data)
+        data = before_storing(data, self._transforms, self.storage.loose)
         self._after_fork()
         self.writer.check_change(data)
         with self._write_lock:

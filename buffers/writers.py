@@ -1,5 +1,6 @@
 """Writers: they decide which rows are stored, and in which slots."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from flatroll.buffers.index.top_k_ring import RankedRing
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.samplers.base import Sampler, overrides
 from flatroll.buffers.storages.base import Rows, Storage
-from flatroll.layout.keys import MASK, REWARD, NestedKey, marker, require
+from flatroll.layout.keys import MASK, REWARD, NestedKey, marker, require, without_next
 
 
 class Writer:
@@ -239,6 +240,35 @@ def check_rows(batch: TensorDictBase, ndim: int) -> None:
             'stored as transitions: extend with batch[batch["collector", "mask"]], or with '
             "flatroll.layout.join(batch) of what split_trajectories gave"
         )
+
+
+def before_storing(data: Any, transforms: Iterable[Any], loose: set[NestedKey]) -> Any:
+    """Apply the ``inv`` of ``transforms``, last one first, to a batch to store.
+
+    The root keys of entries that it changes are added to ``loose``: what two batches say of one observation may be
+    changed in two ways, by a normalisation that moves on.
+    """
+    inverses = [inverse for transform in transforms if (inverse := getattr(transform, "inv", None))]
+    if not inverses:
+        return data
+    given = _versions(data)  # holds the tensors, so that no other one gets the id of one of them
+    for inverse in reversed(inverses):
+        data = inverse(data)
+    kept = {(id(value), version) for value, version in given.values()}
+    for key, (value, version) in _versions(data).items():
+        if (id(value), version) not in kept:
+            loose.add(without_next(key))
+    return data
+
+
+def _versions(data: Any) -> dict[NestedKey, tuple[Tensor, int]]:
+    """The tensors of a tensordict by key, and how often each was written to in place."""
+    if not isinstance(data, TensorDictBase):
+        return {}
+    tensors = {key: value for key, value in data.items(True, True) if isinstance(value, Tensor)}
+    return {
+        key: (value, 0 if value.is_inference() else value._version) for key, value in tensors.items()
+    }
 
 
 def has_priorities(sampler: Sampler) -> bool:

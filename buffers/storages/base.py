@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -37,6 +38,26 @@ class Rows:
     items: list[Any] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What the F fragments of a batch continue, as `TrajectoryIndex.link` found it.
+
+    Attributes:
+        before: int64 ``[F]``, a stored trajectory, -2 - i for fragment i of the batch, -1 for nothing.
+        slots: int64 ``[F]``, the slot of the stored row that a fragment continues, -1 for none.
+        agree: compact storage: which fragments begin, bit by bit, with what the row before them says; bool ``[F]``.
+    """
+
+    before: Array
+    slots: Array
+    agree: Array
+
+    def after(self, firsts: Array) -> After:
+        """Return which rows of the batch (``firsts`` are those of the fragments) continue stored ones."""
+        at = np.flatnonzero(self.before >= 0)
+        return After(torch.from_numpy(firsts[at]), torch.from_numpy(self.slots[at]))
+
+
 class Storage(ABC):
     """The container of a replay buffer: ``max_size`` slots, written and read by position.
 
@@ -53,6 +74,8 @@ class Storage(ABC):
         structure: what kind of data there is (a `Structure`), known from the first batch on.
         own_column: class name of a column that the caller's code made, whose memory other processes may not see.
         columns: the stored entries by key, each a `Column`; empty before the first batch and without columns.
+        loose: root keys whose next values need not be those of the following rows: they are not compared.
+        compared: with how many ``loose`` keys the keys after it were found, which :meth:`link` compares.
     """
 
     ndim: int = 1
@@ -65,6 +88,8 @@ class Storage(ABC):
     def __init__(self, max_size: int) -> None:
         self.max_size = whole_number("max_size", max_size)
         self.columns: dict[NestedKey, Column] = {}
+        self.loose: set[NestedKey] = set()
+        self.compared: tuple[int, tuple[NestedKey, ...]] = (-1, ())
 
     @property
     def capacity(self) -> int:
@@ -123,13 +148,26 @@ class Storage(ABC):
     def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
         """Copy the rows ``at`` (default: all) of ``rows`` to ``slots``, in any order."""
 
-    def keep_next(self, ring: Ring, rows: Rows, before: Array, first: int) -> tuple[Array, Array]:
+    def link(self, ring: Ring, rows: Rows, keys: BoundaryKeys | None) -> Links | None:
+        """Find what the fragments of ``rows`` continue; called before slots are claimed for them.
+
+        Args:
+            ring: the trajectory index in which the rows will be entered; for another ring the result is None.
+            rows: those to be written.
+            keys: names of the markers.
+
+        Raises:
+            ValueError: a fragment is not what the row before it says comes next.
+        """
+        return None
+
+    def keep_next(self, ring: Ring, rows: Rows, links: Links, first: int) -> tuple[Array, Array]:
         """Store the next observations that no row holds; called after :meth:`write` with ``compact_obs``.
 
         Args:
             ring: the trajectory index in which the rows will be entered.
             rows: those written.
-            before: int64 ``[F]``, what each fragment continues (`TrajectoryIndex.link`).
+            links: what :meth:`link` returned.
             first: number of the first row.
 
         Returns:

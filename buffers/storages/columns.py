@@ -21,13 +21,14 @@ from flatroll.buffers.columns.base import (
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
-from flatroll.buffers.storages.base import Rows, Storage
+from flatroll.buffers.storages.base import Links, Rows, Storage
+from flatroll.buffers.storages.continuity import LinkCheck
 from flatroll.buffers.storages.item_kinds import Structure, like, shown
 from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, next_columns, state_pairs
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
 from flatroll.layout.final import Final, check_final, read_final
-from flatroll.layout.keys import NestedKey, next_key
+from flatroll.layout.keys import NestedKey, next_key, without_next
 
 if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
@@ -99,6 +100,7 @@ class ColumnStorage(Storage):
             columns = {key: self.make_column(key, *kind) for key, kind in like.items()}
             made = {key: column for key, column in columns.items() if column is not None}
             self.own_column = next((type(column).__name__ for column in made.values()), None)
+            self.loose.update(map(without_next, made))  # they need not give back what they were given
         made |= self._allocate({key: kind for key, kind in like.items() if key not in made})
         return {key: made[key] for key in like}
 
@@ -292,9 +294,16 @@ class ColumnStorage(Storage):
             self.columns[key].put(slots, chosen)
 
     @override
-    def keep_next(self, ring: Ring, rows: Rows, before: Array, first: int) -> tuple[Array, Array]:
+    def link(self, ring: Ring, rows: Rows, keys: BoundaryKeys | None) -> Links | None:
+        if not isinstance(ring, TrajectoryIndex):
+            return None
+        check = LinkCheck(self, self.pool, ring, rows)
+        return check.links(self._plain or self._plain_columns(), keys is not None and keys.traj in rows.columns)
+
+    @override
+    def keep_next(self, ring: Ring, rows: Rows, links: Links, first: int) -> tuple[Array, Array]:
         assert self.pool is not None and rows.fragments is not None and isinstance(ring, TrajectoryIndex)
-        return self.pool.place(ring, rows.fragments, before, rows.columns, rows.tails, first)
+        return self.pool.place(ring, rows.fragments, links.before, links.agree, rows.tails, first)
 
     @override
     def needs_follow(self, keys: Iterable[NestedKey] | None) -> bool:
@@ -330,6 +339,7 @@ class ColumnStorage(Storage):
         for key, values in columns.items():
             if key not in fixed:
                 self.columns[key].put(draw.slots, values)
+                self.loose.add(without_next(key))
 
     @override
     def get(
