@@ -58,8 +58,10 @@ class LinkCheck:
         """
         storage, pool, before, agree = self.storage, self.pool, self.before, _NONE
         if storage.compared[0] != len(storage.loose):
-            later = {} if pool is None else {name: storage.columns[key] for key, name in pool.next_keys.items()}
-            storage.compared = len(storage.loose), compared_keys(storage.columns | later, storage.loose)
+            columns = storage.columns
+            if pool is not None:  # the pairs that are kept once
+                columns = {name: columns[key] for key in pool.pairs for name in (key, next_key(key))}
+            storage.compared = len(storage.loose), compared_keys(columns, storage.loose)
         keys = storage.compared[1]
         if pool is not None:
             agree = pool.agreeing(self.ring, self.fragments, before, self.rows.columns, self.rows.tails)
