@@ -266,9 +266,7 @@ def _versions(data: Any) -> dict[NestedKey, tuple[Tensor, int]]:
     if not isinstance(data, TensorDictBase):
         return {}
     tensors = {key: value for key, value in data.items(True, True) if isinstance(value, Tensor)}
-    return {
-        key: (value, 0 if value.is_inference() else value._version) for key, value in tensors.items()
-    }
+    return {key: (value, 0 if value.is_inference() else value._version) for key, value in tensors.items()}
 
 
 def has_priorities(sampler: Sampler) -> bool:

@@ -23,7 +23,7 @@ from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.storages.base import Links, Rows, Storage
 from flatroll.buffers.storages.continuity import LinkCheck
-from flatroll.buffers.storages.item_kinds import Structure, like, shown
+from flatroll.buffers.storages.item_kinds import Structure, check_kinds, like, shown
 from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, next_columns, state_pairs
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
@@ -136,6 +136,7 @@ class ColumnStorage(Storage):
     ) -> Rows:
         structure = Structure.of(batch) if self.structure is None else self.structure
         columns = structure.columns(batch)
+        check_kinds(columns)
         if not columns:
             raise ValueError("the batch has no entries to store")
         if isinstance(batch, TensorDictBase):
@@ -298,7 +299,9 @@ class ColumnStorage(Storage):
         if not isinstance(ring, TrajectoryIndex):
             return None
         check = LinkCheck(self, self.pool, ring, rows)
-        return check.links(self._plain or self._plain_columns(), keys is not None and keys.traj in rows.columns)
+        return check.links(
+            self._plain or self._plain_columns(), keys is not None and keys.traj in rows.columns
+        )
 
     @override
     def keep_next(self, ring: Ring, rows: Rows, links: Links, first: int) -> tuple[Array, Array]:
@@ -315,6 +318,7 @@ class ColumnStorage(Storage):
         """Overwrite the drawn rows with ``data``; a tensordict may have some of the entries only."""
         assert self.structure is not None
         columns = self.structure.columns_of_rows(data, shape)
+        check_kinds(columns)
         fixed = set() if keys is None else {keys.is_init, keys.done, keys.traj, keys.step_count}
         if self.pool is not None:
             fixed |= {*self.pool.pairs, *self.pool.next_keys.values()}

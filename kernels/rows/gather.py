@@ -202,9 +202,7 @@ class Block:
         ``slot`` and the slots after it, all within the block."""
         # Numbers in host memory as they are, row after row; those of most batches are so already.
         plain = [
-            value
-            if _is_plain(value)
-            else value.cpu().resolve_conj().resolve_neg().contiguous()
+            value if _is_plain(value) else value.cpu().resolve_conj().resolve_neg().contiguous()
             for value in values
         ]
         source = np.array([value.data_ptr() for value in plain], np.int64)
