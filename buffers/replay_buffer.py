@@ -22,10 +22,9 @@ from flatroll.buffers.storages.item_kinds import (
     entry,
     map_rows,
     not_flat,
-    one_row,
 )
 from flatroll.buffers.storages.list import ListStorage
-from flatroll.buffers.storages.parallel_lanes import positions, slots_at, slots_of, time_first
+from flatroll.buffers.storages.parallel_lanes import positions, slots_at, slots_of
 from flatroll.buffers.transforms.base import TransformLike, apply, looks_ahead
 from flatroll.buffers.writers import RoundRobinWriter, Writer, before_storing, check_rows
 from flatroll.layout.checks import whole_number
@@ -57,6 +56,8 @@ class ReplayBuffer(BufferState):
         batch_size: rows per sample; ``sample(batch_size)`` overrides it.
         dim_extend: for a storage with ``ndim`` of 2 or more, the time dimension of batches, default the last.
         generator: CPU random generator of all draws; None is torch's global one (``torch.manual_seed``).
+        shared: whether other processes will write rows, which needs `LazyMemmapStorage`.
+        compilable: see `Storage`.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -70,8 +71,8 @@ class ReplayBuffer(BufferState):
 
     def __init__(
         self,
-        *,
         storage: Storage | None = None,
+        *,
         sampler: Sampler | None = None,
         writer: Writer | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
@@ -80,6 +81,8 @@ class ReplayBuffer(BufferState):
         batch_size: int | None = None,
         dim_extend: int | None = None,
         generator: torch.Generator | None = None,
+        shared: bool = False,
+        compilable: bool | None = None,
     ) -> None:
         if generator is not None and generator.device.type != "cpu":
             raise ValueError(
@@ -90,6 +93,10 @@ class ReplayBuffer(BufferState):
                 f"storage must be a storage such as LazyTensorStorage(max_size), got {type(storage).__name__}"
             )
         self.storage: Storage = ListStorage() if storage is None else storage
+        if shared and not self.storage.for_processes:
+            raise ValueError(
+                "shared=True needs rows that other processes see: give LazyMemmapStorage(max_size)"
+            )
         self.sampler: Sampler = RandomSampler() if sampler is None else sampler
         self.sampler.attach(self.storage)
         self.writer: Writer = RoundRobinWriter() if writer is None else writer
@@ -139,21 +146,24 @@ class ReplayBuffer(BufferState):
 
     # -- writing -----------------------------------------------------------------------------------------------
 
-    def extend(self, data: Any, final: TensorDictBase | None = None) -> Tensor:
+    def extend(
+        self, data: Any, final: TensorDictBase | None = None, *, update_priority: bool | None = None
+    ) -> Tensor:
         """Store the rows of ``data``; return their positions, int64 ``[N]`` (``[N, ndim]`` if ndim > 1).
 
-        A batch larger than the storage leaves its last rows. A batch that does not fit raises before anything is
-        stored.
+        A batch of more rows than the storage leaves its last ones. Nothing is stored of a batch that raises an error.
 
         Args:
             data: a tensordict ``[N]`` (consecutive rows, trajectories end to end, any number of them, whole or
                 cut), a tensor ``[N, ...]``, a tree of such tensors (a tuple is a tree), or a list of items.
             final: the next observations that no row of a compact batch holds (``collector.final``).
+            update_priority: False ignores priorities in the batch (see `TensorDictReplayBuffer`).
 
         Raises:
             TypeError: data of another kind than before, or a marker of the wrong dtype.
             ValueError: the batch is not flat where trajectories are followed, holds padding, or differs from the
-                first one in entries, shapes or dtypes.
+                first one in entries, shapes or dtypes; or rows do not continue the trajectory that their id names,
+                as those of two collectors with one number (``Collector(writer=)``) do not.
             KeyError: a marker that the sampler or the storage needs is missing.
             MemoryError, OSError: at the first extend, if the storage does not fit in memory or on the disk.
         """
@@ -167,32 +177,22 @@ class ReplayBuffer(BufferState):
             data = dense(data)
         if isinstance(data, TensorDictBase) and (not data.batch_dims or data.get(MASK, None) is not None):
             check_rows(data, self.storage.ndim)
-        storage = self.storage
-        if storage.ndim > 1:  # lay the batch dimensions in one, time before lanes
-            data, lanes = time_first(data, storage.ndim, self.dim_extend)
-            if self._started and lanes != storage.lanes:
-                raise ValueError(
-                    f"every batch must have the lanes of the first, {list(storage.lanes)}, got {list(lanes)}"
-                )
-            if lanes.numel() > storage.max_size:
-                raise ValueError(f"max_size={storage.max_size} holds no step of {list(lanes)} lanes")
-            storage.lanes = lanes
-        return self._write(data, final)
+        if self.storage.ndim > 1:
+            data = self.storage.lay_flat(data, self.dim_extend, self._started)
+        return self._write(data, final, update_priority is not False)
 
     def add(self, data: Any) -> int:
         """Store one item: a row (tensordict of batch size ``[]``), a tensor, a tree, or with `ListStorage`
         anything. Return its position in the storage, -1 if the writer rejected it."""
-        if isinstance(self.storage, ListStorage):
-            return int(self.extend([data])[0])
         if self.storage.ndim > 1:
             return int(self.extend(map_rows(data, lambda leaf: leaf.unsqueeze(self.dim_extend)))[0, 0])
         kind = self.storage.structure
         flat = isinstance(kind, TensorDicts) and not kind.inner
         if isinstance(data, TensorDictBase) and data.batch_dims and flat:
             raise ValueError(f"add takes one row of batch size [], got {list(data.batch_size)}: use extend")
-        return int(self.extend(one_row(data))[0])
+        return int(self.extend(self.storage.batch_of_one(data))[0])
 
-    def _write(self, data: Any, final: TensorDictBase | None) -> Tensor:
+    def _write(self, data: Any, final: TensorDictBase | None, prioritize: bool = True) -> Tensor:
         """Store a batch whose batch dimensions are one; positions of its rows."""
         if self._process != os.getpid():
             self._after_fork()
@@ -208,10 +208,10 @@ class ReplayBuffer(BufferState):
                 rows = self.storage.prepare(data, final, self._keys, whole=self.writer.chooses)
                 if not self._started:
                     # Only after the batch was found to fit: an error leaves the buffer as it was.
-                    self.storage.attach(ring, self._unshareable_part(ring), first=True)
+                    self.storage.use_ring(ring, self._unshareable_part(ring), first=True)
                     with self._lock:
                         self._ring, self._started = ring, True
-                slots = self._store(ring, rows, filled)
+                slots = self._store(ring, rows, filled, prioritize)
         return positions(slots, self.storage.lanes) if self.storage.lanes else slots
 
     def _first_ring(self, data: Any) -> Ring:
@@ -230,7 +230,7 @@ class ReplayBuffer(BufferState):
             )
         return self.writer.ring(self.storage.capacity, self._keys is not None)
 
-    def _store(self, ring: Ring, rows: Rows, filled: bool) -> Tensor:
+    def _store(self, ring: Ring, rows: Rows, filled: bool, prioritize: bool) -> Tensor:
         """Claim slots, copy the rows (unless the storage is ``filled`` with them), publish them; int64 ``[N]``.
 
         The copy is made without the lock of readers: nobody draws the claimed slots, and a sample that was drawn
@@ -281,13 +281,15 @@ class ReplayBuffer(BufferState):
             ValueError: an entry by which trajectories are told apart, or one that a compact storage reads twice,
                 would change.
         """
-        data = before_storing(data, self._transforms, self.storage.loose)
+        self._put_at(index, before_storing(data, self._transforms, self.storage.loose))
+
+    def _put_at(self, index: Any, data: Any) -> None:
         self._after_fork()
         self.writer.check_change(data)
         with self._write_lock:
             slots = slots_at(index, self._ring, self.storage.lanes)
             draw = self._ring.draw_slots(slots.reshape(-1), strict=True, follow=self.storage.compact_obs)
-            self.storage.set(draw, data, slots.shape, self._keys)
+            self.storage.write_drawn(draw, data, slots.shape, self._keys)
 
     def empty(self) -> None:
         """Remove all rows and prefetched samples. The storage keeps its memory and its columns."""
@@ -301,7 +303,7 @@ class ReplayBuffer(BufferState):
                 first = -(-ring.written // capacity) * capacity
                 self._ring = self.writer.ring(capacity, self.index is not None, first)
                 if self._started:
-                    self.storage.attach(self._ring, self._unshareable_part(self._ring))
+                    self.storage.use_ring(self._ring, self._unshareable_part(self._ring))
                 self.sampler.emptied()
             if self._prefetcher is not None:
                 self._prefetcher.clear()
@@ -379,13 +381,15 @@ class ReplayBuffer(BufferState):
             ended = self.sampler.ran_out
         return partial(self._finish_sample, ring, draw, size, ended)
 
-    def _draw(self, ring: Ring, size: int = 0, slots: Tensor | None = None, strict: bool = True) -> Draw:
-        """Let the sampler draw ``size`` rows, or draw these ``slots``; with the rows after each for transforms."""
+    def _draw(
+        self, ring: Ring, size: int = 0, slots: Tensor | None = None, strict: bool = True, ahead: bool = True
+    ) -> Draw:
+        """Let the sampler draw ``size`` rows, or draw these ``slots``; if ``ahead`` with what transforms read."""
         if slots is None:
             draw = self.sampler.draw(ring, size, self.generator, self.storage.compact_obs)
         else:
             draw = ring.draw_slots(slots, strict, self.storage.compact_obs)
-        if self._transforms and isinstance(ring, TrajectoryIndex):
+        if ahead and self._transforms and isinstance(ring, TrajectoryIndex):
             steps = max(map(looks_ahead, self._transforms))
             if steps:
                 draw.ahead = ring.ahead(draw.slots, steps)
@@ -423,9 +427,14 @@ class ReplayBuffer(BufferState):
         if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
             names = (index,) if isinstance(index, str) else index
             return entry(self[:], names[1:] if names[0] == "_data" and len(names) > 1 else names)
+        return self._rows_at(index, self._transforms)
+
+    def _rows_at(self, index: Any, transforms: list[TransformLike]) -> Any:
+        """The rows at these positions, changed by ``transforms``."""
         self._after_fork()
         slots = slots_at(index, self._ring, self.storage.lanes)
-        draw_again = partial(self._draw, slots=slots.reshape(-1), strict=not isinstance(index, slice))
+        strict, ahead = not isinstance(index, slice), bool(transforms)
+        draw_again = partial(self._draw, slots=slots.reshape(-1), strict=strict, ahead=ahead)
         with self._lock:
             ring = self._ring
             draw = draw_again(ring)
@@ -437,7 +446,7 @@ class ReplayBuffer(BufferState):
         numbers = ring.numbers(rows, draw.version[0])
         ends[:-1] = numbers[1:] != numbers[:-1] + 1  # where the next row was not written right after
         data = values if listed else self.storage.build(values, rows.shape)
-        for transform in self._transforms:
+        for transform in transforms:
             data = apply(transform, data, lambda: ends)
         if listed:
             return data
@@ -464,7 +473,7 @@ class ReplayBuffer(BufferState):
 
     def _gather(self, ring: Ring, draw: Draw) -> Any:
         """The drawn rows as the storage gives them, changed by the transforms that look ahead."""
-        values = self.storage.get(draw.slots, draw.follow, slices=draw.firsts is not None)
+        values = self.storage.read_rows(draw.slots, draw.follow, slices=draw.firsts is not None)
         if draw.ahead is None:
             return values
 
@@ -474,7 +483,7 @@ class ReplayBuffer(BufferState):
             if self.storage.needs_follow(asked):
                 with self._lock:
                     follow = ring.follow(slots)
-            return self.storage.get(slots, follow, keys=asked)
+            return self.storage.read_rows(slots, follow, keys=asked)
 
         for transform in self._transforms:
             steps = looks_ahead(transform)

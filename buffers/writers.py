@@ -19,6 +19,9 @@ from flatroll.layout.keys import MASK, REWARD, NestedKey, marker, require, witho
 class Writer:
     """Decides which slots new rows take. One writer belongs to one buffer, which calls it under its lock.
 
+    Args:
+        compilable: see `Storage`.
+
     Attributes:
         chooses: whether :meth:`choose` sees all rows of a batch that is larger than the storage.
         checks: whether the buffer calls :meth:`check`; True if it is overridden.
@@ -29,6 +32,9 @@ class Writer:
     chooses: bool = False
     checks: bool = False
     stateful: bool = False
+
+    def __init__(self, compilable: bool = False) -> None:
+        return
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -130,6 +136,7 @@ class TensorDictMaxValueWriter(Writer):
         rank_key: entry by which items are ranked, default ``("next", "reward")``.
         reduction: makes one rank of an item's several values: ``"sum"`` (default), ``"max"``, ``"min"``, ``"mean"``
             or ``"median"`` (the lower one of two).
+        compilable: see `Storage`.
 
     Raises:
         ValueError: an unknown ``reduction``; at ``extend``, a rank that is NaN (nothing is stored then).
@@ -147,7 +154,9 @@ class TensorDictMaxValueWriter(Writer):
 
     chooses = True
 
-    def __init__(self, rank_key: NestedKey | None = None, reduction: str = "sum") -> None:
+    def __init__(
+        self, rank_key: NestedKey | None = None, reduction: str = "sum", compilable: bool = False
+    ) -> None:
         if reduction not in _REDUCTIONS:
             raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
         self.rank_key: NestedKey = REWARD if rank_key is None else rank_key

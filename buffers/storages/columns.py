@@ -99,6 +99,12 @@ class ColumnStorage(Storage):
         if self.contents is None:  # what the caller gave stays in its tensors
             columns = {key: self.make_column(key, *kind) for key, kind in like.items()}
             made = {key: column for key, column in columns.items() if column is not None}
+            for option in ("frame_stack", "codec", "sparse"):
+                if twice := [key for key in getattr(self, option, ()) if key in made]:
+                    raise ValueError(
+                        f"{option} names {twice[0]!r}, which make_column keeps in a {type(made[twice[0]]).__name__}: "
+                        "leave it out of one of them"
+                    )
             self.own_column = next((type(column).__name__ for column in made.values()), None)
             self.loose.update(map(without_next, made))  # they need not give back what they were given
         made |= self._allocate({key: kind for key, kind in like.items() if key not in made})
@@ -314,8 +320,9 @@ class ColumnStorage(Storage):
             keys is None or not set(keys).isdisjoint(self.pool.next_keys.values())
         )
 
-    def set(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
-        """Overwrite the drawn rows with ``data``; a tensordict may have some of the entries only."""
+    @override
+    def write_drawn(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
+        # A tensordict may have some of the entries only.
         assert self.structure is not None
         columns = self.structure.columns_of_rows(data, shape)
         check_kinds(columns)
@@ -323,7 +330,7 @@ class ColumnStorage(Storage):
         if self.pool is not None:
             fixed |= {*self.pool.pairs, *self.pool.next_keys.values()}
         # All entries are checked before one is written: an error changes nothing.
-        kept = self.get(draw.slots, draw.follow, keys=frozenset(columns))
+        kept = self.read_rows(draw.slots, draw.follow, keys=frozenset(columns))
         for key, values in columns.items():
             if key not in kept:
                 raise ValueError(
@@ -346,7 +353,7 @@ class ColumnStorage(Storage):
                 self.loose.add(without_next(key))
 
     @override
-    def get(
+    def read_rows(
         self,
         slots: Tensor,
         follow: Follow | None = None,
@@ -354,6 +361,11 @@ class ColumnStorage(Storage):
         slices: bool = False,
         keys: frozenset[NestedKey] | None = None,
     ) -> Columns:
+        if follow is None and self.needs_follow(keys):
+            raise RuntimeError(
+                "a compact storage reads next observations from the rows that follow: the sampler must set "
+                "Draw(..., follow=ring.follow(slots)) where draw is called with follow=True"
+            )
         plain, pool = self._plain or self._plain_columns(), None if follow is None else self.pool
         columns = {} if plain is None else plain.take(slots, keys)
         # Root keys of the next observations asked for; later: the rows that follow, of those read so far.
@@ -479,7 +491,7 @@ class ColumnStorage(Storage):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_plain": None}  # of memory that a copy would not share
+        return super().__getstate__() | {"_plain": None}  # of memory that a copy would not share
 
 
 def _kind(column: Column) -> str:

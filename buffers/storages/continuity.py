@@ -185,7 +185,7 @@ class LinkCheck:
         return not bool(_values_differ(later, self._read(follow.slots, None, key)).any())
 
     def _read(self, slots: Tensor, follow: Follow | None, key: NestedKey) -> Tensor:
-        values: Columns = self.storage.get(slots, follow, keys=frozenset([key]))
+        values: Columns = self.storage.read_rows(slots, follow, keys=frozenset([key]))
         return values[key]
 
 

@@ -17,7 +17,7 @@ from flatroll.layout.keys import NEXT, NEXT_KNOWN, NestedKey, as_tuple, next_key
 _OF_THE_STEP = {"reward", "done", "terminated", "truncated"}
 
 
-def state_pairs(columns: Columns) -> list[NestedKey]:
+def state_pairs(columns: Mapping[NestedKey, Tensor | Column]) -> list[NestedKey]:
     """List the root keys that ``"next"`` has too, with the same shape and dtype, such as "observation".
 
     >>> x = torch.zeros(3)
