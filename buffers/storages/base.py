@@ -136,10 +136,11 @@ class Storage(ABC):
             return owner._rows_at(index, [])
         slots = slots_at(index, Ring(1) if self._alone is None else self._alone, self.lanes)
         values = self.read_rows(slots.reshape(-1))
-        if slots.ndim == 0 and isinstance(values, list):
-            return values[0]
-        data = values if isinstance(values, list) else self.build(values, slots.shape)
-        return map_rows(data, lambda leaf: leaf[0]) if slots.ndim == 0 else data
+        if isinstance(values, list):
+            return values if slots.ndim else values[0]
+        if slots.ndim:
+            return self.build(values, slots.shape)
+        return map_rows(self.build(values, torch.Size([1])), lambda leaf: leaf[0])
 
     def set(self, index: Any, data: Any) -> None:
         """Write ``data`` over the rows at ``index``, as ``buffer[index] = data`` does without the transforms' ``inv``.
