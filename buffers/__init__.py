@@ -17,7 +17,7 @@ from flatroll.buffers.samplers.without_replacement import (
 )
 from flatroll.buffers.storages.base import Storage
 from flatroll.buffers.storages.columns import ColumnStorage
-from flatroll.buffers.storages.list import ListStorage
+from flatroll.buffers.storages.list import LazyStackStorage, ListStorage
 from flatroll.buffers.storages.memmap import LazyMemmapStorage
 from flatroll.buffers.storages.tensors import LazyTensorStorage, TensorStorage
 from flatroll.buffers.tensordict_buffers import (
@@ -51,6 +51,7 @@ __all__ = [
     "ExcludeTransform",
     "ImmutableDatasetWriter",
     "LazyMemmapStorage",
+    "LazyStackStorage",
     "LazyTensorStorage",
     "ListStorage",
     "MultiStep",

@@ -166,7 +166,7 @@ class BufferState(Shareable):
         unshareable, first = self._unshareable_part(ring), not self._started
         if not first:  # nobody reads a mixture of old and new rows, in other processes neither
             self._ring = self.writer.ring(ring.capacity, state["keys"] is not None)
-            self.storage.attach(self._ring, unshareable)
+            self.storage.use_ring(self._ring, unshareable)
         self.storage.load_state_dict(state["storage"])
-        self.storage.attach(ring, unshareable, first)
+        self.storage.use_ring(ring, unshareable, first)
         self._ring, self._keys, self._started = ring, state["keys"], True

@@ -11,7 +11,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.buffers.checkpoint import BufferState
-from flatroll.buffers.columns.base import After
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
@@ -24,19 +23,11 @@ from flatroll.buffers.storages.item_kinds import (
     entry,
     map_rows,
     not_flat,
-    one_row,
 )
 from flatroll.buffers.storages.list import ListStorage
-from flatroll.buffers.storages.parallel_lanes import positions, slots_at, slots_of, time_first
-from flatroll.buffers.transforms.base import (
-    Transforming,
-    TransformLike,
-    apply,
-    apply_inverses,
-    check_row_count,
-    looks_ahead,
-)
-from flatroll.buffers.writers import RoundRobinWriter, Writer, check_rows
+from flatroll.buffers.storages.parallel_lanes import positions, slots_at, slots_of
+from flatroll.buffers.transforms.base import Transforming, TransformLike, apply, check_row_count, looks_ahead
+from flatroll.buffers.writers import RoundRobinWriter, Writer, before_storing, check_rows
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import MASK, NestedKey
 
@@ -66,6 +57,8 @@ class ReplayBuffer(Transforming, BufferState):
         batch_size: rows per sample; ``sample(batch_size)`` overrides it.
         dim_extend: for a storage with ``ndim`` of 2 or more, the time dimension of batches, default the last.
         generator: CPU random generator of all draws; None is torch's global one (``torch.manual_seed``).
+        shared: whether other processes will write rows, which needs `LazyMemmapStorage`.
+        compilable: see `Storage`.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -79,8 +72,8 @@ class ReplayBuffer(Transforming, BufferState):
 
     def __init__(
         self,
-        *,
         storage: Storage | None = None,
+        *,
         sampler: Sampler | None = None,
         writer: Writer | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
@@ -89,6 +82,8 @@ class ReplayBuffer(Transforming, BufferState):
         batch_size: int | None = None,
         dim_extend: int | None = None,
         generator: torch.Generator | None = None,
+        shared: bool = False,
+        compilable: bool | None = None,
     ) -> None:
         if generator is not None and generator.device.type != "cpu":
             raise ValueError(
@@ -99,6 +94,10 @@ class ReplayBuffer(Transforming, BufferState):
                 f"storage must be a storage such as LazyTensorStorage(max_size), got {type(storage).__name__}"
             )
         self.storage: Storage = ListStorage() if storage is None else storage
+        if shared and not self.storage.for_processes:
+            raise ValueError(
+                "shared=True needs rows that other processes see: give LazyMemmapStorage(max_size)"
+            )
         self.sampler: Sampler = RandomSampler() if sampler is None else sampler
         self.sampler.attach(self.storage)
         self.writer: Writer = RoundRobinWriter() if writer is None else writer
@@ -137,21 +136,24 @@ class ReplayBuffer(Transforming, BufferState):
 
     # -- writing -----------------------------------------------------------------------------------------------
 
-    def extend(self, data: Any, final: TensorDictBase | None = None) -> Tensor:
+    def extend(
+        self, data: Any, final: TensorDictBase | None = None, *, update_priority: bool | None = None
+    ) -> Tensor:
         """Store the rows of ``data``; return their positions, int64 ``[N]`` (``[N, ndim]`` if ndim > 1).
 
-        A batch larger than the storage leaves its last rows. A batch that does not fit raises before anything is
-        stored.
+        A batch of more rows than the storage leaves its last ones. Nothing is stored of a batch that raises an error.
 
         Args:
             data: a tensordict ``[N]`` (consecutive rows, trajectories end to end, any number of them, whole or
                 cut), a tensor ``[N, ...]``, a tree of such tensors (a tuple is a tree), or a list of items.
             final: the next observations that no row of a compact batch holds (``collector.final``).
+            update_priority: False ignores priorities in the batch (see `TensorDictReplayBuffer`).
 
         Raises:
             TypeError: data of another kind than before, or a marker of the wrong dtype.
             ValueError: the batch is not flat where trajectories are followed, holds padding, or differs from the
-                first one in entries, shapes or dtypes.
+                first one in entries, shapes or dtypes; or rows do not continue the trajectory that their id names,
+                as those of two collectors with one number (``Collector(writer=)``) do not.
             KeyError: a marker that the sampler or the storage needs is missing.
             MemoryError, OSError: at the first extend, if the storage does not fit in memory or on the disk.
         """
@@ -161,37 +163,27 @@ class ReplayBuffer(Transforming, BufferState):
                 return torch.zeros(0, dtype=torch.int64)
             data = batched(data)
         if self._transforms:
-            data = apply_inverses(self._transforms, data, final)
+            data = before_storing(data, self._transforms, self.storage.loose, final)
         if isinstance(data, LazyStackedTensorDict) and not listed:
             data = dense(data)
         if isinstance(data, TensorDictBase) and (not data.batch_dims or data.get(MASK, None) is not None):
             check_rows(data, self.storage.ndim)
-        storage = self.storage
-        if storage.ndim > 1:  # lay the batch dimensions in one, time before lanes
-            data, lanes = time_first(data, storage.ndim, self.dim_extend)
-            if self._started and lanes != storage.lanes:
-                raise ValueError(
-                    f"every batch must have the lanes of the first, {list(storage.lanes)}, got {list(lanes)}"
-                )
-            if lanes.numel() > storage.max_size:
-                raise ValueError(f"max_size={storage.max_size} holds no step of {list(lanes)} lanes")
-            storage.lanes = lanes
-        return self._write(data, final)
+        if self.storage.ndim > 1:
+            data = self.storage.lay_flat(data, self.dim_extend, self._started)
+        return self._write(data, final, update_priority is not False)
 
     def add(self, data: Any) -> int:
         """Store one item: a row (tensordict of batch size ``[]``), a tensor, a tree, or with `ListStorage`
         anything. Return its position in the storage, -1 if the writer rejected it."""
-        if isinstance(self.storage, ListStorage):
-            return int(self.extend([data])[0])
         if self.storage.ndim > 1:
             return int(self.extend(map_rows(data, lambda leaf: leaf.unsqueeze(self.dim_extend)))[0, 0])
         kind = self.storage.structure
         flat = isinstance(kind, TensorDicts) and not kind.inner
         if isinstance(data, TensorDictBase) and data.batch_dims and flat:
             raise ValueError(f"add takes one row of batch size [], got {list(data.batch_size)}: use extend")
-        return int(self.extend(one_row(data))[0])
+        return int(self.extend(self.storage.batch_of_one(data))[0])
 
-    def _write(self, data: Any, final: TensorDictBase | None) -> Tensor:
+    def _write(self, data: Any, final: TensorDictBase | None, prioritize: bool = True) -> Tensor:
         """Store a batch whose batch dimensions are one; positions of its rows."""
         if self._process != os.getpid():
             self._after_fork()
@@ -207,10 +199,10 @@ class ReplayBuffer(Transforming, BufferState):
                 rows = self.storage.prepare(data, final, self._keys, whole=self.writer.chooses)
                 if not self._started:
                     # Only after the batch was found to fit: an error leaves the buffer as it was.
-                    self.storage.attach(ring, self._unshareable_part(ring), first=True)
+                    self.storage.use_ring(ring, self._unshareable_part(ring), first=True)
                     with self._lock:
                         self._ring, self._started = ring, True
-                slots = self._store(ring, rows, filled)
+                slots = self._store(ring, rows, filled, prioritize)
         return positions(slots, self.storage.lanes) if self.storage.lanes else slots
 
     def _first_ring(self, data: Any) -> Ring:
@@ -229,13 +221,14 @@ class ReplayBuffer(Transforming, BufferState):
             )
         return self.writer.ring(self.storage.capacity, self._keys is not None)
 
-    def _store(self, ring: Ring, rows: Rows, filled: bool) -> Tensor:
+    def _store(self, ring: Ring, rows: Rows, filled: bool, prioritize: bool) -> Tensor:
         """Claim slots, copy the rows (unless the storage is ``filled`` with them), publish them; int64 ``[N]``.
 
         The copy is made without the lock of readers: nobody draws the claimed slots, and a sample that was drawn
         before is drawn again if it had one of them.
         """
         storage, sampler, count, fragments = self.storage, self.sampler, rows.count, rows.fragments
+        links = storage.link(ring, rows, self._keys)  # may refuse the rows, so before any others are given up
         with self._lock:  # from here on nobody draws the rows that will be overwritten
             chosen = self.writer.choose(ring, rows) if self.writer.stateful else None
             first = ring.claim(count) if chosen is None else 0
@@ -248,16 +241,14 @@ class ReplayBuffer(Transforming, BufferState):
                 ring.publish(len(slots))
             return torch.full((count,), -1).index_copy_(0, at, slots)
         slot = first % ring.capacity  # row r takes slot r modulo the capacity
-        if isinstance(ring, TrajectoryIndex) and fragments is not None:
-            before = ring.link(fragments)
+        if isinstance(ring, TrajectoryIndex) and fragments is not None and links is not None:
             if not filled:
-                after = After(*ring.continued(fragments, before)) if storage.shares else None
-                storage.write(slot, rows, after)
+                storage.write(slot, rows, links.after(fragments.firsts) if storage.shares else None)
             entries = released = None
             if storage.compact_obs:
-                entries, released = storage.keep_next(ring, rows, before, first)
+                entries, released = storage.keep_next(ring, rows, links, first)
             with self._lock:
-                ring.enter(fragments, before, entries, released)
+                ring.enter(fragments, links.before, entries, released)
                 if sampler.follows_writes:
                     sampler.entered(ring, first, count)
         else:
@@ -281,13 +272,15 @@ class ReplayBuffer(Transforming, BufferState):
             ValueError: an entry by which trajectories are told apart, or one that a compact storage reads twice,
                 would change.
         """
-        data = apply_inverses(self._transforms, data)
+        self._put_at(index, before_storing(data, self._transforms, self.storage.loose))
+
+    def _put_at(self, index: Any, data: Any) -> None:
         self._after_fork()
         self.writer.check_change(data)
         with self._write_lock:
             slots = slots_at(index, self._ring, self.storage.lanes)
             draw = self._ring.draw_slots(slots.reshape(-1), strict=True, follow=self.storage.compact_obs)
-            self.storage.set(draw, data, slots.shape, self._keys)
+            self.storage.write_drawn(draw, data, slots.shape, self._keys)
 
     def empty(self) -> None:
         """Remove all rows and prefetched samples. The storage keeps its memory and its columns."""
@@ -301,7 +294,7 @@ class ReplayBuffer(Transforming, BufferState):
                 first = -(-ring.written // capacity) * capacity
                 self._ring = self.writer.ring(capacity, self.index is not None, first)
                 if self._started:
-                    self.storage.attach(self._ring, self._unshareable_part(self._ring))
+                    self.storage.use_ring(self._ring, self._unshareable_part(self._ring))
                 self.sampler.emptied()
             if self._prefetcher is not None:
                 self._prefetcher.clear()
@@ -379,13 +372,15 @@ class ReplayBuffer(Transforming, BufferState):
             ended = self.sampler.ran_out
         return partial(self._finish_sample, ring, draw, size, ended)
 
-    def _draw(self, ring: Ring, size: int = 0, slots: Tensor | None = None, strict: bool = True) -> Draw:
-        """Let the sampler draw ``size`` rows, or draw these ``slots``; with the rows after each for transforms."""
+    def _draw(
+        self, ring: Ring, size: int = 0, slots: Tensor | None = None, strict: bool = True, ahead: bool = True
+    ) -> Draw:
+        """Let the sampler draw ``size`` rows, or draw these ``slots``; if ``ahead`` with what transforms read."""
         if slots is None:
             draw = self.sampler.draw(ring, size, self.generator, self.storage.compact_obs)
         else:
             draw = ring.draw_slots(slots, strict, self.storage.compact_obs)
-        if self._transforms and isinstance(ring, TrajectoryIndex):
+        if ahead and self._transforms and isinstance(ring, TrajectoryIndex):
             steps = max(map(looks_ahead, self._transforms))
             if steps:
                 draw.ahead = ring.ahead(draw.slots, steps)
@@ -423,9 +418,14 @@ class ReplayBuffer(Transforming, BufferState):
         if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
             names = (index,) if isinstance(index, str) else index
             return entry(self[:], names[1:] if names[0] == "_data" and len(names) > 1 else names)
+        return self._rows_at(index, self._transforms)
+
+    def _rows_at(self, index: Any, transforms: list[TransformLike]) -> Any:
+        """The rows at these positions, changed by ``transforms``."""
         self._after_fork()
         slots = slots_at(index, self._ring, self.storage.lanes)
-        draw_again = partial(self._draw, slots=slots.reshape(-1), strict=not isinstance(index, slice))
+        strict, ahead = not isinstance(index, slice), bool(transforms)
+        draw_again = partial(self._draw, slots=slots.reshape(-1), strict=strict, ahead=ahead)
         with self._lock:
             ring = self._ring
             draw = draw_again(ring)
@@ -437,7 +437,7 @@ class ReplayBuffer(Transforming, BufferState):
         numbers = ring.numbers(rows, draw.version[0])
         ends[:-1] = numbers[1:] != numbers[:-1] + 1  # where the next row was not written right after
         data = values if listed else self.storage.build(values, rows.shape)
-        for transform in self._transforms:
+        for transform in transforms:
             data = apply(transform, data, lambda: ends)
         if listed:
             return data
@@ -466,7 +466,7 @@ class ReplayBuffer(Transforming, BufferState):
 
     def _gather(self, ring: Ring, draw: Draw) -> Any:
         """The drawn rows as the storage gives them, changed by the transforms that look ahead."""
-        values = self.storage.get(draw.slots, draw.follow, slices=draw.firsts is not None)
+        values = self.storage.read_rows(draw.slots, draw.follow, slices=draw.firsts is not None)
         if draw.ahead is None:
             return values
 
@@ -476,7 +476,7 @@ class ReplayBuffer(Transforming, BufferState):
             if self.storage.needs_follow(asked):
                 with self._lock:
                     follow = ring.follow(slots)
-            return self.storage.get(slots, follow, keys=asked)
+            return self.storage.read_rows(slots, follow, keys=asked)
 
         for transform in self._transforms:
             steps = looks_ahead(transform)

@@ -32,6 +32,7 @@ class Shareable:
         self._write_lock = self.storage.write_lock()
         self._prefetcher: Prefetcher[Any] | None = Prefetcher(self.prefetch) if self.prefetch else None
         self._process = os.getpid()
+        self.storage.attach(self)
 
     def _after_fork(self) -> None:
         """Be ready in this process, to which the buffer may have come by ``fork``; RuntimeError if it cannot be."""

@@ -36,6 +36,8 @@ class Options(TypedDict, total=False):
     batch_size: int | None
     dim_extend: int | None
     generator: torch.Generator | None
+    shared: bool
+    compilable: bool | None
 
 
 class TensorDictReplayBuffer(ReplayBuffer):
@@ -69,9 +71,9 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     def __init__(
         self,
+        storage: Storage | None = None,
         *,
         priority_key: NestedKey = "td_error",
-        storage: Storage | None = None,
         sampler: Sampler | None = None,
         **options: Unpack[Options],
     ) -> None:
@@ -80,14 +82,15 @@ class TensorDictReplayBuffer(ReplayBuffer):
         super().__init__(storage=storage, sampler=sampler, **options)
 
     @override
-    def _write(self, data: Any, final: TensorDictBase | None) -> Tensor:
+    def _write(self, data: Any, final: TensorDictBase | None, prioritize: bool = True) -> Tensor:
         check_tensordicts(data, type(self).__name__, "ReplayBuffer takes anything")
-        return super()._write(_without_sample_entries(data), final)
+        return super()._write(_without_sample_entries(data), final, prioritize)
 
     @override
-    def _store(self, ring: Ring, rows: Rows, filled: bool) -> Tensor:
-        priorities = self._given_priorities(rows)  # checked before anything is stored
-        slots = super()._store(ring, rows, filled)
+    def _store(self, ring: Ring, rows: Rows, filled: bool, prioritize: bool) -> Tensor:
+        # Checked before anything is stored.
+        priorities = self._given_priorities(rows) if prioritize else []
+        slots = super()._store(ring, rows, filled, prioritize)
         with self._lock:
             for part, priority in priorities:
                 self.sampler.update_priority(ring, slots[part], priority, None)
@@ -112,8 +115,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
         return priorities
 
     @override
-    def __setitem__(self, index: Any, data: Any) -> None:
-        super().__setitem__(index, _without_sample_entries(data))
+    def _put_at(self, index: Any, data: Any) -> None:
+        super()._put_at(index, _without_sample_entries(data))
 
     @override
     def _inform(self, values: Any, info: dict[str, Tensor]) -> Any:
@@ -157,7 +160,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if isinstance(structure, TensorDicts):
             inner = len(structure.inner)
         elif isinstance(self.storage, ListStorage) and index.numel():
-            inner = len(self.storage.get(index.reshape(-1)[:1])[0].batch_size)
+            inner = len(self.storage.read_rows(index.reshape(-1)[:1])[0].batch_size)
         dims = data.batch_dims - inner
         if dims < 0:
             raise ValueError(
@@ -191,17 +194,17 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     def __init__(
         self,
+        storage: Storage | None = None,
         *,
         alpha: float,
         beta: float,
         eps: float = 1e-8,
         dtype: torch.dtype = torch.float,
-        storage: Storage | None = None,
         **options: Unpack[Options],
     ) -> None:
         storage = ListStorage() if storage is None else storage
         sampler = PrioritizedSampler(storage.max_size, alpha, beta, eps, dtype)
-        super().__init__(storage=storage, sampler=sampler, **options)
+        super().__init__(storage, sampler=sampler, **options)
 
 
 class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
@@ -227,12 +230,12 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
 
     def __init__(
         self,
+        storage: Storage | None = None,
         *,
         alpha: float,
         beta: float,
         priority_key: NestedKey = "td_error",
         eps: float = 1e-8,
-        storage: Storage | None = None,
         reduction: str = "max",
         **options: Unpack[Options],
     ) -> None:

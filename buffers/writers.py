@@ -1,5 +1,6 @@
 """Writers: they decide which rows are stored, and in which slots."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,11 +13,15 @@ from flatroll.buffers.index.top_k_ring import RankedRing
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.samplers.base import Sampler, overrides
 from flatroll.buffers.storages.base import Rows, Storage
-from flatroll.layout.keys import MASK, REWARD, NestedKey, marker, require
+from flatroll.buffers.transforms.base import TransformLike, apply_inverses
+from flatroll.layout.keys import MASK, REWARD, NestedKey, marker, require, without_next
 
 
 class Writer:
     """Decides which slots new rows take. One writer belongs to one buffer, which calls it under its lock.
+
+    Args:
+        compilable: see `Storage`.
 
     Attributes:
         chooses: whether :meth:`choose` sees all rows of a batch that is larger than the storage.
@@ -28,6 +33,9 @@ class Writer:
     chooses: bool = False
     checks: bool = False
     stateful: bool = False
+
+    def __init__(self, compilable: bool = False) -> None:
+        return
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -129,6 +137,7 @@ class TensorDictMaxValueWriter(Writer):
         rank_key: entry by which items are ranked, default ``("next", "reward")``.
         reduction: makes one rank of an item's several values: ``"sum"`` (default), ``"max"``, ``"min"``, ``"mean"``
             or ``"median"`` (the lower one of two).
+        compilable: see `Storage`.
 
     Raises:
         ValueError: an unknown ``reduction``; at ``extend``, a rank that is NaN (nothing is stored then).
@@ -146,7 +155,9 @@ class TensorDictMaxValueWriter(Writer):
 
     chooses = True
 
-    def __init__(self, rank_key: NestedKey | None = None, reduction: str = "sum") -> None:
+    def __init__(
+        self, rank_key: NestedKey | None = None, reduction: str = "sum", compilable: bool = False
+    ) -> None:
         if reduction not in _REDUCTIONS:
             raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
         self.rank_key: NestedKey = REWARD if rank_key is None else rank_key
@@ -239,6 +250,34 @@ def check_rows(batch: TensorDictBase, ndim: int) -> None:
             'stored as transitions: extend with batch[batch["collector", "mask"]], or with '
             "flatroll.layout.join(batch) of what split_trajectories gave"
         )
+
+
+def before_storing(
+    data: Any,
+    transforms: Sequence[TransformLike],
+    loose: set[NestedKey],
+    final: TensorDictBase | None = None,
+) -> Any:
+    """Apply the ``inv`` of ``transforms``, last one first, to a batch to store.
+
+    The root keys of entries that it changes are added to ``loose``: what two batches say of one observation may be
+    changed in two ways, by a normalisation that moves on.
+    """
+    given = _versions(data)  # holds the tensors, so that no other one gets the id of one of them
+    data = apply_inverses(transforms, data, final)
+    kept = {(id(value), version) for value, version in given.values()}
+    for key, (value, version) in _versions(data).items():
+        if (id(value), version) not in kept:
+            loose.add(without_next(key))
+    return data
+
+
+def _versions(data: Any) -> dict[NestedKey, tuple[Tensor, int]]:
+    """The tensors of a tensordict by key, and how often each was written to in place."""
+    if not isinstance(data, TensorDictBase):
+        return {}
+    tensors = {key: value for key, value in data.items(True, True) if isinstance(value, Tensor)}
+    return {key: (value, 0 if value.is_inference() else value._version) for key, value in tensors.items()}
 
 
 def has_priorities(sampler: Sampler) -> bool:

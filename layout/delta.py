@@ -134,12 +134,14 @@ class RestoreNextObservation:
 
     Args:
         in_keys: observation keys to restore. Default: every one that has a delta.
-        restore_dtype: floating dtype of restored floating observations. Default (None or ``"root"``): that
+        delta_dtype: floating dtype of the deltas, default ``torch.float16``: an argument of both sides. The env's
+            side writes them so; here they are read in whatever dtype they have.
+        restore_dtype: floating dtype of restored floating observations. Default (``"root"`` or None): that
             of the root observation.
         drop_delta: whether the deltas just used leave the sample. Default True.
 
     Raises:
-        ValueError: ``restore_dtype`` is not floating.
+        ValueError: ``restore_dtype`` or ``delta_dtype`` is not floating.
         TypeError: ``in_keys`` is a single string.
 
     >>> from tensordict import TensorDict
@@ -154,18 +156,21 @@ class RestoreNextObservation:
         self,
         in_keys: Sequence[NestedKey] | None = None,
         *,
-        restore_dtype: torch.dtype | Literal["root"] | None = None,
+        delta_dtype: torch.dtype = torch.float16,
+        restore_dtype: torch.dtype | Literal["root"] | None = "root",
         drop_delta: bool = True,
     ) -> None:
         if isinstance(in_keys, str):
             raise TypeError(
                 f"in_keys must be a list of keys, got the string {in_keys!r}: write [{in_keys!r}]"
             )
+        if not delta_dtype.is_floating_point:
+            raise ValueError(f"delta_dtype must be a floating dtype such as torch.float16, got {delta_dtype}")
         dtype = None if restore_dtype == "root" else restore_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"restore_dtype must be a floating dtype, 'root' or None, got {restore_dtype!r}")
         self.in_keys = None if in_keys is None else [as_tuple(key) for key in in_keys]
-        self.restore_dtype = dtype
+        self.delta_dtype, self.restore_dtype = delta_dtype, dtype
         self.drop_delta = drop_delta
 
     def forward(self, td: TensorDictBase) -> TensorDictBase:

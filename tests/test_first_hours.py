@@ -23,7 +23,6 @@ def scripted(length: int = 5) -> Any:
     return make_scripted(Script(2, lengths=length), autoreset_mode="SameStep", backend="native")
 
 
-@pytest.mark.xfail(strict=False, reason="not yet")
 def test_a_storage_may_be_the_first_argument_or_the_error_says_how() -> None:
     try:
         assert ReplayBuffer(LazyTensorStorage(10)).storage.max_size == 10

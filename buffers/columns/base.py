@@ -201,6 +201,11 @@ class TensorColumn(Column):
 
     @property
     @override
+    def row_bytes(self) -> int:
+        return math.prod(self.data.shape[1:]) * self.data.element_size()
+
+    @property
+    @override
     def nbytes(self) -> int:
         return self.data.numel() * self.data.element_size()
 

@@ -77,8 +77,9 @@ class ZstdColumn(Column):
     def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> None:
         if not len(values):
             return
-        as_bytes = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        rows = as_bytes.view(len(values), self.value_bytes)
+        # reshape gives a single row the strides of its shape, which contiguous() leaves as they are
+        flat = values.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
+        rows = flat.as_strided(flat.shape, (1,)).view(torch.uint8).view(len(values), self.value_bytes)
         if not self._codec.prefix:
             self._codec.begin(rows[0, -_DICTIONARY_BYTES:].numpy().tobytes())
         self._replace(slots.numpy(force=True), self._codec.encode(rows.numpy()))

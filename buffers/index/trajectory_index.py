@@ -80,7 +80,7 @@ class TrajectoryIndex(Ring):
     def write(self, fragments: Fragments) -> None:
         """Claim, link and publish the rows of ``fragments`` (at most ``capacity``) at once."""
         self.claim(fragments.rows)
-        self.enter(fragments, self.link(fragments))
+        self.enter(fragments, self.link(fragments)[0])
 
     @override
     def claim(self, rows: int) -> int:
@@ -95,13 +95,18 @@ class TrajectoryIndex(Ring):
         self._update_weights(self._touched, count)
         return int(self._state["written"][0])
 
-    def link(self, fragments: Fragments) -> Array:
-        """Return what each of F fragments continues: a stored trajectory, -2 - i for fragment i, or -1."""
-        before = np.empty(len(fragments.firsts), np.int64)
+    def link(self, fragments: Fragments) -> tuple[Array, Array]:
+        """Find what each of F fragments will continue, before or after the claim of their rows; both int64 ``[F]``.
+
+        Returns:
+            the stored trajectory, or -2 - i for fragment i, or -1 for none; and the slot of the stored row that the
+            fragment continues, or -1.
+        """
+        before, slots = np.empty((2, len(fragments.firsts)), np.int64)
+        tables = self._state, self.capacity, fragments.rows, self._fragments, self._chains, self._table
         columns = fragments.joined, fragments.ids, fragments.init, fragments.done
-        steps = fragments.step_first, fragments.step_last
-        self._publishing.link(self._state, self._chains, self._table, *columns, *steps, before)
-        return before
+        self._publishing.link(*tables, *columns, fragments.step_first, fragments.step_last, before, slots)
+        return before, slots
 
     def enter(
         self, fragments: Fragments, before: Array, pool: Array | None = None, released: Array | None = None
@@ -148,15 +153,6 @@ class TrajectoryIndex(Ring):
         # Fragment n stands at n modulo the table's length, a power of two.
         numbers = self._chains["last"][chains] & (len(self._fragments) - 1)
         return np.asarray(self._fragments["pool"][numbers], np.int64)
-
-    def continued(self, fragments: Fragments, before: Array) -> tuple[Tensor, Tensor]:
-        """Return which rows of the batch continue stored rows, and the slots of those; both int64 ``[K]``."""
-        continuing = np.flatnonzero(before >= 0)
-        numbers = self._chains["last"][before[continuing]]
-        # A fragment's rows stop where the next fragment begins, those of the newest one at the row to be written.
-        mask, end = len(self._fragments) - 1, int(self._state["end"][0])
-        stops = np.where(numbers + 1 < end, self._fragments["first"][(numbers + 1) & mask], self.written)
-        return torch.from_numpy(fragments.firsts[continuing]), torch.from_numpy((stops - 1) % self.capacity)
 
     # -- reading -----------------------------------------------------------------------------------------------
 

@@ -1,12 +1,14 @@
 """The base class of storages, which hold the rows of a replay buffer."""
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -14,6 +16,8 @@ from torch import Tensor
 from flatroll.buffers.columns.base import After, Column, Columns
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
+from flatroll.buffers.storages.item_kinds import map_rows, one_row
+from flatroll.buffers.storages.parallel_lanes import slots_at, time_first
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import NestedKey
 
@@ -37,13 +41,35 @@ class Rows:
     items: list[Any] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What the F fragments of a batch continue, as `TrajectoryIndex.link` found it.
+
+    Attributes:
+        before: int64 ``[F]``, a stored trajectory, -2 - i for fragment i of the batch, -1 for nothing.
+        slots: int64 ``[F]``, the slot of the stored row that a fragment continues, -1 for none.
+        agree: compact storage: which fragments begin, bit by bit, with what the row before them says; bool ``[F]``.
+    """
+
+    before: Array
+    slots: Array
+    agree: Array
+
+    def after(self, firsts: Array) -> After:
+        """Return which rows of the batch (``firsts`` are those of the fragments) continue stored ones."""
+        at = np.flatnonzero(self.before >= 0)
+        return After(torch.from_numpy(firsts[at]), torch.from_numpy(self.slots[at]))
+
+
 class Storage(ABC):
     """The container of a replay buffer: ``max_size`` slots, written and read by position.
 
-    One storage belongs to one buffer, which knows the order of the rows and which of them may be read.
+    One storage belongs to one buffer, which knows the order of the rows and which of them may be read. By itself it
+    is a container of rows by position: ``storage[i]``, ``storage[i] = item``, ``len(storage)``, iteration.
 
     Args:
         max_size: number of slots.
+        compilable: taken for the sake of scripts that give it; a storage needs no such mode.
 
     Attributes:
         ndim: number of batch dimensions; with 2 or more, slots are steps of several parallel lanes.
@@ -51,8 +77,11 @@ class Storage(ABC):
         compact_obs: whether ``("next", observation)`` is read from the following row.
         shares: whether columns want to know which rows continue stored ones (`After`).
         structure: what kind of data there is (a `Structure`), known from the first batch on.
+        for_processes: whether other processes may read and write the rows.
         own_column: class name of a column that the caller's code made, whose memory other processes may not see.
         columns: the stored entries by key, each a `Column`; empty before the first batch and without columns.
+        loose: root keys whose next values need not be those of the following rows: they are not compared.
+        compared: with how many ``loose`` keys the keys after it were found, which :meth:`link` compares.
     """
 
     ndim: int = 1
@@ -61,10 +90,143 @@ class Storage(ABC):
     shares: bool = False
     structure: Any = None
     own_column: str | None = None
+    for_processes: bool = False
 
-    def __init__(self, max_size: int) -> None:
+    def __init__(self, max_size: int, compilable: bool = False) -> None:
         self.max_size = whole_number("max_size", max_size)
         self.columns: dict[NestedKey, Column] = {}
+        self._attached: list[weakref.ref[Any]] = []
+        self._alone: Ring | None = None  # counts the rows while no buffer does
+        self.loose: set[NestedKey] = set()
+        self.compared: tuple[int, tuple[NestedKey, ...]] = (-1, ())
+
+    # -- rows by position ------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        owner = self._owner
+        if owner is not None:
+            return len(owner)
+        return 0 if self._alone is None else len(self._alone)
+
+    def __bool__(self) -> bool:
+        return True  # an empty one is one, too
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.get(index)
+
+    def __setitem__(self, index: Any, data: Any) -> None:
+        self.set(index, data)
+
+    def __iter__(self) -> Iterator[Any]:
+        """One item after the other."""
+        return map(self.get, range(len(self)))
+
+    def get(self, index: Any) -> Any:
+        """Return the rows at ``index`` as they are stored: like ``buffer[index]``, without its transforms.
+
+        Args:
+            index: an integer for one item; a slice, a list, an integer tensor or a mask for a batch (with
+                `ListStorage` a list of items).
+
+        Raises:
+            IndexError: no row is stored there.
+        """
+        owner = self._owner
+        if owner is not None:
+            return owner._rows_at(index, [])
+        slots = slots_at(index, Ring(1) if self._alone is None else self._alone, self.lanes)
+        values = self.read_rows(slots.reshape(-1))
+        if isinstance(values, list):
+            return values if slots.ndim else values[0]
+        if slots.ndim:
+            return self.build(values, slots.shape)
+        return map_rows(self.build(values, torch.Size([1])), lambda leaf: leaf[0])
+
+    def set(self, index: Any, data: Any) -> None:
+        """Write ``data`` over the rows at ``index``, as ``buffer[index] = data`` does without the transforms' ``inv``.
+
+        A storage that no buffer uses also takes new rows, after those it has. Attached objects are told.
+
+        Args:
+            index: see :meth:`get`; also a range.
+            data: one item for an integer, else a batch (with `ListStorage` a list of items).
+
+        Raises:
+            IndexError: a position that holds no row and is none of the next ones.
+            RuntimeError: new rows for a storage with ``ndim`` > 1 or ``compact_obs``, which a buffer must write.
+        """
+        owner, index = self._owner, list(index) if isinstance(index, range) else index
+        if owner is not None:
+            owner._put_at(index, data)
+        else:
+            self._set_alone(index, data)
+        for entity in (reference() for reference in self._attached):
+            mark = getattr(entity, "mark_update", None)
+            if mark is not None:
+                mark(index)
+
+    def attach(self, buffer: Any) -> None:
+        """Let ``buffer`` know of changes: ``buffer.mark_update(index)``, if it has that, is called by :meth:`set`.
+
+        A `ReplayBuffer` attaches itself to its storage. The object is not kept alive.
+        """
+        if all(reference() is not buffer for reference in self._attached):
+            self._attached.append(weakref.ref(buffer))
+
+    @property
+    def _owner(self) -> Any:
+        """The replay buffer of this storage, or None."""
+        entities = (reference() for reference in self._attached)
+        return next((entity for entity in entities if hasattr(entity, "_rows_at")), None)
+
+    def _set_alone(self, index: Any, data: Any) -> None:
+        """Write rows of a storage without a buffer."""
+        if self.ndim > 1 or self.compact_obs:
+            raise RuntimeError("a storage with ndim > 1 or compact_obs=True is written by a ReplayBuffer")
+        ring = self._alone or Ring(self.max_size)
+        slots = torch.arange(self.max_size)[index] if isinstance(index, slice) else torch.as_tensor(index)
+        if slots.dtype is torch.bool:
+            slots = slots.nonzero().squeeze(1)
+        rows = self.prepare(data if slots.ndim else self.batch_of_one(data), None, None)
+        slots = slots.reshape(-1)
+        if len(slots) != rows.count:
+            raise ValueError(f"index has {len(slots)} positions, data {rows.count} rows")
+        new = torch.from_numpy(np.unique(slots[slots >= len(ring)].numpy()))  # in order
+        expected = torch.arange(len(ring), len(ring) + len(new))
+        if bool((slots < 0).any()) or not torch.equal(new, expected) or len(ring) + len(new) > self.max_size:
+            raise IndexError(
+                f"positions {slots.tolist()} are not all among the {len(ring)} stored rows and those right after "
+                f"them, of {self.max_size}"
+            )
+        self.put(slots, rows)
+        ring.publish(len(new))
+        self._alone = ring
+
+    def lay_flat(self, data: Any, time: int, started: bool) -> Any:
+        """Lay the ``ndim`` batch dimensions of ``data`` in one, dimension ``time`` first; learn the lanes unless
+        ``started``.
+
+        Raises:
+            ValueError: the lanes are not those of the first batch, or too many.
+        """
+        data, lanes = time_first(data, self.ndim, time)
+        if started and lanes != self.lanes:
+            raise ValueError(
+                f"every batch must have the lanes of the first, {list(self.lanes)}, got {list(lanes)}"
+            )
+        if lanes.numel() > self.max_size:
+            raise ValueError(f"max_size={self.max_size} holds no step of {list(lanes)} lanes")
+        self.lanes = lanes
+        return data
+
+    def batch_of_one(self, item: Any) -> Any:
+        """Return a batch of one item, for :meth:`prepare`."""
+        return one_row(item)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_attached": []}  # a buffer attaches itself in each copy
+
+    # -- for the buffer --------------------------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
@@ -80,7 +242,7 @@ class Storage(ABC):
         """Return a lock that admits one writer at a time, across processes if other processes can write."""
         return threading.Lock()
 
-    def attach(self, ring: Ring, alone: str | None, first: bool = False) -> None:
+    def use_ring(self, ring: Ring, alone: str | None, first: bool = False) -> None:
         """Set the ``ring`` that counts the rows; its counters are shared if other processes share the rows.
 
         Args:
@@ -123,13 +285,26 @@ class Storage(ABC):
     def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
         """Copy the rows ``at`` (default: all) of ``rows`` to ``slots``, in any order."""
 
-    def keep_next(self, ring: Ring, rows: Rows, before: Array, first: int) -> tuple[Array, Array]:
+    def link(self, ring: Ring, rows: Rows, keys: BoundaryKeys | None) -> Links | None:
+        """Find what the fragments of ``rows`` continue; called before slots are claimed for them.
+
+        Args:
+            ring: the trajectory index in which the rows will be entered; for another ring the result is None.
+            rows: those to be written.
+            keys: names of the markers.
+
+        Raises:
+            ValueError: a fragment is not what the row before it says comes next.
+        """
+        return None
+
+    def keep_next(self, ring: Ring, rows: Rows, links: Links, first: int) -> tuple[Array, Array]:
         """Store the next observations that no row holds; called after :meth:`write` with ``compact_obs``.
 
         Args:
             ring: the trajectory index in which the rows will be entered.
             rows: those written.
-            before: int64 ``[F]``, what each fragment continues (`TrajectoryIndex.link`).
+            links: what :meth:`link` returned.
             first: number of the first row.
 
         Returns:
@@ -142,11 +317,11 @@ class Storage(ABC):
         return False
 
     @abstractmethod
-    def set(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
+    def write_drawn(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
         """Overwrite the drawn rows with ``data`` of batch shape ``shape``."""
 
     @abstractmethod
-    def get(
+    def read_rows(
         self,
         slots: Tensor,
         follow: Follow | None = None,
@@ -165,7 +340,7 @@ class Storage(ABC):
 
     @abstractmethod
     def build(self, values: Any, shape: torch.Size) -> Any:
-        """Turn what :meth:`get` returned into a batch of batch shape ``shape``."""
+        """Turn what :meth:`read_rows` returned into a batch of batch shape ``shape``."""
 
     @property
     def bytes_per_row(self) -> int:

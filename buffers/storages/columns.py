@@ -21,13 +21,14 @@ from flatroll.buffers.columns.base import (
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
-from flatroll.buffers.storages.base import Rows, Storage
-from flatroll.buffers.storages.item_kinds import Structure, like, shown
+from flatroll.buffers.storages.base import Links, Rows, Storage
+from flatroll.buffers.storages.continuity import LinkCheck
+from flatroll.buffers.storages.item_kinds import Structure, check_kinds, like, shown
 from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, next_columns, state_pairs
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
 from flatroll.layout.final import Final, check_final, read_final
-from flatroll.layout.keys import NestedKey, next_key
+from flatroll.layout.keys import NestedKey, next_key, without_next
 
 if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
@@ -98,7 +99,14 @@ class ColumnStorage(Storage):
         if self.contents is None:  # what the caller gave stays in its tensors
             columns = {key: self.make_column(key, *kind) for key, kind in like.items()}
             made = {key: column for key, column in columns.items() if column is not None}
+            for option in ("frame_stack", "codec", "sparse"):
+                if twice := [key for key in getattr(self, option, ()) if key in made]:
+                    raise ValueError(
+                        f"{option} names {twice[0]!r}, which make_column keeps in a {type(made[twice[0]]).__name__}: "
+                        "leave it out of one of them"
+                    )
             self.own_column = next((type(column).__name__ for column in made.values()), None)
+            self.loose.update(map(without_next, made))  # they need not give back what they were given
         made |= self._allocate({key: kind for key, kind in like.items() if key not in made})
         return {key: made[key] for key in like}
 
@@ -134,6 +142,7 @@ class ColumnStorage(Storage):
     ) -> Rows:
         structure = Structure.of(batch) if self.structure is None else self.structure
         columns = structure.columns(batch)
+        check_kinds(columns)
         if not columns:
             raise ValueError("the batch has no entries to store")
         if isinstance(batch, TensorDictBase):
@@ -292,9 +301,18 @@ class ColumnStorage(Storage):
             self.columns[key].put(slots, chosen)
 
     @override
-    def keep_next(self, ring: Ring, rows: Rows, before: Array, first: int) -> tuple[Array, Array]:
+    def link(self, ring: Ring, rows: Rows, keys: BoundaryKeys | None) -> Links | None:
+        if not isinstance(ring, TrajectoryIndex):
+            return None
+        check = LinkCheck(self, self.pool, ring, rows)
+        return check.links(
+            self._plain or self._plain_columns(), keys is not None and keys.traj in rows.columns
+        )
+
+    @override
+    def keep_next(self, ring: Ring, rows: Rows, links: Links, first: int) -> tuple[Array, Array]:
         assert self.pool is not None and rows.fragments is not None and isinstance(ring, TrajectoryIndex)
-        return self.pool.place(ring, rows.fragments, before, rows.columns, rows.tails, first)
+        return self.pool.place(ring, rows.fragments, links.before, links.agree, rows.tails, first)
 
     @override
     def needs_follow(self, keys: Iterable[NestedKey] | None) -> bool:
@@ -302,15 +320,17 @@ class ColumnStorage(Storage):
             keys is None or not set(keys).isdisjoint(self.pool.next_keys.values())
         )
 
-    def set(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
-        """Overwrite the drawn rows with ``data``; a tensordict may have some of the entries only."""
+    @override
+    def write_drawn(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
+        # A tensordict may have some of the entries only.
         assert self.structure is not None
         columns = self.structure.columns_of_rows(data, shape)
+        check_kinds(columns)
         fixed = set() if keys is None else {keys.is_init, keys.done, keys.traj, keys.step_count}
         if self.pool is not None:
             fixed |= {*self.pool.pairs, *self.pool.next_keys.values()}
         # All entries are checked before one is written: an error changes nothing.
-        kept = self.get(draw.slots, draw.follow, keys=frozenset(columns))
+        kept = self.read_rows(draw.slots, draw.follow, keys=frozenset(columns))
         for key, values in columns.items():
             if key not in kept:
                 raise ValueError(
@@ -330,9 +350,10 @@ class ColumnStorage(Storage):
         for key, values in columns.items():
             if key not in fixed:
                 self.columns[key].put(draw.slots, values)
+                self.loose.add(without_next(key))
 
     @override
-    def get(
+    def read_rows(
         self,
         slots: Tensor,
         follow: Follow | None = None,
@@ -340,6 +361,11 @@ class ColumnStorage(Storage):
         slices: bool = False,
         keys: frozenset[NestedKey] | None = None,
     ) -> Columns:
+        if follow is None and self.needs_follow(keys):
+            raise RuntimeError(
+                "a compact storage reads next observations from the rows that follow: the sampler must set "
+                "Draw(..., follow=ring.follow(slots)) where draw is called with follow=True"
+            )
         plain, pool = self._plain or self._plain_columns(), None if follow is None else self.pool
         columns = {} if plain is None else plain.take(slots, keys)
         # Root keys of the next observations asked for; later: the rows that follow, of those read so far.
@@ -465,7 +491,7 @@ class ColumnStorage(Storage):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_plain": None}  # of memory that a copy would not share
+        return super().__getstate__() | {"_plain": None}  # of memory that a copy would not share
 
 
 def _kind(column: Column) -> str:

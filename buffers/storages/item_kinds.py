@@ -140,6 +140,30 @@ class Trees(Structure):
         return Structure.of, (pytree.tree_unflatten(list(range(self.spec.num_leaves)), self.spec),)
 
 
+def check_kinds(columns: Columns) -> None:
+    """Put plain numbers in the place of ``columns`` that require gradients or are conjugated or negated on reading.
+
+    TypeError for sparse tensors and others without memory of their own for each row.
+
+    >>> check_kinds({"x": torch.eye(2).to_sparse()})
+    Traceback (most recent call last):
+    TypeError: batch['x'] is a tensor of layout torch.sparse_coo, this storage takes dense ones: give x.to_dense()
+    """
+    for key, column in columns.items():
+        odd = column.requires_grad or column.is_meta or column.is_neg() or column.is_conj()
+        if column.layout is torch.strided and not odd:
+            continue  # what nearly all are
+        if column.is_meta:
+            raise TypeError(
+                f"{shown(key)} is a meta tensor, which has no values: nothing can be stored of it"
+            )
+        if column.layout is not torch.strided:
+            raise TypeError(
+                f"{shown(key)} is a tensor of layout {column.layout}, this storage takes dense ones: give x.to_dense()"
+            )
+        columns[key] = column.detach().resolve_conj().resolve_neg()
+
+
 def batched(items: list[Any]) -> Any:
     """Stack several items of one kind, tensordicts, tensors or trees of tensors; ValueError if they differ in form.
 

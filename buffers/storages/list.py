@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
@@ -23,6 +23,7 @@ class ListStorage(Storage):
 
     Args:
         max_size: number of items, default 1000.
+        compilable: see `Storage`.
 
     >>> from flatroll.buffers import ReplayBuffer
     >>> buffer = ReplayBuffer(storage=ListStorage(10))
@@ -30,8 +31,8 @@ class ListStorage(Storage):
     (0, tensor([1, 2]), ['a string!', 30, None])
     """
 
-    def __init__(self, max_size: int = 1000) -> None:
-        super().__init__(max_size)
+    def __init__(self, max_size: int | None = None, *, compilable: bool = False) -> None:
+        super().__init__(1000 if max_size is None else max_size, compilable)
         self._items: list[Any] = []
 
     @override
@@ -63,15 +64,15 @@ class ListStorage(Storage):
         for slot, i in zip(numbers, chosen, strict=True):
             self._items[slot] = rows.items[i]
 
-    def set(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
-        """Overwrite the drawn items with ``data``: one item for one slot, else a list of as many."""
+    @override
+    def write_drawn(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
         items = data if shape else [data]
         if not isinstance(items, list) or len(items) != len(draw.slots):
             raise ValueError(f"{len(draw.slots)} slots need a list of as many items, got {data!r:.80}")
         self.put(draw.slots, Rows(len(items), items=items))
 
     @override
-    def get(
+    def read_rows(
         self,
         slots: Tensor,
         follow: Follow | None = None,
@@ -80,6 +81,10 @@ class ListStorage(Storage):
         keys: frozenset[NestedKey] | None = None,
     ) -> list[Any]:
         return [self._items[slot] for slot in slots.tolist()]
+
+    @override
+    def batch_of_one(self, item: Any) -> list[Any]:
+        return [item]
 
     def build(self, values: Any, shape: torch.Size) -> Any:
         """Return the items stacked if they can be, else as a list."""
@@ -102,3 +107,30 @@ class ListStorage(Storage):
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._items = list(state["items"])
+
+
+class LazyStackStorage(ListStorage):
+    """A `ListStorage` whose samples are lazy stacks: tensordicts that differ in shape stay as they are.
+
+    Args:
+        max_size: number of items, default 1000.
+        compilable: see `Storage`.
+        stack_dim: dimension of a sample that counts the items, default 0.
+
+    >>> from tensordict import TensorDict
+    >>> from flatroll.buffers import ReplayBuffer
+    >>> buffer = ReplayBuffer(storage=LazyStackStorage(10), batch_size=4)
+    >>> rows = buffer.extend([TensorDict({"x": torch.zeros(n)}) for n in (2, 3)])
+    >>> type(buffer.sample()).__name__
+    'LazyStackedTensorDict'
+    """
+
+    def __init__(self, max_size: int | None = None, *, compilable: bool = False, stack_dim: int = 0) -> None:
+        super().__init__(max_size, compilable=compilable)
+        self.stack_dim = stack_dim
+
+    def build(self, values: Any, shape: torch.Size) -> Any:
+        """Return tensordicts as a lazy stack, other items as `ListStorage` does."""
+        if values and all(isinstance(item, TensorDictBase) for item in values):
+            return LazyStackedTensorDict.lazy_stack(values, self.stack_dim)
+        return super().build(values, shape)

@@ -63,6 +63,7 @@ class LazyMemmapStorage(ColumnStorage):
             frame of the stack) in memory, so only one process can use the buffer.
         codec: not for files: use `LazyTensorStorage`.
         auto_cleanup: remove the files when the storage is dropped or the process ends, default only temporary ones.
+        compilable: see `Storage`.
 
     Raises:
         ValueError: another device, a ``codec``, ``max_size`` or ``ndim`` below 1.
@@ -77,6 +78,8 @@ class LazyMemmapStorage(ColumnStorage):
     (tensor([0., 1., 2., 3.]), ['a.memmap', 'next.reward.memmap'])
     """
 
+    for_processes = True
+
     def __init__(
         self,
         max_size: int,
@@ -89,6 +92,7 @@ class LazyMemmapStorage(ColumnStorage):
         frame_stack: Mapping[NestedKey, int] | None = None,
         codec: Mapping[NestedKey, str] | None = None,
         auto_cleanup: bool | None = None,
+        compilable: bool = False,
     ) -> None:
         super().__init__(max_size, device=device, ndim=ndim, compact_obs=compact_obs)
         if self.device.type != "cpu":
@@ -169,7 +173,7 @@ class LazyMemmapStorage(ColumnStorage):
         return old
 
     @override
-    def get(
+    def read_rows(
         self,
         slots: Tensor,
         follow: Follow | None = None,
@@ -185,7 +189,7 @@ class LazyMemmapStorage(ColumnStorage):
             for key, column in self.columns.items():
                 if isinstance(column, MappedColumn) and (keys is None or key in keys):
                     column.prefetch(wanted)
-        return super().get(slots, follow, slices=slices, keys=keys)
+        return super().read_rows(slots, follow, slices=slices, keys=keys)
 
     @override
     def write_lock(self) -> AbstractContextManager[Any]:
@@ -193,7 +197,7 @@ class LazyMemmapStorage(ColumnStorage):
         return FileLock(lambda: None if self.folder is None else self.folder / _LOCK)
 
     @override
-    def attach(self, ring: Ring, alone: str | None, first: bool = False) -> None:
+    def use_ring(self, ring: Ring, alone: str | None, first: bool = False) -> None:
         if first and self._has_buffer:
             raise ValueError(
                 "the storage belongs to another buffer already: make one LazyMemmapStorage per buffer"

@@ -17,7 +17,7 @@ from flatroll.layout.keys import NEXT, NEXT_KNOWN, NestedKey, as_tuple, next_key
 _OF_THE_STEP = {"reward", "done", "terminated", "truncated"}
 
 
-def state_pairs(columns: Columns) -> list[NestedKey]:
+def state_pairs(columns: Mapping[NestedKey, Tensor | Column]) -> list[NestedKey]:
     """List the root keys that ``"next"`` has too, with the same shape and dtype, such as "observation".
 
     >>> x = torch.zeros(3)
@@ -123,31 +123,47 @@ class NextPool:
                 tails[key] = columns[next_name].index_select(0, at)
         return tails
 
-    def place(
+    def agreeing(
         self,
         index: TrajectoryIndex,
         fragments: Fragments,
         before: Array,
         heads: Mapping[NestedKey, Tensor],
         tails: Columns,
-        first: int,
-    ) -> tuple[Array, Array]:
-        """Keep what no row will hold, as `Storage.keep_next` says, given the batch's columns ``heads`` ``[N, *obs]``
-        and the next observations ``tails`` ``[F, *obs]`` of its fragments' last rows, both by root key."""
-        keep = np.ones(len(fragments.firsts), np.bool_)
+    ) -> Array:
+        """Return which fragments begin with the next observation of the row that they continue; bool ``[F]``.
+
+        Args:
+            index, fragments, before: see `Storage.keep_next`.
+            heads: the batch's columns ``[N, *obs]``, by root key.
+            tails: the next observations ``[F, *obs]`` of its fragments' last rows, by root key.
+        """
+        agree = np.zeros(len(before), np.bool_)
         inner = np.flatnonzero(before < -1)  # fragments that continue fragment -2 - before of this batch
         if len(inner):
-            earlier = -2 - before[inner]
-            at = torch.from_numpy(earlier)
+            at = torch.from_numpy(-2 - before[inner])
             ends = {key: tails[key].index_select(0, at.to(tails[key].device)) for key in self.pairs}
-            keep[earlier[self._agree(ends, heads, fragments.firsts[inner])]] = False
+            agree[inner] = self._agree(ends, heads, fragments.firsts[inner])
         # Fragments that continue a stored chain, whose last next observation is in the pool.
         outer = np.flatnonzero(before >= 0)
-        chains = before[outer]
         if len(outer):
-            entries = torch.from_numpy(index.tail_entries(chains))
+            entries = torch.from_numpy(index.tail_entries(before[outer]))
             ends = {key: self.entries[key].take(entries) for key in self.pairs}
-            chains = chains[self._agree(ends, heads, fragments.firsts[outer])]
+            agree[outer] = self._agree(ends, heads, fragments.firsts[outer])
+        return agree
+
+    def place(
+        self,
+        index: TrajectoryIndex,
+        fragments: Fragments,
+        before: Array,
+        agree: Array,
+        tails: Columns,
+        first: int,
+    ) -> tuple[Array, Array]:
+        """Keep what no row will hold, as `Storage.keep_next` says; ``agree`` is what :meth:`agreeing` said."""
+        keep = np.ones(len(before), np.bool_)
+        keep[-2 - before[agree & (before < -1)]] = False
         # The tails that stay get free entries; published with the rows, so nobody reads them before.
         kept = np.flatnonzero(keep)
         taken = index.take(len(kept))
@@ -161,7 +177,7 @@ class NextPool:
         for key, column in self.entries.items():
             column.grow(size)
             column.put(where, tails[key].index_select(0, source.to(tails[key].device)), after)
-        return pool, chains
+        return pool, before[agree & (before >= 0)]
 
     def _agree(self, tails: Columns, heads: Mapping[NestedKey, Tensor], firsts: Array) -> Array:
         """Where the next observations ``tails[key]`` are those of the rows ``heads[key][firsts]``; bool."""

@@ -129,6 +129,7 @@ class LazyTensorStorage(ColumnStorage):
             extra ``zstd``.
         sparse: keys of entries most of whose rows are zeros, ``["recurrent_state"]`` of a collector with
             ``state_stride``: such rows take 4 bytes. Lossless.
+        compilable: see `Storage`.
 
     Raises:
         ValueError: ``max_size`` or ``ndim`` below 1, an unknown codec, a frame stack of less than 2 frames, or an entry
@@ -158,6 +159,7 @@ class LazyTensorStorage(ColumnStorage):
         frame_stack: Mapping[NestedKey, int] | None = None,
         codec: Mapping[NestedKey, str] | None = None,
         sparse: Collection[NestedKey] = (),
+        compilable: bool = False,
     ) -> None:
         super().__init__(max_size, device=device, ndim=ndim, compact_obs=compact_obs)
         self._encodings = Encodings(frame_stack, codec, sparse)
@@ -211,6 +213,7 @@ class TensorStorage(ColumnStorage):
         device: torch.device | str | None = None,
         ndim: int = 1,
         compact_obs: bool = False,
+        compilable: bool = False,
     ) -> None:
         columns = Structure.of(storage).columns(storage)
         if not columns:

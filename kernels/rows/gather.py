@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flatroll.kernels.compiled import Array, Int, compiled
-from flatroll.kernels.rows.raw_memory import ask, copy_bytes
+from flatroll.kernels.rows.raw_memory import ask, copy_bytes, octets
 
 K = TypeVar("K", bound=Hashable)
 
@@ -91,6 +91,52 @@ def copy(source: Array, target: Array, size: Array, first: Int, slot: Int, rows:
         copy_bytes(target[k] + slot * size[k], source[k] + first * size[k], rows * size[k])
 
 
+@compiled()
+def unlike(
+    stored: Array,
+    later: Array,
+    now: Array,
+    size: Array,
+    slots: Array,
+    before: Array,
+    lasts: Array,
+    firsts: Array,
+    joined: Array,
+    found: Array,
+) -> Int:
+    """Find the fragments whose first row is not, byte by byte, what the row that they continue says comes next.
+
+    Args:
+        stored: addresses of the stored columns of next values.
+        later, now: addresses of the batch's columns of next values, and of the values themselves.
+        size: bytes of a row of each.
+        slots, before: what each fragment continues, from `flatroll.kernels.slices.publishing.link`.
+        lasts, firsts, joined: last and first row of each fragment, and whether it is to be left out.
+        found: becomes the numbers of those fragments.
+
+    Returns:
+        how many there are.
+    """
+    count = 0
+    for j in range(len(before)):
+        if before[j] == -1 or joined[j]:
+            continue
+        for k in range(len(now)):
+            # the last row of a stored trajectory, or of the fragment -2 - before of the batch
+            left = stored[k] + slots[j] * size[k]
+            if before[j] < 0:
+                left = later[k] + lasts[-2 - before[j]] * size[k]
+            said, came = octets(left, size[k]), octets(now[k] + firsts[j] * size[k], size[k])
+            different = np.uint8(0)
+            for i in range(size[k]):
+                different |= said[i] ^ came[i]
+            if different:
+                found[count] = j
+                count += 1
+                break
+    return count
+
+
 class Block:
     """Equally long columns in host memory that one compiled call reads or writes together.
 
@@ -156,13 +202,33 @@ class Block:
         ``slot`` and the slots after it, all within the block."""
         # Numbers in host memory as they are, row after row; those of most batches are so already.
         plain = [
-            value
-            if value.is_cpu and value.is_contiguous() and not value.is_neg() and not value.is_complex()
-            else value.cpu().resolve_conj().resolve_neg().contiguous()
+            value if _is_plain(value) else value.cpu().resolve_conj().resolve_neg().contiguous()
             for value in values
         ]
         source = np.array([value.data_ptr() for value in plain], np.int64)
         copy(source, self._address, self._size, first, slot, rows)
+
+    def unlike(self, now: Sequence[Tensor], later: Sequence[Tensor], links: Sequence[Array]) -> Array | None:
+        """Return the fragments (int64) that do not continue what they should: see the kernel of this name.
+
+        Args:
+            now, later: the batch's values, and its next values, of whose stored ones this block is.
+            links: ``slots, before, lasts, firsts, joined``.
+
+        Returns:
+            None if a column of the batch is not plain numbers in host memory.
+        """
+        if not (all(map(_is_plain, now)) and all(map(_is_plain, later))):
+            return None
+        addresses = np.array([[value.data_ptr() for value in now], [value.data_ptr() for value in later]])
+        found = np.empty(len(links[0]), np.int64)
+        count = unlike(self._address, addresses[1], addresses[0], self._size, *links, found)
+        return found[:count]
+
+
+def _is_plain(value: Tensor) -> bool:
+    """Whether the memory of ``value`` is its numbers, row after row, in host memory."""
+    return value.is_cpu and value.is_contiguous() and not value.is_neg() and not value.is_complex()
 
 
 class HostColumns(Generic[K]):
@@ -220,6 +286,19 @@ class HostColumns(Generic[K]):
         if fit < rows:
             block.write(0, columns, fit, rows - fit)
         return names
+
+    def unlike(
+        self,
+        names: tuple[K, ...],
+        now: Sequence[Tensor],
+        later: Sequence[Tensor],
+        links: Sequence[Array],
+    ) -> Array | None:
+        """Do what `Block.unlike` does for the columns ``names``; None if it cannot, or they are not all here."""
+        block = self._blocks.get(names)
+        if block is None and names and self.columns.keys() >= set(names):
+            block = self._new_block(names)
+        return None if block is None else block.unlike(now, later, links)
 
     def _new_block(self, names: tuple[K, ...]) -> Block:
         """Remember the addresses of these columns, for the next time they are asked for."""

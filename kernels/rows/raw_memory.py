@@ -58,6 +58,7 @@ ask: Any = intrinsic(_ask_code)
 
 _to_flags: Any = intrinsic(_pointer_code(types.boolean))
 _to_numbers: Any = intrinsic(_pointer_code(types.int64))
+_to_octets: Any = intrinsic(_pointer_code(types.uint8))
 
 
 @numba.njit(inline="always")
@@ -70,3 +71,9 @@ def flags(address: Any, size: Any) -> Any:
 def numbers(address: Any, size: Any) -> Any:
     """View the memory at an address as an int64 array ``[size]``."""
     return carray(_to_numbers(address), size)
+
+
+@numba.njit(inline="always")
+def octets(address: Any, size: Any) -> Any:
+    """View the memory at an address as a uint8 array ``[size]``."""
+    return carray(_to_octets(address), size)

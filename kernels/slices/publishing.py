@@ -92,6 +92,9 @@ def claim(
 @compiled()
 def link(
     state: Records,
+    capacity: Int,
+    rows: Int,
+    fragments: Records,
     chains: Records,
     table: Records,
     joined: Array,
@@ -101,29 +104,33 @@ def link(
     step_first: Array,
     step_last: Array,
     before: Array,
+    slots: Array,
 ) -> None:
-    """Find what each new fragment continues, and write it to ``before``.
+    """Find what each new fragment continues, and write it to ``before`` and ``slots``.
 
     A fragment continues the last one of its id (without ids: the newest row) unless that one was done, this one is
-    ``is_init``, or the step count (where there is one) does not go on.
+    ``is_init``, the step count (where there is one) does not go on, or the write drops the last one's rows.
 
     Args:
+        rows: how many rows will be written, at most ``capacity``; they may be claimed already.
         joined: bool ``[n]``, whether a fragment goes on within the run of the one before it.
         ids: trajectory id of each fragment; empty where there are none.
         init, done: bool ``[n]``, whether its first row is ``is_init`` and its last one is done.
         step_first, step_last: its first and last step count; empty where there are none.
         before: becomes the chain that a fragment continues, or ``-2 - i`` for fragment i of the same write, or -1
             for a new trajectory.
+        slots: becomes the slot of the stored row that a fragment continues, -1 if it continues none.
     """
     s = state[0]
     count = len(before)
+    head = s.written + rows - capacity  # the oldest row after the write, if it drops any
     size = 4
     while size < 2 * len(ids):
         size *= 2
     # the last fragment of each id within this write: fragment + 1 in the field ``chain``
     seen: Records = np.zeros(size, table.dtype)
     for j in range(count):
-        before[j] = -1
+        before[j] = slots[j] = -1
         if joined[j]:
             before[j] = -2 - (j - 1)
         elif not init[j]:
@@ -141,7 +148,9 @@ def link(
                     before[j] = -2 - i
             elif c >= 0 and chains[c].open and chains[c].total > chains[c].dropped:  # noqa: SIM102
                 if len(step_first) == 0 or step_first[j] == chains[c].step:
-                    before[j] = c
+                    row = fragment_stop(state, fragments, chains[c].last) - 1
+                    if row >= head:
+                        before[j], slots[j] = c, row % capacity
         if len(ids):
             at = _entry(seen, ids[j])
             seen[at].id = ids[j]

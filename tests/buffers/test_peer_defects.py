@@ -155,7 +155,7 @@ def test_rows_are_read_once_per_sample(world: Any, monkeypatch: pytest.MonkeyPat
     buffer = ReplayBuffer(storage=storage, sampler=SAMPLERS[sampler](), batch_size=8)
     buffer.extend(world.to_batch(world.episode(0, 0, 60)))
     read: list[int] = []
-    monkeypatch.setattr(storage, "get", noting(read, len_of_first, storage.get))
+    monkeypatch.setattr(storage, "read_rows", noting(read, len_of_first, storage.read_rows))
     sample = buffer.sample()
     assert read == [len(sample)]
 

@@ -263,7 +263,7 @@ def test_a_pool_entry_given_away_while_being_read_is_read_again(
     buffer = ReplayBuffer(storage=storage, sampler=SliceSampler(slice_len=4), batch_size=4)
     first, other = world.episode(0, 0, 8), world.episode(1, 0, 8)
     buffer.extend(world.to_batch(first[:4]))
-    get, calls = storage.get, []
+    get, calls = storage.read_rows, []
 
     def late(*args: Any, **options: Any) -> Any:
         calls.append(args)
@@ -272,7 +272,7 @@ def test_a_pool_entry_given_away_while_being_read_is_read_again(
             buffer.extend(world.to_batch(other[:3]))
         return get(*args, **options)
 
-    monkeypatch.setattr(storage, "get", late)
+    monkeypatch.setattr(storage, "read_rows", late)
     sample = buffer.sample()
     assert len(calls) == 2
     assert torch.equal(sample["next", "observation"], sample["observation"] + torch.tensor([0, 0, 1]))

@@ -124,9 +124,6 @@ def impossible_slices(sample: TensorDict) -> int:
     return int((jumps & ~first[1:]).sum())
 
 
-@pytest.mark.xfail(
-    strict=False, reason="extend joins an id that comes back in the middle of another trajectory"
-)
 @pytest.mark.parametrize("compact", [False, True])
 def test_slices_of_two_collectors_with_one_number_are_true(compact: bool) -> None:
     """Refused with ``writer=`` in the words, or cut."""

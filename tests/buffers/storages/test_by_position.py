@@ -1,0 +1,194 @@
+"""A storage by itself: ``storage[i]``, ``set``, ``get``, iteration; and the same beside a buffer."""
+
+import copy
+import gc
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict
+
+from flatroll.buffers import (
+    ImmutableDatasetWriter,
+    LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    MultiStepTransform,
+    NextObservationDelta,
+    ReplayBuffer,
+    RoundRobinWriter,
+    SliceSampler,
+    TensorDictMaxValueWriter,
+    TensorDictPrioritizedReplayBuffer,
+    TensorStorage,
+)
+from flatroll.buffers.storages.base import Storage
+
+KINDS = [LazyTensorStorage, LazyMemmapStorage]
+
+
+def rows(count: int, first: int = 0) -> TensorDict:
+    return TensorDict({"x": torch.arange(first, first + count)}, [count])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_storage_alone_is_written_and_read_by_position(kind: Any) -> None:
+    storage = kind(5)
+    assert len(storage) == 0 and list(storage) == []
+    storage.set(range(3), rows(3))
+    storage.set(3, rows(1, 3)[0])
+    storage[0] = TensorDict({"x": torch.tensor(9)})
+    assert len(storage) == 4 and [int(row["x"]) for row in storage] == [9, 1, 2, 3]
+    assert storage[1:3]["x"].tolist() == [1, 2] and storage.get([3, 0])["x"].tolist() == [3, 9]
+    assert storage.get(torch.tensor([True, False, True, False]))["x"].tolist() == [9, 2]
+    for index in (5, range(4, 6), -1):
+        with pytest.raises((IndexError, ValueError)):
+            storage.set(index, rows(1)[0] if isinstance(index, int) else rows(2))
+    with pytest.raises(IndexError, match="4 rows are stored"):
+        storage[4]
+    assert len(storage) == 4
+
+
+def test_items_of_a_list_alone() -> None:
+    storage = ListStorage(3)
+    storage[0] = "a"
+    storage.set([1, 2], ["b", None])
+    assert list(storage) == ["a", "b", None] and storage[1:] == ["b", None]
+
+
+class Told:
+    def __init__(self) -> None:
+        self.indices: list[Any] = []
+
+    def mark_update(self, index: Any) -> None:
+        self.indices.append(index)
+
+
+class Twice:
+    """A transform that changes what is stored and what is read."""
+
+    def forward(self, td: Any) -> Any:
+        return td.apply(lambda x: 2 * x)
+
+    def inv(self, td: Any) -> Any:
+        return td.apply(lambda x: x + 100)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_storage_of_a_buffer_gives_its_rows_without_transforms(kind: Any) -> None:
+    buffer, told = ReplayBuffer(kind(5), transform=Twice()), Told()
+    buffer.storage.attach(told)
+    buffer.extend(rows(7))
+    assert len(buffer.storage) == 5 and buffer.storage[:]["x"].tolist() == [102, 103, 104, 105, 106]
+    buffer.storage[0] = TensorDict({"x": torch.tensor(1)})
+    assert told.indices == [0] and int(buffer.storage[0]["x"]) == 1 and int(buffer[0]["x"]) == 2
+    with pytest.raises(IndexError):
+        buffer.storage[5] = TensorDict({"x": torch.tensor(1)})
+    del told
+    gc.collect()
+    buffer.storage.set([0, 1], rows(2))
+    assert buffer.storage[:2]["x"].tolist() == [0, 1]
+
+
+def test_the_storage_of_a_copy_is_that_of_the_copy() -> None:
+    buffer = ReplayBuffer(LazyTensorStorage(5))
+    buffer.extend(rows(3))
+    for other in (copy.deepcopy(buffer), pickle.loads(pickle.dumps(buffer))):
+        other.extend(rows(2))
+        assert len(other.storage) == 5 and len(buffer.storage) == 3
+
+
+def test_what_a_compact_storage_reads_twice_cannot_be_set() -> None:
+    at = torch.arange(4.0)[:, None]
+    done = torch.zeros(3, 1, dtype=torch.bool)
+    batch = TensorDict({"observation": at[:3], "next": {"observation": at[1:], "done": done}}, [3])
+    buffer = ReplayBuffer(LazyTensorStorage(5, compact_obs=True))
+    buffer.extend(batch)
+    assert torch.equal(buffer.storage[:]["next", "observation"], at[1:])
+    with pytest.raises(ValueError, match="cannot be changed in place"):
+        buffer.storage[1] = TensorDict({"observation": torch.tensor([9.0])})
+    with pytest.raises(RuntimeError, match="written by a ReplayBuffer"):
+        LazyTensorStorage(5, compact_obs=True).set(range(3), batch)
+
+
+def test_transforms_that_read_ahead_do_not_change_the_storages_rows() -> None:
+    reward, done = torch.ones(4, 1), torch.zeros(4, 1, dtype=torch.bool)
+    batch = TensorDict(
+        {"x": torch.arange(4), "next": {"x": torch.arange(1, 5), "reward": reward, "done": done}}, [4]
+    )
+    buffer = ReplayBuffer(LazyTensorStorage(5), transform=MultiStepTransform(n_steps=2, gamma=0.5))
+    buffer.extend(batch)
+    assert buffer.storage[:]["next", "reward"].tolist() == reward.tolist()
+
+
+def test_lazy_stacks_keep_shapes_apart() -> None:
+    buffer = ReplayBuffer(LazyStackStorage(10), batch_size=8)
+    buffer.extend([TensorDict({"x": torch.zeros(n)}) for n in (2, 3)])
+    sample = buffer.sample()
+    assert isinstance(sample, LazyStackedTensorDict) and {len(item["x"]) for item in sample} == {2, 3}
+
+
+# --- arguments of other libraries' scripts ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ReplayBuffer(LazyTensorStorage(10, compilable=True), compilable=True),
+        lambda: ReplayBuffer(ListStorage(compilable=True), writer=RoundRobinWriter(compilable=True)),
+        lambda: ReplayBuffer(LazyMemmapStorage(10, compilable=True), shared=True),
+        lambda: ReplayBuffer(LazyStackStorage(10), writer=TensorDictMaxValueWriter("x", compilable=True)),
+        lambda: TensorDictPrioritizedReplayBuffer(
+            LazyTensorStorage(10), alpha=0.7, beta=0.9, compilable=False
+        ),
+        lambda: ReplayBuffer(TensorStorage(torch.zeros(3)), writer=ImmutableDatasetWriter(compilable=True)),
+    ],
+)
+def test_arguments_that_change_nothing_are_taken(make: Any) -> None:
+    assert isinstance(make().storage, Storage)
+
+
+def test_shared_needs_files() -> None:
+    with pytest.raises(ValueError, match="LazyMemmapStorage"):
+        ReplayBuffer(LazyTensorStorage(10), shared=True)
+
+
+def test_priorities_of_a_batch_may_be_left_alone() -> None:
+    batch = rows(4).set("td_error", torch.tensor([0.0, 0.0, 0.0, 1e6]))
+    for update, most in ((False, 400), (None, 999)):
+        generator = torch.Generator().manual_seed(0)
+        buffer = TensorDictPrioritizedReplayBuffer(
+            LazyTensorStorage(10), alpha=1.0, beta=1.0, batch_size=1000, generator=generator
+        )
+        buffer.extend(batch, update_priority=update)
+        drawn = int((buffer.sample()["x"] == 3).sum())
+        assert drawn < most if update is False else drawn >= most
+
+
+def test_the_delta_transform_takes_the_arguments_of_both_sides() -> None:
+    transform = NextObservationDelta(in_keys=["x"], delta_dtype=torch.bfloat16, restore_dtype="root")
+    delta = torch.ones(2, dtype=torch.bfloat16)
+    sample = transform(TensorDict({"x": torch.arange(2.0), "next": {"delta": {"x": delta}}}, [2]))
+    assert sample["next", "x"].tolist() == [1.0, 2.0]
+    with pytest.raises(ValueError, match="delta_dtype"):
+        NextObservationDelta(delta_dtype=torch.int8)
+
+
+def test_a_batch_larger_than_the_storage_leaves_its_last_rows() -> None:
+    buffer = ReplayBuffer(LazyTensorStorage(10))
+    assert len(buffer.extend(rows(20))) == 10 and sorted(buffer[:]["x"].tolist()) == list(range(10, 20))
+
+
+def test_a_sampler_that_forgets_the_next_observations_of_a_compact_storage_is_told() -> None:
+    class Forgetful(SliceSampler):
+        def draw(self, ring: Any, size: int, generator: Any, follow: bool) -> Any:
+            return super().draw(ring, size, generator, False)
+
+    at = torch.arange(4.0)[:, None]
+    done = torch.zeros(3, 1, dtype=torch.bool)
+    buffer = ReplayBuffer(LazyTensorStorage(5, compact_obs=True), sampler=Forgetful(slice_len=2))
+    buffer.extend(TensorDict({"observation": at[:3], "next": {"observation": at[1:], "done": done}}, [3]))
+    with pytest.raises(RuntimeError, match="follow"):
+        buffer.sample(2)
