@@ -15,6 +15,13 @@ from flatroll.buffers.samplers.without_replacement import (
     SamplerWithoutReplacement,
     SliceSamplerWithoutReplacement,
 )
+from flatroll.buffers.schedulers import (
+    LambdaScheduler,
+    LinearScheduler,
+    ParameterScheduler,
+    SchedulerList,
+    StepScheduler,
+)
 from flatroll.buffers.storages.base import Storage
 from flatroll.buffers.storages.columns import ColumnStorage
 from flatroll.buffers.storages.list import ListStorage
@@ -44,13 +51,16 @@ __all__ = [
     "ColumnStorage",
     "Draw",
     "ImmutableDatasetWriter",
+    "LambdaScheduler",
     "LazyMemmapStorage",
     "LazyTensorStorage",
+    "LinearScheduler",
     "ListStorage",
     "MultiStep",
     "MultiStepTransform",
     "NextObservationDelta",
     "NextStateReconstructor",
+    "ParameterScheduler",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
@@ -63,8 +73,10 @@ __all__ = [
     "Sampler",
     "SamplerEnsemble",
     "SamplerWithoutReplacement",
+    "SchedulerList",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
+    "StepScheduler",
     "Storage",
     "StorageEnsemble",
     "TensorColumn",

@@ -94,7 +94,7 @@ def test_random_slices_of_a_ring_that_wraps(
         storage=LazyTensorStorage(
             capacity, compact_obs=compact, sparse=states_of(policy) if stride > 1 else ()
         ),
-        sampler=SliceSampler(slice_len=length),
+        sampler=SliceSampler(slice_len=length, fill=False),
         generator=torch.Generator().manual_seed(0),
     )
     collector = Collector(
