@@ -430,9 +430,8 @@ def _reduced(priority: Tensor, count: int, reduction: str) -> Tensor:
         )
     values = values.flatten(1)
     # The reduction may hide them: the highest of 1 and -2 is 1.
-    bad = ~(values >= 0).all(1)
-    if bool(bad.any()):
-        row = int(bad.nonzero()[0])
+    if not values.min() >= 0:  # nor is NaN
+        row = int((~(values >= 0)).any(1).nonzero()[0])
         raise ValueError(f"priority[{row}] is {values[row].tolist()}: priorities must be numbers from 0 on")
     reduced = getattr(values, reduction)(1)
     return reduced if isinstance(reduced, Tensor) else reduced.values

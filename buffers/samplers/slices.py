@@ -127,7 +127,7 @@ class SliceSampler(Sampler):
         self.slice_len = slice_len
         self.end_keys = end_keys if end_keys is None else list(end_keys)
         self.fill = fill
-        self._warned = False  # that samples have less than half of their rows
+        self._told = fill is False  # whether no warning of short samples is due, or it was given
         self.end_key = end_key
         self.traj_key = traj_key
         self.truncated_key = truncated_key
@@ -224,22 +224,25 @@ class SliceSampler(Sampler):
             draw_slices = index.draw
             if any(self.span):
                 way["span"] = spans(self.span, length)
+        draw = draw_slices(batch_size // length, length, follow=follow, **way)
+        rows = len(draw.slots)
+        enough = rows == batch_size if self.fill else 2 * rows >= batch_size or self._told
+        if enough and not self.pad_output:
+            return draw
         more = partial(draw_slices, length=length, follow=follow, **way)
-        draw = more(batch_size // length)
-        complete = len(draw.slots) == batch_size and not self.pad_output
-        return draw if complete else self._complete(draw, batch_size, length, ring, more)
+        return self._complete(draw, batch_size, length, ring, more)
 
     def _complete(
         self, draw: Draw, rows: int, length: int, ring: Ring, more: Callable[[int], Draw] | None = None
     ) -> Draw:
         """Pad the slices to ``length`` rows or let ``more`` draw on until there are ``rows``, if that was asked for;
-        else warn, once, if there are less than half of ``rows`` and nobody said that this is wanted."""
+        else warn, once, if there are less than half of ``rows``."""
         if self.pad_output:
             return pad_slices(draw, length, ring)
         if self.fill and more is not None:
             return fill(draw, rows, more)
-        if self.fill is None and 2 * len(draw.slots) < rows and not self._warned:
-            self._warned = True
+        if 2 * len(draw.slots) < rows and not self._told:
+            self._told = True
             warnings.warn(
                 f"a sample of {rows} rows has only {len(draw.slots)}: many slices are shorter than slice_len={length}, "
                 f"as their trajectories are. {type(self).__name__}(fill=True) draws on until there are {rows}; or use "

@@ -117,7 +117,8 @@ def test_random_slices_of_a_ring_that_wraps(
 def test_ppo_starts_at_ratio_one(kind: Any, stride: int) -> None:
     """The loss itself says so: no divergence, nothing clipped, and the objective is the mean advantage."""
     policy = actor(kind)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(200), sampler=SliceSampler(slice_len=8), batch_size=64)
+    sampler = SliceSampler(slice_len=8, fill=True)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(200), sampler=sampler, batch_size=64)
     collector = Collector(
         make("SameStep", LENGTHS), policy, frames_per_batch=50, total_frames=400, state_stride=stride
     )
