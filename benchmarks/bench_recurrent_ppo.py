@@ -58,7 +58,9 @@ def ours(how: str) -> Run:
     loss = ClipPPOLoss(actor, head, critic_coeff=0.5, loss_critic_type="l2", normalize_advantage=True)
     weights = [*actor.parameters(), *head.parameters()]
     optimizer = torch.optim.Adam(weights, lr=3e-4, eps=1e-5, fused=True)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(FRAMES), sampler=SliceSampler(slice_len=STEPS))
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(FRAMES), sampler=SliceSampler(slice_len=STEPS, fill=False)
+    )
 
     def run() -> None:
         batch = next(collector)

@@ -15,6 +15,13 @@ from flatroll.buffers.samplers.without_replacement import (
     SamplerWithoutReplacement,
     SliceSamplerWithoutReplacement,
 )
+from flatroll.buffers.schedulers import (
+    LambdaScheduler,
+    LinearScheduler,
+    ParameterScheduler,
+    SchedulerList,
+    StepScheduler,
+)
 from flatroll.buffers.storages.base import Storage
 from flatroll.buffers.storages.columns import ColumnStorage
 from flatroll.buffers.storages.list import LazyStackStorage, ListStorage
@@ -50,14 +57,17 @@ __all__ = [
     "Draw",
     "ExcludeTransform",
     "ImmutableDatasetWriter",
+    "LambdaScheduler",
     "LazyMemmapStorage",
     "LazyStackStorage",
     "LazyTensorStorage",
+    "LinearScheduler",
     "ListStorage",
     "MultiStep",
     "MultiStepTransform",
     "NextObservationDelta",
     "NextStateReconstructor",
+    "ParameterScheduler",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
@@ -72,9 +82,11 @@ __all__ = [
     "Sampler",
     "SamplerEnsemble",
     "SamplerWithoutReplacement",
+    "SchedulerList",
     "SelectTransform",
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
+    "StepScheduler",
     "Storage",
     "StorageEnsemble",
     "TensorColumn",

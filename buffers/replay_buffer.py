@@ -25,7 +25,7 @@ from flatroll.buffers.storages.item_kinds import (
     not_flat,
 )
 from flatroll.buffers.storages.list import ListStorage
-from flatroll.buffers.storages.parallel_lanes import positions, slots_at, slots_of
+from flatroll.buffers.storages.parallel_lanes import Index, positions, slots_at, slots_of
 from flatroll.buffers.transforms.base import Transforming, TransformLike, apply, check_row_count, looks_ahead
 from flatroll.buffers.writers import RoundRobinWriter, Writer, before_storing, check_rows
 from flatroll.layout.checks import whole_number
@@ -300,12 +300,12 @@ class ReplayBuffer(Transforming, BufferState):
                 self._prefetcher.clear()
 
     def update_priority(
-        self, index: Tensor | int, priority: Tensor | float, generation: Tensor | None = None
+        self, index: Index, priority: Tensor | float, generation: Tensor | None = None
     ) -> None:
         """Set the priorities of stored rows, given their positions.
 
         Args:
-            index: positions as in the info of a sample, on any device; -1 is left out.
+            index: positions as in the info of a sample, or their coordinates as a tuple, on any device; -1 is left out.
             priority: one value for all rows or one per row, not negative.
             generation: ``info["index_generation"]``; rows overwritten since are then left out.
 
@@ -314,9 +314,14 @@ class ReplayBuffer(Transforming, BufferState):
             ValueError: a negative priority or NaN, or sizes that differ.
             IndexError: a position outside the storage.
         """
-        slots = slots_of(torch.as_tensor(index), self.storage.lanes)
+        slots = slots_of(index, self.storage.lanes)
         with self._lock:
             self.sampler.update_priority(self._ring, slots, torch.as_tensor(priority), generation)
+
+    def mark_update(self, index: Index) -> None:
+        """Reset the priorities of rows to that of new rows; nothing happens with a sampler without priorities."""
+        with self._lock:
+            self.sampler.mark_update(self._ring, slots_of(index, self.storage.lanes))
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -357,9 +362,7 @@ class ReplayBuffer(Transforming, BufferState):
             whole_number("batch_size", size)
         size = self.sampler.check(size)
         # Samples made ahead are of the buffer's own size; one of another size is made apart.
-        if self._prefetcher is None or (
-            batch_size is not None and size != self.sampler.check(self.batch_size)
-        ):
+        if not (self._prefetcher and (batch_size is None or size == self.sampler.check(self.batch_size))):
             return self._draw_sample(size)()
         made: Made = self._prefetcher.next(partial(self._draw_sample, size))
         return made

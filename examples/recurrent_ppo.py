@@ -87,7 +87,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     loss = ClipPPOLoss(actor, head, critic_coeff=0.5, loss_critic_type="l2", normalize_advantage=True)
     weights = list(dict.fromkeys([*actor.parameters(), *critic.parameters()]))
     optimizer = torch.optim.Adam(weights, lr=args.lr, eps=1e-5)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(frames), sampler=SliceSampler(slice_len=args.steps))
+    sampler = SliceSampler(slice_len=args.steps, fill=False)  # samples of whole runs, long and short
+    buffer = ReplayBuffer(storage=LazyTensorStorage(frames), sampler=sampler)
     curve: list[tuple[int, float]] = []
     returns: list[float] = []
     seconds: dict[str, float] = defaultdict(float)

@@ -104,7 +104,8 @@ def train(
     loss = ClipPPOLoss(actor, head, entropy_coeff=0.01, loss_critic_type="l2", normalize_advantage=True)
     weights = list(dict.fromkeys([*actor.parameters(), *critic.parameters()]))
     optimizer = torch.optim.Adam(weights, lr=2e-3, eps=1e-5)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(rows), sampler=SliceSampler(slice_len=steps))
+    sampler = SliceSampler(slice_len=steps, fill=False)  # samples of whole runs, long and short
+    buffer = ReplayBuffer(storage=LazyTensorStorage(rows), sampler=sampler)
     returns: list[float] = []
     for batch in collector:
         gae(batch, final=collector.final)

@@ -30,7 +30,6 @@ def test_a_storage_may_be_the_first_argument_or_the_error_says_how() -> None:
         assert "storage=" in str(error)
 
 
-@pytest.mark.xfail(strict=False, reason="no such warning yet")
 def test_a_sample_with_less_than_half_of_its_rows_is_told_once() -> None:
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(1000),

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from flatroll.buffers.ensemble.members import (
     SamplerEnsemble,
+    Several,
     Shares,
     StorageEnsemble,
     WriterEnsemble,
     collate_members,
+    pick,
 )
 from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.transforms.base import Transforming, TransformLike, apply
@@ -116,15 +118,14 @@ class ReplayBufferEnsemble(Transforming):
     def __getitem__(self, index: int) -> ReplayBuffer: ...
 
     @overload
-    def __getitem__(self, index: slice) -> list[ReplayBuffer]: ...
+    def __getitem__(self, index: Several) -> list[ReplayBuffer]: ...
 
-    def __getitem__(self, index: int | slice) -> ReplayBuffer | list[ReplayBuffer]:
-        """Member ``index``, or several members."""
-        if not isinstance(index, (int, slice)):
-            raise TypeError(
-                f"an ensemble is indexed by member, rb[0], and a member by row, rb[0][:], got {index!r}"
-            )
-        return list(self._members[index]) if isinstance(index, slice) else self._members[index]
+    def __getitem__(self, index: int | Several) -> ReplayBuffer | list[ReplayBuffer]:
+        """Member ``index``, or a list of several members: of a slice, or of their numbers.
+
+        ``ReplayBufferEnsemble(*rb[[0, 2]])`` samples from these only.
+        """
+        return pick(self._members, index, "the ensemble")
 
     # -- reading -----------------------------------------------------------------------------------------------
 

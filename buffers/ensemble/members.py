@@ -4,7 +4,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeAlias, TypeVar, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -19,8 +21,35 @@ from flatroll.layout.checks import whole_number
 #: How likely each member of an ensemble is: numbers of any sum, their number of rows, or None for equally.
 Shares: TypeAlias = Iterable[float] | Tensor | Literal["sampleable"] | None
 Part = TypeVar("Part")
+#: Chooses several members of an ensemble.
+Several: TypeAlias = slice | list[int] | range | Tensor | NDArray[Any]
 #: Dtype and shape of all that a sample consists of, by key.
 Form = dict[Any, tuple[Any, torch.Size]]
+
+
+def pick(parts: Sequence[Part], index: int | Several, name: str) -> Part | list[Part]:
+    """The part of member ``index`` of the ensemble ``name``, or a list of those of several members.
+
+    Raises:
+        TypeError: ``index`` does not choose members.
+        IndexError: there is no such member.
+
+    >>> pick("abc", -1, "ensemble"), pick("abc", torch.tensor([2, 0]), "ensemble")
+    ('c', ['c', 'a'])
+    """
+    if isinstance(index, slice):
+        return list(parts[index])
+    numbers: Any = index.tolist() if isinstance(index, Tensor | np.ndarray) else index
+    several = isinstance(numbers, list | range)
+    for number in numbers if several else [numbers]:
+        if type(number) is not int:
+            raise TypeError(
+                f"{name} is indexed by member, rb[0], and a member by row, rb[0][:]; several members are rb[:2] or "
+                f"rb[[0, 2]]; got {index!r}"
+            )
+        if not -len(parts) <= number < len(parts):
+            raise IndexError(f"{name} has {len(parts)} members, got index {number}")
+    return [parts[number] for number in numbers] if several else parts[numbers]
 
 
 class _Parts(Sequence[Part]):
@@ -38,11 +67,11 @@ class _Parts(Sequence[Part]):
     def __getitem__(self, index: int) -> Part: ...
 
     @overload
-    def __getitem__(self, index: slice) -> list[Part]: ...
+    def __getitem__(self, index: Several) -> list[Part]: ...
 
-    def __getitem__(self, index: int | slice) -> Part | list[Part]:
-        """The part of member ``index``, or of several members."""
-        return list(self.parts[index]) if isinstance(index, slice) else self.parts[index]
+    def __getitem__(self, index: int | Several) -> Part | list[Part]:
+        """The part of member ``index``, or of several members: a slice, or their numbers."""
+        return pick(self.parts, index, type(self).__name__)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(type(part).__name__ for part in self.parts)})"
@@ -110,15 +139,27 @@ class SamplerEnsemble(_Parts[Sampler]):
         num_buffer_sampled: int | None = None,
     ) -> None:
         super().__init__(*samplers)
-        given = len(samplers) if num_buffer_sampled is None else num_buffer_sampled
-        count = whole_number("num_buffer_sampled", given)
-        if sample_from_all and (p is not None or count != len(samplers)):
+        self.sample_from_all = sample_from_all
+        self.num_buffer_sampled = num_buffer_sampled
+        self.p = p
+
+    @property
+    def num_buffer_sampled(self) -> int:
+        """How many members a sample is made of; None sets it to as many as there are."""
+        return self._num_buffer_sampled
+
+    @num_buffer_sampled.setter
+    def num_buffer_sampled(self, value: int | None) -> None:
+        count = whole_number("num_buffer_sampled", len(self) if value is None else value)
+        self._check_choice(count != len(self))
+        self._num_buffer_sampled = count
+
+    def _check_choice(self, chosen: bool) -> None:
+        """TypeError if members are ``chosen`` although each is taken once."""
+        if chosen and self.sample_from_all:
             raise TypeError(
                 "sample_from_all=True takes each member once: leave p and num_buffer_sampled out, or sample_from_all"
             )
-        self.sample_from_all = sample_from_all
-        self.num_buffer_sampled = count
-        self.p = p
 
     @property
     def p(self) -> Tensor | Literal["sampleable"] | None:
@@ -127,6 +168,7 @@ class SamplerEnsemble(_Parts[Sampler]):
 
     @p.setter
     def p(self, value: Shares) -> None:
+        self._check_choice(value is not None)
         if value is None or isinstance(value, str):
             if value not in (None, "sampleable"):
                 raise ValueError(f"p must be one number per member or 'sampleable', got {value!r}")

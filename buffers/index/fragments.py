@@ -17,12 +17,16 @@ Batch: TypeAlias = TensorDictBase | Mapping[NestedKey, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class BoundaryKeys:
-    """Names the columns that mark trajectory boundaries; those that a batch lacks are ignored."""
+    """Names the columns that mark trajectory boundaries; those that a batch lacks are ignored.
+
+    A trajectory ends where ``done`` or one of ``more_done`` is True.
+    """
 
     is_init: NestedKey = IS_INIT
     done: NestedKey = DONE
     traj: NestedKey = TRAJ_IDS
     step_count: NestedKey = STEP_COUNT
+    more_done: tuple[NestedKey, ...] = ()
 
     @classmethod
     def probe(
@@ -79,6 +83,10 @@ class Fragments(NamedTuple):
         from flatroll.kernels.rows.run_marks import fragments  # numba
 
         done, init = _read_marker(batch, keys.done, True), _read_marker(batch, keys.is_init, True)
+        for key in keys.more_done:
+            further = _read_marker(batch, key, True)
+            if further is not None:
+                done = further if done is None else done.view(-1) | further.view(-1)
         ids, step = _read_marker(batch, keys.traj, False), _read_marker(batch, keys.step_count, False)
         marker = ids if ids is not None else done if done is not None else init
         if marker is None:

@@ -130,6 +130,10 @@ class Sampler(ABC):
         """Set the priorities of rows; samplers without priorities raise TypeError."""
         raise TypeError(f"{type(self).__name__} has no priorities: use PrioritizedSampler")
 
+    def mark_update(self, ring: Ring, slots: Tensor) -> None:
+        """React to rows that were changed in place: reset their priorities to that of new rows, if there are any."""
+        return
+
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's state for :meth:`load_state_dict`; empty if it has none."""
         return {}

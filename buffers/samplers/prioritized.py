@@ -35,9 +35,9 @@ class PrioritizedSampler(RandomSampler):
 
     Args:
         max_capacity: at least the capacity of the buffer.
-        alpha: how much priorities count, at least 0 (then draws are uniform). It may be set later, which takes time
-            in the capacity at the next use.
-        beta: how much of the bias the weights take back, at least 0. It may be set later.
+        alpha: how much priorities count, at least 0 (then draws are uniform). A number or a tensor of one; it may be
+            set later, by `LinearScheduler` for instance, which takes time in the capacity at the next use.
+        beta: how much of the bias the weights take back, at least 0. As ``alpha``, it may be a tensor, and set later.
         eps: added to priorities, so that a row of priority 0 is drawn now and then; at least 0. With 0, such rows
             are never drawn and do not count in the minimum.
         dtype: of the priorities kept, ``torch.float`` or ``torch.double``.
@@ -63,8 +63,8 @@ class PrioritizedSampler(RandomSampler):
     def __init__(
         self,
         max_capacity: int,
-        alpha: float,
-        beta: float,
+        alpha: float | Tensor,
+        beta: float | Tensor,
         eps: float = 1e-8,
         dtype: torch.dtype = torch.float,
         reduction: str = "max",
@@ -92,7 +92,7 @@ class PrioritizedSampler(RandomSampler):
         return self._priorities.alpha
 
     @alpha.setter
-    def alpha(self, value: float) -> None:
+    def alpha(self, value: float | Tensor) -> None:
         alpha = _number("alpha", value)
         most = self._priorities.most(alpha)
         if self._priorities.ever > most:
@@ -108,7 +108,7 @@ class PrioritizedSampler(RandomSampler):
         return self._beta
 
     @beta.setter
-    def beta(self, value: float) -> None:
+    def beta(self, value: float | Tensor) -> None:
         self._beta = _number("beta", value)
 
     @property
@@ -267,8 +267,8 @@ class PrioritizedSampler(RandomSampler):
         self._priorities.put(stored[:count], new[:count])
         self._changing = False
 
+    @override
     def mark_update(self, ring: Ring, slots: Tensor) -> None:
-        """Reset the priorities of the rows in ``slots`` to that of new rows."""
         self.update_priority(ring, slots, torch.tensor(self.default_priority, dtype=torch.float64), None)
 
     # -- state -------------------------------------------------------------------------------------------------
@@ -417,6 +417,8 @@ class Priorities:
 
 def _reduced(priority: Tensor, count: int, reduction: str) -> Tensor:
     """One priority per slot, float64 ``[count]`` in host memory; ``reduction`` makes one of several per slot."""
+    if priority.is_complex():
+        raise TypeError(f"priority must be real numbers, got {priority.dtype}")
     values = priority.detach().to("cpu", torch.float64)
     if values.numel() == 1:
         return values.reshape(1).expand(count)
@@ -427,6 +429,10 @@ def _reduced(priority: Tensor, count: int, reduction: str) -> Tensor:
             f"priority must be a number or have one entry per index, got {list(priority.shape)} for {count}"
         )
     values = values.flatten(1)
+    # The reduction may hide them: the highest of 1 and -2 is 1.
+    if not values.min() >= 0:  # nor is NaN
+        row = int((~(values >= 0)).any(1).nonzero()[0])
+        raise ValueError(f"priority[{row}] is {values[row].tolist()}: priorities must be numbers from 0 on")
     reduced = getattr(values, reduction)(1)
     return reduced if isinstance(reduced, Tensor) else reduced.values
 
@@ -439,10 +445,13 @@ def _host_integers(name: str, values: Tensor) -> Array:
     return integers
 
 
-def _number(name: str, value: float) -> float:
-    if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+def _number(name: str, value: float | Tensor) -> float:
+    number: Any = value
+    if isinstance(value, Tensor | np.generic) and math.prod(value.shape) == 1:
+        number = value.item()
+    if not (isinstance(number, (int, float)) and 0 <= number < math.inf):
         raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
-    return float(value)
+    return float(number)
 
 
 def _stretches(first: int, stop: int, capacity: int) -> list[slice]:

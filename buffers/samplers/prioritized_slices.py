@@ -1,6 +1,7 @@
 """Prioritized replay of slices: a slice is drawn in proportion to the priority of its first row."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from typing_extensions import override
 
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
+from flatroll.buffers.samplers.filling import bounds
 from flatroll.buffers.samplers.prioritized import PrioritizedSampler
 from flatroll.buffers.samplers.slices import SliceSampler, Span, indexed, spans
 from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
@@ -26,8 +28,9 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
     Args:
         max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer: see `PrioritizedSampler`.
-        num_slices, slice_len, end_key, traj_key, truncated_key, init_key: see `SliceSampler`. With ``num_slices``, the
-            length is ``batch_size // num_slices``; a draw of another length than the last takes time in the capacity.
+        num_slices, slice_len, end_key, end_keys, traj_key, truncated_key, init_key, fill: see `SliceSampler`. With
+            ``num_slices``, the length is ``batch_size // num_slices``; a draw of another length than the last takes
+            time in the capacity.
         strict_length: a slice starts only where ``slice_len`` rows (less ``span``) are there. Default False: the first
             stored row of a shorter trajectory starts a slice, too, a short one.
         cache_values, compile: accepted and without effect.
@@ -73,8 +76,10 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         compile: bool | dict[str, Any] = False,
         span: Span = False,
         max_priority_within_buffer: bool = False,
+        end_keys: Sequence[NestedKey] | None = None,
+        fill: bool | None = None,
     ) -> None:
-        before, after = span if isinstance(span, tuple) and len(span) == 2 else (False, span)
+        before, after = span if isinstance(span, Sequence) and len(span) == 2 else (False, span)
         if before:
             raise ValueError(f"span[0] must be False: a slice starts at the row that was drawn, got {span!r}")
         SliceSampler.__init__(
@@ -86,7 +91,9 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
             truncated_key=truncated_key,
             strict_length=strict_length,
             init_key=init_key,
-            span=(False, after),
+            span=(False, after),  # type: ignore[arg-type]
+            end_keys=end_keys,
+            fill=fill,
         )
         PrioritizedSampler.__init__(
             self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer
@@ -117,13 +124,20 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         self._catch_up(ring)
         if len(ring) and not self._priorities.tree.total > 0 and not self._priorities.drawable.any():
             raise index.too_short(least)
-        starts, weights, _ = self._choose(ring, batch_size // length, generator)
+        more = partial(self._slices, index, length, generator, follow)
+        draw = more(batch_size // length)
+        return draw if len(draw.slots) == batch_size else self._complete(draw, batch_size, length, ring, more)
+
+    def _slices(
+        self, index: TrajectoryIndex, length: int, generator: torch.Generator | None, follow: bool, count: int
+    ) -> Draw:
+        """Draw ``count`` slices by priority; every row gets the weight of its slice, and its own generation."""
+        starts, weights, _ = self._choose(index, count, generator)
         draw = index.slices_from(starts, length, follow=follow)
-        assert draw.firsts is not None and draw.lasts is not None
-        # Every row gets the weight of its slice, and its own generation.
+        firsts, lasts = (ends.numpy() for ends in bounds(draw))
         row_weights = torch.empty(len(draw.slots), dtype=torch.float32)
         generation = torch.empty_like(draw.slots)
-        firsts, lasts, slots = draw.firsts.numpy(), draw.lasts.numpy(), draw.slots.numpy()
-        spread, head, capacity = self._priorities.kernels.spread, ring.head, ring.capacity
-        spread(head, capacity, weights.numpy(), firsts, lasts, slots, row_weights.numpy(), generation.numpy())
-        return replace(draw, info={"priority_weight": row_weights, "index_generation": generation})
+        rows = draw.slots.numpy(), row_weights.numpy(), generation.numpy()
+        self._priorities.kernels.spread(index.head, index.capacity, weights.numpy(), firsts, lasts, *rows)
+        draw.info = {"priority_weight": row_weights, "index_generation": generation}
+        return draw

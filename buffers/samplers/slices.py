@@ -1,7 +1,10 @@
 """Slice samplers: draw slices (consecutive rows of one trajectory) and mark where each begins and ends."""
 
-from collections.abc import Sequence
-from typing import TypeAlias
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
@@ -13,10 +16,11 @@ from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import By, TrajectoryIndex
 from flatroll.buffers.samplers.base import Sampler, StoredColumns
+from flatroll.buffers.samplers.filling import bounds, fill
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import HAS_STATE, IS_INIT, MASK, TRUNCATED, NestedKey, as_tuple, marker, require
 
-Span: TypeAlias = bool | int | tuple[bool | int, bool | int]
+Span: TypeAlias = bool | int | Sequence[bool | int]
 
 
 class SliceSampler(Sampler):
@@ -35,30 +39,36 @@ class SliceSampler(Sampler):
         slice_len: rows per slice; ``num_slices`` is then ``batch_size // slice_len``. Both may be given if their
             product is the batch size.
         end_key: bool entry that marks the last row of an episode, default ``("next", "done")``.
+        end_keys: several such entries, of which any one marks it; not with ``end_key``. Batches may lack some.
         traj_key: integer entry, constant within a trajectory. Default: ``("collector", "traj_ids")`` or else
             ``"episode"`` if the first batch has one of them; without any, ``end_key`` and ``init_key`` decide.
         truncated_key: entry marked at the end of slices, default ``("next", "truncated")``; ``done`` and
             ``terminated`` are its neighbours. None leaves what the env said.
         strict_length: leave trajectories of fewer than ``slice_len`` rows out. Default False: they give shorter
             slices, and the sample fewer rows.
+        fill: True draws on until the sample has exactly ``batch_size`` rows: more slices, and the last one is cut to
+            fit; ``num_slices`` then says how long slices are, not how many there will be. False: samples may be short.
+            Default None: the same, but a UserWarning says so once, if one has less than half of its rows. With
+            ``pad_output`` samples have ``batch_size`` rows anyway, padding counted, and nothing changes.
         pad_output: repeat the last row of short slices up to ``slice_len`` and write a bool
             ``("collector", "mask")``, False at repeated rows. The mask is written even if nothing is short.
             Repeated rows have ``is_init`` False.
         init_key: bool entry marked at the start of slices, default ``"is_init"``. None leaves what the env said.
         span: let slices begin up to so many rows before their trajectory and end up to so many after it; rows that
             are not there are left out, so such slices are shorter by as many, and the first and last rows of a
-            trajectory come as often as the others. A pair is (before, after), True stands for
+            trajectory come as often as the others. A pair is (before, after), False is 0, True stands for
             ``slice_len - 1``: a slice then has at least one row. All places are equally likely. Default False.
         by: ``"trajectory"`` as said above, or ``"start"``: uniform over all starts of all trajectories, so that
             long trajectories are not under-represented.
-        cache_values: accepted and without effect: the index is always up to date.
+        cache_values, compile, use_gpu: accepted and without effect: the index is always up to date, and a compiled
+            kernel draws from it on the host.
         start_key: bool entry that marks the rows at which slices may begin. Default ``("collector", "has_state")``,
             used if it is there: ``Collector(state_stride=m)`` marks the rows that keep their recurrent state. A slice
             then begins at the marked row at or before the one drawn; to reach the end of a trajectory its last slice
             may be shorter by what lies between two marks (not with ``strict_length``). None: anywhere.
 
     Raises:
-        TypeError: neither ``num_slices`` nor ``slice_len``.
+        TypeError: neither ``num_slices`` nor ``slice_len``, or both ``end_key`` and ``end_keys``.
         ValueError: a number below 1, an unknown ``by``, a ``span`` that leaves no row, or ``pad_output`` with
             ``strict_length``.
 
@@ -93,6 +103,10 @@ class SliceSampler(Sampler):
         by: By = "trajectory",
         cache_values: bool = False,
         start_key: NestedKey | None = HAS_STATE,
+        end_keys: Sequence[NestedKey] | None = None,
+        compile: bool | dict[str, Any] = False,
+        use_gpu: bool | torch.device = False,
+        fill: bool | None = None,
     ) -> None:
         if num_slices is None and slice_len is None:
             raise TypeError(f"{type(self).__name__} needs num_slices or slice_len")
@@ -105,15 +119,21 @@ class SliceSampler(Sampler):
             raise ValueError(
                 "pad_output=True needs strict_length=False: with strict_length=True no slice is short"
             )
+        if end_keys is not None and (end_key is not None or isinstance(end_keys, str) or not len(end_keys)):
+            raise TypeError(
+                f"end_keys must be a list of entries, without end_key, got end_keys={end_keys!r}, end_key={end_key!r}"
+            )
         self.num_slices = num_slices
         self.slice_len = slice_len
+        self.end_keys = end_keys if end_keys is None else list(end_keys)
+        self.fill = fill
+        self._told = fill is False  # whether no warning of short samples is due, or it was given
         self.end_key = end_key
         self.traj_key = traj_key
         self.truncated_key = truncated_key
         self.strict_length = strict_length
         self.pad_output = pad_output
         self.init_key = init_key
-        self.span = span
         self.by: By = by
         self._flags: list[NestedKey] = []  # done, terminated and truncated, which stand side by side
         if truncated_key is not None:
@@ -121,6 +141,7 @@ class SliceSampler(Sampler):
             done, terminated = ((*path, name) if path else name for name in ("done", "terminated"))
             self._flags = [done, terminated, truncated_key]
         spans(span, slice_len)
+        self.span = (span[0], span[1]) if isinstance(span, Sequence) else (span, span)
         self.start_key = start_key
         self._storage: StoredColumns | None = None
 
@@ -132,17 +153,21 @@ class SliceSampler(Sampler):
         """Name the columns of ``batch`` that mark trajectories.
 
         Raises:
-            KeyError: ``batch`` lacks the ``traj_key``, ``end_key`` or ``start_key`` that was asked for.
+            KeyError: ``batch`` lacks the ``traj_key``, ``end_key`` or ``start_key`` that was asked for, or all
+                ``end_keys``.
             TypeError: done, terminated, truncated or the ``start_key`` is not bool.
             ValueError: the ``start_key`` is there, and other options or the sampler ask for other starts.
         """
         for key in (self.traj_key, self.end_key):
             if key is not None:
                 require(batch, key)
+        ends = [key for key in self.end_keys or [] if batch.get(key, None) is not None]
+        if self.end_keys and not ends:
+            require(batch, self.end_keys[0])
         if self.start_key is not None:
             if self.start_key != HAS_STATE:
                 require(batch, self.start_key)
-            why_not = self._not_at or ("span asks for others" if self.span else "")
+            why_not = self._not_at or ("span asks for others" if any(self.span) else "")
             if batch.get(self.start_key, None) is not None:
                 marker(batch, self.start_key)  # TypeError unless bool
                 if why_not:
@@ -155,7 +180,9 @@ class SliceSampler(Sampler):
             if batch.get(key, None) is not None:
                 marker(batch, key)
         init_key = IS_INIT if self.init_key is None else self.init_key
-        return BoundaryKeys.probe(batch, traj_key=self.traj_key, end_key=self.end_key, init_key=init_key)
+        end_key = ends[0] if ends else self.end_key
+        keys = BoundaryKeys.probe(batch, traj_key=self.traj_key, end_key=end_key, init_key=init_key)
+        return replace(keys, more_done=tuple(ends[1:])) if ends else keys
 
     def check(self, batch_size: int | None) -> int:
         """``batch_size``, by default ``num_slices * slice_len``; ValueError if they do not fit."""
@@ -169,7 +196,7 @@ class SliceSampler(Sampler):
                 raise ValueError(f"batch_size={batch_size} is not divisible by {name}={number}")
         if slices is not None and length is not None and slices * length != batch_size:
             raise ValueError(f"num_slices={slices} times slice_len={length} is not batch_size={batch_size}")
-        if self.span:
+        if any(self.span):
             spans(self.span, self._length(batch_size))
         return batch_size
 
@@ -181,21 +208,49 @@ class SliceSampler(Sampler):
         """Draw slices with ``batch_size`` rows in all, fewer if slices are short and not padded."""
         index = ring if isinstance(ring, TrajectoryIndex) else indexed(ring, self)
         length = self.slice_len or batch_size // (self.num_slices or 1)
-        count = batch_size // length
         marks = None
         if self._storage is not None and self.start_key is not None:
             marks = self._storage.columns.get(self.start_key)
-        by, strict = self.by, self.strict_length
+        way: dict[str, Any] = {"by": self.by, "strict": self.strict_length, "generator": generator}
+        draw_slices: Callable[..., Draw]
         if isinstance(marks, TensorColumn):  # of the rows at which slices may begin, bool [capacity]
             marked = marks.data.view(-1).numpy(force=True)
-            starts = index.marked_starts(count, length, marked, by=by, strict=strict, generator=generator)
-            draw = index.slices_from(starts, length, follow=follow)
+
+            def draw_slices(count: int, length: int, follow: bool, **way: Any) -> Draw:
+                return index.slices_from(
+                    index.marked_starts(count, length, marked, **way), length, follow=follow
+                )
         else:
-            span = spans(self.span, length) if self.span else (0, 0)
-            draw = index.draw(
-                count, length, by=by, strict=strict, span=span, generator=generator, follow=follow
+            draw_slices = index.draw
+            if any(self.span):
+                way["span"] = spans(self.span, length)
+        draw = draw_slices(batch_size // length, length, follow=follow, **way)
+        rows = len(draw.slots)
+        enough = rows == batch_size if self.fill else 2 * rows >= batch_size or self._told
+        if enough and not self.pad_output:
+            return draw
+        more = partial(draw_slices, length=length, follow=follow, **way)
+        return self._complete(draw, batch_size, length, ring, more)
+
+    def _complete(
+        self, draw: Draw, rows: int, length: int, ring: Ring, more: Callable[[int], Draw] | None = None
+    ) -> Draw:
+        """Pad the slices to ``length`` rows or let ``more`` draw on until there are ``rows``, if that was asked for;
+        else warn, once, if there are less than half of ``rows``."""
+        if self.pad_output:
+            return pad_slices(draw, length, ring)
+        if self.fill and more is not None:
+            return fill(draw, rows, more)
+        if 2 * len(draw.slots) < rows and not self._told:
+            self._told = True
+            warnings.warn(
+                f"a sample of {rows} rows has only {len(draw.slots)}: many slices are shorter than slice_len={length}, "
+                f"as their trajectories are. {type(self).__name__}(fill=True) draws on until there are {rows}; or use "
+                "shorter slices, strict_length=True, which leaves short trajectories out, or fill=False, if short "
+                "samples are wanted (told once)",
+                stacklevel=7,  # of buffer.sample()
             )
-        return pad_slices(draw, length, ring) if self.pad_output else draw
+        return draw
 
     def mark(self, columns: Columns, draw: Draw) -> None:
         """Set ``is_init`` and done flags at the ends of each slice; missing columns are added.
@@ -243,7 +298,7 @@ def spans(span: Span, length: int | None) -> tuple[int, int]:
     >>> spans(True, 5), spans((2, False), 5)
     ((4, 4), (2, 0))
     """
-    pair = span if isinstance(span, tuple) else (span, span)
+    pair = span if isinstance(span, Sequence) else (span, span)
     if len(pair) != 2 or any(not isinstance(number, int) or number < 0 for number in pair):
         raise ValueError(
             f"span must be a bool, a number of rows, or a pair (before, after) of them, got {span!r}"
@@ -257,11 +312,10 @@ def spans(span: Span, length: int | None) -> tuple[int, int]:
 
 def pad_slices(draw: Draw, length: int, ring: Ring) -> Draw:
     """Pad slices to ``length`` rows by repeating the last row of each."""
-    assert draw.firsts is not None and draw.lasts is not None
-    step = torch.arange(length)
+    (firsts, lasts), step = bounds(draw), torch.arange(length)
     # [S, length]: positions in draw.slots, and which of them are rows of the slice
-    at = torch.minimum(draw.firsts[:, None] + step, draw.lasts[:, None])
-    mask = draw.firsts[:, None] + step <= draw.lasts[:, None]
+    at = torch.minimum(firsts[:, None] + step, lasts[:, None])
+    mask = firsts[:, None] + step <= lasts[:, None]
     firsts = torch.arange(len(at)) * length
     slots = draw.slots[at.flatten()]
     follow = None if draw.follow is None else ring.follow(slots)

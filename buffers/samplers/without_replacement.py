@@ -1,6 +1,6 @@
 """Samplers without replacement: every stored row, or slice, once per pass over the buffer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from flatroll.buffers.columns.base import Columns
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import By
 from flatroll.buffers.samplers.base import Sampler, mark_single_rows
-from flatroll.buffers.samplers.slices import SliceSampler, indexed, pad_slices
+from flatroll.buffers.samplers.filling import cut
+from flatroll.buffers.samplers.slices import SliceSampler, indexed
 from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
 
 
@@ -31,18 +32,25 @@ class PassSampler(Sampler):
         if a whole pass has fewer ``things`` than ``count``.
         """
         left = self._left if key == self._key else None
-        if left is None or (self.drop_last and left.shape[-1] < count):
+        if left is None or (self.drop_last and self._amount(left, count) < count):
             left = begin()
-            if self.drop_last and left.shape[-1] < count:
+            if self.drop_last and self._amount(left, count) < count:
                 raise RuntimeError(
-                    f"drop_last=True leaves nothing to sample: a pass has {left.shape[-1]} {things}, a batch "
-                    f"{count}: use drop_last=False, smaller batches, or store more"
+                    f"drop_last=True leaves nothing to sample: a pass has {self._amount(left, count)} {things}, a "
+                    f"batch {count}: use drop_last=False, smaller batches, or store more"
                 )
-        # Views: the order of the pass is drawn once and then only cut.
-        taken, left = left[..., :count], left[..., count:]
-        self.ran_out = left.shape[-1] < (count if self.drop_last else 1)
+        taken, left = self._split(left, count)
+        self.ran_out = self._amount(left, count) < (count if self.drop_last else 1)
         self._left, self._key = None if self.ran_out else left, key
         return taken
+
+    def _amount(self, left: Tensor, count: int) -> int:
+        """How many rows or slices there are in ``left``; any number of at least ``count`` if there are more."""
+        return left.shape[-1]
+
+    def _split(self, left: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Divide ``left`` into what is taken now and the rest: views, since the order is drawn once per pass."""
+        return left[..., :count], left[..., count:]
 
     @override
     def emptied(self) -> None:
@@ -119,17 +127,19 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
     a random phase, so that it may begin and end with a shorter one; a trajectory of at most ``slice_len`` rows is
     one slice.
 
-    Every sample has the same number of slices, the last one of a pass fewer. It sets ``ran_out``, which ends an
-    iteration over the buffer, and the next sample begins a new pass; so does the first one after any write, since
-    what is stored is then no longer the same. Beginning a pass takes time in the stored fragments. A pass that was
-    begun goes on after ``load_state_dict``.
+    Every sample has the same number of slices (but see ``fill``), the last one of a pass fewer. It sets ``ran_out``,
+    which ends an iteration over the buffer, and the next sample begins a new pass; so does the first one after any
+    write, since what is stored is then no longer the same. Beginning a pass takes time in the stored fragments. A pass
+    that was begun goes on after ``load_state_dict``.
 
     Args:
         num_slices: slices per sample, see `SliceSampler`, as all others up to ``truncated_key``.
         slice_len: rows per slice.
         drop_last: leave out the slices at the end of a pass that do not fill a batch. Default False: they are a
             smaller sample.
-        end_key: marks the last row of an episode.
+        fill: True makes samples of exactly ``batch_size`` rows, as many slices as that takes, the last one of a pass
+            fewer. The next sample goes on with the rest of the slice that was cut. Else see `SliceSampler`.
+        end_key, end_keys: mark the last row of an episode.
         traj_key: constant within a trajectory.
         truncated_key: marked at the end of slices.
         strict_length: only slices of ``slice_len`` rows: trajectories that are shorter take no part, and with
@@ -140,7 +150,7 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
         pad_output: see `SliceSampler`.
         init_key: marked at the start of slices.
         by: ``"trajectory"`` (default) or ``"start"``, as said above.
-        cache_values: accepted and without effect.
+        cache_values, compile, use_gpu: accepted and without effect.
 
     Raises:
         TypeError, ValueError: as `SliceSampler`.
@@ -173,6 +183,10 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
         init_key: NestedKey | None = IS_INIT,
         by: By = "trajectory",
         cache_values: bool = False,
+        end_keys: Sequence[NestedKey] | None = None,
+        compile: bool | dict[str, Any] = False,
+        use_gpu: bool | torch.device = False,
+        fill: bool | None = None,
     ) -> None:
         super().__init__(
             num_slices=num_slices,
@@ -184,6 +198,8 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
             pad_output=pad_output,
             init_key=init_key,
             by=by,
+            end_keys=end_keys,
+            fill=fill,
         )
         self.drop_last = drop_last
         self.shuffle = shuffle
@@ -203,6 +219,37 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
 
         # Any write changes one of the two counters, and then slices of the old pass may be gone.
         key = (index.head, index.written, length)
-        starts, lengths = self._take(key, batch_size // length, begin, "slices")
+        if self._fills:
+            starts, lengths = self._take(key, batch_size, begin, "rows")
+        else:
+            starts, lengths = self._take(key, batch_size // length, begin, "slices")
         draw = index.slices_from(starts, lengths, follow=follow)
-        return pad_slices(draw, length, ring) if self.pad_output else draw
+        if self._fills and len(draw.slots) > batch_size:
+            if (
+                self._left is not None
+            ):  # it begins with the rest of the last slice, from the first row beyond on
+                self._left[0, 0] = draw.slots[batch_size]
+            return cut(draw, batch_size)
+        return self._complete(draw, len(starts) * length, length, ring)
+
+    @property
+    def _fills(self) -> bool:
+        """Whether samples are counted in rows, not in slices."""
+        return bool(self.fill) and not self.pad_output
+
+    @override
+    def _amount(self, left: Tensor, count: int) -> int:
+        # A slice has at least one row: no more slices need to be counted than rows are asked for.
+        return int(left[1, :count].sum()) if self._fills else left.shape[-1]
+
+    @override
+    def _split(self, left: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        if not self._fills:
+            return super()._split(left, count)
+        ends = left[1, :count].cumsum(0)  # rows up to and with each slice
+        last = int(torch.searchsorted(ends, count))  # the slice that has row number ``count - 1``
+        taken, beyond = left[:, : last + 1].clone(), int(ends[min(last, len(ends) - 1)]) - count
+        if beyond <= 0:
+            return taken, left[:, last + 1 :]
+        left[1, last] = beyond  # its other rows stay; where they begin is known when its rows are listed
+        return taken, left[:, last:]

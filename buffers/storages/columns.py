@@ -326,7 +326,9 @@ class ColumnStorage(Storage):
         assert self.structure is not None
         columns = self.structure.columns_of_rows(data, shape)
         check_kinds(columns)
-        fixed = set() if keys is None else {keys.is_init, keys.done, keys.traj, keys.step_count}
+        fixed = (
+            set() if keys is None else {keys.is_init, keys.done, *keys.more_done, keys.traj, keys.step_count}
+        )
         if self.pool is not None:
             fixed |= {*self.pool.pairs, *self.pool.next_keys.values()}
         # All entries are checked before one is written: an error changes nothing.

@@ -4,7 +4,7 @@ With L lanes, step t of lane l is in slot ``t * L + l``: all lanes of a step sid
 """
 
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
@@ -12,6 +12,10 @@ from torch import Tensor
 
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.storages.item_kinds import as_tensor, map_rows
+
+Index: TypeAlias = (
+    Tensor | int | tuple[Tensor, ...]
+)  # positions of rows, or their coordinates, one entry each
 
 
 def time_first(data: Any, ndim: int, dim: int) -> tuple[Any, torch.Size]:
@@ -78,15 +82,23 @@ def positions(slots: Tensor, lanes: torch.Size) -> Tensor:
     return torch.stack([slots, *places], -1)
 
 
-def slots_of(places: Tensor, lanes: torch.Size) -> Tensor:
+def slots_of(places: Index, lanes: torch.Size) -> Tensor:
     """Slots of positions, the inverse of `positions`; -1 where a position is negative.
+
+    A tuple holds the coordinates apart, one entry per dimension. IndexError if there is no such lane.
 
     >>> slots_of(torch.tensor([[0, 0], [2, 1]]), torch.Size([2]))
     tensor([0, 5])
     """
+    parted = [torch.as_tensor(part) for part in places] if isinstance(places, tuple) else []
+    places = torch.stack(parted, -1) if parted else torch.as_tensor(places)
     if not lanes or places.ndim == 0 or places.shape[-1] != len(lanes) + 1:
         return places  # slots already
     slots = places[..., 0]
     for i, size in enumerate(lanes):
+        if bool((places[..., i + 1] >= size).any()):
+            raise IndexError(
+                f"index has {int(places[..., i + 1].max())} in dimension {i + 1}, of {size} lanes"
+            )
         slots = slots * size + places[..., i + 1]
     return torch.where((places < 0).any(-1), -1, slots)

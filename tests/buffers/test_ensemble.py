@@ -5,6 +5,7 @@ import itertools
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -395,3 +396,36 @@ def test_arguments_that_do_not_fit() -> None:
         ReplayBufferEnsemble(one, transform=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="WriterEnsemble needs at least one member"):
         WriterEnsemble()
+
+
+def test_members_are_picked_by_their_numbers() -> None:
+    members = [ReplayBuffer(storage=LazyTensorStorage(4)) for _ in range(3)]
+    rb = ReplayBufferEnsemble(*members)
+    for several in ([0, 2], range(0, 3, 2), torch.tensor([0, 2]), np.array([-3, -1]), slice(0, 3, 2)):
+        assert [buffer is members[i] for buffer, i in zip(rb[several], (0, 2), strict=True)] == [True, True]
+        for parts in (rb.storage, rb.sampler, rb.writer):
+            assert parts[several] == [parts[0], parts[2]]
+    assert rb[torch.tensor(1)] is members[1] and rb.sampler[-1] is members[2].sampler
+    for wrong in (1.0, "a", True, [0, 1.5], (0, slice(3)), torch.tensor([0.5]), torch.tensor([True])):
+        with pytest.raises(TypeError, match=r"indexed by member, rb\[0\]"):
+            rb[wrong]  # type: ignore[call-overload]
+    for wrong in (3, [0, -4]):
+        with pytest.raises(IndexError, match="has 3 members, got index"):
+            rb.storage[wrong]
+
+
+def test_the_choice_of_members_may_be_set_later() -> None:
+    members = [ReplayBuffer(storage=LazyTensorStorage(4)) for _ in range(3)]
+    for i, member in enumerate(members):
+        member.extend(torch.full((4,), i))
+    rb = ReplayBufferEnsemble(*members, batch_size=6)
+    rb.sampler.p, rb.sampler.num_buffer_sampled = [0, 1, 0], 2
+    assert rb.sample().tolist() == [[1, 1, 1], [1, 1, 1]]
+    rb.sampler.num_buffer_sampled = None
+    assert rb.sample().shape == (3, 2)
+    with pytest.raises(ValueError, match="num_buffer_sampled must be an integer of at least 1"):
+        rb.sampler.num_buffer_sampled = 0
+    everyone = SamplerEnsemble(RandomSampler(), RandomSampler(), sample_from_all=True)
+    for name, value in (("p", [1, 2]), ("num_buffer_sampled", 3)):
+        with pytest.raises(TypeError, match="sample_from_all=True takes each member once"):
+            setattr(everyone, name, value)

@@ -94,7 +94,7 @@ def test_random_slices_of_a_ring_that_wraps(
         storage=LazyTensorStorage(
             capacity, compact_obs=compact, sparse=states_of(policy) if stride > 1 else ()
         ),
-        sampler=SliceSampler(slice_len=length),
+        sampler=SliceSampler(slice_len=length, fill=False),
         generator=torch.Generator().manual_seed(0),
     )
     collector = Collector(
@@ -117,7 +117,8 @@ def test_random_slices_of_a_ring_that_wraps(
 def test_ppo_starts_at_ratio_one(kind: Any, stride: int) -> None:
     """The loss itself says so: no divergence, nothing clipped, and the objective is the mean advantage."""
     policy = actor(kind)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(200), sampler=SliceSampler(slice_len=8), batch_size=64)
+    sampler = SliceSampler(slice_len=8, fill=True)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(200), sampler=sampler, batch_size=64)
     collector = Collector(
         make("SameStep", LENGTHS), policy, frames_per_batch=50, total_frames=400, state_stride=stride
     )

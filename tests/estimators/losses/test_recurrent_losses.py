@@ -67,7 +67,7 @@ def slices(batch: TensorDict, critic: Any, length: int, rows: int, seed: int = 0
     GAE(gamma=0.9, lmbda=0.9, value_network=critic)(batch)
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(len(batch)),
-        sampler=SliceSampler(slice_len=length),
+        sampler=SliceSampler(slice_len=length, fill=False),
         generator=torch.Generator().manual_seed(seed),
     )
     buffer.extend(batch)

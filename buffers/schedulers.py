@@ -1,0 +1,166 @@
+"""Schedulers, which change a number of a sampler (``alpha``, ``beta``) or of any other object step by step."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+from torch import Tensor
+from typing_extensions import override
+
+from flatroll.buffers.replay_buffer import ReplayBuffer
+from flatroll.layout.checks import whole_number
+
+
+class ParameterScheduler(ABC):
+    """Sets an attribute anew at each :meth:`step`. A subclass says to what, :meth:`value`.
+
+    Args:
+        obj: a replay buffer, for its sampler, or any object.
+        param_name: the attribute, ``"beta"`` for instance; a number or a tensor of one.
+        min_value, max_value: bounds of the values set, default none.
+
+    Attributes:
+        initial_value: the attribute before the first step.
+        steps: steps so far.
+
+    Raises:
+        AttributeError: there is no such attribute.
+    """
+
+    def __init__(
+        self, obj: Any, param_name: str, min_value: float | None = None, max_value: float | None = None
+    ) -> None:
+        self.obj = obj.sampler if isinstance(obj, ReplayBuffer) else obj
+        self.param_name = param_name
+        self.min_value = -math.inf if min_value is None else min_value
+        self.max_value = math.inf if max_value is None else max_value
+        self.initial_value = float(getattr(self.obj, param_name))
+        self.steps = 0
+
+    @abstractmethod
+    def value(self, current: float) -> float:
+        """Return the value for step number ``steps``, given the ``current`` one."""
+
+    def step(self) -> None:
+        """Set the next value."""
+        self.steps += 1
+        current = getattr(self.obj, self.param_name)
+        value = min(max(self.value(float(current)), self.min_value), self.max_value)
+        setattr(
+            self.obj, self.param_name, current.new_tensor(value) if isinstance(current, Tensor) else value
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the steps so far and the initial value; the attribute itself is part of its object's state."""
+        return {"steps": self.steps, "initial_value": self.initial_value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a :meth:`state_dict` was taken."""
+        self.steps, self.initial_value = state["steps"], state["initial_value"]
+
+
+class LambdaScheduler(ParameterScheduler):
+    """Sets an attribute to its initial value times a function of the number of steps.
+
+    Args:
+        obj, param_name, min_value, max_value: see `ParameterScheduler`.
+        lambda_fn: factor, given the number of steps.
+    """
+
+    def __init__(
+        self,
+        obj: Any,
+        param_name: str,
+        lambda_fn: Callable[[int], float],
+        min_value: float | None = None,
+        max_value: float | None = None,
+    ) -> None:
+        super().__init__(obj, param_name, min_value, max_value)
+        self.lambda_fn = lambda_fn
+
+    @override
+    def value(self, current: float) -> float:
+        return self.initial_value * self.lambda_fn(self.steps)
+
+
+class LinearScheduler(ParameterScheduler):
+    """Moves an attribute in equal steps from its initial value to ``final_value``, where it stays.
+
+    Args:
+        obj, param_name: see `ParameterScheduler`.
+        final_value: reached after ``num_steps`` steps.
+        num_steps: at least 1.
+
+    >>> from flatroll.buffers import LazyTensorStorage, PrioritizedSampler
+    >>> sampler = PrioritizedSampler(10, alpha=0.7, beta=0.5)
+    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler)
+    >>> scheduler, betas = LinearScheduler(buffer, "beta", final_value=1.0, num_steps=2), []
+    >>> for _ in range(3):
+    ...     scheduler.step()
+    ...     betas.append(sampler.beta)
+    >>> betas
+    [0.75, 1.0, 1.0]
+    """
+
+    def __init__(self, obj: Any, param_name: str, final_value: float, num_steps: int) -> None:
+        super().__init__(obj, param_name)
+        self.final_value, self.num_steps = float(final_value), whole_number("num_steps", num_steps)
+
+    @override
+    def value(self, current: float) -> float:
+        if self.steps >= self.num_steps:
+            return self.final_value
+        return self.initial_value + (self.final_value - self.initial_value) * self.steps / self.num_steps
+
+
+class StepScheduler(ParameterScheduler):
+    """Multiplies an attribute by ``gamma``, or adds it, at every ``n_steps``-th step.
+
+    Args:
+        obj, param_name, min_value, max_value: see `ParameterScheduler`.
+        gamma: factor or summand, default 0.9.
+        n_steps: default 1.
+        mode: ``"multiplicative"`` (default) or ``"additive"``.
+    """
+
+    def __init__(
+        self,
+        obj: Any,
+        param_name: str,
+        gamma: float = 0.9,
+        n_steps: int = 1,
+        mode: Literal["multiplicative", "additive"] = "multiplicative",
+        min_value: float | None = None,
+        max_value: float | None = None,
+    ) -> None:
+        super().__init__(obj, param_name, min_value, max_value)
+        if mode not in ("multiplicative", "additive"):
+            raise ValueError(f"mode must be 'multiplicative' or 'additive', got {mode!r}")
+        self.gamma, self.n_steps, self.mode = float(gamma), whole_number("n_steps", n_steps), mode
+
+    @override
+    def value(self, current: float) -> float:
+        if self.steps % self.n_steps:
+            return current
+        return current + self.gamma if self.mode == "additive" else current * self.gamma
+
+
+class SchedulerList:
+    """Steps several schedulers together.
+
+    Args:
+        schedulers: one or several.
+    """
+
+    def __init__(self, schedulers: ParameterScheduler | Iterable[ParameterScheduler]) -> None:
+        self.schedulers = [schedulers] if isinstance(schedulers, ParameterScheduler) else list(schedulers)
+
+    def append(self, scheduler: ParameterScheduler) -> None:
+        """Add a scheduler."""
+        self.schedulers.append(scheduler)
+
+    def step(self) -> None:
+        """Step each of them once."""
+        for scheduler in self.schedulers:
+            scheduler.step()
