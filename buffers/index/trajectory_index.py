@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from flatroll.buffers.index.fragments import Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
+from flatroll.buffers.index.saved_tables import SavedFragments
 from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, STATE
 
 By = Literal["trajectory", "start"]
@@ -422,12 +423,17 @@ class TrajectoryIndex(Ring):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the index; stored trajectories count as closed, so new rows do not continue them."""
-        super().load_state_dict(state)
-        for name in self._TABLES[1:]:
-            setattr(self, name, state[name[1:]].copy())
-        self._chains["open"] = 0
-        self._state["open"] = self._state["newest"] = 0
+        """Restore the index; stored trajectories count as closed, so new rows do not continue them.
+
+        Its tables are built anew of checked fragments; ValueError if they are none, and nothing has changed then.
+        """
+        counters = self._checked_counters(state["capacity"], state["state"])
+        saved = SavedFragments.read(counters[0], state)
+        self._state[:] = counters
+        self._fragments = np.zeros(_power_of_two(len(saved.firsts)), FRAGMENT)
+        self._chains, self._table = np.zeros(_power_of_two(len(saved.ids)), CHAIN), np.zeros(64, ENTRY)
+        self._spare = np.zeros(len(state["spare"]), np.int64)
+        self._publishing.rebuild(self._state, self._fragments, self._chains, self._spare, *saved)
         self._weights.clear()
         self._claimed = -1, 0
         self._changing = False

@@ -52,6 +52,7 @@ class Storage(ABC):
         shares: whether columns want to know which rows continue stored ones (`After`).
         structure: what kind of data there is (a `Structure`), known from the first batch on.
         own_column: class name of a column that the caller's code made, whose memory other processes may not see.
+        by_reference: whether a pickle names where the rows are, for other processes, instead of holding them.
         columns: the stored entries by key, each a `Column`; empty before the first batch and without columns.
     """
 
@@ -61,6 +62,7 @@ class Storage(ABC):
     shares: bool = False
     structure: Any = None
     own_column: str | None = None
+    by_reference: bool = False
 
     def __init__(self, max_size: int) -> None:
         self.max_size = whole_number("max_size", max_size)
