@@ -302,12 +302,7 @@ class ReplayBuffer(BufferState):
             self._prefetcher.wait()
         with self._write_lock:
             with self._lock:
-                ring, capacity = self._ring, self._ring.capacity
-                # The next row takes slot 0 and has a number that no row had: written, rounded up to whole rounds.
-                first = -(-ring.written // capacity) * capacity
-                self._ring = self.writer.ring(capacity, self.index is not None, first)
-                if self._started:
-                    self.storage.attach(self._ring, self._unshareable_part(self._ring))
+                self._count_by(self._empty_ring())
                 self.sampler.emptied()
             if self._prefetcher is not None:
                 self._prefetcher.clear()

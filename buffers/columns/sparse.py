@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import After, Column, differ
+from flatroll.buffers.columns.base import After, Column, check_values, differ
+from flatroll.buffers.index.saved_tables import damaged
 
 
 class SparseColumn(Column):
@@ -104,9 +105,21 @@ class SparseColumn(Column):
         return {"rows": rows, "filled": filled, "values": self.take(filled)}
 
     @override
+    def check_state_dict(self, state: dict[str, Any]) -> int:
+        rows, filled = state["rows"], state["filled"]
+        count = check_values("slots", filled, torch.int64, ())
+        if check_values("values", state["values"], self.dtype, self.shape) != count:
+            raise damaged(f"it has {len(state['values'])} values for {count} slots")
+        # Ascending, so that no slot comes twice; the ends say that all are in range.
+        in_order = not count or (int(filled[0]) >= 0 and bool((filled.diff() > 0).all()))
+        if type(rows) is not int or rows < 0 or not in_order or (count and int(filled[-1]) >= rows):
+            raise damaged(f"its slots are no ascending ones of {rows} rows")
+        return rows
+
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         rows, filled = int(state["rows"]), state["filled"].to(self.device)
         fresh = SparseColumn(max(rows, len(self._place)), self.shape, self.dtype, self.device)
-        fresh.put(filled, state["values"])
+        fresh.put(filled, state["values"].detach())
         self._place, self._entries, self._spare = fresh._place, fresh._entries, fresh._spare
         self._written = rows

@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from flatroll.buffers.checkpoint import check_generator
 from flatroll.buffers.ensemble.members import (
     SamplerEnsemble,
     Shares,
@@ -335,15 +336,16 @@ class ReplayBufferEnsemble:
             ValueError: another number of members, or members that do not fit, see `ReplayBuffer`; a generator on
                 one side only.
         """
-        if (state["generator"] is None) != (self.generator is None):
-            raise ValueError(
-                "the state was saved with a generator and this ensemble has none, or the other way round"
-            )
+        check_generator(state["generator"], self.generator, "ensemble")
         if len(state["members"]) != len(self._members):
             raise ValueError(
                 f"the state has {len(state['members'])} members, this ensemble has {len(self._members)}"
             )
-        for rb, saved in zip(self._members, state["members"], strict=True):
+        pairs = list(zip(self._members, state["members"], strict=True))
+        for rb, saved in pairs:  # all of them before any is loaded
+            with rb._write_lock, rb._lock:
+                rb._check_state(saved)
+        for rb, saved in pairs:
             rb.load_state_dict(saved)
         if self.generator is not None:
             self.generator.set_state(state["generator"])

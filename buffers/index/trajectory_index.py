@@ -267,7 +267,7 @@ class TrajectoryIndex(Ring):
         """Return the slices of up to ``length`` rows (one number, or one per slice) that start at the slots
         ``starts`` (int64 ``[S]``, stored rows); a slice is shorter if its trajectory ends."""
         lengths = np.full(len(starts), length) if isinstance(length, int) else length.numpy()
-        arguments, most = (starts.numpy(), lengths), int(lengths.sum())
+        arguments, most = (starts.numpy(), lengths), int(lengths.clip(0).sum())
         return self._make_slices(self._drawing.slices_from, arguments, len(starts), most, follow)
 
     def slice_partition(
@@ -321,6 +321,8 @@ class TrajectoryIndex(Ring):
         patch = np.empty((2, most), np.int64) if follow else _NO_PATCH
         tables = self._state, self.capacity, self._fragments, self._chains
         rows, patched = kernel(*tables, *arguments, slots, firsts, lasts, following, patch)
+        if rows < 0:
+            raise IndexError(f"slice {-1 - rows} starts at a slot without a row, or has no length")
         draw = Draw(torch.from_numpy(slots[:rows]), torch.from_numpy(firsts), torch.from_numpy(lasts))
         if follow:
             draw.follow = Follow(torch.from_numpy(following[:rows]), torch.from_numpy(patch[:, :patched]))

@@ -189,9 +189,9 @@ class Storage(ABC):
         """Return the first ``rows`` slots and ``pool_rows`` pool entries for :meth:`load_state_dict`."""
 
     @abstractmethod
-    def check_state_dict(self, state: dict[str, Any], rows: int) -> None:
-        """Raise ValueError if ``state``, from a storage of ``rows`` rows, cannot be loaded into this one."""
+    def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
+        """Raise an error if ``state``, whose rows ``ring`` counts, cannot be loaded; nothing changes either way."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the rows from a :meth:`state_dict`."""
+        """Restore the rows from a checked :meth:`state_dict`."""

@@ -161,6 +161,10 @@ class LazyMemmapStorage(ColumnStorage):
             weakref.finalize(self, remove_files, files, folder if made else None, os.getpid())
         return columns
 
+    @override
+    def _blank_column(self, key: NestedKey, dtype: torch.dtype, shape: torch.Size) -> Column:
+        return self._encodings.column(key, 0, dtype, shape, self.device)
+
     def _refuse_old(self, files: Iterable[Path]) -> list[Path]:
         """Those of ``files`` that exist; FileExistsError if there are any, unless ``existsok``."""
         old = [file for file in files if file.exists()]

@@ -257,8 +257,12 @@ class SumTree:
         return self.capacity, self.leaves.copy()
 
     def __setstate__(self, state: tuple[int, Array]) -> None:
-        SumTree.__init__(self, state[0])
-        self.leaves[:] = state[1]
+        capacity, leaves = state
+        # Draws go down the tree by its sums: a weight below 0 or NaN would lead them anywhere.
+        if leaves.shape != (capacity,) or not bool((leaves >= 0).all()) or not np.isfinite(leaves.sum()):
+            raise ValueError(f"the pickle is damaged: {leaves.shape} leaves are no weights of {capacity} slots")
+        SumTree.__init__(self, capacity)
+        self.leaves[:] = leaves
         _refresh_from(self.nodes, self.levels, 1)
 
     @property
