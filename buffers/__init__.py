@@ -1,5 +1,6 @@
 """Replay buffers for flat batches: storages, samplers, transforms, and the index of stored trajectories."""
 
+from flatroll.buffers.collate import collate
 from flatroll.buffers.columns.base import After, Column, TensorColumn
 from flatroll.buffers.ensemble.buffer import ReplayBufferEnsemble
 from flatroll.buffers.ensemble.members import SamplerEnsemble, StorageEnsemble, WriterEnsemble
@@ -76,4 +77,5 @@ __all__ = [
     "TrajectoryIndex",
     "Writer",
     "WriterEnsemble",
+    "collate",
 ]

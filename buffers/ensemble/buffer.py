@@ -1,6 +1,10 @@
 """The replay buffer ensemble, which samples several replay buffers as one."""
 
+import copy
+import os
+import pickle
 from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal, NoReturn, Self, overload
 
 import torch
@@ -16,12 +20,17 @@ from flatroll.buffers.ensemble.members import (
     collate_members,
 )
 from flatroll.buffers.replay_buffer import ReplayBuffer
+from flatroll.buffers.sharing import reseed_in_worker
 from flatroll.buffers.transforms.base import TransformLike, apply
 from flatroll.buffers.writers import check_tensordicts, has_priorities
 from flatroll.layout.keys import NestedKey, require
 
 #: The entry of samples that says which member of the ensemble a row is from.
 BUFFER_IDS: NestedKey = ("collector", "buffer_ids")
+
+
+#: Attributes that hold one part of each member.
+_PARTS = ("storage", "sampler", "writer")
 
 
 class ReplayBufferEnsemble:
@@ -97,7 +106,7 @@ class ReplayBufferEnsemble:
         self._members, self.sampler = rbs, samplers
         self.storage = storages or StorageEnsemble(*(rb.storage for rb in rbs))
         self.writer = writers or WriterEnsemble(*(rb.writer for rb in rbs))
-        self.batch_size, self.generator = batch_size, generator
+        self.batch_size, self.generator, self._process = batch_size, generator, os.getpid()
         self.collate_fn, self.stack = collate_fn, stack
         self._transforms: list[TransformLike] = []
         if transform is not None:
@@ -106,6 +115,18 @@ class ReplayBufferEnsemble:
             self._rows(batch_size)
         for rb in rbs:
             rb.generator = rb.generator or generator
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        for name in _PARTS:  # the members' states have their parts, of one moment each
+            state[name] = copy.copy(state[name])
+            state[name].parts = ()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        for name in _PARTS:
+            getattr(self, name).parts = tuple(getattr(rb, name) for rb in self._members)
 
     def __len__(self) -> int:
         return sum(map(len, self._members))
@@ -179,6 +200,9 @@ class ReplayBufferEnsemble:
 
     def _next_sample(self, batch_size: int | None) -> tuple[Any, dict[str, Tensor], set[int]]:
         """A sample, its info, and the members of which a pass ended with it."""
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            reseed_in_worker(self.generator)
         rows = self._rows(batch_size)
         members = self.sampler.draw([len(rb) for rb in self._members], self.generator)
         parts, infos, ended = [], [], set()
@@ -349,6 +373,10 @@ class ReplayBufferEnsemble:
             rb.load_state_dict(saved)
         if self.generator is not None:
             self.generator.set_state(state["generator"])
+
+
+# As members: torch's pickler for other processes would share the memory of the tensors, but not the counters.
+ForkingPickler.register(ReplayBufferEnsemble, lambda rb: (pickle.loads, (pickle.dumps(rb),)))
 
 
 def _members(
