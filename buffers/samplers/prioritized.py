@@ -301,7 +301,7 @@ class PrioritizedSampler(RandomSampler):
                 f"max_capacity={self.max_capacity} and dtype={self.dtype}"
             )
         head, written, most = state["head"], state["written"], self._priorities.most(alpha)
-        counted = type(head) is int and type(written) is int and 0 <= head <= written
+        counted = type(head) is int and type(written) is int and 0 <= head <= written <= ring.written
         if not counted or count != min(written, self.max_capacity):
             raise damaged(f"it has {count} priorities of the rows {head} ... {written}")
         low, high = map(float, torch.aminmax(priority)) if count else (0.0, 0.0)

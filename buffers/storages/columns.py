@@ -422,8 +422,7 @@ class ColumnStorage(Storage):
                 f"the state is of a storage with compact_obs={bool(state['pool'])}, this one has "
                 f"compact_obs={self.compact_obs}"
             )
-        if not self.columns:
-            check_like(state["like"], state["structure"])
+        check_like(state["like"], state["structure"])
         columns = self.columns or {
             key: self.make_column(key, *kind) or self._blank_column(key, *kind)
             for key, kind in state["like"].items()

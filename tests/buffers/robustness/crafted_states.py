@@ -202,7 +202,6 @@ CRAFTED: list[tuple[str, Callable[[Any], None]]] = [
     ("frames", put("storage/columns/observation/refs", -1, at=0)),
     ("frames", put("storage/columns/observation/refs", 2**31 - 1)),
     ("frames", put("storage/columns/observation/refs", lambda refs: torch.full_like(refs, 2**31 - 1))),
-    ("frames", put("storage/columns/observation/frames/sizes", [2**40])),
     ("frames", put("storage/columns/observation/frames/columns", [])),
     ("zstd", put("storage/columns/observation/sizes", 2**40, at=0)),
     ("zstd", put("storage/columns/observation/sizes", lambda sizes: -sizes)),
@@ -363,11 +362,14 @@ def main(count: int = 15, seed: int = 0) -> None:
     torch.set_num_threads(1)
     for kind in KINDS:
         assert not refused(kind, filled(kind, 60).state_dict()), f"a good state of {kind} was refused"
+    taken = []
     for number, (kind, change) in enumerate(CRAFTED):
         state = copy.deepcopy(filled(kind, 60).state_dict())
         change(state)
         print("crafted", number, kind, file=sys.stderr, flush=True)
-        assert refused(kind, state), f"crafted state {number}, of {kind}, was loaded"
+        if not refused(kind, state):
+            taken.append((number, kind))
+    assert not taken, f"crafted states that were loaded: {taken}"
     open_trajectories_stay()
     ensembles()
     for kind in KINDS:
