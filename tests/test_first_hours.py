@@ -197,4 +197,6 @@ def test_a_data_loader_takes_samples_with_the_librarys_collate() -> None:
     assert first.batch_size == (12,)
     rows = next(iter(DataLoader(of_numbers(None, 20), batch_size=5, collate_fn=collate)))  # type: ignore[arg-type]
     assert torch.equal(rows["x"], torch.arange(5))
-    assert [len(x) for x in DataLoader(Samples(of_numbers(None)), batch_size=None, collate_fn=plain)] == [4] * 5
+    assert [len(x) for x in DataLoader(Samples(of_numbers(None)), batch_size=None, collate_fn=plain)] == [
+        4
+    ] * 5

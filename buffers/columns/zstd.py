@@ -141,7 +141,9 @@ class ZstdColumn(Column):
         check_values("compressed rows", joined, torch.uint8, ())
         check_values("dictionary", dictionary, torch.uint8, ())
         count = check_values("sizes", sizes, torch.int64, ())
-        if count and (int(sizes.min()) < 1 or int(sizes.max()) > len(joined)) or int(sizes.sum()) != len(joined):
+        if (count and (int(sizes.min()) < 1 or int(sizes.max()) > len(joined))) or int(sizes.sum()) != len(
+            joined
+        ):
             raise damaged(f"its {count} sizes are not those of {len(joined)} compressed bytes")
         rows, size_of = self._cut(state), _zstandard().frame_content_size
         try:

@@ -305,7 +305,7 @@ class PrioritizedSampler(RandomSampler):
         if not counted or count != min(written, self.max_capacity):
             raise damaged(f"it has {count} priorities of the rows {head} ... {written}")
         low, high = map(float, torch.aminmax(priority)) if count else (0.0, 0.0)
-        if not (0 <= low and high <= most and isinstance(highest, float) and 0 <= highest <= most):
+        if not (low >= 0 and high <= most and isinstance(highest, float) and 0 <= highest <= most):
             raise damaged(f"its priorities are not all numbers from 0 to {most:.3g}")
 
     @override
@@ -354,7 +354,11 @@ class Priorities:
         # The kernels go through all tables by the size of one of them.
         size, blocks = len(state["drawable"]), len(state["_highest"])
         sizes = state["tree"].capacity, len(state["values"])
-        if sizes != (size, blocks * _BLOCK) or blocks != -(-size // _BLOCK) or state["drawable"].dtype != np.bool_:
+        if (
+            sizes != (size, blocks * _BLOCK)
+            or blocks != -(-size // _BLOCK)
+            or state["drawable"].dtype != np.bool_
+        ):
             raise ValueError(f"the pickle is damaged: priorities of {size}, {sizes[0]} and {sizes[1]} slots")
         vars(self).update(state)
 

@@ -71,7 +71,7 @@ class PassSampler(Sampler):
             in_range = not len(slots) or 0 <= int(slots.min()) <= int(slots.max()) < ring.capacity
             if not in_range or bool((ring.numbers(slots, ring.head) >= ring.written).any()):
                 raise damaged("the rest of its pass over the rows has slots that hold none")
-            if rows and bool((left[1] < 1).any()) or len(slots.unique()) != len(slots):
+            if (rows and bool((left[1] < 1).any())) or len(slots.unique()) != len(slots):
                 raise damaged("the rest of its pass over the rows has a row twice, or an empty slice")
 
     @override

@@ -428,9 +428,7 @@ class ColumnStorage(Storage):
             for key, kind in state["like"].items()
         }
         self._check_kinds(state, columns)
-        check_columns(
-            state, columns, ring.used, ring.pool_size if isinstance(ring, TrajectoryIndex) else 0
-        )
+        check_columns(state, columns, ring.used, ring.pool_size if isinstance(ring, TrajectoryIndex) else 0)
 
     def _blank_column(self, key: NestedKey, dtype: torch.dtype, shape: torch.Size) -> Column:
         """A column without rows in the form that `_allocate` gives this entry, to check a state by."""

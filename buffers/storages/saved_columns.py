@@ -36,7 +36,9 @@ def check_like(saved: Any, structure: Any) -> None:
         raise damaged("its entries are not those of its kind of rows")
 
 
-def check_columns(state: Mapping[str, Any], columns: Mapping[NestedKey, Column], rows: int, entries: int) -> None:
+def check_columns(
+    state: Mapping[str, Any], columns: Mapping[NestedKey, Column], rows: int, entries: int
+) -> None:
     """Raise ValueError unless ``state`` has ``rows`` rows of each of ``columns``, and ``entries`` pool entries."""
     if state["columns"].keys() != columns.keys():
         raise damaged(f"it has the columns {list(state['columns'])}, expected {list(columns)}")

@@ -260,7 +260,9 @@ class SumTree:
         capacity, leaves = state
         # Draws go down the tree by its sums: a weight below 0 or NaN would lead them anywhere.
         if leaves.shape != (capacity,) or not bool((leaves >= 0).all()) or not np.isfinite(leaves.sum()):
-            raise ValueError(f"the pickle is damaged: {leaves.shape} leaves are no weights of {capacity} slots")
+            raise ValueError(
+                f"the pickle is damaged: {leaves.shape} leaves are no weights of {capacity} slots"
+            )
         SumTree.__init__(self, capacity)
         self.leaves[:] = leaves
         _refresh_from(self.nodes, self.levels, 1)

@@ -47,7 +47,9 @@ def batch(first: int, rows: int) -> TensorDict:
             "is_init": step == 0,
             "collector": {"traj_ids": number // LENGTH},
             "next": {
-                "observation": torch.cat([frames[:, 1:], number[:, None] + 1], 1)[..., None].expand(-1, -1, 4),
+                "observation": torch.cat([frames[:, 1:], number[:, None] + 1], 1)[..., None].expand(
+                    -1, -1, 4
+                ),
                 "reward": number[:, None].float(),
                 "done": step == LENGTH - 1,
             },
@@ -113,13 +115,16 @@ def use(buffer: Any) -> None:
             rows = buffer[:]
             assert len(rows) == len(buffer)
             for _ in range(3):
-                sample, info = buffer.sample(return_info=True)
+                _, info = buffer.sample(return_info=True)
                 if "index_generation" in info:
                     buffer.update_priority(
                         info["index"], torch.rand(len(info["index"])), info["index_generation"]
                     )
         buffer.state_dict()
-    rows, want = buffer[newest], batch(30_000, 17)  # what is written after the load is right, whatever the state was
+    rows, want = (
+        buffer[newest],
+        batch(30_000, 17),
+    )  # what is written after the load is right, whatever the state was
     for got, row in zip(rows, want, strict=True):
         assert same(got["number"], row["number"]) and same(got["observation"], row["observation"])
 
@@ -135,9 +140,11 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, TensorDictBase):
         return same(dict(left.items(True, True)), dict(right.items(True, True)))
     if isinstance(left, torch.Tensor):
-        return left.dtype is right.dtype and left.shape == right.shape and left.numpy().tobytes() == right.numpy().tobytes()
+        return left.dtype is right.dtype and same(left.numpy(), right.numpy())
     if isinstance(left, np.ndarray):
-        return bool(left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes())
+        return bool(
+            left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+        )
     if hasattr(left, "__dict__") and not isinstance(left, type):
         return same(vars(left), vars(right))
     return bool(left == right)
@@ -239,7 +246,11 @@ def refused(kind: str, crafted: Any) -> bool:
         except Exception as error:
             verdicts.append(type(error).__name__)
             assert same(buffer.state_dict(), before), "a refused state changed the buffer"
-            assert buffer.storage.allocated == bool(before["ring"]) if hasattr(buffer.storage, "allocated") else True
+            assert (
+                buffer.storage.allocated == bool(before["ring"])
+                if hasattr(buffer.storage, "allocated")
+                else True
+            )
         else:
             verdicts.append("")
         use(buffer)
@@ -308,7 +319,12 @@ def mutated(value: Any, draw: random.Random) -> Any:
             lambda t: t.repeat_interleave(2, 0)[::2],
         ]
         changed = draw.choice(ways)(value.clone())
-        if draw.random() < 0.5 and changed.layout is torch.strided and changed.numel() and not changed.is_meta:
+        if (
+            draw.random() < 0.5
+            and changed.layout is torch.strided
+            and changed.numel()
+            and not changed.is_meta
+        ):
             changed = changed.contiguous()
             limit = changed.dtype
             number = draw.choice(NUMBERS)
