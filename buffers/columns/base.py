@@ -178,6 +178,8 @@ def put_rows(column: Tensor, slots: Tensor, values: Tensor) -> None:
     """Write ``values`` ``[N, *shape]`` over the rows ``slots`` (int64 ``[N]``) of ``column`` ``[rows, *shape]``."""
     if column.dtype in _UNSIGNED:
         column, values = signed(column), signed(values)
+    if values.requires_grad:  # else the column would become part of the graph
+        values = values.detach()
     column.index_copy_(0, slots, values)
 
 
@@ -197,7 +199,7 @@ class TensorColumn(Column):
 
     @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
-        self.data[slot : slot + len(values)] = values
+        self.data[slot : slot + len(values)] = values.detach() if values.requires_grad else values
 
     @override
     def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> None:

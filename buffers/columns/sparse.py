@@ -48,7 +48,7 @@ class SparseColumn(Column):
     def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> None:
         if not len(slots):
             return
-        slots, values = slots.to(self.device), values.to(self.device)
+        slots, values = slots.to(self.device), values.detach().to(self.device)
         self._written = max(self._written, int(slots.max()) + 1)
         old = self._place.index_select(0, slots)
         filled = differ(values, torch.zeros_like(values[:1]).expand_as(values).contiguous())
@@ -120,6 +120,6 @@ class SparseColumn(Column):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         rows, filled = int(state["rows"]), state["filled"].to(self.device)
         fresh = SparseColumn(max(rows, len(self._place)), self.shape, self.dtype, self.device)
-        fresh.put(filled, state["values"].detach())
+        fresh.put(filled, state["values"])
         self._place, self._entries, self._spare = fresh._place, fresh._entries, fresh._spare
         self._written = rows
