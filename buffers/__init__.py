@@ -1,5 +1,6 @@
 """Replay buffers for flat batches: storages, samplers, transforms, and the index of stored trajectories."""
 
+from flatroll.buffers.collate import collate
 from flatroll.buffers.columns.base import After, Column, TensorColumn
 from flatroll.buffers.ensemble.buffer import ReplayBufferEnsemble
 from flatroll.buffers.ensemble.members import SamplerEnsemble, StorageEnsemble, WriterEnsemble
@@ -100,4 +101,5 @@ __all__ = [
     "Transform",
     "Writer",
     "WriterEnsemble",
+    "collate",
 ]

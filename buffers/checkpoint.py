@@ -1,18 +1,19 @@
 """Statistics of a replay buffer for logging, and its state for saving and loading."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Ring
+from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.samplers.base import Sampler
 from flatroll.buffers.sharing import Shareable
 from flatroll.buffers.transforms.base import TransformLike, looks_ahead
 from flatroll.buffers.writers import Writer
+from flatroll.layout.checks import whole_number
 
 _ENTRIES = {"storage", "ring", "keys", "sampler", "writer", "generator"}
 
@@ -22,8 +23,6 @@ class BufferState(Shareable):
 
     sampler: Sampler
     writer: Writer
-    generator: torch.Generator | None
-    empty: Callable[[], None]
     _keys: BoundaryKeys | None
     _started: bool
     _transforms: list[TransformLike]
@@ -114,41 +113,26 @@ class BufferState(Shareable):
 
         Raises:
             ValueError: a storage of another capacity, kind or other entries; no trajectory index where one is
-                needed; a generator on one side only.
+                needed; a generator on one side only; a damaged state, such as one whose columns, counters, tables or
+                priorities do not fit together.
             MemoryError, OSError: the storage had no rows yet, and they do not fit in memory or on the disk.
         """
         self._after_fork()
-        if missing := _ENTRIES - set(state):
-            raise ValueError(
-                f"state is none of a ReplayBuffer: it lacks {sorted(missing)}, and has {sorted(state)}"
-            )
-        if (state["generator"] is None) != (self.generator is None):
-            raise ValueError(
-                "the state was saved with a generator and this buffer has none, or the other way round: give "
-                "ReplayBuffer(generator=torch.Generator()) on both sides to draw the same rows"
-            )
-        if state["ring"] is None:
-            self.empty()
         if self._prefetcher is not None:
             self._prefetcher.wait()  # its threads read the rows that are about to be overwritten
         with self._write_lock, self._lock:
-            ring = None
-            if state["ring"] is not None:
-                needs_index, indexed = self._needs_index(), state["keys"] is not None
-                if needs_index is not None and not indexed:
-                    raise ValueError(
-                        f"the state was saved without a trajectory index, which {needs_index} needs: extend this "
-                        "buffer with the rows of the other one"
-                    )
-                ring = self.writer.ring(state["ring"]["capacity"], indexed)
-                ring.load_state_dict(state["ring"])
-                self.storage.check_state_dict(state["storage"], ring.capacity)
-            # Sampler and writer go first, since they can refuse; the rows cannot be brought back.
+            ring = self._check_state(state)
+            ahead = copy.deepcopy(state.get("ahead", []))
+            # Sampler and writer go first, since a user's own can refuse; the rows cannot be brought back.
             before = self.sampler.state_dict(), self.writer.state_dict()
             try:
+                if state["ring"] is None:
+                    self.sampler.emptied()
                 self.sampler.load_state_dict(state["sampler"])
                 self.writer.load_state_dict(state["writer"])
-                if ring is not None:
+                if state["ring"] is None:
+                    self._count_by(ring)
+                else:
                     self._load_rows(ring, state)
             except BaseException:
                 self.sampler.load_state_dict(before[0])
@@ -159,14 +143,69 @@ class BufferState(Shareable):
             if self.generator is not None:
                 self.generator.set_state(state["generator"])
             if self._prefetcher is not None:
-                self._prefetcher.replace(copy.deepcopy(state["ahead"]))
+                self._prefetcher.replace(ahead)
+
+    def _check_state(self, state: dict[str, Any]) -> Ring:
+        """The ring that will count the rows of ``state``; an error if any part of it cannot be loaded. The caller
+        holds both locks, and nothing changes."""
+        if missing := _ENTRIES - set(state):
+            raise ValueError(
+                f"state is none of a ReplayBuffer: it lacks {sorted(missing)}, and has {sorted(state)}"
+            )
+        check_generator(state["generator"], self.generator, "buffer")
+        for made in state.get("ahead", []):
+            if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[1], dict)):
+                raise damaged("its samples made ahead are none")
+        keys = state["keys"]
+        if not isinstance(keys, BoundaryKeys | None):
+            raise damaged(f"its markers are named by {type(keys).__name__}")
+        if state["ring"] is None:
+            ring = self._empty_ring()
+        else:
+            needs_index = self._needs_index()
+            if needs_index is not None and keys is None:
+                raise ValueError(
+                    f"the state was saved without a trajectory index, which {needs_index} needs: extend this "
+                    "buffer with the rows of the other one"
+                )
+            ring = self.writer.ring(whole_number("capacity", state["ring"]["capacity"]), keys is not None)
+            ring.load_state_dict(state["ring"])
+            self.storage.check_state_dict(state["storage"], ring)
+        self.sampler.check_state_dict(state["sampler"], ring)
+        return ring
+
+    def _empty_ring(self) -> Ring:
+        """A ring for the rows after all that were written: the next one takes slot 0."""
+        ring, capacity = self._ring, self._ring.capacity
+        # That row has a number that no row had: written, rounded up to whole rounds.
+        return self.writer.ring(capacity, self.index is not None, -(-ring.written // capacity) * capacity)
+
+    def _count_by(self, ring: Ring) -> None:
+        """Let ``ring`` count the rows, in other processes too."""
+        self._ring = ring
+        if self._started:
+            self.storage.use_ring(ring, self._unshareable_part(ring))
 
     def _load_rows(self, ring: Ring, state: dict[str, Any]) -> None:
         """Copy the rows of ``state`` into the storage, and let ``ring`` count them."""
-        unshareable, first = self._unshareable_part(ring), not self._started
-        if not first:  # nobody reads a mixture of old and new rows, in other processes neither
-            self._ring = self.writer.ring(ring.capacity, state["keys"] is not None)
-            self.storage.use_ring(self._ring, unshareable)
+        first = not self._started
+        if self._started:  # nobody reads a mixture of old and new rows, in other processes neither
+            self._count_by(self.writer.ring(ring.capacity, state["keys"] is not None))
         self.storage.load_state_dict(state["storage"])
-        self.storage.use_ring(ring, unshareable, first)
+        self.storage.use_ring(ring, self._unshareable_part(ring), first)
         self._ring, self._keys, self._started = ring, state["keys"], True
+
+
+def check_generator(saved: Any, generator: torch.Generator | None, whose: str) -> None:
+    """Raise ValueError unless the state ``saved`` of a generator (None: there was none) fits ``generator``."""
+    if (saved is None) != (generator is None):
+        raise ValueError(
+            f"the state was saved with a generator and this {whose} has none, or the other way round: give "
+            f"{'ReplayBuffer' if whose == 'buffer' else 'ReplayBufferEnsemble'}(generator=torch.Generator()) on both "
+            "sides to draw the same rows"
+        )
+    if saved is not None:
+        try:
+            torch.Generator().set_state(saved)  # of one that is thrown away
+        except (RuntimeError, TypeError) as error:
+            raise damaged(f"its generator cannot be restored ({error})") from None

@@ -94,7 +94,7 @@ class ReplayBuffer(Transforming, BufferState):
                 f"storage must be a storage such as LazyTensorStorage(max_size), got {type(storage).__name__}"
             )
         self.storage: Storage = ListStorage() if storage is None else storage
-        if shared and not self.storage.for_processes:
+        if shared and not self.storage.by_reference:
             raise ValueError(
                 "shared=True needs rows that other processes see: give LazyMemmapStorage(max_size)"
             )
@@ -289,12 +289,7 @@ class ReplayBuffer(Transforming, BufferState):
             self._prefetcher.wait()
         with self._write_lock:
             with self._lock:
-                ring, capacity = self._ring, self._ring.capacity
-                # The next row takes slot 0 and has a number that no row had: written, rounded up to whole rounds.
-                first = -(-ring.written // capacity) * capacity
-                self._ring = self.writer.ring(capacity, self.index is not None, first)
-                if self._started:
-                    self.storage.use_ring(self._ring, self._unshareable_part(self._ring))
+                self._count_by(self._empty_ring())
                 self.sampler.emptied()
             if self._prefetcher is not None:
                 self._prefetcher.clear()

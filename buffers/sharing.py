@@ -1,10 +1,14 @@
-"""Pickles and forks replay buffers: each process and each copy gets locks of its own."""
+"""Pickles, copies and forks replay buffers: each process and each copy gets locks of its own."""
 
+import copy
 import os
 import pickle
 import threading
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, Self
+
+import torch
+from torch.utils.data import get_worker_info
 
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.prefetcher import Prefetcher
@@ -12,6 +16,8 @@ from flatroll.buffers.storages.base import Storage
 
 #: Attributes that are made anew in another process and in a copy.
 _PER_PROCESS = ("_lock", "_write_lock", "_prefetcher", "_process")
+#: Attributes that a write changes, one after the other.
+_WRITTEN = ("storage", "sampler", "writer", "_ring", "_keys", "_started")
 
 
 class Shareable:
@@ -19,6 +25,7 @@ class Shareable:
 
     storage: Storage
     prefetch: int | None
+    generator: torch.Generator | None
     _ring: Ring
 
     def __init_subclass__(cls) -> None:
@@ -35,16 +42,63 @@ class Shareable:
         self.storage.attach(self)
 
     def _after_fork(self) -> None:
-        """Be ready in this process, to which the buffer may have come by ``fork``; RuntimeError if it cannot be."""
-        if self._process != os.getpid():
+        """Be ready in this process, to which the buffer may have come by ``fork`` or by pickle; RuntimeError if it
+        cannot be."""
+        process = os.getpid()
+        if self._process == process:
+            return
+        if self._process != -process:
             # A lock may be held here by a thread that did not come along; nobody would release it.
             self.storage.enter_process()
             self._make_locks()
+        self._process = process
+        reseed_in_worker(self.generator)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in _PER_PROCESS}
+        """Return what a pickle holds: the rows of one moment, although other threads write meanwhile.
+
+        A storage whose rows other processes share is not copied: the pickle names its files.
+        """
+        self._after_fork()
+        state = {name: value for name, value in self.__dict__.items() if name not in _PER_PROCESS}
+        if self.storage.by_reference:
+            return state
+        # pickle reads the parts when no lock is held any more, so it gets copies, made under the locks.
+        return state | self._copy_written({id(self): self})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._make_locks()
+        # Only the first use tells whether this is a worker of a DataLoader, which unpickles too early.
+        self._process = -os.getpid()
         self.storage.reattach(self._ring)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a buffer of its own with the rows of one moment, although other threads write meanwhile."""
+        self._after_fork()
+        other = memo[id(self)] = object.__new__(type(self))
+        other.__dict__.update(self._copy_written(memo))
+        rest = self.__dict__.keys() - {*_WRITTEN, *_PER_PROCESS}
+        other.__dict__.update(copy.deepcopy({name: self.__dict__[name] for name in rest}, memo))
+        other._make_locks()
+        other.storage.reattach(other._ring)
+        return other
+
+    def _copy_written(self, memo: dict[int, Any]) -> dict[str, Any]:
+        """Copies of the parts that writes and draws change, all of one moment."""
+        with self._write_lock:
+            copy.deepcopy(self.storage, memo)  # long, so readers go on: they change nothing in it
+            with self._lock:  # ``memo`` has the storage's copy
+                return copy.deepcopy({name: self.__dict__[name] for name in _WRITTEN}, memo)
+
+
+def reseed_in_worker(generator: torch.Generator | None) -> None:
+    """Give ``generator`` numbers of its own in a worker of a `torch.utils.data.DataLoader`; elsewhere nothing changes.
+
+    Every worker begins with a copy of one generator. The new seed depends on the generator's state and on the worker's
+    seed, so that two buffers of one worker differ too, and a loader with a seeded generator repeats itself.
+    """
+    worker = get_worker_info()
+    if generator is not None and worker is not None:
+        number = torch.randint(2**62, (), generator=generator)
+        generator.manual_seed(int(number) ^ worker.seed)

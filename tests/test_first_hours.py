@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
+from flatroll.buffers import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble, SliceSampler, collate
 from flatroll.rollouts import Collector, rollout
 from flatroll.wrappers.testing import Script, make_scripted
 
@@ -151,22 +151,50 @@ class Samples(IterableDataset[Any]):
         return islice(iter(self.buffer), 5)
 
 
-@pytest.mark.xfail(strict=False, reason="each worker draws with a copy of the one generator")
-def test_workers_of_a_data_loader_draw_rows_of_their_own() -> None:
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(10_000), batch_size=4, generator=torch.Generator().manual_seed(0)
-    )
-    buffer.extend(TensorDict({"x": torch.arange(10_000)}, [10_000]))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of forks, among others
-        loader = DataLoader(Samples(buffer), batch_size=None, num_workers=2, collate_fn=plain)
-        drawn = [tuple(rows) for rows in loader]
-    assert len(set(drawn)) == len(drawn) == 10
+def of_numbers(generator: torch.Generator | None, rows: int = 10_000) -> ReplayBuffer:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(rows), batch_size=4, generator=generator)
+    buffer.extend(TensorDict({"x": torch.arange(rows)}, [rows]))
+    return buffer
 
 
-@pytest.mark.xfail(strict=False, reason="torch's collate takes a tensordict for a mapping")
-def test_a_data_loader_takes_samples_as_they_are() -> None:
-    """Or with a collate function of the library's."""
-    buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
-    buffer.extend(TensorDict({"x": torch.arange(100)}, [100]))
-    assert len(list(DataLoader(Samples(buffer), batch_size=None))) == 5
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("members", [1, 2])
+def test_workers_of_a_data_loader_draw_rows_of_their_own(members: int, method: str) -> None:
+    """In every epoch others, the same ones if the loader has a generator of the same seed."""
+    if method == "spawn" and members == 1:
+        pytest.skip("two processes take seconds to start: once is enough")
+    epochs = []
+    for _ in range(2 if method == "fork" else 1):
+        generator = torch.Generator().manual_seed(0)
+        buffer: Any = of_numbers(generator)
+        if members == 2:
+            buffer = ReplayBufferEnsemble(
+                buffer, of_numbers(None), batch_size=4, sample_from_all=True, stack=False, generator=generator
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of forks, among others
+            loader = DataLoader(
+                Samples(buffer),
+                batch_size=None,
+                num_workers=2,
+                collate_fn=plain,
+                multiprocessing_context=method,
+                generator=torch.Generator().manual_seed(7),
+            )
+            epochs += [[tuple(rows) for rows in loader] for _ in range(2 if method == "fork" else 1)]
+    rows = [row for epoch in epochs[:2] for sample in epoch for row in sample]
+    # Of 80 rows of 10,000, less than one comes twice by chance.
+    assert len(rows) == 40 * min(2, len(epochs)) and len(set(rows)) >= len(rows) - 3
+    assert epochs[2:] == epochs[:2][: len(epochs[2:])]
+
+
+def test_a_data_loader_takes_samples_with_the_librarys_collate() -> None:
+    samples = list(DataLoader(Samples(of_numbers(None)), batch_size=None, collate_fn=collate))
+    assert [sample.batch_size for sample in samples] == [(4,)] * 5
+    (first, _) = DataLoader(Samples(of_numbers(None)), batch_size=3, collate_fn=collate)
+    assert first.batch_size == (12,)
+    rows = next(iter(DataLoader(of_numbers(None, 20), batch_size=5, collate_fn=collate)))  # type: ignore[arg-type]
+    assert torch.equal(rows["x"], torch.arange(5))
+    assert [len(x) for x in DataLoader(Samples(of_numbers(None)), batch_size=None, collate_fn=plain)] == [
+        4
+    ] * 5

@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.buffers.index.ring import Array
+from flatroll.buffers.index.saved_tables import damaged
 from flatroll.layout.delta import signed
 from flatroll.layout.keys import NestedKey
 
@@ -114,9 +115,18 @@ class Column(ABC):
         """Return the values of the first ``rows`` slots for :meth:`load_state_dict`."""
         return {"values": self.take(torch.arange(rows))}
 
+    def check_state_dict(self, state: dict[str, Any]) -> int | None:
+        """Return how many rows ``state`` holds, and change nothing; ValueError if it cannot be loaded.
+
+        Override it along with :meth:`load_state_dict`. A column that overrides only that one is not asked (None).
+        """
+        if type(self).load_state_dict is not Column.load_state_dict:
+            return None
+        return check_values("values", state["values"], self.dtype, self.shape)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the values from a :meth:`state_dict`; the column grows if it is too short."""
-        values: Tensor = state["values"]
+        """Restore the values from a checked :meth:`state_dict`; the column grows if it is too short."""
+        values: Tensor = state["values"].detach()
         self.grow(len(values))
         if len(values):
             self.write(0, values)
@@ -125,6 +135,19 @@ class Column(ABC):
     def flat(self) -> Array | None:
         """The column's memory as a uint8 array, for prefetching; None if it is not one host array."""
         return None
+
+
+def check_values(name: str, values: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Return N if a state's ``values`` are a plain tensor ``[N, *shape]`` of ``dtype``, else raise ValueError.
+
+    >>> check_values("values", torch.zeros(3, 2), torch.float32, (2,))
+    3
+    """
+    is_plain = isinstance(values, Tensor) and values.layout is torch.strided and values.device.type != "meta"
+    if not is_plain or values.dtype is not dtype or not values.ndim or values.shape[1:] != shape:
+        kind = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+        raise damaged(f"its {name} are {kind}, expected a dense tensor of {dtype} {['N', *shape]}")
+    return len(values)
 
 
 def differ(left: Tensor, right: Tensor) -> Tensor:
@@ -155,6 +178,8 @@ def put_rows(column: Tensor, slots: Tensor, values: Tensor) -> None:
     """Write ``values`` ``[N, *shape]`` over the rows ``slots`` (int64 ``[N]``) of ``column`` ``[rows, *shape]``."""
     if column.dtype in _UNSIGNED:
         column, values = signed(column), signed(values)
+    if values.requires_grad:  # else the column would become part of the graph
+        values = values.detach()
     column.index_copy_(0, slots, values)
 
 
@@ -174,7 +199,7 @@ class TensorColumn(Column):
 
     @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
-        self.data[slot : slot + len(values)] = values
+        self.data[slot : slot + len(values)] = values.detach() if values.requires_grad else values
 
     @override
     def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import After, Column, TensorColumn
+from flatroll.buffers.columns.base import After, Column, TensorColumn, check_values
 from flatroll.buffers.index.ring import Array
+from flatroll.buffers.index.saved_tables import damaged
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import NestedKey
 
@@ -162,6 +163,17 @@ class FrameColumn(Column):
         return {"refs": torch.from_numpy(self._refs[:rows].copy()), "frames": self._frames.state_dict()}
 
     @override
+    def check_state_dict(self, state: dict[str, Any]) -> int:
+        if self._main is not self:
+            return check_values("values", state["values"], self.dtype, self.shape)
+        refs = state["refs"]
+        rows = check_values("frame numbers", refs, torch.int32, self.shape[:1])
+        frames = self._frames.check_state_dict(state["frames"])
+        if rows and not 0 <= int(refs.min()) <= int(refs.max()) < frames:
+            raise damaged(f"a row names a frame that is none of its {frames} frames")
+        return rows
+
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the values from a state; :meth:`pool` columns made before become invalid."""
         if self._main is not self:
@@ -293,11 +305,30 @@ class FramePool:
         columns = [column.state_dict(n) for n, (_, column) in zip(used, self.columns, strict=True)]
         return {"sizes": sizes, "columns": columns}
 
+    def check_state_dict(self, state: dict[str, Any]) -> int:
+        """Return how many frames ``state`` holds; ValueError if it cannot be loaded."""
+        sizes, used = state["sizes"], self._frames_in(state)
+        frames = sum(used)
+        # Every piece is full, but for the last one that has frames, and those after it.
+        for first, size, rows in zip(np.cumsum([0, *sizes]).tolist(), sizes, used, strict=False):
+            if type(size) is not int or rows != min(size, max(0, frames - first)):
+                raise damaged(f"its pieces of {sizes} frames hold {used} frames")
+        if len(sizes) != len(used) or not frames:
+            raise damaged(f"its {len(sizes)} pieces hold {frames} frames, of which one must be blank")
+        return frames
+
+    def _frames_in(self, state: dict[str, Any]) -> list[int]:
+        """The number of frames in each piece of ``state``."""
+        return [self.columns[0][1].check_state_dict(piece) or 0 for piece in state["columns"]]
+
     def load_state_dict(self, state: dict[str, Any], refs: Array) -> None:
-        """Restore the frames of ``state`` and count their uses in ``refs`` (int32 ``[rows, stack]``)."""
-        sizes: list[int] = state["sizes"]
+        """Restore the frames of a checked ``state`` and count their uses in ``refs`` (int32 ``[rows, stack]``)."""
+        used = self._frames_in(state)
+        # Pieces get room for the frames they hold, the first one, if it is as long here, also for those to come.
+        keep = state["sizes"][0] == self._first_size
+        sizes = [self._first_size if keep else used[0], *used[1:]]
         begins = np.cumsum([0, *sizes]).tolist()
-        reused = [self.columns[0][1]] if sizes[0] == self._first_size else []
+        reused = [self.columns[0][1]] if keep else []
         columns = reused + [self._make(size, self._shape, self._word) for size in sizes[len(reused) :]]
         for column, column_state in zip(columns, state["columns"], strict=True):
             column.load_state_dict(column_state)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import After, Column, differ
+from flatroll.buffers.columns.base import After, Column, check_values, differ
+from flatroll.buffers.index.saved_tables import damaged
 
 
 class SparseColumn(Column):
@@ -47,7 +48,7 @@ class SparseColumn(Column):
     def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> None:
         if not len(slots):
             return
-        slots, values = slots.to(self.device), values.to(self.device)
+        slots, values = slots.to(self.device), values.detach().to(self.device)
         self._written = max(self._written, int(slots.max()) + 1)
         old = self._place.index_select(0, slots)
         filled = differ(values, torch.zeros_like(values[:1]).expand_as(values).contiguous())
@@ -102,6 +103,18 @@ class SparseColumn(Column):
         """The rows that are not zeros, and their slots."""
         filled = self._place[:rows].nonzero().squeeze(1)
         return {"rows": rows, "filled": filled, "values": self.take(filled)}
+
+    @override
+    def check_state_dict(self, state: dict[str, Any]) -> int:
+        rows, filled = state["rows"], state["filled"]
+        count = check_values("slots", filled, torch.int64, ())
+        if check_values("values", state["values"], self.dtype, self.shape) != count:
+            raise damaged(f"it has {len(state['values'])} values for {count} slots")
+        # Ascending, so that no slot comes twice; the ends say that all are in range.
+        in_order = not count or (int(filled[0]) >= 0 and bool((filled.diff() > 0).all()))
+        if type(rows) is not int or rows < 0 or not in_order or (count and int(filled[-1]) >= rows):
+            raise damaged(f"its slots are no ascending ones of {rows} rows")
+        return rows
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import After, Column
+from flatroll.buffers.columns.base import After, Column, check_values
 from flatroll.buffers.index.ring import Array
+from flatroll.buffers.index.saved_tables import damaged
 
 _THREAD_BYTES = 2**23  # bytes of values that are worth a thread of their own
 _DICTIONARY_BYTES = 2**14  # longer dictionaries compress no better, and slower
@@ -136,23 +137,57 @@ class ZstdColumn(Column):
         return {"rows": joined, "sizes": sizes, "dictionary": dictionary}
 
     @override
+    def check_state_dict(self, state: dict[str, Any]) -> int:
+        joined, sizes, dictionary = state["rows"], state["sizes"], state["dictionary"]
+        check_values("compressed rows", joined, torch.uint8, ())
+        check_values("dictionary", dictionary, torch.uint8, ())
+        count = check_values("sizes", sizes, torch.int64, ())
+        if (count and (int(sizes.min()) < 1 or int(sizes.max()) > len(joined))) or int(sizes.sum()) != len(
+            joined
+        ):
+            raise damaged(f"its {count} sizes are not those of {len(joined)} compressed bytes")
+        rows, size_of = self._cut(state), _zstandard().frame_content_size
+        try:
+            wrong = next((i for i, row in enumerate(rows) if size_of(row) != self.value_bytes), None)
+            prefix = dictionary.numpy(force=True).tobytes()
+            if wrong is None and self._codec.prefix not in (b"", prefix):
+                for _ in self._decoded(rows, prefix):  # they will be compressed anew: all must be readable
+                    pass
+        except _zstandard().ZstdError as error:
+            raise damaged(f"its compressed rows cannot be read ({error})") from None
+        if wrong is not None:
+            raise damaged(f"its compressed row {wrong} is not one of {self.value_bytes} bytes")
+        return count
+
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the values from a state; rows compressed with another dictionary are recompressed."""
-        joined, sizes = state["rows"].numpy(force=True).tobytes(), state["sizes"].tolist()
-        ends = np.cumsum(sizes).tolist()
-        rows: Array = np.empty(len(sizes), object)
-        rows[:] = [joined[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        rows = self._cut(state)
         self.grow(len(rows))
         prefix = state["dictionary"].numpy(force=True).tobytes()
         self._codec.begin(prefix)
         if self._codec.prefix == prefix:
             self._replace(slice(0, len(rows)), rows)
             return
+        first = 0
+        for values in self._decoded(rows, prefix):
+            self._replace(slice(first, first + len(values)), self._codec.encode(values))
+            first += len(values)
+
+    def _cut(self, state: dict[str, Any]) -> Array:
+        """The compressed rows of a state, objects ``[N]``."""
+        joined, sizes = state["rows"].numpy(force=True).tobytes(), state["sizes"].tolist()
+        ends = np.cumsum(sizes).tolist()
+        rows: Array = np.empty(len(sizes), object)
+        rows[:] = [joined[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        return rows
+
+    def _decoded(self, rows: Array, prefix: bytes) -> Iterator[Array]:
+        """The values of ``rows`` compressed with the dictionary ``prefix``, some at a time."""
         other = _Codec(self._codec.level, self._codec.threads, prefix)
         step = max(1, 4 * _THREAD_BYTES // max(1, self.value_bytes))  # rows decoded at a time
         for first in range(0, len(rows), step):
-            values = other.decode(rows[first : first + step], self.value_bytes)
-            self._replace(slice(first, first + len(values)), self._codec.encode(values))
+            yield other.decode(rows[first : first + step], self.value_bytes)
 
     def _replace(self, slots: Array | slice, rows: Array) -> None:
         """Put compressed ``rows`` into ``slots`` and count the bytes that come and go."""

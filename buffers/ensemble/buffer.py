@@ -1,12 +1,17 @@
 """The replay buffer ensemble, which samples several replay buffers as one."""
 
+import copy
+import os
+import pickle
 from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal, NoReturn, overload
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from flatroll.buffers.checkpoint import check_generator
 from flatroll.buffers.ensemble.members import (
     SamplerEnsemble,
     Several,
@@ -17,12 +22,17 @@ from flatroll.buffers.ensemble.members import (
     pick,
 )
 from flatroll.buffers.replay_buffer import ReplayBuffer
+from flatroll.buffers.sharing import reseed_in_worker
 from flatroll.buffers.transforms.base import Transforming, TransformLike, apply
 from flatroll.buffers.writers import check_tensordicts, has_priorities
 from flatroll.layout.keys import NestedKey, require
 
 #: The entry of samples that says which member of the ensemble a row is from.
 BUFFER_IDS: NestedKey = ("collector", "buffer_ids")
+
+
+#: Attributes that hold one part of each member.
+_PARTS = ("storage", "sampler", "writer")
 
 
 class ReplayBufferEnsemble(Transforming):
@@ -98,7 +108,7 @@ class ReplayBufferEnsemble(Transforming):
         self._members, self.sampler = rbs, samplers
         self.storage = storages or StorageEnsemble(*(rb.storage for rb in rbs))
         self.writer = writers or WriterEnsemble(*(rb.writer for rb in rbs))
-        self.batch_size, self.generator = batch_size, generator
+        self.batch_size, self.generator, self._process = batch_size, generator, os.getpid()
         self.collate_fn, self.stack = collate_fn, stack
         self._transforms: list[TransformLike] = []
         if transform is not None:
@@ -107,6 +117,18 @@ class ReplayBufferEnsemble(Transforming):
             self._rows(batch_size)
         for rb in rbs:
             rb.generator = rb.generator or generator
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        for name in _PARTS:  # the members' states have their parts, of one moment each
+            state[name] = copy.copy(state[name])
+            state[name].parts = ()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        for name in _PARTS:
+            getattr(self, name).parts = tuple(getattr(rb, name) for rb in self._members)
 
     def __len__(self) -> int:
         return sum(map(len, self._members))
@@ -166,6 +188,9 @@ class ReplayBufferEnsemble(Transforming):
 
     def _next_sample(self, batch_size: int | None) -> tuple[Any, dict[str, Tensor], set[int]]:
         """A sample, its info, and the members of which a pass ended with it."""
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            reseed_in_worker(self.generator)
         rows = self._rows(batch_size)
         members = self.sampler.draw([len(rb) for rb in self._members], self.generator)
         parts, infos, ended = [], [], set()
@@ -323,18 +348,23 @@ class ReplayBufferEnsemble(Transforming):
             ValueError: another number of members, or members that do not fit, see `ReplayBuffer`; a generator on
                 one side only.
         """
-        if (state["generator"] is None) != (self.generator is None):
-            raise ValueError(
-                "the state was saved with a generator and this ensemble has none, or the other way round"
-            )
+        check_generator(state["generator"], self.generator, "ensemble")
         if len(state["members"]) != len(self._members):
             raise ValueError(
                 f"the state has {len(state['members'])} members, this ensemble has {len(self._members)}"
             )
-        for rb, saved in zip(self._members, state["members"], strict=True):
+        pairs = list(zip(self._members, state["members"], strict=True))
+        for rb, saved in pairs:  # all of them before any is loaded
+            with rb._write_lock, rb._lock:
+                rb._check_state(saved)
+        for rb, saved in pairs:
             rb.load_state_dict(saved)
         if self.generator is not None:
             self.generator.set_state(state["generator"])
+
+
+# As members: torch's pickler for other processes would share the memory of the tensors, but not the counters.
+ForkingPickler.register(ReplayBufferEnsemble, lambda rb: (pickle.loads, (pickle.dumps(rb),)))
 
 
 def _members(

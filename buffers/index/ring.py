@@ -8,10 +8,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flatroll.buffers.index.saved_tables import check_table, damaged
 from flatroll.layout.checks import whole_number
 
 Array = NDArray[Any]
 
+_MOST = 2**63 - 2**48  # row numbers stay below this: sums with a capacity do not overflow
 _EMPTY = "cannot sample from an empty buffer: extend it with a batch first"
 
 
@@ -139,8 +141,23 @@ class Ring:
 
         Returns:
             int64 ``[N]``.
+
+        Raises:
+            IndexError: no row has that age.
         """
+        self._check_ranks(ranks)
         return (ranks + self.head).remainder_(self.capacity)
+
+    def _check_ranks(self, ranks: Tensor) -> None:
+        """Raise IndexError unless all ``ranks`` are ages of stored rows."""
+        if not ranks.numel():
+            return
+        low, high = torch.aminmax(ranks)
+        if int(low) < 0 or int(high) >= len(self):
+            wrong = int(low) if int(low) < 0 else int(high)
+            raise IndexError(
+                f"no stored row has age {wrong}: there are {len(self)}, of ages 0 (the oldest) to {len(self) - 1}"
+            )
 
     def stored(self) -> Tensor:
         """Return the slots of all readable rows, oldest first; int64 ``[len(ring)]``."""
@@ -208,11 +225,17 @@ class Ring:
                 "the state is of a buffer that keeps the best rows, this one keeps the latest: load it into a "
                 "buffer with the writer it was saved with"
             )
-        if state["capacity"] != self.capacity:
-            raise ValueError(
-                f"the state is of a ring of {state['capacity']} rows, this one has {self.capacity}"
-            )
-        self._state[:] = state["state"]
+        self._state[:] = self._checked_counters(state["capacity"], state["state"])
+
+    def _checked_counters(self, capacity: int, counters: Array) -> Array:
+        """The record ``counters`` of a state; ValueError unless they are those of a ring of this kind and size."""
+        if capacity != self.capacity:
+            raise ValueError(f"the state is of a ring of {capacity} rows, this one has {self.capacity}")
+        check_table("counters", counters, self._dtype, 1)
+        head, written = int(counters["head"][0]), int(counters["written"][0])
+        if not (0 <= head <= written <= head + self.capacity and written < _MOST) or counters["taken"][0] < 0:
+            raise damaged(f"a ring of {self.capacity} rows cannot hold the rows {head} ... {written - 1}")
+        return counters
 
     def check_not_empty(self) -> None:
         """Raise RuntimeError if no row is readable."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.buffers.index.ring import Array, Draw, Ring
+from flatroll.buffers.index.saved_tables import check_heap, check_table, damaged
 
 _GONE = np.iinfo(np.int64).max  # the number of a slot that holds no row
 
@@ -83,6 +84,7 @@ class RankedRing(Ring):
 
     @override
     def slots_by_age(self, ranks: Tensor) -> Tensor:
+        self._check_ranks(ranks)
         # Between two writes the order stays; a write that has only made room changes the second number.
         version = self.written, len(self)
         if self._by_age[0] != version:
@@ -123,7 +125,14 @@ class RankedRing(Ring):
                 "the state is of a buffer that keeps the latest rows, this one keeps the best: load it into a "
                 "buffer with RoundRobinWriter"
             )
-        super().load_state_dict({"capacity": state["capacity"], "state": state["ranked"][0]})
-        for name, table in zip(self._TABLES[1:], state["ranked"][1:], strict=True):
+        counters, *tables = state["ranked"]
+        self._checked_counters(state["capacity"], counters)
+        for name, table in zip(self._TABLES[1:], tables, strict=True):
+            check_table(name[1:], table, getattr(self, name).dtype, self.capacity)
+        head, written, live, used = (int(counters[name][0]) for name in ("head", "written", "live", "used"))
+        if live != written - head or not live <= used <= self.capacity:
+            raise damaged(f"it counts {live} rows in {used} slots")
+        check_heap(live, used, written, _GONE, *tables)
+        for name, table in zip(self._TABLES, state["ranked"], strict=True):
             getattr(self, name)[:] = table
         self._by_age = (-1, 0), self._by_age[1]  # sorted anew when asked for

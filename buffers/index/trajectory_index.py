@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from flatroll.buffers.index.fragments import Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
+from flatroll.buffers.index.saved_fragments import SavedFragments
 from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, STATE
 
 By = Literal["trajectory", "start"]
@@ -262,7 +263,7 @@ class TrajectoryIndex(Ring):
         """Return the slices of up to ``length`` rows (one number, or one per slice) that start at the slots
         ``starts`` (int64 ``[S]``, stored rows); a slice is shorter if its trajectory ends."""
         lengths = np.full(len(starts), length) if isinstance(length, int) else length.numpy()
-        arguments, most = (starts.numpy(), lengths), int(lengths.sum())
+        arguments, most = (starts.numpy(), lengths), int(lengths.clip(0).sum())
         return self._make_slices(self._drawing.slices_from, arguments, len(starts), most, follow)
 
     def slice_partition(
@@ -316,6 +317,8 @@ class TrajectoryIndex(Ring):
         patch = np.empty((2, most), np.int64) if follow else _NO_PATCH
         tables = self._state, self.capacity, self._fragments, self._chains
         rows, patched = kernel(*tables, *arguments, slots, firsts, lasts, following, patch)
+        if rows < 0:
+            raise IndexError(f"slice {-1 - rows} starts at a slot without a row, or has no length")
         draw = Draw(torch.from_numpy(slots[:rows]), torch.from_numpy(firsts), torch.from_numpy(lasts))
         if follow:
             draw.follow = Follow(torch.from_numpy(following[:rows]), torch.from_numpy(patch[:, :patched]))
@@ -418,12 +421,17 @@ class TrajectoryIndex(Ring):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the index; stored trajectories count as closed, so new rows do not continue them."""
-        super().load_state_dict(state)
-        for name in self._TABLES[1:]:
-            setattr(self, name, state[name[1:]].copy())
-        self._chains["open"] = 0
-        self._state["open"] = self._state["newest"] = 0
+        """Restore the index; stored trajectories count as closed, so new rows do not continue them.
+
+        Its tables are built anew of checked fragments; ValueError if they are none, and nothing has changed then.
+        """
+        counters = self._checked_counters(state["capacity"], state["state"])
+        saved = SavedFragments.read(counters[0], state)
+        self._state[:] = counters
+        self._fragments = np.zeros(_power_of_two(len(saved.firsts)), FRAGMENT)
+        self._chains, self._table = np.zeros(_power_of_two(len(saved.ids)), CHAIN), np.zeros(64, ENTRY)
+        self._spare = np.zeros(len(state["spare"]), np.int64)
+        self._publishing.rebuild(self._state, self._fragments, self._chains, self._spare, *saved)
         self._weights.clear()
         self._claimed = -1, 0
         self._changing = False

@@ -138,8 +138,12 @@ class Sampler(ABC):
         """Return the sampler's state for :meth:`load_state_dict`; empty if it has none."""
         return {}
 
+    def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
+        """Raise ValueError if :meth:`load_state_dict` cannot load ``state`` along with ``ring``. Nothing changes."""
+        return
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the sampler from a :meth:`state_dict`."""
+        """Restore the sampler from a checked :meth:`state_dict`."""
         return
 
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from flatroll.buffers.columns.base import check_values
 from flatroll.buffers.index.ring import Array, Draw, Ring
+from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.samplers.base import RandomSampler
 from flatroll.layout.checks import whole_number
@@ -288,21 +290,31 @@ class PrioritizedSampler(RandomSampler):
         }
 
     @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the priorities from a :meth:`state_dict`; the buffer must also restore its ring.
-
-        Raises:
-            ValueError: the state has more rows than ``max_capacity``, or another ``dtype``.
-        """
-        priority = state["priority"]
-        if len(priority) > self.max_capacity or priority.dtype is not self.dtype:
+    def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
+        priority, highest = state["priority"], state["highest"]
+        alpha = _number("alpha", state["alpha"])
+        _number("beta", state["beta"]), _number("eps", state["eps"])
+        count = check_values("priorities", priority, priority.dtype, ())
+        if count > self.max_capacity or priority.dtype is not self.dtype:
             raise ValueError(
-                f"the state has {len(priority)} priorities of {priority.dtype}, this sampler is of "
+                f"the state has {count} priorities of {priority.dtype}, this sampler is of "
                 f"max_capacity={self.max_capacity} and dtype={self.dtype}"
             )
+        head, written, most = state["head"], state["written"], self._priorities.most(alpha)
+        counted = type(head) is int and type(written) is int and 0 <= head <= written <= ring.written
+        if not counted or count != min(written, self.max_capacity):
+            raise damaged(f"it has {count} priorities of the rows {head} ... {written}")
+        low, high = map(float, torch.aminmax(priority)) if count else (0.0, 0.0)
+        if not (low >= 0 and high <= most and isinstance(highest, float) and 0 <= highest <= most):
+            raise damaged(f"its priorities are not all numbers from 0 to {most:.3g}")
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the priorities from a checked :meth:`state_dict`; the buffer must also restore its ring."""
+        priority = state["priority"].detach()
         self._changing = True  # the weights follow at the next use, when the ring is there
-        self.alpha, self.beta, self._priorities.eps = state["alpha"], state["beta"], state["eps"]
-        self._priorities.values[: len(priority)] = priority.numpy()
+        self._beta, self._priorities.alpha, self._priorities.eps = state["beta"], state["alpha"], state["eps"]
+        self._priorities.values[: len(priority)] = priority.numpy(force=True)
         self._priorities.ever = state["highest"]
         self._head, self._written = state["head"], state["written"]
 
@@ -337,6 +349,18 @@ class Priorities:
         self.drawable: Array = np.zeros(capacity, np.bool_)
         self._used = alpha  # the exponent of the weights in the tree
         self.ever = 1.0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # The kernels go through all tables by the size of one of them.
+        size, blocks = len(state["drawable"]), len(state["_highest"])
+        sizes = state["tree"].capacity, len(state["values"])
+        if (
+            sizes != (size, blocks * _BLOCK)
+            or blocks != -(-size // _BLOCK)
+            or state["drawable"].dtype != np.bool_
+        ):
+            raise ValueError(f"the pickle is damaged: priorities of {size}, {sizes[0]} and {sizes[1]} slots")
+        vars(self).update(state)
 
     @property
     def kernels(self) -> ModuleType:

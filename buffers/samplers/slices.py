@@ -323,10 +323,15 @@ def pad_slices(draw: Draw, length: int, ring: Ring) -> Draw:
 
 
 def _flag(columns: Columns, key: NestedKey, shape: Sequence[int], device: torch.device) -> Tensor:
-    """The bool column ``key``, contiguous; if there is none, one of zeros is put in."""
+    """The bool column ``key``, contiguous, one flag per row; if there is none, one of zeros is put in."""
     column = columns.get(key)
     if column is None:
         column = columns[key] = torch.zeros(shape, dtype=torch.bool, device=device)
+    elif column.dtype is not torch.bool or column.numel() != len(column):  # the kernel writes by address
+        raise ValueError(
+            f"{key!r} must have one bool per row to mark the ends of slices, the storage keeps {column.dtype} "
+            f"{list(column.shape[1:])} per row: name other entries (truncated_key, init_key) or None"
+        )
     elif not column.is_contiguous():
         column = columns[key] = column.contiguous()
     return column

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from flatroll.buffers.columns.base import Columns
 from flatroll.buffers.index.ring import Draw, Ring
+from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import By
 from flatroll.buffers.samplers.base import Sampler, mark_single_rows
 from flatroll.buffers.samplers.filling import cut
@@ -24,6 +25,7 @@ class PassSampler(Sampler):
         None  # what the pass has not drawn yet, [..., n]; None: the next draw begins a new pass
     )
     _key: tuple[int, ...] = ()  # what the order rests on
+    _form: tuple[int, ...] = ()  # sizes of what the pass has not drawn yet, before the last one
 
     def _take(self, key: tuple[int, ...], count: int, begin: Callable[[], Tensor], things: str) -> Tensor:
         """Return the next ``count`` rows or slices, fewer at the end of the pass.
@@ -60,6 +62,25 @@ class PassSampler(Sampler):
     def state_dict(self) -> dict[str, Any]:
         left = None if self._left is None else self._left.clone()
         return {"pass": {"left": left, "key": self._key}, "ran_out": self.ran_out}
+
+    @override
+    def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
+        left, key = state["pass"]["left"], tuple(state["pass"]["key"])
+        if not all(type(number) is int for number in key) or type(state["ran_out"]) is not bool:
+            raise damaged(f"its pass over the rows rests on {key}")
+        if left is None:
+            return
+        rows = len(self._form)
+        shape = left.shape[:-1] if isinstance(left, Tensor) else None
+        if shape is None or left.dtype is not torch.int64 or left.is_meta or list(shape) != list(self._form):
+            raise damaged("the rest of its pass over the rows is no list of them")
+        slots = left[0] if rows else left
+        if key[:2] == (ring.head, ring.written):  # else a new pass begins
+            in_range = not len(slots) or 0 <= int(slots.min()) <= int(slots.max()) < ring.capacity
+            if not in_range or bool((ring.numbers(slots, ring.head) >= ring.written).any()):
+                raise damaged("the rest of its pass over the rows has slots that hold none")
+            if (rows and bool((left[1] < 1).any())) or len(slots.unique()) != len(slots):
+                raise damaged("the rest of its pass over the rows has a row twice, or an empty slice")
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -167,6 +188,7 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
     """
 
     _not_at = "the slices of a pass lie where they were cut"
+    _form = (2,)
 
     def __init__(
         self,

@@ -77,8 +77,8 @@ class Storage(ABC):
         compact_obs: whether ``("next", observation)`` is read from the following row.
         shares: whether columns want to know which rows continue stored ones (`After`).
         structure: what kind of data there is (a `Structure`), known from the first batch on.
-        for_processes: whether other processes may read and write the rows.
         own_column: class name of a column that the caller's code made, whose memory other processes may not see.
+        by_reference: whether other processes may read and write the rows: a pickle names where they are.
         columns: the stored entries by key, each a `Column`; empty before the first batch and without columns.
         loose: root keys whose next values need not be those of the following rows: they are not compared.
         compared: with how many ``loose`` keys the keys after it were found, which :meth:`link` compares.
@@ -90,7 +90,7 @@ class Storage(ABC):
     shares: bool = False
     structure: Any = None
     own_column: str | None = None
-    for_processes: bool = False
+    by_reference: bool = False
 
     def __init__(self, max_size: int, compilable: bool = False) -> None:
         self.max_size = whole_number("max_size", max_size)
@@ -362,9 +362,9 @@ class Storage(ABC):
         """Return the first ``rows`` slots and ``pool_rows`` pool entries for :meth:`load_state_dict`."""
 
     @abstractmethod
-    def check_state_dict(self, state: dict[str, Any], rows: int) -> None:
-        """Raise ValueError if ``state``, from a storage of ``rows`` rows, cannot be loaded into this one."""
+    def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
+        """Raise an error if ``state``, whose rows ``ring`` counts, cannot be loaded; nothing changes either way."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the rows from a :meth:`state_dict`."""
+        """Restore the rows from a checked :meth:`state_dict`."""

@@ -20,11 +20,13 @@ from flatroll.buffers.columns.base import (
 )
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
+from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.storages.base import Links, Rows, Storage
 from flatroll.buffers.storages.continuity import LinkCheck
 from flatroll.buffers.storages.item_kinds import Structure, check_kinds, like, shown
 from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, next_columns, state_pairs
+from flatroll.buffers.storages.saved_columns import check_columns, check_like
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
 from flatroll.layout.final import Final, check_final, read_final
@@ -427,10 +429,12 @@ class ColumnStorage(Storage):
         return {key: (column.dtype, column.shape) for key, column in self.columns.items()}
 
     @override
-    def check_state_dict(self, state: dict[str, Any], rows: int) -> None:
+    def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
         if "columns" not in state:
             raise ValueError(f"the state is of a ListStorage, this is a {type(self).__name__}")
-        lanes = torch.Size(state["lanes"])
+        lanes, rows = torch.Size(state["lanes"]), ring.capacity
+        if min(lanes, default=1) < 1:
+            raise damaged(f"it has the lanes {list(lanes)}")
         if len(lanes) != self.ndim - 1 or (self.columns and lanes != self.lanes):
             raise ValueError(
                 f"the state is of a storage with lanes {list(lanes)} after the time, this one has ndim={self.ndim}"
@@ -446,14 +450,23 @@ class ColumnStorage(Storage):
                 f"the state is of a storage with compact_obs={bool(state['pool'])}, this one has "
                 f"compact_obs={self.compact_obs}"
             )
-        if self.columns:
-            self._check_kinds(state)
+        check_like(state["like"], state["structure"])
+        columns = self.columns or {
+            key: self.make_column(key, *kind) or self._blank_column(key, *kind)
+            for key, kind in state["like"].items()
+        }
+        self._check_kinds(state, columns)
+        check_columns(state, columns, ring.used, ring.pool_size if isinstance(ring, TrajectoryIndex) else 0)
 
-    def _check_kinds(self, state: dict[str, Any]) -> None:
-        """ValueError if the columns of ``state`` are of other shapes, dtypes or kinds than those here."""
+    def _blank_column(self, key: NestedKey, dtype: torch.dtype, shape: torch.Size) -> Column:
+        """A column without rows in the form that `_allocate` gives this entry, to check a state by."""
+        return TensorColumn(torch.empty((0, *shape), dtype=dtype))
+
+    def _check_kinds(self, state: dict[str, Any], columns: Mapping[NestedKey, Column]) -> None:
+        """ValueError if the columns of ``state`` are of other shapes, dtypes or kinds than ``columns``."""
         kinds = state["kinds"]
         saved = {key: (*like, kinds[key]) for key, like in state["like"].items()}
-        here = {key: (column.dtype, column.shape, _kind(column)) for key, column in self.columns.items()}
+        here = {key: (column.dtype, column.shape, _kind(column)) for key, column in columns.items()}
         for key in {**saved, **here}:
             if saved.get(key) != here.get(key):
                 got, expected = (
@@ -467,13 +480,11 @@ class ColumnStorage(Storage):
         if not state["like"]:
             return
         if not self.columns:
-            self.lanes = torch.Size(state["lanes"])
-            self.columns = self._make_columns(state["like"])
+            before, self.lanes = self.lanes, torch.Size(state["lanes"])
             try:
-                self._check_kinds(state)
-            except ValueError:
-                self.columns = {}
-                raise
+                self.columns = self._make_columns(state["like"])
+            finally:
+                self.lanes = self.lanes if self.columns else before
             self.structure = state["structure"]
         for key, column in self.columns.items():
             column.load_state_dict(state["columns"][key])

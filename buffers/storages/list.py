@@ -9,7 +9,8 @@ from typing_extensions import override
 
 from flatroll.buffers.columns.base import After
 from flatroll.buffers.index.fragments import BoundaryKeys
-from flatroll.buffers.index.ring import Draw, Follow
+from flatroll.buffers.index.ring import Draw, Follow, Ring
+from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.storages.base import Rows, Storage
 from flatroll.buffers.storages.item_kinds import apart, stacked
 from flatroll.layout.keys import NestedKey
@@ -95,14 +96,17 @@ class ListStorage(Storage):
         return {"items": self._items[:rows]}  # a new list of the same items
 
     @override
-    def check_state_dict(self, state: dict[str, Any], rows: int) -> None:
+    def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
         if "items" not in state:
             raise ValueError("the state is of a storage of tensors, this is a ListStorage")
+        rows, items = ring.capacity, state["items"]
         if rows != self.max_size:
             raise ValueError(
                 f"the state has room for {rows} rows, this storage for {self.max_size}: make it with "
                 f"max_size={rows}"
             )
+        if not isinstance(items, list) or len(items) != ring.used:
+            raise damaged(f"its ring counts {ring.used} items, and they are others")
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -78,7 +78,7 @@ class LazyMemmapStorage(ColumnStorage):
     (tensor([0., 1., 2., 3.]), ['a.memmap', 'next.reward.memmap'])
     """
 
-    for_processes = True
+    by_reference = True
 
     def __init__(
         self,
@@ -163,6 +163,10 @@ class LazyMemmapStorage(ColumnStorage):
             weakref.finalize(self, remove_files, files, folder if made else None, os.getpid())
         return columns
 
+    @override
+    def _blank_column(self, key: NestedKey, dtype: torch.dtype, shape: torch.Size) -> Column:
+        return self._encodings.column(key, 0, dtype, shape, self.device)
+
     def _refuse_old(self, files: Iterable[Path]) -> list[Path]:
         """Those of ``files`` that exist; FileExistsError if there are any, unless ``existsok``."""
         old = [file for file in files if file.exists()]
@@ -237,26 +241,25 @@ class LazyMemmapStorage(ColumnStorage):
         self._counters = np.frombuffer(mapped_bytes(self.folder / _COUNTERS, _COUNTER_BYTES), np.uint8)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LazyMemmapStorage":
-        """A storage of its own, in temporary files; TypeError with a frame stack."""
+        """A storage of its own, in temporary files; TypeError with a frame stack. The buffer holds the lock."""
         if self.frame_stack:
             raise TypeError("frame stacks in files cannot be copied: load state_dict() into another buffer")
         other = LazyMemmapStorage(self.max_size, ndim=self.ndim, compact_obs=self.compact_obs)
         other.lanes, other.structure = self.lanes, self.structure
         other._has_buffer, other._unshareable = self._has_buffer, self._unshareable
         if self.columns:
-            with self.write_lock():
-                other.columns = other._allocate(self._like())
-                if self._counters is not None and other._counters is not None:
-                    other._counters[:] = self._counters
-                pairs = [(self.columns, other.columns)]
-                if self.pool is not None:
-                    other.pool = NextPool(list(self.pool.pairs))
-                    other.pool.allocate(other.columns)
-                    pairs.append((self.pool.entries, other.pool.entries))
-                for source, target in pairs:
-                    for key, column in source.items():
-                        assert isinstance(column, TensorColumn)
-                        target[key].load_state_dict({"values": column.data})
+            other.columns = other._allocate(self._like())
+            if self._counters is not None and other._counters is not None:
+                other._counters[:] = self._counters
+            pairs = [(self.columns, other.columns)]
+            if self.pool is not None:
+                other.pool = NextPool(list(self.pool.pairs))
+                other.pool.allocate(other.columns)
+                pairs.append((self.pool.entries, other.pool.entries))
+            for source, target in pairs:
+                for key, column in source.items():
+                    assert isinstance(column, TensorColumn)
+                    target[key].load_state_dict({"values": column.data})
         return other
 
     @override

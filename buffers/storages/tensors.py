@@ -180,6 +180,10 @@ class LazyTensorStorage(ColumnStorage):
             for key, (dtype, shape) in like.items()
         }
 
+    @override
+    def _blank_column(self, key: NestedKey, dtype: torch.dtype, shape: torch.Size) -> Column:
+        return self._encodings.column(key, 0, dtype, shape, self.device)
+
 
 class TensorStorage(ColumnStorage):
     """Uses tensors that exist already, such as a dataset: a tensordict, a tensor or a tree of tensors.

@@ -199,7 +199,9 @@ class Block:
 
     def write(self, slot: int, values: Sequence[Tensor], first: int, rows: int) -> None:
         """Copy the rows ``first ... first + rows - 1`` of ``values`` (per column, of its dtype and row shape) to
-        ``slot`` and the slots after it, all within the block."""
+        ``slot`` and the slots after it; IndexError unless all of them are within the block."""
+        if slot < 0 or rows < 0 or slot + rows > self.rows:
+            raise IndexError(f"slots {slot} ... {slot + rows - 1} are not all among the block's {self.rows}")
         # Numbers in host memory as they are, row after row; those of most batches are so already.
         plain = [
             value if _is_plain(value) else value.cpu().resolve_conj().resolve_neg().contiguous()

@@ -217,13 +217,16 @@ def slices_from(
 ) -> tuple[Int, Int]:
     """List the slots of slices of up to ``lengths`` rows from ``starts`` on; return (rows, patches).
 
-    The other arguments are as for :func:`draw`.
+    The other arguments are as for :func:`draw`. If start j is no stored row, or its length is below 1, nothing is
+    listed, and (-1 - j, 0) returned.
     """
     count = len(starts)
     rows, number = rows_in_slots(state, capacity, fragments, starts)
     offset, left = np.empty(count, np.int64), np.empty(count, np.int64)
     at = 0
     for j in range(count):
+        if starts[j] < 0 or starts[j] >= capacity or rows[j] >= state[0].written or lengths[j] < 1:
+            return -1 - j, 0
         f = fragments[number[j] & (len(fragments) - 1)]
         offset[j] = f.offset + rows[j] - f.first
         left[j] = min(chains[f.chain].total - offset[j], lengths[j])

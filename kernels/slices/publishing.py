@@ -270,6 +270,52 @@ def publish(
 
 
 @compiled()
+def rebuild(
+    state: Records,
+    fragments: Records,
+    chains: Records,
+    spare: Array,
+    firsts: Array,
+    chain: Array,
+    pool: Array,
+    ids: Array,
+    free: Array,
+    free_entries: Array,
+) -> None:
+    """Fill empty tables with checked fragments of closed chains; ``state`` has the right head and written.
+
+    Args:
+        fragments, chains: empty, with room for all of them.
+        spare: becomes the free pool entries, which are ``free_entries``.
+        firsts: the row number with which each fragment begins, ascending.
+        chain: the chain that each is of.
+        pool: as for :func:`publish`.
+        ids: of each chain, free ones included.
+        free: the free chain slots, in the order in which they will be taken.
+    """
+    s = state[0]
+    s.first = s.end = s.live = s.open = s.newest = s.ids = 0
+    for c in range(len(ids)):
+        chains[c].id = ids[c]
+        chains[c].last = -1
+    for j in range(len(firsts)):
+        c = chain[j]
+        s.live += chains[c].total == 0
+        _attach(state, fragments, chains, c, firsts[j], pool[j])
+        chains[c].total += (firsts[j + 1] if j + 1 < len(firsts) else s.written) - firsts[j]
+        if j == 0:  # the oldest fragment may have lost rows
+            chains[c].dropped = s.head - firsts[j]
+    s.slots = len(ids)
+    # each free slot holds 1 + the next one in its ``last``, 0 at the end
+    s.free = 0
+    for i in range(len(free) - 1, -1, -1):
+        chains[free[i]].last = s.free
+        s.free = free[i] + 1
+    s.spare = len(free_entries)
+    spare[: s.spare] = free_entries
+
+
+@compiled()
 def weigh(
     chains: Records,
     touched: Array,

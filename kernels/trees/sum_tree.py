@@ -257,8 +257,14 @@ class SumTree:
         return self.capacity, self.leaves.copy()
 
     def __setstate__(self, state: tuple[int, Array]) -> None:
-        SumTree.__init__(self, state[0])
-        self.leaves[:] = state[1]
+        capacity, leaves = state
+        # Draws go down the tree by its sums: a weight below 0 or NaN would lead them anywhere.
+        if leaves.shape != (capacity,) or not bool((leaves >= 0).all()) or not np.isfinite(leaves.sum()):
+            raise ValueError(
+                f"the pickle is damaged: {leaves.shape} leaves are no weights of {capacity} slots"
+            )
+        SumTree.__init__(self, capacity)
+        self.leaves[:] = leaves
         _refresh_from(self.nodes, self.levels, 1)
 
     @property
@@ -282,18 +288,43 @@ class SumTree:
         return self.nodes.nbytes + self.levels.nbytes
 
     def set(self, slots: Array, weights: Array) -> None:
-        """Set the weights of ``slots`` (int64 ``[N]``); of duplicate slots, the last one counts."""
-        set_leaves(self.nodes, self.levels, slots, weights)
+        """Set the weights of ``slots`` (int64 ``[N]``); of duplicate slots, the last one counts.
+
+        Raises:
+            IndexError: a slot that the tree does not have.
+            ValueError: a weight below 0, infinite or NaN, or not one per slot.
+        """
+        places, values = np.array(slots, np.int64), np.array(weights, np.float64)
+        if places.ndim != 1 or places.shape != values.shape:
+            raise ValueError(
+                f"weights must have one number per slot, got {values.shape} for {places.shape}"
+            )
+        if len(places) and not 0 <= places.min() <= places.max() < self.capacity:
+            raise IndexError(f"slots {places} are not all among the {self.capacity} of the tree")
+        if not np.all((values >= 0) & (values < np.inf)):
+            raise ValueError(f"weights must be finite numbers of at least 0, got {values}")
+        set_leaves(self.nodes, self.levels, places, values)
 
     def fill(self, first: int, count: int, value: float) -> None:
-        """Set ``count`` slots from ``first`` on to one weight."""
+        """Set ``count`` slots from ``first`` on to one weight; errors as for :meth:`set`."""
+        if not 0 <= first <= first + count <= self.capacity:
+            raise IndexError(f"{count} slots from {first} on are not all among the {self.capacity} of the tree")
+        if not 0 <= value < np.inf:
+            raise ValueError(f"a weight must be a finite number of at least 0, got {value}")
         if count:
             fill_leaves(self.nodes, self.levels, first, count, value)
 
     def sample(self, uniform: Array) -> Array:
-        """The slots at the shares ``uniform`` (float64 ``[N]`` in [0, 1)) of the total, which must not be 0."""
-        slots = np.empty(len(uniform), np.int64)
-        find(self.nodes, self.levels, uniform, slots)
+        """The slots at the shares ``uniform`` (float64 ``[N]`` in [0, 1)) of the total.
+
+        Raises:
+            ValueError: a share out of this range, or a total of 0.
+        """
+        shares = np.array(uniform, np.float64)
+        if shares.ndim != 1 or not np.all((shares >= 0) & (shares < 1)) or not 0 < self.total < np.inf:
+            raise ValueError(f"shares must be from 0 up to 1, of a total above 0, got {uniform} of {self.total}")
+        slots = np.empty(len(shares), np.int64)
+        find(self.nodes, self.levels, shares, slots)
         return slots
 
 

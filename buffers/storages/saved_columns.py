@@ -1,0 +1,56 @@
+"""Checks the columns of a saved storage before any of them is loaded."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from flatroll.buffers.columns.base import Column
+from flatroll.buffers.index.saved_tables import damaged
+from flatroll.buffers.storages.item_kinds import Structure, like
+from flatroll.layout.keys import NestedKey, next_key
+
+#: Dtype of each entry, and shape of one row of it.
+Like = Mapping[NestedKey, tuple[torch.dtype, torch.Size]]
+
+
+def check_like(saved: Any, structure: Any) -> None:
+    """Raise ValueError unless ``saved`` says dtypes and shapes by key, of data that ``structure`` can build."""
+    for key, kind in saved.items():
+        names = key if isinstance(key, tuple) else (key,)
+        dtype, shape = kind
+        is_shape = isinstance(shape, torch.Size) and all(size >= 0 for size in shape)
+        if not names or not all(isinstance(name, str) for name in names):
+            raise damaged(f"{key!r} is no key of an entry")
+        if not isinstance(dtype, torch.dtype) or not is_shape:
+            raise damaged(f"its entry {key!r} has the dtype {dtype!r} and the shape {shape!r}")
+    if not isinstance(structure, Structure):
+        raise damaged(f"its rows are of no known kind, {type(structure).__name__}")
+    # No rows of that kind, made and taken apart again.
+    rows = {key: torch.empty((0, *shape), dtype=dtype) for key, (dtype, shape) in saved.items()}
+    try:
+        again = structure.columns(structure.build(rows, torch.Size([0])))
+    except (KeyError, RuntimeError, TypeError) as error:
+        raise damaged(f"its entries do not make rows of its kind ({error})") from None
+    if {key: like(column) for key, column in again.items()} != dict(saved):
+        raise damaged("its entries are not those of its kind of rows")
+
+
+def check_columns(
+    state: Mapping[str, Any], columns: Mapping[NestedKey, Column], rows: int, entries: int
+) -> None:
+    """Raise ValueError unless ``state`` has ``rows`` rows of each of ``columns``, and ``entries`` pool entries."""
+    if state["columns"].keys() != columns.keys():
+        raise damaged(f"it has the columns {list(state['columns'])}, expected {list(columns)}")
+    pool = state["pool"]
+    if any(key not in columns or next_key(key) in columns for key in pool) or (entries and not pool):
+        raise damaged(f"it keeps next observations of {list(pool)} apart, which are not kept once")
+    expected = [(key, column, state["columns"][key], rows) for key, column in columns.items()]
+    expected += [(next_key(key), columns[key].pool(), saved, entries) for key, saved in pool.items()]
+    for key, column, saved, count in expected:
+        try:
+            found = column.check_state_dict(saved)
+        except ValueError as error:
+            raise ValueError(f"the entry {key!r}: {error}") from None
+        if found not in (None, count):
+            raise damaged(f"the entry {key!r} has {found} values, the index counts {count}")
