@@ -33,6 +33,10 @@ class Shareable:
         self._prefetcher: Prefetcher[Any] | None = Prefetcher(self.prefetch) if self.prefetch else None
         self._process = os.getpid()
 
+    def note_waiting(self, rows: int) -> None:
+        """Note how many rows a collector keeps back until their trajectories end, for the error of an empty buffer."""
+        self._ring.waiting = rows
+
     def _after_fork(self) -> None:
         """Be ready in this process, to which the buffer may have come by ``fork``; RuntimeError if it cannot be."""
         if self._process != os.getpid():

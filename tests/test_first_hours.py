@@ -61,7 +61,6 @@ def test_float64_observations_get_a_hint() -> None:
         rollout(Doubles(), nn.Linear(3, 2), num_steps=2)
 
 
-@pytest.mark.xfail(strict=False, reason="a collector closes whatever env it runs")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 def test_the_callers_env_stays_open_after_an_error_and_the_collector_goes_on(
     error: type[BaseException],
@@ -98,9 +97,6 @@ def test_an_env_that_the_collector_made_is_closed_after_an_error() -> None:
     assert closed
 
 
-@pytest.mark.xfail(
-    strict=False, reason="the buffer does not know of rows that wait for the end of their trajectory"
-)
 def test_a_buffer_that_waits_for_whole_trajectories_says_how_many_rows_wait() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
     collector = Collector(
@@ -111,7 +107,6 @@ def test_a_buffer_that_waits_for_whole_trajectories_says_how_many_rows_wait() ->
         buffer.sample()
 
 
-@pytest.mark.xfail(strict=False, reason="the error is that of pickle")
 def test_a_started_collector_says_why_it_cannot_be_pickled() -> None:
     collector = Collector(scripted(), frames_per_batch=4)
     next(collector)
