@@ -49,12 +49,13 @@ def step_mdp(
     (['done', 'observation'], tensor([1.]))
     """
     require(tensordict, NEXT)
-    if OBSERVATION in tensordict.keys():
+    if tensordict.get(OBSERVATION, None) is not None:
         require(tensordict, next_key(OBSERVATION))
     ahead = tensordict.clone(recurse=False)  # its nested tensordicts are new as well
     following = ahead.pop(NEXT)
-    if keep_other and IS_INIT in ahead.keys():
-        ahead.set(IS_INIT, torch.zeros_like(ahead.get(IS_INIT)))
+    is_init = ahead.get(IS_INIT, None)
+    if keep_other and is_init is not None:
+        ahead.set(IS_INIT, torch.zeros_like(is_init))
     if not keep_other:
         ahead = ahead.select(*([] if exclude_action else _listed(action_keys)))
     ahead.update(following)

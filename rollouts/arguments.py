@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flatroll.wrappers.adapt_env import adapt_env
 from flatroll.wrappers.markers import StepCounter, TrajId, find_wrapper
 
 
@@ -112,8 +113,10 @@ def check_writer(writer: int, ids: bool, marker: TrajId | None) -> None:
         raise ValueError(f"writer={writer} needs track_traj_ids=True: it is a part of the trajectory ids")
 
 
-def make_env(create_env_fn: Any, max_steps: int | None, undo: ExitStack) -> tuple[Any, bool]:
-    """Return the env, with a step limit, and whether it was made here, by a function or class; TypeError otherwise.
+def make_env(
+    create_env_fn: Any, obs_dtype: torch.dtype | None, max_steps: int | None, undo: ExitStack
+) -> tuple[Any, bool]:
+    """Return the env, with its observations cast and a step limit, and whether it was made here, by a function.
 
     ``undo`` closes an env that was made here; one that the caller made is the caller's to close.
     """
@@ -130,6 +133,8 @@ def make_env(create_env_fn: Any, max_steps: int | None, undo: ExitStack) -> tupl
         env, made = create_env_fn(), True
         if hasattr(env, "close"):
             undo.callback(env.close)
+    if obs_dtype is not None:
+        env = adapt_env(env, dtype=obs_dtype)
     if max_steps is None:
         return env, made
     if find_wrapper(env, StepCounter) is not None:

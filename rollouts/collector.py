@@ -48,6 +48,8 @@ class Collector:
         policy_device: where the policy wants its input. Default: where the env's arrays are.
         storing_device: where batches are put. Default: where the env's arrays are.
         no_cuda_sync: do not wait for copies between devices. Default False.
+        obs_dtype: dtype of the floating observations, as ``dtype`` of `flatroll.wrappers.as_vector_env`; for MuJoCo's,
+            which are float64, ``torch.float32``. Default None: as the env gives them.
         compact_obs: leave ``("next", obs)`` out; `final` then has the observations that no row holds.
         track_traj_ids: write ``("collector", "traj_ids")``. Default True. Without them ``is_init`` also marks
             the first row of each env in the batch, so that cut runs of neighbouring envs stay apart.
@@ -110,6 +112,7 @@ class Collector:
         policy_device: Device = None,
         storing_device: Device = None,
         no_cuda_sync: bool = False,
+        obs_dtype: torch.dtype | None = None,
         compact_obs: bool = False,
         track_traj_ids: bool = True,
         trajs_per_batch: int | None = None,
@@ -142,7 +145,7 @@ class Collector:
         )
         check_together(track_traj_ids, trajs_per_batch, split_trajs, replay_buffer is not None)
         with ExitStack() as undo:
-            env, self._made_env = make_env(create_env_fn, max_frames_per_traj, undo)
+            env, self._made_env = make_env(create_env_fn, obs_dtype, max_frames_per_traj, undo)
             runner = Runner(env, info_keys=info_keys, track_traj_ids=track_traj_ids, writer=writer)
             devices = make_devices(
                 runner.device, device, env_device, policy_device, storing_device, no_cuda_sync

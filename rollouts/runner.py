@@ -85,7 +85,7 @@ class Runner:
         #: The recurrent states ``[E, ...]`` that the next step starts from.
         self.states: Columns = {}
         self._defaults: Columns = {}
-        self._policy: ModulePolicy | Callable[[Any], Any] | None = None
+        self._policy: ModulePolicy | Callable[[Any, Any], Any] | None = None
         self._stride = 1
         self._age: Array = None  # steps since the episode's first row
         self._obs: Tree = None
@@ -251,7 +251,8 @@ class Runner:
                 self.states[key] = written.get(next_key(key), self.states[key])
         else:
             assert policy is not None
-            action = policy(torch.from_numpy(obs) if isinstance(obs, np.ndarray) else map_tree(to_torch, obs))
+            tensors = torch.from_numpy(obs) if isinstance(obs, np.ndarray) else map_tree(to_torch, obs)
+            action = policy(tensors, self.stream.first)
         return self.random() if random else action
 
     def _record_finals(self, obs: Tree, info: dict[str, Any]) -> None:

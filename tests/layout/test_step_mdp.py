@@ -72,7 +72,7 @@ def test_rows_of_a_collector_become_the_rows_after_them():
     after = batch[1:][inside[:-1]]
     for key in ("observation", "is_init", "step_count", ("collector", "traj_ids")):
         assert torch.equal(ahead[inside][key], after[key]), key
-    assert "action" not in ahead.keys() and "reward" not in ahead.keys()
+    assert not {"action", "reward", "next"} & set(ahead.keys())
 
 
 def test_what_has_no_next_observation_is_refused():
