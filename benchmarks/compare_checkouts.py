@@ -167,7 +167,13 @@ def recurrent_cases() -> Iterator[Case]:
 
 def collector_cases() -> Iterator[Case]:
     """Return the collector cases: batches of 1 and of 16 vector steps with three markers."""
-    for steps, envs, compact in ((1, 1, False), (1, 1, True), (16, 1, False), (16, 64, False), (16, 1024, False)):
+    for steps, envs, compact in (
+        (1, 1, False),
+        (1, 1, True),
+        (16, 1, False),
+        (16, 64, False),
+        (16, 1024, False),
+    ):
         env = InitTracker(
             StepCounter(TrajId(gym.make_vec("CartPole-v1", envs, vectorization_mode=ENTRY_POINT)))
         )

@@ -10,8 +10,8 @@ from gymnasium import spaces
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.fast_call import acted
-from flatroll.layout.keys import ACTION, IS_INIT, NestedKey, as_tuple, nest, next_key
+from flatroll.layout.fast_call import acted, nest
+from flatroll.layout.keys import ACTION, IS_INIT, NestedKey, as_tuple, next_key
 from flatroll.rollouts.arguments import Devices
 from flatroll.wrappers.arrays import Array, map_tree, to_torch
 from flatroll.wrappers.primers import recurrent_states
@@ -108,7 +108,7 @@ class ModulePolicy:
 
     def __call__(self, columns: Columns) -> tuple[Any, Columns]:
         """The action, and the further columns it writes; in these its states are what the step started from."""
-        data = nest(columns, torch.Size([self._num_envs]))
+        data = nest(columns, self._num_envs)
         wait, home = not self._devices.blocking, self._devices.env
         if self._devices.policy is not None:
             data = data.to(self._devices.policy, non_blocking=wait)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends, run_starts
 from flatroll.layout.delta import check_delta, encode_delta
+from flatroll.layout.fast_call import nest
 from flatroll.layout.keys import (
     DELTA,
     DONE,
@@ -24,7 +25,6 @@ from flatroll.layout.keys import (
     TRUNCATED,
     NestedKey,
     as_tuple,
-    nest,
     next_key,
 )
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
@@ -162,7 +162,7 @@ class Window:
         if not compact:
             columns |= {keys.next_of[key]: columns[key] + 1 for key in keys.counts}
             columns |= {keys.next_of[key]: column for key, column in next_obs.items()}
-        batch = nest(columns, torch.Size([len(host_cells)]))
+        batch = nest(columns, len(host_cells))
         if keys.strided:
             # Zeros for the states of rows that are not to keep theirs; the first rows of runs always do.
             has_state = batch.get(HAS_STATE) | run_starts(batch, is_init_key=keys.init, traj_key=keys.traj)
@@ -271,7 +271,7 @@ def final_of(batch: TensorDict, keys: ColumnKeys, next_obs: dict[NestedKey, Tens
     rows = (ends if known is None else ends & known).nonzero().squeeze(-1)
     columns: dict[NestedKey, Tensor] = {"row": rows}
     columns |= {next_key(key): column.index_select(0, rows) for key, column in next_obs.items()}
-    return nest(columns, rows.shape)
+    return nest(columns, len(rows))
 
 
 def compact_batch(batch: TensorDict, keys: ColumnKeys) -> tuple[TensorDict, TensorDict]:

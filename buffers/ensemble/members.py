@@ -11,11 +11,10 @@ from torch.utils import _pytree as pytree
 
 from flatroll.buffers.samplers.base import Sampler
 from flatroll.buffers.storages.base import Storage
-from flatroll.buffers.storages.item_kinds import leaves
+from flatroll.buffers.storages.item_kinds import leaves, nest
 from flatroll.buffers.transforms.base import TransformLike
 from flatroll.buffers.writers import Writer
 from flatroll.layout.checks import whole_number
-from flatroll.layout.keys import nest
 
 #: How likely each member of an ensemble is: numbers of any sum, their number of rows, or None for equally.
 Shares: TypeAlias = Iterable[float] | Tensor | Literal["sampleable"] | None

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from flatroll.buffers.columns.base import Columns
-from flatroll.layout.keys import NestedKey, nest, plain_key
+from flatroll.layout.keys import NestedKey, plain_key
 
 VALUE: NestedKey = "_value"  # the one column of data that are single tensors
 
@@ -268,6 +268,25 @@ def leaves(batch: TensorDictBase, path: tuple[str, ...] = ()) -> Columns:
                 "ListStorage takes anything"
             )
     return columns
+
+
+def nest(columns: Columns, shape: torch.Size) -> TensorDict:
+    """Build a tensordict of batch size ``shape`` from columns with nested keys.
+
+    >>> nest({"a": torch.zeros(2), ("next", "a"): torch.ones(2)}, torch.Size([2]))["next", "a"]
+    tensor([1., 1.])
+    """
+    root: dict[str, Any] = {}  # nested as the keys are
+    for key, column in columns.items():
+        if isinstance(key, str):
+            root[key] = column
+            continue
+        node = root
+        for step in key[:-1]:
+            node = node.setdefault(step, {})
+        node[key[-1]] = column
+    # The checks of the public constructor cost 20 of a sample's 150 µs; these columns passed them at extend.
+    return TensorDict._new_unsafe(root, batch_size=shape)
 
 
 def entry(batch: Any, names: tuple[Any, ...]) -> Any:

@@ -5,7 +5,17 @@ import sys
 
 import pytest
 import torch
-from list_collector import IDS, MODES, FakeBuffer, ListCollector, always_four, check, make, next_obs, true_next
+from list_collector import (
+    IDS,
+    MODES,
+    FakeBuffer,
+    ListCollector,
+    always_four,
+    check,
+    make,
+    next_obs,
+    true_next,
+)
 
 from flatroll.layout import join, run_ends
 from flatroll.rollouts import Collector, window
