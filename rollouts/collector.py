@@ -260,7 +260,8 @@ class Collector:
                 f"the policy, {type(self.policy).__name__}, is no nn.Module: it has no weights to update"
             )
         if isinstance(policy_or_weights, TensorDictBase):
-            TensorDict.from_module(self.policy).data.update_(policy_or_weights.data)
+            own: Any = TensorDict.from_module(self.policy)
+            own.data.update_(policy_or_weights.data)
             return
         is_module = isinstance(policy_or_weights, nn.Module)
         self.policy.load_state_dict(policy_or_weights.state_dict() if is_module else policy_or_weights)

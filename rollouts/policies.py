@@ -115,7 +115,8 @@ class ModulePolicy:
         try:
             out = acted(self._policy, data)
         except RuntimeError as error:
-            _note_dtype(error, data.values(True, True))
+            leaves: Any = data.values(True, True)
+            _note_dtype(error, leaves)
             raise
         if not isinstance(out, TensorDictBase):
             raise _no_action(self._policy, type(out).__name__)
