@@ -348,12 +348,15 @@ class Collector:
     def _next_batch(self, total: int) -> tuple[TensorDict, TensorDict | None] | None:
         """The next window, or the next joined trajectories, with its *final*; None after the last."""
         joiner, keys = self._joiner, self._runner.keys
+        note = getattr(self._buffer, "note_waiting", None)
         while True:
             ends = 0 < total <= self._frames
             if joiner is not None:
                 joined = joiner.pop(last=ends)
                 if joined is not None:
                     return compact_batch(joined, keys) if self._compact else (joined, None)
+                if note is not None:
+                    note(joiner.waiting)
             if ends:
                 return None
             batch, final = self._collect()
@@ -362,9 +365,6 @@ class Collector:
             joiner.add(batch)
             if self._reset_each_iter:
                 joiner.drop_open_but(self._runner.waiting_ids())
-            note = getattr(self._buffer, "note_waiting", None)
-            if note is not None:
-                note(joiner.waiting)
 
     def _collect(self) -> tuple[TensorDict, TensorDict | None]:
         """One window of ``frames_per_batch`` rows."""

@@ -300,8 +300,8 @@ class Runner:
         window = self.window
         if not window.steps:
             return torch.empty(0, dtype=torch.int64, device=self.device)
-        cells = np.flatnonzero(window.valid())
-        return window.gather(self.keys.traj, torch.from_numpy(cells).to(self.device), cells)
+        cells = torch.from_numpy(np.flatnonzero(window.valid())).to(self.device)
+        return window.gather(self.keys.traj, cells)
 
     def lay_out(self, mask: Array, compact: bool) -> tuple[TensorDict, TensorDict | None]:
         """Build a flat batch of the transitions where ``mask`` is True, and its ``final`` if compact."""

@@ -172,16 +172,16 @@ class Window:
                 state.masked_fill_(~has_state.view(-1, *(1,) * (state.ndim - 1)), 0)
         return batch, final_of(batch, keys, next_obs) if compact else None
 
-    def gather(self, key: NestedKey, cells: Tensor, host_cells: Array) -> Tensor:
+    def gather(self, key: NestedKey, cells: Tensor, host_cells: Array | None = None) -> Tensor:
         """Copy a column's values at ``cells`` (flat indices, int64 ``[N]``) into a new tensor, as a batch has them.
 
-        ``host_cells`` are the same in NumPy.
+        ``host_cells`` are the same in NumPy, for speed.
         """
         column = self.columns[key]
         trailing = column.ndim == 2 and key in self._keys.trailing
         column = column.reshape(-1, *column.shape[2:])  # [steps, E, ...] -> [steps * E, ...]
         if not isinstance(column, Tensor):
-            if len(host_cells) <= _FEW_ROWS:
+            if host_cells is not None and len(host_cells) <= _FEW_ROWS:
                 rows = torch.from_numpy(column.take(host_cells, 0))
                 return rows.unsqueeze(-1) if trailing else rows
             column = torch.from_numpy(column)  # a view: index_select makes the copy
