@@ -4,6 +4,7 @@
 """
 
 import importlib.util
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -174,6 +175,25 @@ def overhead(sizes: tuple[int, ...] = (1, 8, 64, 256, 1024)) -> str:
     return table(["envs", "wrapper stack, extra µs", "loop, µs", "collector, µs", "extra µs"], rows)
 
 
+def small_batches(sizes: tuple[int, ...] = (1, 4, 16)) -> str:
+    """Processor time of one thread, in µs, for a batch of a few rows of one env and a policy that cost nothing."""
+    rows = []
+    for frames in sizes:
+        cells = [f"{frames}"]
+        for compact in (False, True):
+            env = as_vector_env(FreeEnv(1), own_buffers=False)
+            batches = iter(Collector(env, free_policy(1), frames_per_batch=frames, compact_obs=compact))
+            times = []
+            for _ in range(2000):
+                start = time.thread_time_ns()
+                next(batches)
+                times.append(time.thread_time_ns() - start)
+            least, middle = np.quantile(times, [0.05, 0.5]) / 1e3
+            cells.append(f"{least:.0f} ({middle:.0f})")
+        rows.append(cells)
+    return table(["rows of a batch", "next(collector), µs", "compact, µs"], rows)
+
+
 def against_loop(num_envs: int = 64) -> str:
     """Measure steps per second on envpool's CartPole, for the hand-written loop and for flatroll."""
     frames, rows = batch_frames(num_envs), []
@@ -239,6 +259,8 @@ def main() -> None:
     print(against_peer())
     print("\nExtra time per vector step around an env that costs nothing\n")
     print(overhead())
+    print("\nBatches of a few rows: the fastest of 20 (the median)\n")
+    print(small_batches())
 
 
 if __name__ == "__main__":

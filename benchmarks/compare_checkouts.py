@@ -166,14 +166,21 @@ def recurrent_cases() -> Iterator[Case]:
 
 
 def collector_cases() -> Iterator[Case]:
-    """Return the collector cases: a batch of 16 vector steps with three markers."""
-    for envs in (1, 64, 1024):
+    """Return the collector cases: batches of 1 and of 16 vector steps with three markers."""
+    for steps, envs, compact in (
+        (1, 1, False),
+        (1, 1, True),
+        (16, 1, False),
+        (16, 64, False),
+        (16, 1024, False),
+    ):
         env = InitTracker(
             StepCounter(TrajId(gym.make_vec("CartPole-v1", envs, vectorization_mode=ENTRY_POINT)))
         )
         chooser = TensorDictModule(lambda x: (x[..., 2] > 0).long(), ["observation"], ["action"])
-        batches = iter(Collector(env, chooser, frames_per_batch=16 * envs, total_frames=1 << 40))
-        yield f"collect 16 x {envs:,}", partial(next, batches)
+        options: Any = {"frames_per_batch": steps * envs, "total_frames": 1 << 40, "compact_obs": compact}
+        name = f"collect {steps} x {envs:,}" + (", compact" if compact else "")
+        yield name, partial(next, iter(Collector(env, chooser, **options)))
 
 
 KINDS = (estimator_cases, loss_cases, buffer_cases, recurrent_cases, collector_cases)

@@ -41,6 +41,10 @@ class Shareable:
         self._process = os.getpid()
         self.storage.attach(self)
 
+    def note_waiting(self, rows: int) -> None:
+        """Note how many rows a collector keeps back until their trajectories end, for the error of an empty buffer."""
+        self._ring.waiting = rows
+
     def _after_fork(self) -> None:
         """Be ready in this process, to which the buffer may have come by ``fork`` or by pickle; RuntimeError if it
         cannot be."""

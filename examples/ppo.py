@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # these networks are small: a second thread costs more than it gives
     result = train(args.env, args.frames, args.seed, args.num_envs)
-    shown = ", ".join(f"{key} {value:,.1f}" for key, value in result.items())
+    shown = ", ".join(f"{key} {value:,.1f}".removesuffix(".0") for key, value in result.items())
     print(f"{args.env}, seed {args.seed}: {shown}")
     return 0
 

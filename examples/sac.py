@@ -117,7 +117,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     result = train(args.frames, args.seed)
-    print(f"seed {args.seed}: " + ", ".join(f"{key} {value:,.1f}" for key, value in result.items()))
+    print(
+        f"seed {args.seed}: "
+        + ", ".join(f"{key} {value:,.1f}".removesuffix(".0") for key, value in result.items())
+    )
     return 0
 
 

@@ -31,6 +31,7 @@ from flatroll.layout.keys import (
     observation_keys,
     require,
 )
+from flatroll.layout.step_mdp import step_mdp
 from flatroll.layout.trajectories import join, split_trajectories
 
 __all__ = [
@@ -69,5 +70,6 @@ __all__ = [
     "run_ends",
     "run_starts",
     "split_trajectories",
+    "step_mdp",
     "timeline",
 ]

@@ -1,4 +1,4 @@
-"""Calls networks and policies without tensordict's overhead, which exceeds a small network's own time.
+"""Calls networks and policies, and builds batches, without tensordict's overhead: a small network takes less time.
 
 A :class:`~tensordict.nn.TensorDictModule` that is nothing but a function of tensors is called as that function. All
 others (a subclass, hooks, arguments by name, ``skip_existing``, inside ``torch.compile``) are called as ever.
@@ -39,6 +39,24 @@ _PLAIN_SEQUENCE: dict[str, Any] = {"partial_tolerant": False, "inplace": None}
 _PLAIN_ACTOR: dict[str, Any] = {"partial_tolerant": False, "return_composite": False}
 _SAMPLING_ACTOR: dict[str, Any] = {"inplace": None, "_requires_sample": True}
 _SELECTING_NOTHING = _PLAIN_SEQUENCE | {"_select_before_return": False}
+
+
+def nest(columns: Mapping[NestedKey, Tensor], rows: int) -> TensorDict:
+    """Build a tensordict ``[rows]`` from columns with nested keys; nothing is checked.
+
+    >>> nest({"a": torch.zeros(2), ("next", "a"): torch.ones(2)}, 2)["next", "a"]
+    tensor([1., 1.])
+    """
+    tree: dict[str, Any] = {}
+    for key, value in columns.items():
+        place = tree
+        if not isinstance(key, str):
+            for parent in key[:-1]:
+                place = place.setdefault(parent, {})
+            key = key[-1]
+        place[key] = value
+    # The public constructor's checks take 40 µs of a small batch's 100, insertion by set 5 for each column.
+    return TensorDict._new_unsafe(tree, batch_size=torch.Size([rows]))
 
 
 def through(network: TensorDictModuleBase, batch: TensorDictBase) -> TensorDictBase:

@@ -1,6 +1,10 @@
 """Rollouts and collectors: step an env with a policy and return flat batches."""
 
 from flatroll.rollouts.collector import Collector
+from flatroll.rollouts.random_actions import RandomPolicy
 from flatroll.rollouts.rollout import rollout
 
-__all__ = ["Collector", "rollout"]
+#: The references' older name.
+SyncDataCollector = Collector
+
+__all__ = ["Collector", "RandomPolicy", "SyncDataCollector", "rollout"]

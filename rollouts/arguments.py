@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flatroll.wrappers.adapt_env import adapt_env
 from flatroll.wrappers.markers import StepCounter, TrajId, find_wrapper
 
 
@@ -112,12 +113,15 @@ def check_writer(writer: int, ids: bool, marker: TrajId | None) -> None:
         raise ValueError(f"writer={writer} needs track_traj_ids=True: it is a part of the trajectory ids")
 
 
-def make_env(create_env_fn: Any, max_steps: int | None, undo: ExitStack) -> Any:
-    """Return the given env, or create it from a function or class, with a step limit; TypeError otherwise.
+def make_env(
+    create_env_fn: Any, obs_dtype: torch.dtype | None, max_steps: int | None, undo: ExitStack
+) -> tuple[Any, bool]:
+    """Return the env, with its observations cast and a step limit, and whether it was made here, by a function.
 
     ``undo`` closes an env that was made here; one that the caller made is the caller's to close.
     """
     env: Any = create_env_fn
+    made = False
     if isinstance(env, (list, tuple)):
         raise TypeError(
             f"create_env_fn must be one env or one function that makes it, got a list of {len(env)}: "
@@ -126,14 +130,16 @@ def make_env(create_env_fn: Any, max_steps: int | None, undo: ExitStack) -> Any:
     if isinstance(env, type) or not (hasattr(env, "step") and hasattr(env, "reset")):
         if not callable(env):
             raise TypeError(f"create_env_fn must be an env or a function that makes one, got {env!r}")
-        env = create_env_fn()
+        env, made = create_env_fn(), True
         if hasattr(env, "close"):
             undo.callback(env.close)
+    if obs_dtype is not None:
+        env = adapt_env(env, dtype=obs_dtype)
     if max_steps is None:
-        return env
+        return env, made
     if find_wrapper(env, StepCounter) is not None:
         raise ValueError(
             f"max_frames_per_traj={max_steps} and a StepCounter in the env's stack: give the StepCounter "
             "max_steps instead"
         )
-    return StepCounter(env, max_steps=max_steps)
+    return StepCounter(env, max_steps=max_steps), made

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType, set_interaction_type
 from torch import nn
 
@@ -36,9 +36,11 @@ class Collector:
 
     Args:
         create_env_fn: an env (anything `flatroll.wrappers.as_vector_env` takes, or wrappers around it), or a
-            function that makes one.
+            function that makes one. After an error an env that was made here is closed; one that was given stays
+            open, see `reset`.
         policy: a tensordict module, a module or callable from observation (tensor, or dict of tensors) to
-            action, or None for random actions.
+            action, or None or a `RandomPolicy` for random actions. A callable with a parameter named ``is_init``
+            is also given, by that name, which rows begin an episode, bool ``[E, 1]``.
         frames_per_batch: rows of a batch.
         total_frames: rows in all; a whole number of batches is collected. Default -1: no end.
         device: shorthand for ``policy_device`` and ``storing_device``.
@@ -46,6 +48,8 @@ class Collector:
         policy_device: where the policy wants its input. Default: where the env's arrays are.
         storing_device: where batches are put. Default: where the env's arrays are.
         no_cuda_sync: do not wait for copies between devices. Default False.
+        obs_dtype: dtype of the floating observations, as ``dtype`` of `flatroll.wrappers.as_vector_env`; for MuJoCo's,
+            which are float64, ``torch.float32``. Default None: as the env gives them.
         compact_obs: leave ``("next", obs)`` out; `final` then has the observations that no row holds.
         track_traj_ids: write ``("collector", "traj_ids")``. Default True. Without them ``is_init`` also marks
             the first row of each env in the batch, so that cut runs of neighbouring envs stay apart.
@@ -55,13 +59,16 @@ class Collector:
         set_truncated: mark the last row of each run that the batch cuts as truncated and done.
         max_frames_per_traj: truncate episodes after so many steps (adds a StepCounter).
         init_random_frames: take random actions in the first so many rows, up to the end of the vector step
-            that the last of them is in; the policy's other outputs are recorded as they are.
+            that the last of them is in; the policy's other outputs are recorded as they are. Default None: 0.
         reset_at_each_iter: reset the env before each batch that it is stepped for.
         split_trajs: yield padded ``[n, T_max]`` batches with a mask. Discouraged: warns. Not with a ``replay_buffer``.
+            Default None: False.
         postproc: function of the batch; its result is yielded. `final` counts the rows before it.
         pre_collect_hook: called without arguments before each batch is collected.
         post_collect_hook: called with each batch before it is yielded; what it returns is ignored.
-        replay_buffer: batches are written into it, and None is yielded.
+        replay_buffer: batches are written into it with ``extend(batch, final=...)``, and None is yielded. With
+            ``trajs_per_batch`` its method ``note_waiting(rows)``, if it has one, hears how many rows wait here for the
+            end of their trajectories.
         auto_register_policy_transforms: wire recurrent states. Default None means True; False leaves them.
         state_stride: keep recurrent states in every so many rows of a trajectory only, counted from its first,
             and in the first row of each run of a batch. ``("collector", "has_state")`` marks these rows, the states
@@ -105,14 +112,15 @@ class Collector:
         policy_device: Device = None,
         storing_device: Device = None,
         no_cuda_sync: bool = False,
+        obs_dtype: torch.dtype | None = None,
         compact_obs: bool = False,
         track_traj_ids: bool = True,
         trajs_per_batch: int | None = None,
         set_truncated: bool = False,
         max_frames_per_traj: int | None = None,
-        init_random_frames: int = 0,
+        init_random_frames: int | None = None,
         reset_at_each_iter: bool = False,
-        split_trajs: bool = False,
+        split_trajs: bool | None = None,
         postproc: Callable[[TensorDict], TensorDict] | None = None,
         pre_collect_hook: Callable[[], Any] | None = None,
         post_collect_hook: Callable[[TensorDict], Any] | None = None,
@@ -126,6 +134,7 @@ class Collector:
         progress: bool = False,
     ) -> None:
         self._exploration = InteractionType(exploration_type)
+        init_random_frames, split_trajs = init_random_frames or 0, bool(split_trajs)
         check_counts(
             frames_per_batch=frames_per_batch,
             total_frames=total_frames,
@@ -136,7 +145,7 @@ class Collector:
         )
         check_together(track_traj_ids, trajs_per_batch, split_trajs, replay_buffer is not None)
         with ExitStack() as undo:
-            env = make_env(create_env_fn, max_frames_per_traj, undo)
+            env, self._made_env = make_env(create_env_fn, obs_dtype, max_frames_per_traj, undo)
             runner = Runner(env, info_keys=info_keys, track_traj_ids=track_traj_ids, writer=writer)
             devices = make_devices(
                 runner.device, device, env_device, policy_device, storing_device, no_cuda_sync
@@ -156,24 +165,19 @@ class Collector:
         self._pre_hook, self._post_hook = pre_collect_hook, post_collect_hook
         self._compact = compact_obs or runner.asks_compact
         self._joiner = TrajectoryJoiner(trajs_per_batch, runner.keys.traj) if trajs_per_batch else None
-        self._seed, self._progress = seed, progress
+        self._seed, self._seeded_at, self._progress = seed, 0, progress
         self._closed = False
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches (or None with a replay buffer) until ``total_frames`` are collected."""
         self._check_open()
-        while not self._closed:
-            # Whatever goes wrong in env, policy, hook or buffer closes the collector.
-            try:
-                collected = self._next_batch()
-                batch = None if collected is None else self._deliver(*collected)
-            except BaseException:
-                self.shutdown()
-                raise
-            if collected is None:
-                break
-            yield batch
+        while not self._closed and (made := self._make_batch(self.total_frames)):
+            yield made[0]
         self._close_bar()
+
+    def iterator(self) -> Iterator[Any]:
+        """The same as ``iter(collector)``."""
+        return iter(self)
 
     def __next__(self) -> Any:
         """The next batch, without a loop; StopIteration after ``total_frames``."""
@@ -185,6 +189,22 @@ class Collector:
         except BaseException:
             self._iterator = None  # a generator that has ended or raised stays ended
             raise
+
+    def rollout(self) -> TensorDict | None:
+        """Collect one more batch, as the iteration does, whether or not ``total_frames`` are reached.
+
+        Returns:
+            The batch; None if a replay buffer took it.
+
+        >>> import gymnasium as gym
+        >>> collector = Collector(gym.make("CartPole-v1"), frames_per_batch=5, total_frames=5)
+        >>> len(list(collector)), collector.rollout().batch_size
+        (1, torch.Size([5]))
+        """
+        self._check_open()
+        made = self._make_batch(total=-1)
+        assert made is not None  # without a total there is always a next one
+        return made[0]
 
     @property
     def frames(self) -> int:
@@ -202,12 +222,66 @@ class Collector:
         """
         self._runner.prime(recurrent_states(policy))
 
+    def reset(self) -> None:
+        """Reset the env before the next batch: open trajectories end as cuts, rows not yet yielded are dropped.
+
+        This is also what an error (or Ctrl-C) in env, policy, hook or buffer leads to, if the env is the caller's:
+        the batch at work is lost, and the next one begins with new episodes under new ids. An env that the
+        collector made is closed instead.
+        """
+        self._runner.forget()
+        if self._joiner is not None:
+            self._joiner.drop_open()
+
+    def set_seed(self, seed: int) -> int:
+        """Seed the random actions and the env, which is reset for it before the next batch (see `reset`).
+
+        Returns:
+            ``seed + E``, the first number with which no env is seeded (Gymnasium's env ``e`` takes ``seed + e``).
+        """
+        self._seed, self._seeded_at = seed, self._frames
+        self._runner.random.seed(seed)
+        self.reset()
+        return seed + self._runner.num_envs
+
+    def update_policy_weights_(self, policy_or_weights: Any = None) -> None:
+        """Copy weights into the policy; without an argument nothing is to do, since it acts with the policy itself.
+
+        Args:
+            policy_or_weights: a module, its state dict, or a tensordict of its parameters.
+
+        Raises:
+            TypeError: the policy is no ``nn.Module``.
+        """
+        if policy_or_weights is None or policy_or_weights is self.policy:
+            return
+        if not isinstance(self.policy, nn.Module):
+            raise TypeError(
+                f"the policy, {type(self.policy).__name__}, is no nn.Module: it has no weights to update"
+            )
+        if isinstance(policy_or_weights, TensorDictBase):
+            own: Any = TensorDict.from_module(self.policy)
+            own.data.update_(policy_or_weights.data)
+            return
+        is_module = isinstance(policy_or_weights, nn.Module)
+        self.policy.load_state_dict(policy_or_weights.state_dict() if is_module else policy_or_weights)
+
     def shutdown(self) -> None:
         """Close the env; a second call does nothing, and iterating afterwards raises an error."""
         self._close_bar()
         if not self._closed:
             self._closed = True
             self.env.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to pickle or copy a collector that has begun."""
+        if self._iterator is not None or self._runner.started:
+            raise TypeError(
+                "a collector that has begun cannot be pickled or copied: its env is at a place in this process that "
+                "no copy would share. Pickle collector.state_dict(); where you want to go on, make a collector with "
+                "a function that makes the env, Collector(make_env, ...), and give it the state with load_state_dict"
+            )
+        return self.__dict__
 
     def __enter__(self) -> "Collector":
         return self
@@ -256,15 +330,33 @@ class Collector:
             self._bar.close()
             self._bar = None
 
-    def _next_batch(self) -> tuple[TensorDict, TensorDict | None] | None:
+    def _make_batch(self, total: int) -> tuple[TensorDict | None] | None:
+        """What is yielded next, in a tuple; None if ``total`` rows are collected."""
+        final = self.final
+        try:
+            collected = self._next_batch(total)
+            return None if collected is None else (self._deliver(*collected),)
+        except BaseException:
+            # A batch was lost: rows after it must not come as the continuation of rows before it.
+            self.final = final
+            self.reset()
+            if self._made_env:
+                self.shutdown()
+            self._close_bar()
+            raise
+
+    def _next_batch(self, total: int) -> tuple[TensorDict, TensorDict | None] | None:
         """The next window, or the next joined trajectories, with its *final*; None after the last."""
         joiner, keys = self._joiner, self._runner.keys
+        note = getattr(self._buffer, "note_waiting", None)
         while True:
-            ends = 0 < self.total_frames <= self._frames
+            ends = 0 < total <= self._frames
             if joiner is not None:
                 joined = joiner.pop(last=ends)
                 if joined is not None:
                     return compact_batch(joined, keys) if self._compact else (joined, None)
+                if note is not None:
+                    note(joiner.waiting)
             if ends:
                 return None
             batch, final = self._collect()
@@ -282,7 +374,7 @@ class Collector:
         with torch.no_grad(), set_interaction_type(self._exploration):
             if not runner.started:
                 seed = self._seed
-                if seed is not None and self._frames:
+                if seed is not None and self._frames != self._seeded_at:
                     # A run that goes on meets other episodes than its first ones.
                     seed = int(np.random.SeedSequence((seed, self._frames)).generate_state(1)[0] >> 1)
                 runner.reset(seed)

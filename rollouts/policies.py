@@ -1,23 +1,31 @@
 """Calls policies with one step's columns: tensordict modules, or callables from observation to action."""
 
-from collections.abc import Callable, Mapping
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from gymnasium import spaces
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.fast_call import acted
-from flatroll.layout.keys import ACTION, NestedKey, as_tuple, next_key
+from flatroll.layout.fast_call import acted, nest
+from flatroll.layout.keys import ACTION, IS_INIT, NestedKey, as_tuple, next_key
 from flatroll.rollouts.arguments import Devices
-from flatroll.wrappers.arrays import map_tree
+from flatroll.wrappers.arrays import Array, map_tree, to_torch
 from flatroll.wrappers.primers import recurrent_states
 
 Columns = dict[NestedKey, Tensor]
 
 
-def as_function_of_obs(policy: Any, space: spaces.Space[Any], devices: Devices) -> Callable[[Any], Any]:
+def as_function_of_obs(
+    policy: Any, space: spaces.Space[Any], devices: Devices
+) -> Callable[[Any, Array], Any]:
     """Wrap a callable policy as a function from the observation (tensor, dict or tuple) to the action.
+
+    The function's second argument says which envs begin an episode, bool ``(E,)``; a policy with a parameter named
+    ``is_init`` gets it by that name, as a tensor ``[E, 1]``.
 
     Raises:
         TypeError: the policy is no callable; or, when it is called, returns no action.
@@ -28,11 +36,21 @@ def as_function_of_obs(policy: Any, space: spaces.Space[Any], devices: Devices) 
             f"{type(policy).__name__}"
         )
     one_action = not isinstance(space, spaces.Dict | spaces.Tuple)
+    takes_is_init = _has_parameter(policy, IS_INIT)
 
-    def act(obs: Any) -> Any:
+    def act(obs: Any, first: Array) -> Any:
+        given = {IS_INIT: to_torch(first).unsqueeze(-1)} if takes_is_init else {}
         if devices.policy is not None:
-            obs = map_tree(lambda leaf: leaf.to(devices.policy, non_blocking=not devices.blocking), obs)
-        action = policy(obs)
+            obs, given = map_tree(
+                lambda leaf: leaf.to(devices.policy, non_blocking=not devices.blocking), (obs, given)
+            )
+        try:
+            action = policy(obs, **given)
+        except RuntimeError as error:
+            leaves: list[Tensor] = []
+            map_tree(leaves.append, obs)
+            _note_dtype(error, leaves)
+            raise
         if action is None or (one_action and isinstance(action, (tuple, dict, TensorDictBase))):
             raise _no_action(policy, type(action).__name__)
         return action
@@ -90,20 +108,16 @@ class ModulePolicy:
 
     def __call__(self, columns: Columns) -> tuple[Any, Columns]:
         """The action, and the further columns it writes; in these its states are what the step started from."""
-        tree: dict[str, Any] = {}
-        # A tree of dicts for one constructor call, which costs less than an insertion for each column.
-        for key, value in columns.items():
-            place = tree
-            if not isinstance(key, str):
-                for parent in key[:-1]:
-                    place = place.setdefault(parent, {})
-                key = key[-1]
-            place[key] = value
-        data = TensorDict(tree, batch_size=[self._num_envs])
+        data = nest(columns, self._num_envs)
         wait, home = not self._devices.blocking, self._devices.env
         if self._devices.policy is not None:
             data = data.to(self._devices.policy, non_blocking=wait)
-        out = acted(self._policy, data)
+        try:
+            out = acted(self._policy, data)
+        except RuntimeError as error:
+            leaves: Any = data.values(True, True)
+            _note_dtype(error, leaves)
+            raise
         if not isinstance(out, TensorDictBase):
             raise _no_action(self._policy, type(out).__name__)
         action = out.get(ACTION, None)
@@ -119,6 +133,25 @@ class ModulePolicy:
         if isinstance(action, TensorDictBase):
             action = _tuples(self._space, action.to_dict())
         return action, written
+
+
+def _has_parameter(function: Any, name: str) -> bool:
+    """Whether a callable (of a module its ``forward``) has a parameter of this name."""
+    try:
+        return name in inspect.signature(getattr(function, "forward", function)).parameters
+    except (TypeError, ValueError):  # functions written in C may tell nothing
+        return False
+
+
+def _note_dtype(error: RuntimeError, observations: Iterable[Tensor]) -> None:
+    """Add the way out to a policy's error about dtypes, if it was given float64 observations."""
+    if re.search("dtype|double", str(error), re.IGNORECASE) and any(
+        leaf.dtype is torch.float64 for leaf in observations
+    ):
+        error.add_note(
+            "the env gives float64 observations, as MuJoCo's do: have them cast with obs_dtype=torch.float32 of "
+            "Collector and rollout, or with as_vector_env(env, dtype=torch.float32) inside a stack of wrappers"
+        )
 
 
 def _tuples(space: spaces.Space[Any], tree: Any) -> Any:

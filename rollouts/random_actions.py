@@ -5,13 +5,63 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.vector import VectorEnv
+from tensordict import TensorDictBase
 from torch import Tensor
+
+from flatroll.layout.keys import ACTION, NestedKey, as_tuple
+from flatroll.wrappers.arrays import leaves_at
+from flatroll.wrappers.stream import space_leaves
 
 #: Actions are drawn in chunks of so many steps; a fixed size, so that windows change no draw.
 _CHUNK = 64
 
 
 class RandomPolicy:
+    """A policy that takes random actions, distributed as Gymnasium's ``space.sample`` draws them.
+
+    As a collector's policy it is the same as None; its draws are reproducible from the collector's ``seed``.
+
+    Args:
+        action_spec: the action space: that of one env, or that of the vector env which collects. Default: the env's.
+        action_key: where a call with a tensordict writes the actions. Default ``"action"``.
+
+    >>> from tensordict import TensorDict
+    >>> RandomPolicy(spaces.Discrete(3))(TensorDict({}, [4]))["action"].shape
+    torch.Size([4])
+    """
+
+    def __init__(self, action_spec: spaces.Space[Any] | None = None, action_key: NestedKey = ACTION) -> None:
+        if action_spec is not None and not isinstance(action_spec, spaces.Space):
+            raise TypeError(
+                f"action_spec must be a gymnasium space, got {type(action_spec).__name__}: give it env.action_space"
+            )
+        self.action_spec, self.action_key = action_spec, action_key
+        self._draws: RandomActions | None = None
+
+    def space_in(self, env: VectorEnv[Any, Any, Any]) -> spaces.Space[Any]:
+        """Return the space of one env's actions that it draws from in this vector env."""
+        if self.action_spec is None or self.action_spec == env.action_space:
+            return env.single_action_space
+        return self.action_spec
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write one action for each element of a tensordict ``[*B]``, and return the tensordict."""
+        if self.action_spec is None:
+            raise ValueError(
+                "RandomPolicy() knows no actions outside of a collector: give it the action space"
+            )
+        rows = tensordict.batch_size.numel()
+        if self._draws is None or self._draws.num_envs != rows:
+            self._draws = RandomActions(self.action_spec, rows, torch.device("cpu"), None)
+        keys, paths = zip(*space_leaves(self.action_spec, as_tuple(self.action_key)), strict=True)
+        for key, leaf in zip(keys, leaves_at(self._draws(), paths), strict=True):
+            action = leaf.reshape((*tensordict.batch_size, *leaf.shape[1:]))
+            tensordict.set(key, action.to(tensordict.device))  # to(None) leaves it
+        return tensordict
+
+
+class RandomActions:
     """Draws random actions for all envs at once, with the distributions of Gymnasium's ``space.sample``.
 
     Discrete, MultiDiscrete, MultiBinary and Boxes with two bounds are uniform (integer Boxes with both ends);
@@ -24,7 +74,7 @@ class RandomPolicy:
         seed: of the generator. None draws one from torch's global generator, so that `torch.manual_seed`
             reproduces a run and two policies do not draw alike.
 
-    >>> RandomPolicy(spaces.Discrete(3, start=5), 4, torch.device("cpu"), seed=0)()
+    >>> RandomActions(spaces.Discrete(3, start=5), 4, torch.device("cpu"), seed=0)()
     tensor([7, 5, 7, 5])
     """
 
@@ -32,13 +82,18 @@ class RandomPolicy:
         self, space: spaces.Space[Any], num_envs: int, device: torch.device, seed: int | None
     ) -> None:
         self._space = space
-        self._num_envs = num_envs
+        self.num_envs = num_envs
         self._device = device
         self.generator = torch.Generator(device=device if device.type == "cuda" else "cpu")
         self.generator.manual_seed(int(torch.randint(2**62, ()).item()) if seed is None else seed)
         self._drawing: dict[str, Any] = {"generator": self.generator, "device": self.generator.device}
         self._chunk: Any = None
         self._steps: list[Any] = []
+        self._used = _CHUNK
+
+    def seed(self, seed: int) -> None:
+        """Draw afresh from this seed."""
+        self.generator.manual_seed(seed)
         self._used = _CHUNK
 
     def __call__(self) -> Any:
@@ -65,7 +120,7 @@ class RandomPolicy:
         if isinstance(space, spaces.Tuple):
             return tuple(self._draw(child) for child in space.spaces)
         assert space.shape is not None and space.dtype is not None
-        shape = (_CHUNK, self._num_envs, *space.shape)
+        shape = (_CHUNK, self.num_envs, *space.shape)
         if isinstance(space, spaces.Discrete):
             drawn = torch.randint(int(space.n), shape, **self._drawing) + int(space.start)
         elif isinstance(space, spaces.MultiBinary):

@@ -13,7 +13,7 @@ from flatroll.layout.keys import HAS_STATE, NEXT_KNOWN, REWARD, TERMINATED, TRUN
 from flatroll.rollouts.arguments import Devices, check_writer
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
 from flatroll.rollouts.policies import Columns, ModulePolicy, as_function_of_obs
-from flatroll.rollouts.random_actions import RandomPolicy
+from flatroll.rollouts.random_actions import RandomActions, RandomPolicy
 from flatroll.rollouts.window import Window
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.arrays import (
@@ -85,7 +85,7 @@ class Runner:
         #: The recurrent states ``[E, ...]`` that the next step starts from.
         self.states: Columns = {}
         self._defaults: Columns = {}
-        self._policy: ModulePolicy | Callable[[Any], Any] | None = None
+        self._policy: ModulePolicy | Callable[[Any, Any], Any] | None = None
         self._stride = 1
         self._age: Array = None  # steps since the episode's first row
         self._obs: Tree = None
@@ -104,7 +104,10 @@ class Runner:
     ) -> None:
         """Set the policy, and create a window with room for ``steps`` vector steps."""
         space = self.env.single_action_space
-        self.random = RandomPolicy(space, self.num_envs, self.device, seed)
+        drawn_from = space
+        if isinstance(policy, RandomPolicy):
+            drawn_from, policy = policy.space_in(self.env), None
+        self.random = RandomActions(drawn_from, self.num_envs, self.device, seed)
         if hasattr(policy, "in_keys") and hasattr(policy, "out_keys"):
             primer = find_wrapper(self.env, RecurrentPrimer)
             primed = None if primer is None else primer.states
@@ -175,6 +178,7 @@ class Runner:
     def forget(self) -> None:
         """Discard the recorded transitions; the next step needs a reset first."""
         self.window.restart(self.num_envs)
+        self.window.columns.clear()  # an interrupt may have come while they were made longer
         self._infos_seen.clear()
         self.started = False
 
@@ -247,7 +251,8 @@ class Runner:
                 self.states[key] = written.get(next_key(key), self.states[key])
         else:
             assert policy is not None
-            action = policy(torch.from_numpy(obs) if isinstance(obs, np.ndarray) else map_tree(to_torch, obs))
+            tensors = torch.from_numpy(obs) if isinstance(obs, np.ndarray) else map_tree(to_torch, obs)
+            action = policy(tensors, self.stream.first)
         return self.random() if random else action
 
     def _record_finals(self, obs: Tree, info: dict[str, Any]) -> None:

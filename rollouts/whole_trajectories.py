@@ -26,6 +26,11 @@ class TrajectoryJoiner:
         self._open: TensorDict | None = None
         self._ready: list[TensorDict] = []
 
+    @property
+    def waiting(self) -> int:
+        """Number of rows that no batch has taken yet."""
+        return sum(map(len, self._ready)) + (0 if self._open is None else len(self._open))
+
     def add(self, batch: TensorDict) -> None:
         """Add a flat batch; trajectories that it completes become available to :meth:`pop`."""
         rows = batch if self._open is None else cast(TensorDict, TensorDict.cat([self._open, batch]))
@@ -56,3 +61,7 @@ class TrajectoryJoiner:
         """Drop unfinished trajectories whose id is not in ``ids``: a reset has cut them."""
         if self._open is not None:
             self._open = self._open[torch.isin(require(self._open, self._traj_key), ids)]
+
+    def drop_open(self) -> None:
+        """Drop all unfinished trajectories."""
+        self._open = None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends, run_starts
 from flatroll.layout.delta import check_delta, encode_delta
+from flatroll.layout.fast_call import nest
 from flatroll.layout.keys import (
     DELTA,
     DONE,
@@ -28,6 +29,9 @@ from flatroll.layout.keys import (
 )
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
 from flatroll.wrappers.arrays import Array, select, to_torch
+
+#: NumPy picks so many rows in 1 µs, torch in 10; of more rows torch copies with all cores.
+_FEW_ROWS = 1024
 
 
 class Window:
@@ -125,9 +129,12 @@ class Window:
         That is the number of envs of the last step that they reach; all transitions left over lie beyond it.
         """
         mask, last = self.valid(), self.steps - 1
-        wanted = count - int(np.count_nonzero(mask[:last]))
-        in_last = np.flatnonzero(mask[last])
-        reached = self.num_envs if wanted == len(in_last) else int(in_last[wanted])
+        if self._all_valid:
+            reached = self.num_envs - (mask.size - self.taken - count)
+        else:
+            wanted = count - int(np.count_nonzero(mask[:last]))
+            in_last = np.flatnonzero(mask[last])
+            reached = self.num_envs if wanted == len(in_last) else int(in_last[wanted])
         mask[last, reached:] = False
         return mask, reached
 
@@ -137,22 +144,25 @@ class Window:
         # Numbers of the True cells, env after env, each in order of time: int64 [N].
         host_cells: Array = np.arange(mask.size).reshape(mask.shape).T[mask.T]
         cells = torch.from_numpy(host_cells).to(self._device, non_blocking=True)
-        columns: dict[NestedKey, Tensor] = {}
-        for key in self.columns:
-            if key not in self._not_gathered:
-                column = self.gather(key, cells)
-                columns[key] = column.unsqueeze(-1) if column.ndim == 1 and key in keys.trailing else column
+        left_out = self._not_gathered
+        if compact or keys.strided:  # the next row's state, or zeros
+            left_out = left_out.union(map(next_key, keys.states))
+        columns = {key: self.gather(key, cells, host_cells) for key in self.columns if key not in left_out}
         columns[DONE] = columns[TERMINATED] | columns[TRUNCATED]
         if not keys.has_ids and self.num_envs > 1:
             # Nothing else tells a row that goes on from another env's row that was cut.
             starts = torch.from_numpy(np.diff(host_cells % self.num_envs, prepend=-1) != 0)
             columns[keys.init] |= starts.to(self._device, non_blocking=True).unsqueeze(-1)
         next_obs = self._gather_next(cells, host_cells, columns)
-        batch = TensorDict({}, batch_size=[len(host_cells)], device=None)
-        for key, column in columns.items():
-            batch.set(key, column)
-        for key in keys.counts:
-            batch.set(keys.next_of[key], columns[key] + 1)
+        for key in keys.deltas:
+            column = next_obs.pop(key)
+            delta = encode_delta(columns[key], column, keys.delta_dtype)
+            check_delta(delta, columns[key], column, key)
+            columns[*DELTA, *as_tuple(key)] = delta
+        if not compact:
+            columns |= {keys.next_of[key]: columns[key] + 1 for key in keys.counts}
+            columns |= {keys.next_of[key]: column for key, column in next_obs.items()}
+        batch = nest(columns, len(host_cells))
         if keys.strided:
             # Zeros for the states of rows that are not to keep theirs; the first rows of runs always do.
             has_state = batch.get(HAS_STATE) | run_starts(batch, is_init_key=keys.init, traj_key=keys.traj)
@@ -160,24 +170,23 @@ class Window:
             for key in keys.states:
                 state = batch.get(key)
                 state.masked_fill_(~has_state.view(-1, *(1,) * (state.ndim - 1)), 0)
-                batch.exclude(next_key(key), inplace=True)
-        for key in keys.deltas:
-            column = next_obs.pop(key)
-            delta = encode_delta(columns[key], column, keys.delta_dtype)
-            check_delta(delta, columns[key], column, key)
-            batch.set((*DELTA, *as_tuple(key)), delta)
-        if compact:
-            return compact_batch(batch, keys, next_obs)
-        for key, column in next_obs.items():
-            batch.set(keys.next_of[key], column)
-        return batch, None
+        return batch, final_of(batch, keys, next_obs) if compact else None
 
-    def gather(self, key: NestedKey, cells: Tensor) -> Tensor:
-        """Copy a column's values at ``cells`` (flat indices, int64 ``[N]``) into a new tensor."""
+    def gather(self, key: NestedKey, cells: Tensor, host_cells: Array | None = None) -> Tensor:
+        """Copy a column's values at ``cells`` (flat indices, int64 ``[N]``) into a new tensor, as a batch has them.
+
+        ``host_cells`` are the same in NumPy, for speed.
+        """
         column = self.columns[key]
+        trailing = column.ndim == 2 and key in self._keys.trailing
+        column = column.reshape(-1, *column.shape[2:])  # [steps, E, ...] -> [steps * E, ...]
         if not isinstance(column, Tensor):
+            if host_cells is not None and len(host_cells) <= _FEW_ROWS:
+                rows = torch.from_numpy(column.take(host_cells, 0))
+                return rows.unsqueeze(-1) if trailing else rows
             column = torch.from_numpy(column)  # a view: index_select makes the copy
-        return column.reshape(-1, *column.shape[2:]).index_select(0, cells)
+        rows = column.index_select(0, cells)
+        return rows.unsqueeze(-1) if trailing else rows
 
     def _gather_next(
         self, cells: Tensor, host_cells: Array, columns: dict[NestedKey, Tensor]
@@ -187,10 +196,10 @@ class Window:
         known = columns.get(NEXT_KNOWN)
         for key in self._keys.obs:
             if self._dense_finals:
-                column = self.gather(self._keys.next_of[key], cells)
+                column = self.gather(self._keys.next_of[key], cells, host_cells)
             else:
                 # One step later stands E cells further on; a reset has overwritten it where finals were kept.
-                column = self.gather(key, cells + self.num_envs)
+                column = self.gather(key, cells + self.num_envs, host_cells + self.num_envs)
                 if self._finals.get(key):
                     self._patch_finals(self._finals[key], host_cells, column)
             if known is not None and column.is_floating_point():
@@ -255,23 +264,18 @@ def _zeros_like(array: Array, shape: tuple[int, ...]) -> Array:
     return np.zeros(shape, dtype=array.dtype)
 
 
-def compact_batch(
-    batch: TensorDict, keys: ColumnKeys, next_obs: dict[NestedKey, Tensor] | None = None
-) -> tuple[TensorDict, TensorDict]:
-    """Drop the next observations that later rows hold; return the batch, and the other ones as ``final``.
-
-    Args:
-        batch: a flat batch.
-        keys: its columns.
-        next_obs: its next observations; None: they stand in the batch.
-    """
-    if next_obs is None:
-        next_obs = {key: batch.get(next_key(key)) for key in keys.obs if key not in keys.deltas}
+def final_of(batch: TensorDict, keys: ColumnKeys, next_obs: dict[NestedKey, Tensor]) -> TensorDict:
+    """Return the *final* of a compact batch: of its next observations those that no later row of it holds."""
     ends = run_ends(batch, is_init_key=keys.init, traj_key=keys.traj)
     known = batch.get(NEXT_KNOWN, None)
     rows = (ends if known is None else ends & known).nonzero().squeeze(-1)
-    final = TensorDict({"row": rows}, batch_size=[len(rows)])
-    for key, column in next_obs.items():
-        final.set(next_key(key), column.index_select(0, rows))
-    repeated = [*keys.obs, *keys.counts, *keys.states]
-    return batch.exclude(*(next_key(key) for key in repeated)), final
+    columns: dict[NestedKey, Tensor] = {"row": rows}
+    columns |= {next_key(key): column.index_select(0, rows) for key, column in next_obs.items()}
+    return nest(columns, len(rows))
+
+
+def compact_batch(batch: TensorDict, keys: ColumnKeys) -> tuple[TensorDict, TensorDict]:
+    """Drop the next observations that later rows hold; return the batch, and the other ones as ``final``."""
+    next_obs = {key: batch.get(next_key(key)) for key in keys.obs if key not in keys.deltas}
+    repeated = [next_key(key) for key in (*keys.obs, *keys.counts, *keys.states)]
+    return batch.exclude(*repeated), final_of(batch, keys, next_obs)

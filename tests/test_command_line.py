@@ -140,3 +140,21 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
     assert all(command in printed for command in ("demo", "inspect", "bench"))
+
+
+def test_compile_uses_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile"]) == 0
+    assert capsys.readouterr().out.startswith("compiled in ")
+    from flatroll.kernels.rows import frame_rows, gather
+    from flatroll.kernels.slices import drawing, publishing
+    from flatroll.kernels.trees import sum_tree
+
+    kernels = (
+        gather.gather,
+        frame_rows.match,
+        drawing.draw,
+        drawing.slices_from,
+        publishing.publish,
+        sum_tree.draw,
+    )
+    assert all(kernel.signatures for kernel in kernels), [kernel.signatures for kernel in kernels]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -43,23 +44,41 @@ def test_a_sample_with_less_than_half_of_its_rows_is_told_once() -> None:
     assert len(told) == 1
 
 
-@pytest.mark.xfail(strict=False, reason="the policy's own error goes through")
-def test_float64_observations_get_a_hint() -> None:
-    class Doubles(gym.Env[Any, Any]):
-        observation_space = gym.spaces.Box(-1, 1, (3,), np.float64)
-        action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+class Doubles(gym.Env[Any, Any]):
+    """Observes like MuJoCo's envs: in float64. Its episodes have three steps."""
 
-        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-            return np.zeros(3), {}
+    observation_space = gym.spaces.Box(-1, 1, (3,), np.float64)
+    action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
 
-        def step(self, action: Any) -> Any:
-            return np.zeros(3), 0.0, False, False, {}
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.time = 0
+        return np.zeros(3), {}
 
+    def step(self, action: Any) -> Any:
+        self.time += 1
+        return np.full(3, self.time / 3), 0.0, False, self.time == 3, {}
+
+
+@pytest.mark.parametrize(
+    "run", [rollout, lambda env, policy, num_steps: next(Collector(env, policy, frames_per_batch=2))]
+)
+@pytest.mark.parametrize(
+    "policy", [nn.Linear(3, 2), TensorDictModule(nn.Linear(3, 2), ["observation"], ["action"])]
+)
+def test_float64_observations_get_a_hint(run: Any, policy: Any) -> None:
     with pytest.raises((TypeError, RuntimeError), match=r"dtype=torch\.float32"):
-        rollout(Doubles(), nn.Linear(3, 2), num_steps=2)
+        run(Doubles(), policy, num_steps=2)
 
 
-@pytest.mark.xfail(strict=False, reason="a collector closes whatever env it runs")
+def test_float64_observations_are_cast_where_asked() -> None:
+    policy = nn.Linear(3, 2)
+    collected = next(Collector(Doubles(), policy, frames_per_batch=7, obs_dtype=torch.float32))
+    for batch in (collected, rollout(Doubles(), policy, num_steps=7, obs_dtype=torch.float32)):
+        assert batch["observation"].dtype is batch["next", "observation"].dtype is torch.float32
+        ends = batch["next", "observation"][batch["next", "done"].squeeze(-1)]
+        assert len(ends) == 2 and (ends == 1).all()
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 def test_the_callers_env_stays_open_after_an_error_and_the_collector_goes_on(
     error: type[BaseException],
@@ -96,9 +115,6 @@ def test_an_env_that_the_collector_made_is_closed_after_an_error() -> None:
     assert closed
 
 
-@pytest.mark.xfail(
-    strict=False, reason="the buffer does not know of rows that wait for the end of their trajectory"
-)
 def test_a_buffer_that_waits_for_whole_trajectories_says_how_many_rows_wait() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
     collector = Collector(
@@ -109,7 +125,6 @@ def test_a_buffer_that_waits_for_whole_trajectories_says_how_many_rows_wait() ->
         buffer.sample()
 
 
-@pytest.mark.xfail(strict=False, reason="the error is that of pickle")
 def test_a_started_collector_says_why_it_cannot_be_pickled() -> None:
     collector = Collector(scripted(), frames_per_batch=4)
     next(collector)

@@ -89,6 +89,8 @@ class Ring:
     tensor([1, 0])
     """
 
+    #: Rows that a collector keeps back until their trajectories end, for the error of an empty buffer.
+    waiting = 0
     _dtype = np.dtype([("head", "i8"), ("written", "i8"), ("taken", "i8")])
 
     def __init__(self, capacity: int, first: int = 0) -> None:
@@ -178,7 +180,7 @@ class Ring:
         version = self.version  # first: other processes may write meanwhile
         head, written = version[0], self.written
         if written <= head:
-            raise RuntimeError(_EMPTY)
+            raise self._empty()
         slots = torch.randint(head, written, (count,), generator=generator)
         if written > self.capacity:  # else row r stands in slot r
             slots.remainder_(self.capacity)
@@ -240,7 +242,13 @@ class Ring:
     def check_not_empty(self) -> None:
         """Raise RuntimeError if no row is readable."""
         if not len(self):
-            raise RuntimeError(_EMPTY)
+            raise self._empty()
+
+    def _empty(self) -> RuntimeError:
+        kept_back = (
+            f" ({self.waiting} rows wait in the collector for the end of their trajectories: trajs_per_batch)"
+        )
+        return RuntimeError(_EMPTY + (kept_back if self.waiting else ""))
 
     def move(self, memory: Array) -> None:
         """Move the counters into ``memory`` (uint8), which other processes share."""

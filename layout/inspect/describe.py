@@ -4,6 +4,7 @@ import torch
 from tensordict import TensorDictBase
 
 from flatroll.layout.boundaries import run_ends
+from flatroll.layout.inspect.text import Text
 from flatroll.layout.keys import DONE, IS_INIT, MASK, TERMINATED, TRAJ_IDS, TRUNCATED, optional_marker
 
 
@@ -35,7 +36,7 @@ def describe(batch: TensorDictBase) -> str:
         rows.append((name, shape, dtype, f"{size // max(n, 1):,}", f"{size:,}"))
     head = f"{n:,} row{'s' * (n != 1)}, {total:,} bytes ({total // max(n, 1):,} a row)"
     table = _table([("column", "shape", "dtype", "bytes/row", "bytes"), *sorted(rows)])
-    return "\n".join([head, *_describe_runs(batch), "", *table])
+    return Text("\n".join([head, *_describe_runs(batch), "", *table]))
 
 
 def _describe_runs(batch: TensorDictBase) -> list[str]:

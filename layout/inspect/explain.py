@@ -4,6 +4,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends, run_starts
+from flatroll.layout.inspect.text import Text
 from flatroll.layout.keys import (
     DELTA,
     DONE,
@@ -54,7 +55,7 @@ def explain(batch: TensorDictBase, i: int, *, final: TensorDictBase | None = Non
     if not -n <= i < n:
         raise IndexError(f"row {i} is out of range: the batch has {n} rows, 0..{n - 1}")
     row = _Row(batch, i % n)
-    return "\n".join([row.where(), *row.start(), *row.end(), row.next_observation(final)])
+    return Text("\n".join([row.where(), *row.start(), *row.end(), row.next_observation(final)]))
 
 
 class _Row:

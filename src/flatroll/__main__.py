@@ -1,4 +1,4 @@
-"""The command line: ``python -m flatroll demo | inspect PATH | bench [NAME ...]``."""
+"""The command line: ``python -m flatroll demo | inspect PATH | bench [NAME ...] | compile``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import flatroll
 
@@ -63,6 +63,9 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--list", action="store_true", help="print the names and stop")
     bench.add_argument("--out", type=Path, metavar="DIR", help="also write each table to DIR/NAME.txt")
     bench.set_defaults(run=run_bench)
+
+    compiler = commands.add_parser("compile", help="compile the kernels now, not at the first sample (once)")
+    compiler.set_defaults(run=run_compile)
     return parser
 
 
@@ -127,6 +130,41 @@ def run_bench(arguments: argparse.Namespace) -> int:
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def run_compile(arguments: argparse.Namespace) -> int:
+    """Use each kind of buffer and estimator once, on a few rows: Numba keeps the kernels' machine code on disk."""
+    import torch
+    from tensordict.nn import TensorDictModule
+
+    from flatroll import buffers, estimators
+    from flatroll.rollouts import Collector
+    from flatroll.wrappers import StepCounter
+    from flatroll.wrappers.testing import Script, ScriptedVectorEnv
+
+    begun = time.perf_counter()
+    sizes: dict[str, Any] = {"max_capacity": 64, "alpha": 0.6, "beta": 0.4}
+    kinds: list[tuple[buffers.Sampler, dict[str, Any]]] = [
+        (buffers.SliceSampler(slice_len=4), {}),
+        (buffers.SliceSamplerWithoutReplacement(slice_len=4), {}),
+        (buffers.PrioritizedSampler(**sizes), {}),
+        (buffers.PrioritizedSliceSampler(slice_len=4, **sizes), {}),
+        (buffers.RandomSampler(), {"compact_obs": True}),
+        (buffers.SliceSampler(slice_len=4), {"compact_obs": True, "frame_stack": {"observation": 3}}),
+    ]
+    critic = TensorDictModule(torch.nn.Linear(3, 1), ["observation"], ["state_value"])
+    gae = estimators.GAE(gamma=0.99, lmbda=0.95, value_network=critic)
+    for sampler, options in kinds:
+        storage = buffers.LazyTensorStorage(64, **options)
+        buffer = buffers.ReplayBuffer(storage=storage, sampler=sampler, batch_size=16)
+        env = StepCounter(ScriptedVectorEnv(Script(2, lengths=[5, 9])))
+        for batch in Collector(env, frames_per_batch=40, total_frames=160):
+            buffer.extend(batch)
+            gae(buffer.sample())
+            if isinstance(sampler, buffers.PrioritizedSampler):
+                buffer.update_priority(torch.arange(3), torch.rand(3))
+    print(f"compiled in {time.perf_counter() - begun:.0f} s")
+    return 0
 
 
 def benchmark_names() -> list[str]:

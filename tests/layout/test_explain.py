@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -159,3 +161,13 @@ def test_describe_what_is_hardly_a_batch(batch):
     assert describe(batch[:0]).splitlines()[:2] == ["0 rows, 0 bytes (0 a row)", "0 runs"]
     assert describe(batch[:1]).splitlines()[1] == "1 run: 0 terminated, 0 truncated, 1 cut"
     assert describe(batch.reshape(2, 7)).splitlines()[1].startswith("4 runs:")
+
+
+@pytest.mark.parametrize("tell", [lambda batch: explain(batch, 3), describe], ids=["explain", "describe"])
+def test_a_notebook_shows_lines_and_not_a_quoted_string(batch, tell):
+    shown = []
+    words = tell(batch)
+    words._repr_pretty_(SimpleNamespace(text=shown.append), False)
+    assert shown == [str(words)] and isinstance(words, str) and words.count("\n") > 1
+    pretty = pytest.importorskip("IPython.lib.pretty").pretty
+    assert pretty(words) == str(words) == "\n".join(words.splitlines())

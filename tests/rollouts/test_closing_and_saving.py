@@ -1,7 +1,10 @@
 """Iterating, closing, saving and loading a collector."""
 
 import contextlib
+import copy
 import io
+import pickle
+import random
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from list_collector import (
     make,
     script,
 )
+from tensordict import TensorDict
 
 from flatroll.layout import audit
 from flatroll.rollouts import Collector
@@ -87,6 +91,112 @@ def test_leaving_the_loop_does_not_close():
             raise ZeroDivisionError  # the reader's own trouble
     assert env.closings == 0
     assert len(next(collector)) == 10
+
+
+@pytest.mark.parametrize("trajs_per_batch", [None, 3])
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
+def test_rows_around_errors_are_never_joined(mode, trajs_per_batch):
+    """Whatever is interrupted wherever, each id stands for consecutive steps of one episode, from its first one."""
+    throws = random.Random(0)
+    zeros, errors = torch.zeros(3, dtype=torch.long), 0
+
+    def perhaps(*arguments):
+        if throws.random() < 0.2:
+            raise throws.choice([KeyboardInterrupt, ZeroDivisionError])
+        return zeros
+
+    collector = Collector(
+        StepCounter(make(mode)),
+        perhaps,
+        frames_per_batch=7,
+        trajs_per_batch=trajs_per_batch,
+        post_collect_hook=perhaps,
+        seed=0,
+    )
+    batches = []
+    while len(batches) < 25:
+        try:
+            batches.append(next(collector))
+        except (KeyboardInterrupt, ZeroDivisionError):
+            errors += 1
+    assert errors > 5
+    rows = torch.cat(batches)
+    assert all(len(batch) == 7 for batch in batches) or trajs_per_batch
+    for number in rows[IDS].unique():
+        one = rows[rows[IDS] == number]
+        steps = list(range(len(one)))
+        assert one["step_count"].squeeze(-1).tolist() == one["observation"][:, 2].tolist() == steps
+        assert one["is_init"].squeeze(-1).tolist() == [step == 0 for step in steps]
+        assert len(one["observation"][:, :2].unique(dim=0)) == 1
+        assert not one["next", "done"][:-1].any()
+        assert one["next", "done"][-1] or not trajs_per_batch
+
+
+def test_final_stays_that_of_the_last_batch_after_an_error():
+    failing = [False]
+
+    def hook(batch):
+        if failing[0]:
+            raise ZeroDivisionError
+
+    collector = Collector(make("SameStep"), frames_per_batch=7, compact_obs=True, post_collect_hook=hook)
+    next(collector)
+    final, failing[0] = collector.final, True
+    with pytest.raises(ZeroDivisionError):
+        next(collector)
+    assert collector.final is final
+
+
+def test_a_collector_that_has_begun_cannot_be_copied_and_one_that_has_not_can():
+    collector = Collector(make("SameStep"), frames_per_batch=7, seed=0)
+    twin = pickle.loads(pickle.dumps(collector))
+    assert (next(twin) == next(collector)).all()
+    for copies in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"Collector\(make_env, .*load_state_dict"):
+            copies(collector)
+
+
+def test_rollout_is_one_more_batch_whatever_the_total():
+    oracle = ListCollector(script(), "SameStep", 10)
+    collector = Collector(StepCounter(make("SameStep")), frames_per_batch=10, total_frames=20, seed=0)
+    batches = [collector.rollout(), *collector.iterator(), collector.rollout()]
+    for batch in batches:
+        check(batch, oracle.window())
+    assert len(batches) == 3 and collector.frames == 30
+    collector.shutdown()
+    with pytest.raises(RuntimeError, match="the collector is closed"):
+        collector.rollout()
+
+
+def test_a_seed_set_later_is_that_of_a_new_collector():
+    fresh, later = cartpole(3), cartpole(8)
+    next(later)
+    assert later.set_seed(3) == 3 + later.env.num_envs
+    first, again = next(fresh), next(later)
+    for key in ("observation", "action", ("next", "done")):
+        assert torch.equal(first[key], again[key])
+    assert again[IDS].min() > first[IDS].max()
+    again = later.set_seed(3) and next(later)
+    assert torch.equal(first["observation"], again["observation"])
+
+
+def test_weights_are_copied_into_the_policy():
+    def build(seed):
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Linear(3, 5), ArgMax())
+
+    policy = build(0)
+    collector = Collector(make("SameStep"), policy, frames_per_batch=10)
+    collector.update_policy_weights_()
+    collector.update_policy_weights_(policy)
+    for seed, weights in enumerate(
+        (lambda net: net, lambda net: net.state_dict(), TensorDict.from_module), start=1
+    ):
+        source = build(seed)
+        collector.update_policy_weights_(weights(source))
+        assert torch.equal(policy[0].weight, source[0].weight) and policy[0].weight is not source[0].weight
+    with pytest.raises(TypeError, match="has no weights"):
+        Collector(make("SameStep"), frames_per_batch=10).update_policy_weights_(policy)
 
 
 def test_a_file_of_the_state_goes_on_with_new_ids_and_the_same_random_actions(tmp_path):

@@ -514,10 +514,11 @@ def zeros(obs):
     return torch.zeros(3, dtype=torch.int64)
 
 
+@pytest.mark.parametrize("made", [True, False])
 @pytest.mark.parametrize(
     "what", ["pre hook", "post hook", "postproc", "policy", "env", "buffer", "interrupt"]
 )
-def test_an_error_closes_the_collector_and_leaves_nothing_half_written(what):
+def test_an_error_closes_only_what_the_collector_made_and_leaves_nothing_half_written(what, made):
     env, buffer = Fragile(Script(3, lengths=20), autoreset_mode="SameStep"), FakeBuffer()
     options = {
         "pre hook": {"pre_collect_hook": at(3, ZeroDivisionError(what))},
@@ -531,12 +532,25 @@ def test_an_error_closes_the_collector_and_leaves_nothing_half_written(what):
     env.fails_at = 8 if what == "env" else None
     buffer.fails_at = 3 if what == "buffer" else None
     kind = {"buffer": OSError, "interrupt": KeyboardInterrupt}.get(what, ZeroDivisionError)
-    collector = Collector(env, **options, frames_per_batch=9, replay_buffer=buffer)
+    collector = Collector(
+        (lambda: env) if made else env, **options, frames_per_batch=9, replay_buffer=buffer, compact_obs=True
+    )
     with pytest.raises(kind):
         for _ in collector:
             pass
-    assert env.closings == 1
+    assert env.closings == made
     assert [len(batch) for batch in buffer.batches] == [9, 9]
+    if not made:  # it goes on with new episodes, and nothing stands between them and the rows before
+        next(collector)
+        rows = torch.cat(buffer.batches)
+        assert rows["is_init"].squeeze(-1).tolist() == [step == 0 for step in rows["observation"][:, 2]]
+        old, new = rows["collector", "traj_ids"].split([18, 9])
+        assert not torch.isin(new, old).any() and rows["is_init"][18]
+        assert collector.final["row"].tolist() == [2, 5, 8]
+        assert collector.final["next", "observation"][:, 2].tolist() == [3, 3, 3]
+        collector.shutdown()
+        assert env.closings == 1
+        return
     with raises(RuntimeError, "the collector is closed (by shutdown, or by an error in it): make a new one"):
         next(collector)
     collector.shutdown()
@@ -545,7 +559,7 @@ def test_an_error_closes_the_collector_and_leaves_nothing_half_written(what):
 
 def test_errors_through_next_close_too():
     env = Fragile(Script(3), autoreset_mode="SameStep")
-    collector = Collector(env, frames_per_batch=9, pre_collect_hook=at(2, ZeroDivisionError("pre")))
+    collector = Collector(lambda: env, frames_per_batch=9, pre_collect_hook=at(2, ZeroDivisionError("pre")))
     next(collector)
     with pytest.raises(ZeroDivisionError):
         next(collector)

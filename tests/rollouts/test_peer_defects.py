@@ -430,7 +430,7 @@ def test_an_error_is_not_swallowed():
     def fails(obs):
         raise ZeroDivisionError("policy")
 
-    collector = Collector(make(), fails, frames_per_batch=6)
+    collector = Collector(make, fails, frames_per_batch=6)
     with pytest.raises(ZeroDivisionError, match="policy"):
         next(collector)
     with pytest.raises(RuntimeError, match="the collector is closed"):

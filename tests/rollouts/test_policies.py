@@ -20,7 +20,7 @@ from torch.distributions import Categorical, Independent, Normal
 from flatroll.layout import run_ends
 from flatroll.modules import GRUModule, LSTMModule, set_recurrent_mode
 from flatroll.rollouts import Collector, rollout
-from flatroll.rollouts.random_actions import RandomPolicy
+from flatroll.rollouts.random_actions import RandomActions
 from flatroll.wrappers import CompactObs, StepCounter, as_vector_env
 from flatroll.wrappers.testing import Script, ScriptedTorchEnv, ScriptedVectorEnv
 
@@ -387,7 +387,7 @@ def test_states_of_an_lstm_stand_with_every_row():
 
 
 def draws(space, steps=64, num_envs=200, seed=0):
-    policy = RandomPolicy(space, num_envs, torch.device("cpu"), seed)
+    policy = RandomActions(space, num_envs, torch.device("cpu"), seed)
     return torch.stack([policy() for _ in range(steps)]).flatten(0, 1)
 
 
@@ -450,7 +450,7 @@ def test_dicts_and_tuples_are_drawn_as_trees():
     space = spaces.Dict(
         {"a": spaces.Discrete(3), "b": spaces.Tuple((spaces.Box(0, 1, (2,)), spaces.MultiBinary(2)))}
     )
-    policy = RandomPolicy(space, 4, torch.device("cpu"), 0)
+    policy = RandomActions(space, 4, torch.device("cpu"), 0)
     for _ in range(100):
         drawn = policy()
         assert drawn["a"].shape == (4,) and isinstance(drawn["b"], tuple)
@@ -461,17 +461,17 @@ def test_dicts_and_tuples_are_drawn_as_trees():
 
 def test_random_actions_go_on_after_a_state():
     space = spaces.Tuple((spaces.Discrete(100), spaces.Box(0, 1, (2,))))
-    policy = RandomPolicy(space, 3, torch.device("cpu"), 4)
+    policy = RandomActions(space, 3, torch.device("cpu"), 4)
     for _ in range(70):
         policy()
     state = policy.state_dict()
     later = [policy() for _ in range(100)]
-    other = RandomPolicy(space, 3, torch.device("cpu"), 5)
+    other = RandomActions(space, 3, torch.device("cpu"), 5)
     other.load_state_dict(state)
     for drawn in later:
         assert all(torch.equal(a, b) for a, b in zip(drawn, other(), strict=True))
 
 
 def test_random_actions_on_a_device_without_values():
-    drawn = RandomPolicy(spaces.Box(0, 1, (2,)), 3, torch.device("meta"), 0)()
+    drawn = RandomActions(spaces.Box(0, 1, (2,)), 3, torch.device("meta"), 0)()
     assert drawn.device.type == "meta" and drawn.shape == (3, 2)

@@ -1,9 +1,14 @@
 """Random actions, their first rows, and seeds."""
 
+import gymnasium as gym
+import pytest
 import torch
+from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
 from list_collector import Counter, cartpole, make
+from tensordict import TensorDict
 
-from flatroll.rollouts import Collector
+from flatroll.rollouts import Collector, RandomPolicy, rollout
 
 
 def test_a_seed_makes_env_and_random_actions_reproducible():
@@ -53,3 +58,33 @@ def test_the_policy_sees_the_random_rows_too():
     collector = Collector(make("SameStep"), module, frames_per_batch=30, init_random_frames=15, seed=0)
     batch = next(collector)
     assert torch.equal(batch["state"].squeeze(-1), 7 + batch["observation"][:, 2])
+
+
+def test_a_random_policy_is_no_policy():
+    def rows(policy, seed=0):
+        return next(
+            Collector(gym.make_vec("CartPole-v1", num_envs=3), policy, frames_per_batch=30, seed=seed)
+        )
+
+    space = spaces.Discrete(2)
+    for policy in (RandomPolicy(), RandomPolicy(space), RandomPolicy(batch_space(space, 3))):
+        assert (rows(policy) == rows(None)).all()
+    only_right = rows(RandomPolicy(spaces.Discrete(1, start=1)))
+    assert (only_right["action"] == 1).all()
+    assert rollout(gym.make("CartPole-v1"), RandomPolicy(space), num_steps=5)["action"].shape == (5,)
+
+
+def test_a_random_policy_of_its_own():
+    space = spaces.Dict(move=spaces.Box(-1, 1, (2,)), say=spaces.Tuple((spaces.Discrete(3),)))
+    policy = RandomPolicy(space)
+    for shape in ((), (4,), (4, 3)):
+        out = policy(TensorDict({}, shape))
+        assert out["action", "move"].shape == (*shape, 2)
+        assert out["action", "say", "0"].shape == shape
+    first, second = (policy(TensorDict({}, [4]))["action", "move"] for _ in range(2))
+    assert not torch.equal(first, second)
+    assert RandomPolicy(spaces.Discrete(2), "go")(TensorDict({}, [4]))["go"].shape == (4,)
+    with pytest.raises(ValueError, match="give it the action space"):
+        RandomPolicy()(TensorDict({}, [4]))
+    with pytest.raises(TypeError, match="action_spec must be a gymnasium space, got int"):
+        RandomPolicy(3)

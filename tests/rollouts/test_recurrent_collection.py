@@ -25,6 +25,7 @@ from flatroll.wrappers import (
     CompactObs,
     InitTracker,
     RecurrentPrimer,
+    StepCounter,
     as_vector_env,
     find_wrapper,
     set_recurrent_primers_from,
@@ -303,3 +304,32 @@ def test_a_hand_written_loop_over_an_env_made_for_the_policy_is_what_a_collector
             state = step["next", "recurrent_state"]
     first = expected["features"].view(2, 8, -1)
     torch.testing.assert_close(torch.stack(features, 1), first)
+
+
+class Counting:
+    """Acts with the number of steps since the episode began, which it keeps itself."""
+
+    def __init__(self):
+        self.age = torch.zeros(3, 1, dtype=torch.long)
+
+    def __call__(self, observation, is_init):
+        assert is_init.dtype is torch.bool and is_init.shape == (3, 1)
+        self.age = torch.where(is_init, 0, self.age + 1)
+        return self.age.squeeze(-1) % 5
+
+
+class CountingModule(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.count = Counting()
+
+    def forward(self, observation, *, is_init=None):
+        return self.count(observation, is_init)
+
+
+@pytest.mark.parametrize("kind", [Counting, CountingModule])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_function_with_a_parameter_is_init_is_told_where_episodes_begin(mode, kind):
+    collector = Collector(StepCounter(make(mode)), kind(), frames_per_batch=20, total_frames=60)
+    for batch in [*collector, rollout(StepCounter(make(mode)), kind(), num_steps=12)]:
+        assert torch.equal(batch["action"], batch["step_count"].squeeze(-1) % 5)

@@ -1,13 +1,24 @@
 """How many rows a batch has, complete trajectories, and what happens where a batch cuts them."""
 
 import itertools
+import sys
 
 import pytest
 import torch
-from list_collector import IDS, MODES, FakeBuffer, ListCollector, check, make, next_obs, true_next
+from list_collector import (
+    IDS,
+    MODES,
+    FakeBuffer,
+    ListCollector,
+    always_four,
+    check,
+    make,
+    next_obs,
+    true_next,
+)
 
 from flatroll.layout import join, run_ends
-from flatroll.rollouts import Collector
+from flatroll.rollouts import Collector, window
 from flatroll.wrappers import (
     CompactObs,
     StepCounter,
@@ -204,3 +215,35 @@ def test_splitting_without_ids_or_with_finals_on_their_way_is_refused():
     for env, options in ((make("SameStep"), {}), (CompactObs(make("SameStep")), {"compact_obs": True})):
         with pytest.raises(ValueError, match="split_trajs=True cannot go with a replay_buffer"):
             Collector(env, frames_per_batch=10, split_trajs=True, replay_buffer=FakeBuffer(), **options)
+
+
+@pytest.mark.parametrize("which", MODES)
+@pytest.mark.parametrize("compact", [False, True])
+def test_few_rows_and_many_are_picked_alike(which, compact, monkeypatch):
+    """NumPy picks the rows of small batches, torch those of large ones."""
+    made = []
+    for few in (0, 10**9):
+        monkeypatch.setattr(window, "_FEW_ROWS", few)
+        collector = Collector(
+            StepCounter(make(which)), frames_per_batch=13, total_frames=52, compact_obs=compact, seed=0
+        )
+        made.append([(batch, collector.final) for batch in collector])
+    for (one, final), (other, other_final) in zip(*made, strict=True):
+        assert (one == other).all() and set(one.keys(True, True)) == set(other.keys(True, True))
+        assert not compact or (final == other_final).all()
+
+
+@pytest.mark.parametrize(("options", "most"), [({}, 330), ({"compact_obs": True}, 480)], ids=["", "compact"])
+def test_a_batch_of_one_row_takes_few_calls(options, most):
+    """Counted, since clocks differ: a batch of one row is made of some hundred calls, not of thousands."""
+    env = make("SameStep", Script(1, lengths=50))
+    batches = iter(Collector(env, always_four, frames_per_batch=1, **options))
+    for _ in range(3):
+        next(batches)
+    calls = []
+    sys.setprofile(lambda frame, event, argument: calls.append(event) if "call" in event else None)
+    try:
+        next(batches)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) < most, len(calls)

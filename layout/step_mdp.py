@@ -1,0 +1,73 @@
+"""`step_mdp`: turns a step into the row that comes after it."""
+
+from collections.abc import Sequence
+from typing import TypeVar, cast
+
+import torch
+from tensordict import TensorDictBase
+
+from flatroll.layout.keys import IS_INIT, NEXT, OBSERVATION, NestedKey, next_key, require
+
+TD = TypeVar("TD", bound=TensorDictBase)
+
+
+def step_mdp(
+    tensordict: TD,
+    next_tensordict: TensorDictBase | None = None,
+    keep_other: bool = True,
+    exclude_reward: bool = True,
+    exclude_done: bool = False,
+    exclude_action: bool = True,
+    reward_keys: NestedKey | Sequence[NestedKey] = "reward",
+    done_keys: NestedKey | Sequence[NestedKey] = "done",
+    action_keys: NestedKey | Sequence[NestedKey] = "action",
+) -> TD:
+    """Move one step ahead in time: the entries under ``"next"`` become those of the root.
+
+    ``is_init``, which the collector writes at the root only, becomes False: the row after a step, in the same
+    trajectory, is no first row. The tensors are shared with the input, which stays as it is.
+
+    Args:
+        tensordict: rows ``[*B]`` with ``"next"``.
+        next_tensordict: where the result is put. Default: a new tensordict.
+        keep_other: keep the root entries that ``"next"`` does not replace. Default True.
+        exclude_reward: leave the reward out. Default True.
+        exclude_done: leave done out. Default False.
+        exclude_action: leave the action out. Default True; False keeps it even with ``keep_other=False``.
+        reward_keys: the key of the reward, or a list of keys. Default ``"reward"``.
+        done_keys: of done. Default ``"done"``.
+        action_keys: of the action. Default ``"action"``.
+
+    Raises:
+        KeyError: there is no ``"next"``, or no next observation in it (a compact batch).
+
+    >>> from tensordict import TensorDict
+    >>> after = {"observation": torch.tensor([1.0]), "reward": torch.tensor([5.0]), "done": torch.tensor([False])}
+    >>> row = TensorDict({"observation": torch.tensor([0.0]), "action": torch.tensor([2]), "next": after})
+    >>> ahead = step_mdp(row)
+    >>> sorted(ahead.keys()), ahead["observation"]
+    (['done', 'observation'], tensor([1.]))
+    """
+    require(tensordict, NEXT)
+    if tensordict.get(OBSERVATION, None) is not None:
+        require(tensordict, next_key(OBSERVATION))
+    ahead = tensordict.clone(recurse=False)  # its nested tensordicts are new as well
+    following = ahead.pop(NEXT)
+    is_init = ahead.get(IS_INIT, None)
+    if keep_other and is_init is not None:
+        ahead.set(IS_INIT, torch.zeros_like(is_init))
+    if not keep_other:
+        ahead = ahead.select(*([] if exclude_action else _listed(action_keys)))
+    ahead.update(following)
+    left_out = [
+        *(_listed(reward_keys) if exclude_reward else ()),
+        *(_listed(done_keys) if exclude_done else ()),
+        *(_listed(action_keys) if exclude_action else ()),
+    ]
+    ahead = ahead.exclude(*left_out).filter_empty_()
+    return cast(TD, ahead if next_tensordict is None else next_tensordict.update(ahead))
+
+
+def _listed(keys: NestedKey | Sequence[NestedKey]) -> list[NestedKey]:
+    """One key, a string or a tuple, or a list of keys as a list."""
+    return [*keys] if isinstance(keys, list) else [cast(NestedKey, keys)]
