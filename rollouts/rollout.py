@@ -10,6 +10,7 @@ from tensordict.nn import InteractionType, set_interaction_type
 
 from flatroll.rollouts.arguments import make_devices
 from flatroll.rollouts.runner import Runner
+from flatroll.wrappers.adapt_env import adapt_env
 
 
 def rollout(
@@ -22,6 +23,7 @@ def rollout(
     info_keys: Sequence[str] = (),
     policy_device: torch.device | str | None = None,
     exploration_type: InteractionType | str = InteractionType.RANDOM,
+    obs_dtype: torch.dtype | None = None,
 ) -> TensorDict:
     """Reset the env and return ``num_steps`` transitions of every row, trajectory after trajectory.
 
@@ -39,6 +41,8 @@ def rollout(
         info_keys: entries of ``info`` to store.
         policy_device: where the policy wants its input. Default: where the env's arrays are.
         exploration_type: how probabilistic modules choose. Default: they sample.
+        obs_dtype: dtype of the floating observations, as ``dtype`` of `flatroll.wrappers.as_vector_env`. Default: the
+            env's.
 
     Returns:
         A flat batch ``[num_steps * E]`` (docs/layout.md), env after env. It has its next observations with
@@ -51,6 +55,7 @@ def rollout(
     """
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}")
+    env = adapt_env(env, dtype=obs_dtype)
     runner = Runner(env, info_keys=info_keys, writer=writer)
     devices = make_devices(runner.device, policy_device=policy_device)
     runner.start(policy, num_steps, devices=devices, seed=seed)

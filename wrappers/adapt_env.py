@@ -4,6 +4,7 @@ from typing import Any
 
 import gymnasium
 import torch
+from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
@@ -11,7 +12,8 @@ from flatroll.wrappers.envpool_source import EnvPoolSource
 from flatroll.wrappers.gym_source import GymSource
 from flatroll.wrappers.source import VectorSource, layers
 from flatroll.wrappers.stream import FinalObs, VectorStream
-from flatroll.wrappers.torch_source import TorchSource, TorchView
+from flatroll.wrappers.torch_source import TorchSource
+from flatroll.wrappers.views import DtypeView, TorchView
 
 
 def adapt_env(
@@ -22,6 +24,7 @@ def adapt_env(
     autoreset_mode: AutoresetMode | str | None = None,
     final_obs: FinalObs = "auto",
     own_buffers: bool | str = "auto",
+    dtype: torch.dtype | None = None,
 ) -> VectorEnv[Any, Any, Any]:
     """Adapt the env to a `VectorStream`, unless it is one already; arguments: see `as_vector_env`."""
     if own_buffers not in ("auto", True, False):
@@ -32,6 +35,12 @@ def adapt_env(
             raise ValueError(
                 "env is adapted already, so device, framework, autoreset_mode, final_obs and own_buffers have no "
                 "effect here: give them where it is adapted first, as_vector_env(bare_env, ...)"
+            )
+        others = _float_dtypes(env.single_observation_space) - {None if dtype is None else str(dtype)[6:]}
+        if dtype is not None and others:
+            raise ValueError(
+                f"dtype={dtype} cannot be set here: env is adapted already, and its observations are {sorted(others)}. "
+                f"Give it where the env is adapted first, as_vector_env(bare_env, dtype={dtype})"
             )
         adapted = env
     else:
@@ -49,6 +58,8 @@ def adapt_env(
             raise ValueError(
                 f"framework={framework!r} is not possible here: {type(env).__name__} speaks {native}"
             )
+        if dtype is not None:
+            source = DtypeView(source, dtype)
         adapted = VectorStream(source, mode, final_obs=final_obs)
     if num_envs is not None and num_envs != adapted.num_envs:
         raise ValueError(f"num_envs={num_envs} was expected, and the env has {adapted.num_envs}")
@@ -58,6 +69,15 @@ def adapt_env(
 def find_stream(env: Any) -> VectorStream | None:
     """Return the `VectorStream` inside a stack of wrappers, or None."""
     return next((layer for layer in layers(env) if isinstance(layer, VectorStream)), None)
+
+
+def _float_dtypes(space: spaces.Space[Any]) -> set[str]:
+    """The names of the floating dtypes in a space."""
+    children = getattr(space, "spaces", ())
+    if children:
+        parts = children.values() if isinstance(children, dict) else children
+        return set().union(*map(_float_dtypes, parts))
+    return {str(space.dtype)} if space.dtype is not None and space.dtype.kind == "f" else set()
 
 
 def _choose_source(
