@@ -271,8 +271,7 @@ class Collector:
             if joiner is None:
                 return batch, final
             joiner.add(batch)
-            if self._reset_each_iter:
-                joiner.drop_open_but(self._runner.waiting_ids())
+            joiner.drop_open_but(self._runner.open_ids())  # a reset may have cut others
 
     def _collect(self) -> tuple[TensorDict, TensorDict | None]:
         """One window of ``frames_per_batch`` rows."""

@@ -110,7 +110,9 @@ def _choose_source(
     if isinstance(env, gymnasium.Env):
         vector = _OneEnv([lambda: env], autoreset_mode=AutoresetMode.DISABLED)
         # Its arrays are copies already, as those of any SyncVectorEnv are.
-        return GymSource(vector, AutoresetMode.DISABLED, own_buffers is True), AutoresetMode.DISABLED
+        source = GymSource(vector, AutoresetMode.DISABLED, own_buffers is True)
+        source.stepped = env
+        return source, AutoresetMode.DISABLED
     raise TypeError(
         "env must be a gymnasium.Env, a gymnasium.vector.VectorEnv, an envpool or a torch env with num_envs, "
         f"reset and step, got {type(env).__name__}" + (": call the factory first" if callable(env) else "")

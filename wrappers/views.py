@@ -22,6 +22,7 @@ class SourceView(VectorSource):
         self._source = source
         action_space = source.single_action_space
         super().__init__(source.env, source.num_envs, observation_space, action_space, capabilities)
+        self.stepped = source.stepped
 
     @override
     def close(self) -> None:
