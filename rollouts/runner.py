@@ -224,6 +224,11 @@ class Runner:
         action = self.random() if self._policy is None else self._choose_action(seen, random)
         if self._check_actions is not None:
             action = self._check_actions(action)
+        if stream.moves.count != self._at:
+            raise RuntimeError(
+                f"{type(stream.source.stepped).__name__} was stepped or reset while the policy chose its action, so "
+                "the step would not follow what the policy saw: let it plan in an env of its own"
+            )
         obs, reward, terminated, truncated, info = self.env.step(action)
         taken = stream.actions if self._check_actions is None else action
         results = [reward, terminated, truncated, taken]
