@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 
+from flatroll.layout.keys import NestedKey
 from flatroll.rollouts.arguments import make_devices
 from flatroll.rollouts.runner import Runner
 from flatroll.wrappers.adapt_env import adapt_env
@@ -20,7 +21,7 @@ def rollout(
     *,
     seed: int | None = None,
     writer: int = 0,
-    info_keys: Sequence[str] = (),
+    info_keys: Sequence[NestedKey] = (),
     policy_device: torch.device | str | None = None,
     exploration_type: InteractionType | str = InteractionType.RANDOM,
     obs_dtype: torch.dtype | None = None,
@@ -38,7 +39,7 @@ def rollout(
         seed: seeds the env's reset and the random actions. Default None: neither.
         writer: number of this writer in the trajectory ids, 0 to 2**23 - 1. Default 0. Whatever writes into one
             buffer needs numbers of its own.
-        info_keys: entries of ``info`` to store.
+        info_keys: entries of ``info`` to store, ``("episode", "r")`` for one in a dict.
         policy_device: where the policy wants its input. Default: where the env's arrays are.
         exploration_type: how probabilistic modules choose. Default: they sample.
         obs_dtype: dtype of the floating observations, as ``dtype`` of `flatroll.wrappers.as_vector_env`. Default: the

@@ -10,7 +10,16 @@ from gymnasium.vector import VectorObservationWrapper, VectorRewardWrapper
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.layout.keys import HAS_STATE, NEXT_KNOWN, REWARD, TERMINATED, TRUNCATED, next_key
+from flatroll.layout.keys import (
+    HAS_STATE,
+    NEXT_KNOWN,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    NestedKey,
+    as_tuple,
+    next_key,
+)
 from flatroll.rollouts.arguments import Devices, check_writer
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
 from flatroll.rollouts.policies import Columns, ModulePolicy, as_function_of_obs
@@ -43,7 +52,7 @@ class Runner:
         env: Any,  # anything as_vector_env takes, or a stack of wrappers
         *,
         info_keys: Sequence[
-            str
+            NestedKey
         ] = (),  # stored: key as it came with the observation, ("next", key) with the step
         track_traj_ids: bool = True,
         writer: int = 0,  # for ids that are unique over all that write into one buffer
@@ -97,7 +106,10 @@ class Runner:
         self._age: Array = None  # steps since the episode's first row
         self._obs: Tree = None
         self._info: dict[str, Any] = {}
-        self._infos_seen: set[str] = set()
+        # RecordEpisodeStatistics leaves its entry, of the step, where under SAME_STEP those of the reset are.
+        around = (*layers(env), *layers(stream.source.env))
+        self._statistics = {layer._stats_key for layer in around if hasattr(layer, "_stats_key")}
+        self._infos_seen: set[NestedKey] = set()
 
     def start(
         self,
@@ -218,7 +230,7 @@ class Runner:
         seen += [info[name] for name in keys.root_names]
         window.put(self._seen_keys, seen)
         for name in keys.infos:
-            window.put_loose(name, self._array(info.get(name)))
+            window.put_loose(name, self._entry(info, name))
         if self.states:
             self._restart_states()
         action = self.random() if self._policy is None else self._choose_action(seen, random)
@@ -275,8 +287,8 @@ class Runner:
                 flat = column.ndim == 1 and key in self.keys.trailing
                 columns[key] = column.unsqueeze(-1) if flat else column
             for name in self.keys.infos:
-                if name in self._info:
-                    columns[name] = to_torch(self._array(self._info[name]))
+                if (entry := self._entry(self._info, name)) is not None:
+                    columns[name] = to_torch(entry)
             columns.update(self.states)
             action, written = policy(columns)
             self.window.put(written, written.values())
@@ -307,11 +319,13 @@ class Runner:
         window, stream = self.window, self.stream
         final = info.get("final_info") if stream.same_step else None
         for name in self.keys.infos:
-            value = self._array(info.get(name))
-            if isinstance(final, dict) and name in final:
-                last = self._array(final[name])
+            value = self._entry(info, name)
+            last = self._entry(final, name) if isinstance(final, dict) else None
+            if last is not None:
                 value = last if value is None else select(stream.ended, last, value)
-            elif final is not None and value is not None and value.shape[:1] == (self.num_envs,):
+            elif final is None or value is None or as_tuple(name)[0] in self._statistics:
+                pass
+            elif value.shape[:1] == (self.num_envs,):
                 value = fill_rows(own(value), stream.ended, False)  # it belongs to the next episode's reset
             window.put_loose(next_key(name), value)
             if value is not None and name not in self._infos_seen:
@@ -320,10 +334,19 @@ class Runner:
                     zeros = torch.zeros_like(value) if isinstance(value, Tensor) else np.zeros_like(value)
                     window.put_loose(name, zeros)
 
-    def _array(self, value: Any) -> Array | None:
-        """An entry of ``info`` where the env's arrays are."""
+    def _entry(self, info: dict[str, Any], name: NestedKey) -> Array | None:
+        """An entry of ``info`` where the env's arrays are; None if it is not there."""
+        value: Any = info
+        for part in as_tuple(name):
+            value = value.get(part) if isinstance(value, dict) else None
         if value is None:
             return None
+        if isinstance(value, dict):
+            entries = [(*as_tuple(name), key) for key in value if not key.startswith("_")]
+            raise TypeError(
+                f"info_keys has {name!r}, which is a dict: name its entries, info_keys={entries}. (For returns and "
+                "lengths of episodes flatroll.wrappers.RewardSum and StepCounter give a number at every step)"
+            )
         if self._on_host:
             return value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
         return to_torch(value, self.device)
@@ -344,7 +367,8 @@ class Runner:
             names = sorted(key for key in self._info if not key.startswith("_"))
             raise KeyError(
                 f"info_keys={missing} were in no step's info; the last one had {names}. An entry that comes only "
-                "now and then must come in the first batch: take more frames_per_batch"
+                "now and then must come in the first batch: take more frames_per_batch. (For the return of episodes: "
+                "flatroll.wrappers.RewardSum, whose entry comes with every step)"
             )
         # The observations after the last step are the next ones of its rows.
         self.window.put(self.keys.obs, leaves_at(self._obs, self.keys.obs_paths))

@@ -84,10 +84,22 @@ def _choose_source(
     env: Any, device: torch.device | None, mode: AutoresetMode | None, own_buffers: bool | str
 ) -> tuple[VectorSource, AutoresetMode]:
     """The adapter of the env's family, and how the env resets ended rows (``mode`` if the user says it)."""
+    if isinstance(env, VectorSource):
+        return env, mode or _declared(env)
+    if _is_from("torchrl", env):
+        raise TypeError(
+            f"env is torchrl's {type(env).__name__}, and torchrl envs are not taken: give the Gymnasium env itself, "
+            "gymnasium.make(...) or gymnasium.make_vec(...); flatroll's wrappers do what its transforms do"
+        )
     base = getattr(env, "unwrapped", env)
     if isinstance(env, gymnasium.Wrapper) and (isinstance(base, VectorEnv) or hasattr(base, "num_envs")):
         env = _without_checkers(env)
-    if any(kind.__module__.split(".")[0] == "envpool" for kind in type(base).__mro__):
+    if _is_from("envpool", base):
+        if not hasattr(env, "observation_space"):
+            raise TypeError(
+                f"env is envpool's {type(env).__name__} with the interface of dm_env: make the same task with "
+                "envpool.make_gymnasium(...)"
+            )
         if env is not base:
             raise TypeError(
                 f"env is {type(env).__name__} around an envpool, whose batched spaces are the single ones: put "
@@ -99,6 +111,14 @@ def _choose_source(
             )
         return EnvPoolSource(env), AutoresetMode.NEXT_STEP
     if isinstance(env, VectorEnv):
+        lacks = [
+            name for name in ("single_observation_space", "single_action_space") if not hasattr(env, name)
+        ]
+        if lacks:
+            raise TypeError(
+                f"env must have {' and '.join(lacks)} (Gymnasium spaces of one env), and the vector env "
+                f"{type(env).__name__} has none: set them on it, or write a flatroll.wrappers.VectorSource"
+            )
         mode = mode or _declared(env)
         if getattr(base, "device", None) is not None:
             return TorchSource(env, mode, device, own_buffers), mode
@@ -117,6 +137,11 @@ def _choose_source(
         "env must be a gymnasium.Env, a gymnasium.vector.VectorEnv, an envpool or a torch env with num_envs, "
         f"reset and step, got {type(env).__name__}" + (": call the factory first" if callable(env) else "")
     )
+
+
+def _is_from(package: str, env: Any) -> bool:
+    """Whether the env's class or a base of it is of this package."""
+    return any(kind.__module__.split(".")[0] == package for kind in type(env).__mro__)
 
 
 class _OneEnv(SyncVectorEnv):
@@ -175,7 +200,7 @@ def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) ->
     """Combinations in Gymnasium (1.1 to 1.4) that give wrong data or an unrelated error deep inside."""
     if type(env.unwrapped).__name__ == "FunctionalJaxVectorEnv":
         raise ValueError(
-            "gymnasium's FunctionalJaxVectorEnv (phys2d/*) throws away the step of every other row when one row "
+            "gymnasium's FunctionalJaxVectorEnv (phys2d/*) throws away the step of every other env when one env "
             "resets: use the ordinary env of the same name"
         )
     for layer in layers(env):
@@ -188,6 +213,6 @@ def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) ->
             )
         if "RecordEpisodeStatistics" in kinds and mode is AutoresetMode.DISABLED:
             raise ValueError(
-                "RecordEpisodeStatistics forgets the statistics of all rows at a masked reset, which a DISABLED "
+                "RecordEpisodeStatistics forgets the statistics of all envs at a masked reset, which a DISABLED "
                 "env needs: use flatroll.wrappers.RewardSum and StepCounter instead"
             )

@@ -36,7 +36,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 
     Args:
         source: the adapter of the env, see `VectorSource`.
-        mode: how the source resets rows whose episode has ended, an `AutoresetMode` (not its name).
+        mode: how the source resets envs whose episode has ended, an `AutoresetMode` or its value.
         final_obs: where a SAME_STEP env leaves its final observations, see `as_vector_env`.
 
     Attributes:
@@ -55,7 +55,10 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         at: the count at this stream's own last step or reset; -1 before the first.
     """
 
-    def __init__(self, source: VectorSource, mode: AutoresetMode, *, final_obs: FinalObs = "auto") -> None:
+    def __init__(
+        self, source: VectorSource, mode: AutoresetMode | str, *, final_obs: FinalObs = "auto"
+    ) -> None:
+        mode = AutoresetMode(mode)
         self.source = source
         self.num_envs = source.num_envs
         check_space(source.single_observation_space, "observation_space")
@@ -79,7 +82,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             )
         if mode is AutoresetMode.DISABLED and not can.partial_reset:
             raise ValueError(
-                "an env with autoreset_mode=DISABLED must be able to reset chosen rows, and "
+                "an env with autoreset_mode=DISABLED must be able to reset chosen envs, and "
                 f"{type(source.env).__name__} takes neither reset(options={{'reset_mask': ...}}) nor "
                 "reset(env_ids=...): use one of its autoresetting modes"
             )
@@ -140,7 +143,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         """
         if not self.capabilities.partial_reset:
             raise ValueError(
-                f"max_steps={max_steps} needs an env that can reset chosen rows, and "
+                f"max_steps={max_steps} needs an env that can reset chosen envs, and "
                 f"{type(self.source.env).__name__} cannot: make it with vectorization_mode='sync' (or 'async' "
                 "with shared memory), or give the env itself the limit (gymnasium: max_episode_steps=...)"
             )
@@ -172,7 +175,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         if not self.capabilities.partial_reset:
             raise ValueError(
                 f"options['reset_mask'] is not possible here: {type(self.source.env).__name__} cannot reset "
-                "chosen rows (it would reset all of them)"
+                "chosen envs (it would reset all of them)"
             )
         if self.moves.count != self.at:
             self._refuse("options['reset_mask'] was given to the first reset: reset all envs first")
@@ -270,7 +273,16 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         if self.any_ended is False:
             return obs
         if self._final == "auto":
-            return self.source.final_obs(info, obs, ended)
+            final = self.source.final_obs(info, obs, ended)
+            if final is None and not self.hides_final_obs and bool(ended.any()):
+                raise ValueError(
+                    f"{type(self.source.env or self.source).__name__} resets ended envs in the same step, and "
+                    "info['final_obs'] does not show their last observations, so the next episode's first ones would "
+                    "be taken for them. Let a wrapper that drops the entry pass it on, let the VectorSource's "
+                    "final_obs return them, or say that the env hides them: as_vector_env(env, final_obs=None), "
+                    "Capabilities(hides_final_obs=True)"
+                )
+            return final
         given = self._final(info, ended) if callable(self._final) else info.get(self._final)
         if given is None:
             names = sorted(key for key in info if not key.startswith("_"))
