@@ -39,7 +39,7 @@ class ColumnKeys:
     def __init__(
         self,
         env: VectorEnv[Any, Any, Any],
-        info_keys: Sequence[str],  # the entries of info to store
+        info_keys: Sequence[NestedKey],  # the entries of info to store
         deltas: Sequence[NestedKey] = (),  # the observations whose next one is stored as a difference
         delta_dtype: torch.dtype = torch.float16,  # of the differences
     ) -> None:

@@ -11,7 +11,7 @@ from tensordict.nn import InteractionType, set_interaction_type
 from torch import nn
 
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.keys import DONE, TRUNCATED
+from flatroll.layout.keys import DONE, TRUNCATED, NestedKey
 from flatroll.layout.trajectories import split_trajectories
 from flatroll.rollouts.arguments import check_counts, check_together, make_devices, make_env
 from flatroll.rollouts.runner import Runner
@@ -127,7 +127,7 @@ class Collector:
         replay_buffer: Any = None,
         auto_register_policy_transforms: bool | None = None,
         state_stride: int = 1,
-        info_keys: Sequence[str] = (),
+        info_keys: Sequence[NestedKey] = (),
         exploration_type: InteractionType | str = InteractionType.RANDOM,
         seed: int | None = None,
         writer: int = 0,
@@ -363,8 +363,7 @@ class Collector:
             if joiner is None:
                 return batch, final
             joiner.add(batch)
-            if self._reset_each_iter:
-                joiner.drop_open_but(self._runner.waiting_ids())
+            joiner.drop_open_but(self._runner.open_ids())  # a reset may have cut others
 
     def _collect(self) -> tuple[TensorDict, TensorDict | None]:
         """One window of ``frames_per_batch`` rows."""

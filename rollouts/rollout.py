@@ -8,8 +8,10 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 
+from flatroll.layout.keys import NestedKey
 from flatroll.rollouts.arguments import make_devices
 from flatroll.rollouts.runner import Runner
+from flatroll.wrappers.adapt_env import adapt_env
 
 
 def rollout(
@@ -19,9 +21,10 @@ def rollout(
     *,
     seed: int | None = None,
     writer: int = 0,
-    info_keys: Sequence[str] = (),
+    info_keys: Sequence[NestedKey] = (),
     policy_device: torch.device | str | None = None,
     exploration_type: InteractionType | str = InteractionType.RANDOM,
+    obs_dtype: torch.dtype | None = None,
 ) -> TensorDict:
     """Reset the env and return ``num_steps`` transitions of every row, trajectory after trajectory.
 
@@ -36,9 +39,11 @@ def rollout(
         seed: seeds the env's reset and the random actions. Default None: neither.
         writer: number of this writer in the trajectory ids, 0 to 2**23 - 1. Default 0. Whatever writes into one
             buffer needs numbers of its own.
-        info_keys: entries of ``info`` to store.
+        info_keys: entries of ``info`` to store, ``("episode", "r")`` for one in a dict.
         policy_device: where the policy wants its input. Default: where the env's arrays are.
         exploration_type: how probabilistic modules choose. Default: they sample.
+        obs_dtype: dtype of the floating observations, as ``dtype`` of `flatroll.wrappers.as_vector_env`. Default: the
+            env's.
 
     Returns:
         A flat batch ``[num_steps * E]`` (docs/layout.md), env after env. It has its next observations with
@@ -51,9 +56,10 @@ def rollout(
     """
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}")
+    env = adapt_env(env, dtype=obs_dtype)
     runner = Runner(env, info_keys=info_keys, writer=writer)
     devices = make_devices(runner.device, policy_device=policy_device)
-    runner.start(policy, num_steps, devices=devices, seed=seed)
+    runner.start(policy, num_steps, devices=devices, seed=seed, watch=False)
     missing = num_steps
     with torch.no_grad(), set_interaction_type(exploration_type):
         runner.reset(seed)

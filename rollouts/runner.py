@@ -1,5 +1,6 @@
 """The loop that steps an env with a policy and records transitions, shared by `rollout` and `Collector`."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,16 @@ from gymnasium.vector import VectorObservationWrapper, VectorRewardWrapper
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.layout.keys import HAS_STATE, NEXT_KNOWN, REWARD, TERMINATED, TRUNCATED, next_key
+from flatroll.layout.keys import (
+    HAS_STATE,
+    NEXT_KNOWN,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    NestedKey,
+    as_tuple,
+    next_key,
+)
 from flatroll.rollouts.arguments import Devices, check_writer
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
 from flatroll.rollouts.policies import Columns, ModulePolicy, as_function_of_obs
@@ -42,7 +52,7 @@ class Runner:
         env: Any,  # anything as_vector_env takes, or a stack of wrappers
         *,
         info_keys: Sequence[
-            str
+            NestedKey
         ] = (),  # stored: key as it came with the observation, ("next", key) with the step
         track_traj_ids: bool = True,
         writer: int = 0,  # for ids that are unique over all that write into one buffer
@@ -82,15 +92,24 @@ class Runner:
         self.window: Window
         #: Whether the env has been reset.
         self.started = False
+        self._at = -1  # the env's count of moves after this runner's own last one
+        self._traces: Traces | None = None
+        self._left: tuple[list[Any], ...] = ()  # what they were when the last batch was laid out
+        self._paused = False  # between two batches anything may happen to the env
+        self._watch = self._told = False
         #: The recurrent states ``[E, ...]`` that the next step starts from.
         self.states: Columns = {}
         self._defaults: Columns = {}
         self._policy: ModulePolicy | Callable[[Any, Any], Any] | None = None
         self._stride = 1
+        self._ended: Array = None  # the envs whose last step ended an episode, bool [E]; None after a reset
         self._age: Array = None  # steps since the episode's first row
         self._obs: Tree = None
         self._info: dict[str, Any] = {}
-        self._infos_seen: set[str] = set()
+        # RecordEpisodeStatistics leaves its entry, of the step, where under SAME_STEP those of the reset are.
+        around = (*layers(env), *layers(stream.source.env))
+        self._statistics = {layer._stats_key for layer in around if hasattr(layer, "_stats_key")}
+        self._infos_seen: set[NestedKey] = set()
 
     def start(
         self,
@@ -100,6 +119,7 @@ class Runner:
         devices: Devices,
         seed: int | None = None,  # of random actions
         recurrent: bool = True,  # wire the recurrent states that the policy declares
+        watch: bool = True,  # look for steps made by hand between two batches
         state_stride: int = 1,  # keep them in every so many rows of a trajectory, and in the first rows of runs
     ) -> None:
         """Set the policy, and create a window with room for ``steps`` vector steps."""
@@ -125,7 +145,7 @@ class Runner:
                 )
             self.keys.claim("state_stride", HAS_STATE)
             self.keys.strided = True
-        self._stride = state_stride
+        self._stride, self._watch = state_stride, watch
         self.window = Window(
             self.keys,
             self.num_envs,
@@ -164,16 +184,38 @@ class Runner:
     def reset(self, seed: int | None = None) -> None:
         """Reset the env; every trajectory still open ends here as a cut."""
         window = self.window
-        if window.steps and not self._dense_finals:
+        if window.steps and not self._dense_finals and self._ended is not None:
             # Rows that wait in the window lose the next step, which has held their next observations. (Under
             # SAME_STEP those of ended rows are kept already.)
-            waiting = ~self.stream.ended if self.stream.same_step else self.stream.ended | True
+            waiting = ~self._ended if self.stream.same_step else self._ended | True
             envs = np.flatnonzero(to_torch(waiting).numpy(force=True))
             for key, leaf in zip(self.keys.obs, leaves_at(self._obs, self.keys.obs_paths), strict=True):
                 values = to_torch(leaf).numpy(force=True)[envs]
                 window.put_final(key, envs, values, window.steps - 1)
         self._obs, self._info = self.env.reset(seed=seed)
-        self.started = True
+        self.started, self._paused, self._at, self._ended = True, False, self.stream.at, None
+        if self._watch and self._traces is None:
+            source = self.stream.source
+            self._traces = Traces(None if source.stepped is source else source.stepped)
+
+    def _resume(self) -> None:
+        """Go on after a pause; if the env is not where it was left, the open episodes are cut and it is reset."""
+        moved = self.stream.moves.count != self._at
+        if self._paused and self._traces is not None and not moved:
+            moved = self._traces.read()[:2] != self._left[:2]
+        self._paused = False
+        if not moved:
+            return
+        if not self._told:
+            self._told = True
+            name = type(self.stream.source.stepped).__name__
+            warnings.warn(
+                f"{name} was stepped or reset by another collector or rollout, or by hand, since this collector's last "
+                "step (or a step of it failed). The open episodes are cut there and the env is reset, so all rows are "
+                "true, but give each its own env: envs that reset each other never finish an episode",
+                stacklevel=2,
+            )
+        self.reset()
 
     def forget(self) -> None:
         """Discard the recorded transitions; the next step needs a reset first."""
@@ -185,17 +227,24 @@ class Runner:
     def step(self, random: bool = False) -> None:
         """Make one vector step: record the policy's input, act, step the env, record the results."""
         window, stream, keys = self.window, self.stream, self.keys
+        if self._paused or stream.moves.count != self._at:
+            self._resume()
         info = self._info
         seen = [self._obs] if self._one_obs else leaves_at(self._obs, keys.obs_paths)
         seen += [info[name] for name in keys.root_names]
         window.put(self._seen_keys, seen)
         for name in keys.infos:
-            window.put_loose(name, self._array(info.get(name)))
+            window.put_loose(name, self._entry(info, name))
         if self.states:
             self._restart_states()
         action = self.random() if self._policy is None else self._choose_action(seen, random)
         if self._check_actions is not None:
             action = self._check_actions(action)
+        if stream.moves.count != self._at:
+            raise RuntimeError(
+                f"{type(stream.source.stepped).__name__} was stepped or reset while the policy chose its action, so "
+                "the step would not follow what the policy saw: let it plan in an env of its own"
+            )
         obs, reward, terminated, truncated, info = self.env.step(action)
         taken = stream.actions if self._check_actions is None else action
         results = [reward, terminated, truncated, taken]
@@ -211,6 +260,7 @@ class Runner:
         if keys.infos:
             self._record_infos(info)
         self._obs, self._info = obs, info
+        self._ended, self._at = stream.ended, stream.at
         window.advance()
 
     def _restart_states(self) -> None:
@@ -241,8 +291,8 @@ class Runner:
                 flat = column.ndim == 1 and key in self.keys.trailing
                 columns[key] = column.unsqueeze(-1) if flat else column
             for name in self.keys.infos:
-                if name in self._info:
-                    columns[name] = to_torch(self._array(self._info[name]))
+                if (entry := self._entry(self._info, name)) is not None:
+                    columns[name] = to_torch(entry)
             columns.update(self.states)
             action, written = policy(columns)
             self.window.put(written, written.values())
@@ -274,11 +324,13 @@ class Runner:
         window, stream = self.window, self.stream
         final = info.get("final_info") if stream.same_step else None
         for name in self.keys.infos:
-            value = self._array(info.get(name))
-            if isinstance(final, dict) and name in final:
-                last = self._array(final[name])
+            value = self._entry(info, name)
+            last = self._entry(final, name) if isinstance(final, dict) else None
+            if last is not None:
                 value = last if value is None else select(stream.ended, last, value)
-            elif final is not None and value is not None and value.shape[:1] == (self.num_envs,):
+            elif final is None or value is None or as_tuple(name)[0] in self._statistics:
+                pass
+            elif value.shape[:1] == (self.num_envs,):
                 value = fill_rows(own(value), stream.ended, False)  # it belongs to the next episode's reset
             window.put_loose(next_key(name), value)
             if value is not None and name not in self._infos_seen:
@@ -287,21 +339,31 @@ class Runner:
                     zeros = torch.zeros_like(value) if isinstance(value, Tensor) else np.zeros_like(value)
                     window.put_loose(name, zeros)
 
-    def _array(self, value: Any) -> Array | None:
-        """An entry of ``info`` where the env's arrays are."""
+    def _entry(self, info: dict[str, Any], name: NestedKey) -> Array | None:
+        """An entry of ``info`` where the env's arrays are; None if it is not there."""
+        value: Any = info
+        for part in as_tuple(name):
+            value = value.get(part) if isinstance(value, dict) else None
         if value is None:
             return None
+        if isinstance(value, dict):
+            entries = [(*as_tuple(name), key) for key in value if not key.startswith("_")]
+            raise TypeError(
+                f"info_keys has {name!r}, which is a dict: name its entries, info_keys={entries}. (For returns and "
+                "lengths of episodes flatroll.wrappers.RewardSum and StepCounter give a number at every step)"
+            )
         if self._on_host:
             return value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
         return to_torch(value, self.device)
 
-    def waiting_ids(self) -> Tensor:
-        """Return the trajectory ids (int64 ``[n]``) of the transitions that no batch has taken yet."""
-        window = self.window
+    def open_ids(self) -> Tensor:
+        """Return the ids (int64 ``[n]``) of trajectories that go on or have transitions that no batch has taken."""
+        window, keys = self.window, self.keys
+        live = to_torch(self._info[keys.root_names[keys.roots.index(keys.traj)]])
         if not window.steps:
-            return torch.empty(0, dtype=torch.int64, device=self.device)
+            return live
         cells = torch.from_numpy(np.flatnonzero(window.valid())).to(self.device)
-        return window.gather(self.keys.traj, cells)
+        return torch.cat([live, window.gather(keys.traj, cells)])
 
     def lay_out(self, mask: Array, compact: bool) -> tuple[TensorDict, TensorDict | None]:
         """Build a flat batch of the transitions where ``mask`` is True, and its ``final`` if compact."""
@@ -310,8 +372,63 @@ class Runner:
             names = sorted(key for key in self._info if not key.startswith("_"))
             raise KeyError(
                 f"info_keys={missing} were in no step's info; the last one had {names}. An entry that comes only "
-                "now and then must come in the first batch: take more frames_per_batch"
+                "now and then must come in the first batch: take more frames_per_batch. (For the return of episodes: "
+                "flatroll.wrappers.RewardSum, whose entry comes with every step)"
             )
         # The observations after the last step are the next ones of its rows.
         self.window.put(self.keys.obs, leaves_at(self._obs, self.keys.obs_paths))
+        if self._traces is not None and not self._paused:
+            if not self._traces.chosen:
+                self._traces.choose()
+            self._left = self._traces.read()
+            self._paused = True
+            # With own_buffers=False these may be arrays that a stranger's step writes into.
+            self._obs = own(self._obs) if self._one_obs else map_tree(own, self._obs)
         return self.window.lay_out(mask, compact)
+
+
+class Traces:
+    """Attributes of an env, and of the envs inside it, that its steps change: they tell of steps made by hand.
+
+    An env that keeps its state outside Python (envpool, worker processes) may leave none. Nor does it matter who
+    makes the change: whatever changes between two batches and not only in steps is taken for a step.
+    """
+
+    def __init__(self, env: Any) -> None:
+        self._replaced: list[tuple[dict[str, Any], str]] = []  # by steps, with new objects
+        for _ in range(50):  # more layers than any env has, and an end where one claims to be inside itself
+            self._replaced += [(vars(env), name) for name in getattr(env, "__dict__", ())]
+            env = getattr(env, "env", None)
+        self._written = self._replaced  # by steps, in place
+        self.chosen = False
+        self._first = self.read()
+
+    def choose(self) -> None:
+        """Keep the attributes that have changed since this object was made."""
+        (ids, contents, _), (new_ids, new_contents, values) = self._first, self.read()
+        replaced, written = [], []
+        for i, name in enumerate(self._replaced):
+            # Every render() draws a window of pygame anew, and is no step.
+            if ids[i] != new_ids[i] and not type(values[i]).__module__.startswith("pygame"):
+                replaced.append(name)
+            elif ids[i] == new_ids[i] and contents[i] != new_contents[i]:
+                written.append(name)
+        self._replaced, self._written, self.chosen = replaced, written, True
+
+    def read(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """Return ids and contents of the attributes, which ``==`` compares, and the values, so that ids stay theirs."""
+        kept = [place.get(name) for place, name in self._replaced]
+        ids: list[Any] = list(map(id, kept))
+        contents: list[Any] = []
+        for place, name in self._written:
+            value = place.get(name)
+            if isinstance(value, np.ndarray):
+                contents.append(value.tobytes() if value.nbytes <= 2**16 and value.dtype != object else 0)
+            elif isinstance(value, Tensor):
+                contents.append(0 if value.is_inference() else value._version)  # without waiting for a device
+            elif isinstance(value, list) and len(value) <= 2**12:
+                contents.append(list(map(id, value)))
+                kept.append(list(value))
+            else:
+                contents.append(0)
+        return ids, contents, kept

@@ -132,7 +132,6 @@ def test_a_started_collector_says_why_it_cannot_be_pickled() -> None:
         pickle.dumps(collector)
 
 
-@pytest.mark.xfail(strict=False, reason="not yet")
 def test_nested_info_entries_are_kept_or_the_error_names_reward_sum() -> None:
     env = RecordEpisodeStatistics(scripted())
     try:
@@ -141,7 +140,6 @@ def test_nested_info_entries_are_kept_or_the_error_names_reward_sum() -> None:
         assert "RewardSum" in str(error)
 
 
-@pytest.mark.xfail(strict=False, reason="advice for a factory, given to an env of another library")
 def test_an_env_of_torchrl_is_called_by_its_name() -> None:
     class EnvBase:
         """What torchrl's envs look like: callable, since they are modules."""

@@ -4,6 +4,7 @@ from typing import Any
 
 import gymnasium
 import torch
+from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
@@ -11,7 +12,8 @@ from flatroll.wrappers.envpool_source import EnvPoolSource
 from flatroll.wrappers.gym_source import GymSource
 from flatroll.wrappers.source import VectorSource, layers
 from flatroll.wrappers.stream import FinalObs, VectorStream
-from flatroll.wrappers.torch_source import TorchSource, TorchView
+from flatroll.wrappers.torch_source import TorchSource
+from flatroll.wrappers.views import DtypeView, TorchView
 
 
 def adapt_env(
@@ -22,6 +24,7 @@ def adapt_env(
     autoreset_mode: AutoresetMode | str | None = None,
     final_obs: FinalObs = "auto",
     own_buffers: bool | str = "auto",
+    dtype: torch.dtype | None = None,
 ) -> VectorEnv[Any, Any, Any]:
     """Adapt the env to a `VectorStream`, unless it is one already; arguments: see `as_vector_env`."""
     if own_buffers not in ("auto", True, False):
@@ -32,6 +35,12 @@ def adapt_env(
             raise ValueError(
                 "env is adapted already, so device, framework, autoreset_mode, final_obs and own_buffers have no "
                 "effect here: give them where it is adapted first, as_vector_env(bare_env, ...)"
+            )
+        others = _float_dtypes(env.single_observation_space) - {None if dtype is None else str(dtype)[6:]}
+        if dtype is not None and others:
+            raise ValueError(
+                f"dtype={dtype} cannot be set here: env is adapted already, and its observations are {sorted(others)}. "
+                f"Give it where the env is adapted first, as_vector_env(bare_env, dtype={dtype})"
             )
         adapted = env
     else:
@@ -49,6 +58,8 @@ def adapt_env(
             raise ValueError(
                 f"framework={framework!r} is not possible here: {type(env).__name__} speaks {native}"
             )
+        if dtype is not None:
+            source = DtypeView(source, dtype)
         adapted = VectorStream(source, mode, final_obs=final_obs)
     if num_envs is not None and num_envs != adapted.num_envs:
         raise ValueError(f"num_envs={num_envs} was expected, and the env has {adapted.num_envs}")
@@ -60,14 +71,35 @@ def find_stream(env: Any) -> VectorStream | None:
     return next((layer for layer in layers(env) if isinstance(layer, VectorStream)), None)
 
 
+def _float_dtypes(space: spaces.Space[Any]) -> set[str]:
+    """The names of the floating dtypes in a space."""
+    children = getattr(space, "spaces", ())
+    if children:
+        parts = children.values() if isinstance(children, dict) else children
+        return set().union(*map(_float_dtypes, parts))
+    return {str(space.dtype)} if space.dtype is not None and space.dtype.kind == "f" else set()
+
+
 def _choose_source(
     env: Any, device: torch.device | None, mode: AutoresetMode | None, own_buffers: bool | str
 ) -> tuple[VectorSource, AutoresetMode]:
     """The adapter of the env's family, and how the env resets ended rows (``mode`` if the user says it)."""
+    if isinstance(env, VectorSource):
+        return env, mode or _declared(env)
+    if _is_from("torchrl", env):
+        raise TypeError(
+            f"env is torchrl's {type(env).__name__}, and torchrl envs are not taken: give the Gymnasium env itself, "
+            "gymnasium.make(...) or gymnasium.make_vec(...); flatroll's wrappers do what its transforms do"
+        )
     base = getattr(env, "unwrapped", env)
     if isinstance(env, gymnasium.Wrapper) and (isinstance(base, VectorEnv) or hasattr(base, "num_envs")):
         env = _without_checkers(env)
-    if any(kind.__module__.split(".")[0] == "envpool" for kind in type(base).__mro__):
+    if _is_from("envpool", base):
+        if not hasattr(env, "observation_space"):
+            raise TypeError(
+                f"env is envpool's {type(env).__name__} with the interface of dm_env: make the same task with "
+                "envpool.make_gymnasium(...)"
+            )
         if env is not base:
             raise TypeError(
                 f"env is {type(env).__name__} around an envpool, whose batched spaces are the single ones: put "
@@ -79,6 +111,14 @@ def _choose_source(
             )
         return EnvPoolSource(env), AutoresetMode.NEXT_STEP
     if isinstance(env, VectorEnv):
+        lacks = [
+            name for name in ("single_observation_space", "single_action_space") if not hasattr(env, name)
+        ]
+        if lacks:
+            raise TypeError(
+                f"env must have {' and '.join(lacks)} (Gymnasium spaces of one env), and the vector env "
+                f"{type(env).__name__} has none: set them on it, or write a flatroll.wrappers.VectorSource"
+            )
         mode = mode or _declared(env)
         if getattr(base, "device", None) is not None:
             return TorchSource(env, mode, device, own_buffers), mode
@@ -90,11 +130,18 @@ def _choose_source(
     if isinstance(env, gymnasium.Env):
         vector = _OneEnv([lambda: env], autoreset_mode=AutoresetMode.DISABLED)
         # Its arrays are copies already, as those of any SyncVectorEnv are.
-        return GymSource(vector, AutoresetMode.DISABLED, own_buffers is True), AutoresetMode.DISABLED
+        source = GymSource(vector, AutoresetMode.DISABLED, own_buffers is True)
+        source.stepped = env
+        return source, AutoresetMode.DISABLED
     raise TypeError(
         "env must be a gymnasium.Env, a gymnasium.vector.VectorEnv, an envpool or a torch env with num_envs, "
         f"reset and step, got {type(env).__name__}" + (": call the factory first" if callable(env) else "")
     )
+
+
+def _is_from(package: str, env: Any) -> bool:
+    """Whether the env's class or a base of it is of this package."""
+    return any(kind.__module__.split(".")[0] == package for kind in type(env).__mro__)
 
 
 class _OneEnv(SyncVectorEnv):
@@ -153,7 +200,7 @@ def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) ->
     """Combinations in Gymnasium (1.1 to 1.4) that give wrong data or an unrelated error deep inside."""
     if type(env.unwrapped).__name__ == "FunctionalJaxVectorEnv":
         raise ValueError(
-            "gymnasium's FunctionalJaxVectorEnv (phys2d/*) throws away the step of every other row when one row "
+            "gymnasium's FunctionalJaxVectorEnv (phys2d/*) throws away the step of every other env when one env "
             "resets: use the ordinary env of the same name"
         )
     for layer in layers(env):
@@ -166,6 +213,6 @@ def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) ->
             )
         if "RecordEpisodeStatistics" in kinds and mode is AutoresetMode.DISABLED:
             raise ValueError(
-                "RecordEpisodeStatistics forgets the statistics of all rows at a masked reset, which a DISABLED "
+                "RecordEpisodeStatistics forgets the statistics of all envs at a masked reset, which a DISABLED "
                 "env needs: use flatroll.wrappers.RewardSum and StepCounter instead"
             )

@@ -20,6 +20,7 @@ def as_vector_env(
     autoreset_mode: AutoresetMode | str | None = None,
     final_obs: FinalObs = "auto",
     own_buffers: bool | str = "auto",
+    dtype: torch.dtype | None = None,
     policy: Any = None,
 ) -> VectorEnv[Any, Any, Any]:
     """Adapt any environment to one vector-env interface; wrappers and collectors call it themselves.
@@ -50,6 +51,8 @@ def as_vector_env(
             ``info``, a callable ``(info, done) -> dense tree``, or None (it hides them).
         own_buffers: ``"auto"`` copies what the env returns unless it is known to be fresh, True always
             copies, False never does.
+        dtype: floating dtype of the floating observations, such as ``torch.float32`` for MuJoCo's float64; spaces and
+            final observations follow, integers and bools stay. Default None: as the env gives them.
         policy: a recurrent policy gets what it needs, as `set_recurrent_primers_from` says; any other changes
             nothing. A collector needs no such word.
 
@@ -66,7 +69,7 @@ def as_vector_env(
     >>> obs.shape, env.metadata["autoreset_mode"].value
     ((1, 4), 'SameStep')
     """
-    adapted = adapt_env(env, num_envs, device, framework, autoreset_mode, final_obs, own_buffers)
+    adapted = adapt_env(env, num_envs, device, framework, autoreset_mode, final_obs, own_buffers, dtype)
     return adapted if policy is None else set_recurrent_primers_from(adapted, policy)
 
 

@@ -1,14 +1,18 @@
 """The adapter for Gymnasium's vector environments: Sync, Async, native and custom ones."""
 
+from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector.async_vector_env import AsyncState
 from typing_extensions import override
 
 from flatroll.wrappers.arrays import Array, Tree, map_tree, own
 from flatroll.wrappers.source import Capabilities, Info, Step, VectorSource, layers
+
+CLOSE_SECONDS = 5.0  # that close() waits for workers in the middle of a step
 
 
 class GymSource(VectorSource):
@@ -48,12 +52,20 @@ class GymSource(VectorSource):
             if self._keeps_pending and self._next_step and self._pending.any():
                 self.env.step(self.env.action_space.sample())  # lets the workers do their pending autoresets
             self._pending[:] = False
-        obs, info = self.env.reset(seed=seed, options=options)
+        try:
+            obs, info = self.env.reset(seed=seed, options=options)
+        except (EOFError, OSError) as error:
+            self._end_dead_workers(error)
+            raise
         return map_tree(own, obs) if self._copies else obs, dict(info)
 
     @override
     def step(self, actions: Tree) -> Step:
-        obs, reward, terminated, truncated, info = self.env.step(actions)
+        try:
+            obs, reward, terminated, truncated, info = self.env.step(actions)
+        except (EOFError, OSError) as error:
+            self._end_dead_workers(error)
+            raise
         if self._copies:
             obs, info = map_tree(own, obs), dict(info)
             reward, terminated, truncated = own(reward), own(terminated), own(truncated)
@@ -72,6 +84,26 @@ class GymSource(VectorSource):
                 self._refuse_reused(given, obs, rows)
             return _with_rows(obs, rows, [given[i] for i in rows])
         return map_tree(own, given) if self._copies and given is not None else given
+
+    @override
+    def close(self) -> None:
+        base = self.env.unwrapped
+        if isinstance(base, AsyncVectorEnv) and not base.closed:
+            # Gymnasium would wait for ever for an answer that a dead worker owes, or that has been read already.
+            answers = base._state is AsyncState.DEFAULT or base._poll_pipe_envs(CLOSE_SECONDS)
+            if _dead_workers(base) or not answers:
+                _kill_workers(base)
+        super().close()
+
+    def _end_dead_workers(self, error: Exception) -> None:
+        """If worker processes have died, end the others, close the env and say so."""
+        base = self.env.unwrapped
+        if isinstance(base, AsyncVectorEnv) and (dead := _dead_workers(base)):
+            _kill_workers(base)
+            raise RuntimeError(
+                f"worker processes {dead} of AsyncVectorEnv have died (killed, out of memory, or crashed), and the env "
+                "is closed: make a new one"
+            ) from error
 
     def _refuse_reused(self, given: Array, obs: Tree, rows: Array) -> None:
         """SAME_STEP keeps the final observation by reference: an env that reuses its array overwrites it.
@@ -98,6 +130,20 @@ class GymSource(VectorSource):
                 "autoreset_mode='NextStep' or 'Disabled'; if its final and reset observations really are "
                 "equal, pass own_buffers=False to as_vector_env to skip this check"
             )
+
+
+def _dead_workers(env: AsyncVectorEnv) -> list[int]:
+    """The numbers of the worker processes that have ended."""
+    ended = wait([process.sentinel for process in env.processes], 0)
+    return [i for i, process in enumerate(env.processes) if process.sentinel in ended]
+
+
+def _kill_workers(env: AsyncVectorEnv) -> None:
+    """Close the env without waiting for any worker."""
+    for process in env.processes:
+        process.kill()
+    env._state = AsyncState.DEFAULT  # no answer is waited for
+    env.close(terminate=True)
 
 
 def _compare(test: Any, one: Tree, other: Tree) -> list[bool]:

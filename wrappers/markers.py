@@ -41,6 +41,7 @@ class MarkerWrapper(VectorWrapper):
         key: where a collector stores the entry; its last name is the entry's name in ``info``.
 
     Raises:
+        TypeError: the subclass lacks one of the two methods.
         ValueError: a wrapper of this kind is in the stack already.
 
     >>> import gymnasium as gym
@@ -68,6 +69,12 @@ class MarkerWrapper(VectorWrapper):
     is_column: ClassVar[bool] = True
 
     def __init__(self, env: Any, key: NestedKey) -> None:
+        kind = type(self)
+        if kind._on_reset is MarkerWrapper._on_reset or (kind.is_column and kind.step is VectorWrapper.step):
+            raise TypeError(
+                f"{kind.__name__} must implement _on_reset(obs, info, rows) and step(actions): MarkerWrapper is "
+                "the base of wrappers that do"
+            )
         adapted = adapt_env(env)
         if any(type(layer) is type(self) for layer in layers(adapted)):
             name = type(self).__name__

@@ -98,6 +98,8 @@ class VectorSource(ABC):
         capabilities: Capabilities,
     ) -> None:
         self.env = env
+        #: What else a caller may step or reset: then the rows of a collector that goes on would be false.
+        self.stepped = self if env is None else env
         self.num_envs = num_envs
         self.single_observation_space = observation_space
         self.single_action_space = action_space

@@ -22,6 +22,7 @@ from flatroll.wrappers.arrays import (
     own,
     select,
 )
+from flatroll.wrappers.moves import moves_of
 from flatroll.wrappers.source import Info, Seed, Step, VectorSource
 
 FinalObs = str | Callable[[dict[str, Any], Array], Tree] | None
@@ -35,7 +36,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 
     Args:
         source: the adapter of the env, see `VectorSource`.
-        mode: how the source resets rows whose episode has ended, an `AutoresetMode` (not its name).
+        mode: how the source resets envs whose episode has ended, an `AutoresetMode` or its value.
         final_obs: where a SAME_STEP env leaves its final observations, see `as_vector_env`.
 
     Attributes:
@@ -50,9 +51,14 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         hides_final_obs: `known` can be less than every row: the env may hide its final observations.
         actions: what the env was given at the last step, after the checks and casts.
         capabilities: see `Capabilities`.
+        moves: the count of steps and resets of the env, which every adapted env around the same one raises.
+        at: the count at this stream's own last step or reset; -1 before the first.
     """
 
-    def __init__(self, source: VectorSource, mode: AutoresetMode, *, final_obs: FinalObs = "auto") -> None:
+    def __init__(
+        self, source: VectorSource, mode: AutoresetMode | str, *, final_obs: FinalObs = "auto"
+    ) -> None:
+        mode = AutoresetMode(mode)
         self.source = source
         self.num_envs = source.num_envs
         check_space(source.single_observation_space, "observation_space")
@@ -76,7 +82,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             )
         if mode is AutoresetMode.DISABLED and not can.partial_reset:
             raise ValueError(
-                "an env with autoreset_mode=DISABLED must be able to reset chosen rows, and "
+                "an env with autoreset_mode=DISABLED must be able to reset chosen envs, and "
                 f"{type(source.env).__name__} takes neither reset(options={{'reset_mask': ...}}) nor "
                 "reset(env_ids=...): use one of its autoresetting modes"
             )
@@ -88,7 +94,9 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self._declare(AutoresetMode.NEXT_STEP if mode is AutoresetMode.NEXT_STEP else AutoresetMode.SAME_STEP)
         self._limit: int | None = None
         self._elapsed: Array = None  # with a limit: transitions made in each row's episode, int64 (E,)
-        self._started = self._stepped = False
+        self._stepped = False
+        self.moves = moves_of(getattr(source.stepped, "unwrapped", source.stepped))
+        self.at = -1
         self.actions: Tree = None
         self.first: Array = None
         self.ended: Array = None
@@ -135,11 +143,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         """
         if not self.capabilities.partial_reset:
             raise ValueError(
-                f"max_steps={max_steps} needs an env that can reset chosen rows, and "
+                f"max_steps={max_steps} needs an env that can reset chosen envs, and "
                 f"{type(self.source.env).__name__} cannot: make it with vectorization_mode='sync' (or 'async' "
                 "with shared memory), or give the env itself the limit (gymnasium: max_episode_steps=...)"
             )
-        if self._started:
+        if self.at >= 0:
             raise ValueError(f"max_steps={max_steps} must be set before the env's first reset")
         self._limit = max_steps if self._limit is None else min(max_steps, self._limit)
         self._declare(AutoresetMode.SAME_STEP)
@@ -153,23 +161,25 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         options = dict(options) if options else None
         mask = options.pop("reset_mask", None) if options else None
         if mask is None:
+            self.moves.count = self.at = self.moves.count + 1
             obs, info = self.source.reset(seed, options)
             like = first_leaf(obs)
             self.first = full(like, self.num_envs, True, torch.bool)
             self.ended = full(like, self.num_envs, False, torch.bool)
             self._elapsed = full(like, self.num_envs, 0, torch.int64) if self._limit else None
             self.known = None
-            self._started, self._stepped = True, False
+            self._stepped = False
             self.any_first, self.any_ended = (True, False) if self._on_host else (None, None)
             return obs, info
         rows = self.as_mask(mask)
         if not self.capabilities.partial_reset:
             raise ValueError(
                 f"options['reset_mask'] is not possible here: {type(self.source.env).__name__} cannot reset "
-                "chosen rows (it would reset all of them)"
+                "chosen envs (it would reset all of them)"
             )
-        if not self._started:
-            raise RuntimeError("options['reset_mask'] was given to the first reset: reset all rows first")
+        if self.moves.count != self.at:
+            self._refuse("options['reset_mask'] was given to the first reset: reset all envs first")
+        self.moves.count = self.at = self.at + 1
         obs, info = self.source.reset(seed, options, rows)
         # New arrays: the old ones were given away.
         self.first, self.ended = self.first | rows, self.ended & ~rows
@@ -181,10 +191,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 
     def step(self, actions: Tree) -> Step:
         """Step all sub-envs; in SAME_STEP mode ``info["final_obs"]`` is ``(E, ...)`` if the env shows it."""
-        if not self._started:
-            raise RuntimeError("step was called before reset: call env.reset() first")
+        if self.moves.count != self.at:
+            self._refuse("step was called before reset: call env.reset() first")
         self._stepped = True
         self.actions = self._check_actions(actions)
+        self.moves.count = self.at = self.at + 1
         obs, reward, terminated, truncated, info = self.source.step(self.actions)
         if not self.capabilities.exact_flags:
             # Reward float32 and flags bool, all (E,), whatever the env calls its own; no copies where they fit.
@@ -217,6 +228,16 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             self.first, self.any_first = self.ended, self.any_ended
             self.ended, self.any_ended = ended, any_ended
         return obs, reward, terminated, truncated, info
+
+    def _refuse(self, before_reset: str) -> None:
+        """Raise the error for an env that is not where this stream has left it, or was never reset."""
+        if self.at < 0:
+            raise RuntimeError(before_reset)
+        raise RuntimeError(
+            f"{type(self.source.env).__name__} was stepped or reset through another adapted env since this one's last "
+            "step, so the next row would not follow the last one: call env.reset() first, and better give each its "
+            "own env"
+        )
 
     def close_extras(self, **kwargs: Any) -> None:
         self.source.close()
@@ -252,7 +273,16 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         if self.any_ended is False:
             return obs
         if self._final == "auto":
-            return self.source.final_obs(info, obs, ended)
+            final = self.source.final_obs(info, obs, ended)
+            if final is None and not self.hides_final_obs and bool(ended.any()):
+                raise ValueError(
+                    f"{type(self.source.env or self.source).__name__} resets ended envs in the same step, and "
+                    "info['final_obs'] does not show their last observations, so the next episode's first ones would "
+                    "be taken for them. Let a wrapper that drops the entry pass it on, let the VectorSource's "
+                    "final_obs return them, or say that the env hides them: as_vector_env(env, final_obs=None), "
+                    "Capabilities(hides_final_obs=True)"
+                )
+            return final
         given = self._final(info, ended) if callable(self._final) else info.get(self._final)
         if given is None:
             names = sorted(key for key in info if not key.startswith("_"))

@@ -7,7 +7,6 @@ dict for all steps, autoreset in the same step, and sometimes a final observatio
 
 import inspect
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.wrappers.arrays import ActionCheck, Array, Tree, first_leaf, map_tree, to_torch
+from flatroll.wrappers.arrays import Array, Tree, first_leaf, map_tree
 from flatroll.wrappers.source import Capabilities, Info, Step, VectorSource
 
 
@@ -74,6 +73,13 @@ class TorchSource(VectorSource):
                 arguments["env_ids"] = numbers
         result = self.env.reset(**arguments)
         obs, info = result if isinstance(result, tuple) else (result, {})
+        if not isinstance(first_leaf(_plain(obs)), Tensor):
+            got = type(first_leaf(_plain(obs))).__name__
+            raise TypeError(
+                f"{type(self.env).__name__} is no gymnasium.vector.VectorEnv, so it must return tensors, and it "
+                f"returns {got}: derive it from gymnasium.vector.VectorEnv (without a "
+                "device), or write a flatroll.wrappers.VectorSource"
+            )
         return self._owned(obs), dict(info)
 
     @override
@@ -111,45 +117,6 @@ class TorchSource(VectorSource):
     def _owned(self, obs: Any) -> Tree:
         tree = _plain(obs)
         return map_tree(Tensor.clone, tree) if self._copies else tree
-
-
-class TorchView(VectorSource):
-    """Adapts a NumPy env so that its arrays are returned as tensors on ``device``."""
-
-    def __init__(self, source: VectorSource, device: torch.device | None) -> None:
-        self._source = source
-        self._device = device or torch.device("cpu")
-        space, native = source.single_action_space, source.capabilities
-        self._check_actions = ActionCheck(
-            space, source.num_envs, "numpy", check_range=not native.checks_range
-        )
-        capabilities = replace(native, framework="torch", device=self._device)
-        super().__init__(source.env, source.num_envs, source.single_observation_space, space, capabilities)
-
-    @override
-    def reset(self, seed: Any, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
-        mask = None if rows is None else rows.cpu().numpy()
-        obs, info = self._source.reset(seed, options, mask)
-        return self._tensors(obs), info
-
-    @override
-    def step(self, actions: Tree) -> Step:
-        obs, reward, terminated, truncated, info = self._source.step(self._check_actions(actions))
-        terminated, truncated = np.asarray(terminated), np.asarray(truncated)
-        self._seen = obs, terminated | truncated  # in NumPy, as the source's final_obs wants them
-        flags = (self._tensors(np.asarray(x)) for x in (reward, terminated, truncated))
-        return self._tensors(obs), *flags, info
-
-    @override
-    def final_obs(self, info: Info, obs: Tree, ended: Array, given: Any = None) -> Tree | None:
-        shown, done = self._seen
-        # Where no episode ended nobody reads them: any tree of the right shapes will do.
-        needed = given is not None or done.any()
-        final = self._source.final_obs(info, shown, done, given) if needed else shown
-        return None if final is None else self._tensors(final)
-
-    def _tensors(self, tree: Tree) -> Tree:
-        return map_tree(lambda leaf: to_torch(leaf, self._device), tree)
 
 
 def _space_of(env: Any, kind: str) -> spaces.Space[Any]:

@@ -478,12 +478,12 @@ def test_wrong_masks_are_refused(mask: Any) -> None:
 def test_an_env_that_ignores_the_mask_refuses_it() -> None:
     env = as_vector_env(gym.make_vec("CartPole-v1", num_envs=2))
     env.reset(seed=0)
-    with pytest.raises(ValueError, match="CartPoleVectorEnv cannot reset chosen rows"):
+    with pytest.raises(ValueError, match="CartPoleVectorEnv cannot reset chosen envs"):
         env.reset(options={"reset_mask": np.array([True, False])})
 
 
 def test_disabled_needs_masked_resets() -> None:
-    with pytest.raises(ValueError, match=r"DISABLED must be able to reset chosen rows.*ScriptedRslEnv"):
+    with pytest.raises(ValueError, match=r"DISABLED must be able to reset chosen envs.*ScriptedRslEnv"):
         as_vector_env(ScriptedRslEnv(script(action="box")), autoreset_mode="Disabled")
 
 

@@ -273,7 +273,7 @@ def test_a_limit_below_one_is_refused(max_steps: int) -> None:
 
 def test_a_limit_over_an_env_that_resets_all_or_nothing_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"max_steps=5 needs an env that can reset chosen rows.*max_episode_steps"
+        ValueError, match=r"max_steps=5 needs an env that can reset chosen envs.*max_episode_steps"
     ):
         StepCounter(gym.make_vec("CartPole-v1", num_envs=2), max_steps=5)
 

@@ -1,0 +1,140 @@
+"""What is no env for us, or a wrong adapter: an error that names the way out, or the right thing."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+
+from flatroll.rollouts import Collector, rollout
+from flatroll.wrappers import Capabilities, MarkerWrapper, VectorSource, VectorStream, as_vector_env
+from flatroll.wrappers.testing import Script, make_scripted
+
+
+class Walk(VectorSource):
+    """Counts steps; episodes of three; SAME_STEP if told so."""
+
+    def __init__(self, same_step: bool = False, **can: Any) -> None:
+        box, actions = spaces.Box(-9, 9, (1,)), spaces.Discrete(2)
+        super().__init__(None, 2, box, actions, Capabilities(torch.device("cpu"), "numpy", **can))
+        self.at, self.same_step = np.zeros((2, 1), np.float32), same_step
+
+    def reset(self, seed: Any, options: Any, rows: Any = None) -> Any:
+        self.at[slice(None) if rows is None else rows] = 0
+        return self.at.copy(), {}
+
+    def step(self, actions: Any) -> Any:
+        self.at += 1
+        done = self.at[:, 0] == 3
+        if self.same_step:
+            self.at[done] = 0
+        return self.at.copy(), done, done, np.zeros_like(done), {}
+
+
+@pytest.mark.parametrize("mode", ["Disabled", AutoresetMode.DISABLED])
+def test_a_stream_takes_the_value_of_a_mode(mode: Any) -> None:
+    for env in (VectorStream(Walk(), mode), as_vector_env(Walk(), autoreset_mode=mode)):
+        batch = rollout(env, num_steps=7)
+        assert (batch["next", "observation"] - batch["observation"] == 1).all()
+    with pytest.raises(ValueError, match="Off"):
+        VectorStream(Walk(), "Off")
+
+
+def test_a_source_without_a_mode_is_told_what_is_missing() -> None:
+    with pytest.raises(TypeError, match="autoreset_mode is needed: Walk"):
+        as_vector_env(Walk())
+
+
+def test_a_same_step_env_that_shows_no_last_observation_must_say_so() -> None:
+    with pytest.raises(ValueError, match=r"Walk resets ended envs.*hides_final_obs=True"):
+        rollout(VectorStream(Walk(same_step=True), AutoresetMode.SAME_STEP), num_steps=5)
+    hides = VectorStream(Walk(same_step=True, hides_final_obs=True), AutoresetMode.SAME_STEP)
+    assert rollout(hides, num_steps=5)["next", "observation"].isnan().sum() == 2
+    given = as_vector_env(Walk(same_step=True), autoreset_mode="SameStep", final_obs=None)
+    assert rollout(given, num_steps=5)["next", "observation"].isnan().sum() == 2
+
+
+def test_a_gymnasium_wrapper_that_drops_last_observations_is_named() -> None:
+    class Drops(VectorWrapper):
+        def step(self, actions: Any) -> Any:
+            return *self.env.step(actions)[:4], {}
+
+    env = Drops(make_scripted(Script(2, lengths=2), autoreset_mode="SameStep"))
+    with pytest.raises(ValueError, match="Drops resets ended envs in the same step"):
+        rollout(env, num_steps=5)
+
+
+def test_an_env_of_torchrl_is_refused_by_its_name() -> None:
+    envs = pytest.importorskip("torchrl.envs")
+    for call in (rollout, as_vector_env, lambda env: Collector(env, frames_per_batch=2)):
+        with pytest.raises(TypeError, match=r"torchrl envs are not taken.*gymnasium.make\(") as error:
+            call(envs.GymEnv("CartPole-v1"))
+        assert "factory" not in str(error.value)
+
+
+def test_an_envpool_with_the_interface_of_dm_env_is_refused() -> None:
+    envpool = pytest.importorskip("envpool")
+    with pytest.raises(TypeError, match=r"dm_env: .*envpool.make_gymnasium"):
+        as_vector_env(envpool.make_dm("CartPole-v1", num_envs=2))
+
+
+class NumPyDuck:
+    """Has the methods of a vector env and returns arrays, as those of SuperSuit do."""
+
+    num_envs = 2
+    single_observation_space = spaces.Box(-1, 1, (3,))
+    single_action_space = spaces.Discrete(2)
+
+    def reset(self, seed: Any = None, options: Any = None) -> Any:
+        return np.zeros((2, 3), np.float32), {}
+
+    def step(self, actions: Any) -> Any:
+        return np.zeros((2, 3), np.float32), np.zeros(2), np.zeros(2, bool), np.zeros(2, bool), {}
+
+
+def test_a_vector_env_of_arrays_without_the_base_class_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"NumPyDuck is no gymnasium.vector.VectorEnv.*ndarray.*VectorSource"):
+        rollout(as_vector_env(NumPyDuck(), autoreset_mode="SameStep"), num_steps=2)
+
+
+def test_a_vector_env_without_single_spaces_is_refused() -> None:
+    class Concat(VectorEnv[Any, Any, Any]):
+        num_envs, metadata = 2, {"autoreset_mode": "SameStep"}
+        observation_space, action_space = spaces.Box(-1, 1, (3,)), spaces.Discrete(2)
+
+    with pytest.raises(TypeError, match=r"single_observation_space and single_action_space.*Concat"):
+        as_vector_env(Concat())
+
+
+def test_a_marker_without_its_methods_is_refused() -> None:
+    env = gym.make("CartPole-v1")
+    with pytest.raises(TypeError, match=r"MarkerWrapper must implement _on_reset.*and step"):
+        MarkerWrapper(env, "mine")
+
+    class Half(MarkerWrapper):
+        def _on_reset(self, obs: Any, info: Any, rows: Any) -> None: ...
+
+    with pytest.raises(TypeError, match=r"Half must implement"):
+        Half(env, "mine")
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+def test_entries_inside_an_info_entry_are_stored(mode: Any) -> None:
+    env = RecordEpisodeStatistics(make_scripted(Script(2, lengths=[[3], [2]]), autoreset_mode=mode))
+    batch = rollout(env, num_steps=6, info_keys=[("episode", "r"), ("episode", "l")])
+    ended = batch["next", "done"].squeeze(-1)
+    assert batch["next", "episode", "l"][ended].tolist() == [3, 3, 2, 2, 2]
+    first = batch["next", "episode", "r"][ended][0]
+    assert first == batch["next", "reward"][:3].sum() and batch["episode", "r"].shape == (12,)
+
+
+def test_a_dict_of_entries_is_refused_with_the_names_of_its_parts() -> None:
+    env = RecordEpisodeStatistics(make_scripted(Script(2, lengths=3), autoreset_mode="SameStep"))
+    with pytest.raises(TypeError, match=r"\('episode', 'r'\).*RewardSum"):
+        rollout(env, num_steps=6, info_keys=["episode"])
+    with pytest.raises(KeyError, match="RewardSum"):
+        rollout(env, num_steps=1, info_keys=[("episode", "r")])
