@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from flatroll.buffers.columns.base import Columns, TensorColumn
 from flatroll.buffers.index.fragments import BoundaryKeys
-from flatroll.buffers.index.ring import Draw, Ring
+from flatroll.buffers.index.ring import Array, Draw, Ring
 from flatroll.buffers.index.trajectory_index import By, TrajectoryIndex
 from flatroll.buffers.samplers.base import Sampler, StoredColumns
 from flatroll.buffers.samplers.filling import bounds, fill
@@ -215,11 +215,7 @@ class SliceSampler(Sampler):
         draw_slices: Callable[..., Draw]
         if isinstance(marks, TensorColumn):  # of the rows at which slices may begin, bool [capacity]
             marked = marks.data.view(-1).numpy(force=True)
-
-            def draw_slices(count: int, length: int, follow: bool, **way: Any) -> Draw:
-                return index.slices_from(
-                    index.marked_starts(count, length, marked, **way), length, follow=follow
-                )
+            draw_slices = partial(_draw_marked, index, marked)
         else:
             draw_slices = index.draw
             if any(self.span):
@@ -287,6 +283,13 @@ def indexed(ring: Ring, sampler: Sampler) -> TrajectoryIndex:
         f"{type(sampler).__name__} draws from a TrajectoryIndex, got {type(ring).__name__}: give the sampler to "
         "ReplayBuffer(sampler=...)"
     )
+
+
+def _draw_marked(
+    index: TrajectoryIndex, marks: Array, count: int, length: int, *, follow: bool, **way: Any
+) -> Draw:
+    """Draw slices that begin at rows which ``marks`` (bool ``[capacity]``) marks."""
+    return index.slices_from(index.marked_starts(count, length, marks, **way), length, follow=follow)
 
 
 def spans(span: Span, length: int | None) -> tuple[int, int]:

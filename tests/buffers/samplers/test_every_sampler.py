@@ -30,8 +30,10 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "slices": lambda: SliceSampler(slice_len=6),
     "by start": lambda: SliceSampler(slice_len=6, by="start"),
     "span": lambda: SliceSampler(slice_len=6, span=3),
+    "filled": lambda: SliceSampler(slice_len=6, fill=True),
     "padded": lambda: SliceSampler(slice_len=6, pad_output=True),
     "slices without replacement": lambda: SliceSamplerWithoutReplacement(slice_len=6, by="start"),
+    "filled without replacement": lambda: SliceSamplerWithoutReplacement(slice_len=6, fill=True),
     "prioritized": lambda: PrioritizedSampler(CAPACITY, alpha=0.7, beta=0.9),
     "prioritized slices": lambda: PrioritizedSliceSampler(CAPACITY, alpha=0.7, beta=0.9, slice_len=6),
 }

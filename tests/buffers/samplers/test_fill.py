@@ -199,6 +199,18 @@ def test_estimators_take_what_a_collector_and_a_filled_buffer_give(compact: bool
         torch.testing.assert_close(estimator(sample.clone())["advantage"], torch.cat(parts))
 
 
+def test_filled_slices_begin_at_marked_rows(world: Any) -> None:
+    batch = world.to_batch([step for e in range(9) for step in world.episode(0, e, 5)])
+    batch["begin"] = batch["step_count"] % 2 == 0
+    buffer = buffer_of(SliceSampler(slice_len=4, start_key="begin", fill=True), 36)
+    buffer.extend(batch)
+    for _ in range(20):
+        sample = buffer.sample()
+        starts = sample["is_init"][:, 0]
+        assert len(sample) == 36 and bool(sample["begin"][starts].all())
+        assert bool(((sample["step_count"].flatten().diff() == 1) | starts[1:]).all())
+
+
 # --- what every slice must be -------------------------------------------------------------------------------
 
 

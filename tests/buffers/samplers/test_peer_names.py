@@ -36,7 +36,7 @@ def batch_of(**ends: torch.Tensor) -> TensorDict:
 @pytest.mark.parametrize("cls", [SliceSampler, SliceSamplerWithoutReplacement, PrioritizedSliceSampler])
 @pytest.mark.parametrize("compact", [False, True])
 def test_any_of_several_end_keys_ends_a_trajectory(cls: Any, compact: bool) -> None:
-    first = (9, 0.7, 0.9) if cls is PrioritizedSliceSampler else ()
+    first: Any = (9, 0.7, 0.9) if cls is PrioritizedSliceSampler else ()
     sampler = cls(*first, slice_len=9, end_keys=["gone", "won", ("sub", "lost")])
     buffer = ReplayBuffer(storage=LazyTensorStorage(9, compact_obs=compact), sampler=sampler, batch_size=36)
     batch = batch_of(won=flags(9, 1), sub=TensorDict({"lost": flags(9, 4)}, [9]))  # "gone" is not there
