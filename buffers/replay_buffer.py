@@ -34,6 +34,7 @@ from flatroll.buffers.transforms.base import (
     apply,
     apply_inverses,
     check_row_count,
+    check_transform,
     looks_ahead,
 )
 from flatroll.buffers.writers import RoundRobinWriter, Writer, check_rows
@@ -128,6 +129,7 @@ class ReplayBuffer(Transforming, BufferState):
 
     @override
     def insert_transform(self, index: int, transform: TransformLike, *, invert: bool = False) -> Self:
+        check_transform(transform)
         if not invert and looks_ahead(transform) and self._started and self.index is None:
             raise RuntimeError(
                 f"{type(transform).__name__} follows trajectories, which the rows stored so far cannot: append it "

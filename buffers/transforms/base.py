@@ -6,7 +6,7 @@ from typing import Any, Protocol, Self, TypeAlias, cast, runtime_checkable
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from flatroll.layout.keys import NestedKey, missing_marker, plain_key
+from flatroll.layout.keys import NestedKey, missing_marker, plain_key, without_next
 
 
 @runtime_checkable
@@ -197,18 +197,26 @@ def apply_inverses(
 
     Raises:
         TypeError: a transform returned None.
-        ValueError: a transform changed the number of rows, by which ``final`` counts.
+        ValueError: a transform changed the number of rows, by which ``final`` counts, or an observation in it.
     """
     result = data
     for transform in reversed(transforms):
         inverse = getattr(transform, "inv", None)
         if inverse is not None:
             result = _returned(transform, inverse(result))
-    if final is not None and isinstance(result, TensorDictBase) and result.batch_size != data.batch_size:
-        raise ValueError(
-            f"final counts the rows of the batch, {list(data.batch_size)}, and the transforms' inv changed them to "
-            f"{list(result.batch_size)}: leave final out, or change the rows before both are made"
-        )
+    if final is not None and isinstance(result, TensorDictBase) and result is not data:
+        if result.batch_size != data.batch_size:
+            raise ValueError(
+                f"final counts the rows of the batch, {list(data.batch_size)}, and the transforms' inv changed them to "
+                f"{list(result.batch_size)}: leave final out, or change the rows before both are made"
+            )
+        for key in final.keys(True, True):
+            root = without_next(key)  # final's next observations are not put through inv
+            if root != key and result.get(root, None) is not data.get(root, None):
+                raise ValueError(
+                    f"the transforms' inv changes {root!r} and leaves final[{key!r}] as it is: store full batches "
+                    "without final, or change both before extend"
+                )
     return result
 
 

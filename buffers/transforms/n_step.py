@@ -1,7 +1,7 @@
 """n-step transitions of a batch or of samples: the rewards of n steps summed, next entries n steps later."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
@@ -237,9 +237,9 @@ class NStep(Transform):
         # Time goes behind the agents, [*B, *A, T], and back again.
         back = [*range(time), len(shape) - 1, *range(time, len(shape) - 1)]
         ahead = [*range(time), *range(time + 1, len(shape)), time]
-        result: TensorDictBase = self.of_batch(wide.permute(*ahead), None, None, **keys).permute(*back)
-        result.batch_size = td.batch_size
-        return result
+        wide = self.of_batch(wide.permute(*ahead), None, None, **keys).permute(*back)
+        wide.batch_size = td.batch_size
+        return cast(TensorDictBase, wide)
 
 
 class MultiStep(NStep):
