@@ -26,7 +26,14 @@ from flatroll.buffers.storages.item_kinds import (
 )
 from flatroll.buffers.storages.list import ListStorage
 from flatroll.buffers.storages.parallel_lanes import Index, positions, slots_at, slots_of
-from flatroll.buffers.transforms.base import Transforming, TransformLike, apply, check_row_count, looks_ahead
+from flatroll.buffers.transforms.base import (
+    Transforming,
+    TransformLike,
+    apply,
+    check_row_count,
+    check_transform,
+    looks_ahead,
+)
 from flatroll.buffers.writers import RoundRobinWriter, Writer, before_storing, check_rows
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import MASK, NestedKey
@@ -127,6 +134,7 @@ class ReplayBuffer(Transforming, BufferState):
 
     @override
     def insert_transform(self, index: int, transform: TransformLike, *, invert: bool = False) -> Self:
+        check_transform(transform)
         if not invert and looks_ahead(transform) and self._started and self.index is None:
             raise RuntimeError(
                 f"{type(transform).__name__} follows trajectories, which the rows stored so far cannot: append it "

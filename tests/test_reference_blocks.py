@@ -175,7 +175,7 @@ def test_data_package_storing_trajectories_several_envs() -> None:
     collector = named("SyncDataCollector")(
         env, named("RandomPolicy")(env.action_space), frames_per_batch=2, total_frames=-1
     )
-    # Rows are flat here, one trajectory behind the other, so the buffer keeps one dimension and sampling is right.
+    # The document stores [envs, time] with ndim=2, lest trajectories are interleaved; flat rows are not.
     rb = ReplayBuffer(
         storage=LazyTensorStorage(200),
         sampler=SliceSampler(

@@ -1,12 +1,12 @@
 """The base class of transforms, the interface that any other object or function may have, and how they are applied."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, Self, TypeAlias, runtime_checkable
+from typing import Any, Protocol, Self, TypeAlias, cast, runtime_checkable
 
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from flatroll.layout.keys import NestedKey, missing_marker, plain_key
+from flatroll.layout.keys import NestedKey, missing_marker, plain_key, without_next
 
 
 @runtime_checkable
@@ -96,6 +96,11 @@ class Transform(nn.Module):
             list(self.in_keys_inv) if out_keys_inv is None else key_list("out_keys_inv", out_keys_inv)
         )
 
+    @property
+    def look_ahead(self) -> int:
+        """Number of consecutive rows the buffer looks up for each sampled row, 0 for none; see `MultiStepTransform`."""
+        return 0
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}(in_keys={self.in_keys}, out_keys={self.out_keys})"
 
@@ -169,20 +174,20 @@ def apply(transform: TransformLike, td: TensorDictBase, ends: Callable[[], Tenso
         TypeError: the transform returned None.
         ValueError: it wants the ends of the drawn rows, and a transform before it changed the number of rows.
     """
-    if not isinstance(transform, SampleTransform):
-        changed = transform(td)
-    elif ends is not None and getattr(transform, "wants_ends", False):
-        wanting: Any = transform
+    forward: Any = getattr(transform, "forward", None)
+    if forward is None:
+        changed = cast(Callable[[TensorDictBase], TensorDictBase], transform)(td)
+    elif ends is None or not getattr(transform, "wants_ends", False):
+        changed = forward(td)
+    else:
         marks = ends()
         if isinstance(td, TensorDictBase) and td.batch_size[: marks.ndim] != marks.shape:
             raise ValueError(
                 f"{name_of(transform)} must know which rows follow one another, and a transform before it changed "
                 f"the sample's rows from {list(marks.shape)} to {list(td.batch_size)}: put that one after it"
             )
-        changed = wanting.forward(td, marks)
-    else:
-        changed = transform.forward(td)
-    return _returned(transform, changed)
+        changed = forward(td, marks)
+    return changed if changed is not None else _returned(transform, changed)
 
 
 def apply_inverses(
@@ -192,18 +197,26 @@ def apply_inverses(
 
     Raises:
         TypeError: a transform returned None.
-        ValueError: a transform changed the number of rows, by which ``final`` counts.
+        ValueError: a transform changed the number of rows, by which ``final`` counts, or an observation in it.
     """
     result = data
     for transform in reversed(transforms):
         inverse = getattr(transform, "inv", None)
         if inverse is not None:
             result = _returned(transform, inverse(result))
-    if final is not None and isinstance(result, TensorDictBase) and result.batch_size != data.batch_size:
-        raise ValueError(
-            f"final counts the rows of the batch, {list(data.batch_size)}, and the transforms' inv changed them to "
-            f"{list(result.batch_size)}: leave final out, or change the rows before both are made"
-        )
+    if final is not None and isinstance(result, TensorDictBase) and result is not data:
+        if result.batch_size != data.batch_size:
+            raise ValueError(
+                f"final counts the rows of the batch, {list(data.batch_size)}, and the transforms' inv changed them to "
+                f"{list(result.batch_size)}: leave final out, or change the rows before both are made"
+            )
+        for key in final.keys(True, True):
+            root = without_next(key)  # final's next observations are not put through inv
+            if root != key and result.get(root, None) is not data.get(root, None):
+                raise ValueError(
+                    f"the transforms' inv changes {root!r} and leaves final[{key!r}] as it is: store full batches "
+                    "without final, or change both before extend"
+                )
     return result
 
 

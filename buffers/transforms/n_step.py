@@ -1,7 +1,7 @@
 """n-step transitions of a batch or of samples: the rewards of n steps summed, next entries n steps later."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
@@ -232,14 +232,14 @@ class NStep(Transform):
                 f"batch[{self.done_key!r}] has {list(done.shape)} values in a batch {list(td.batch_size)}, {name!r} "
                 "not one row for each of them: give each row one done flag, or leave the entry out with .exclude"
             )
-        wide = td.clone(recurse=False)
+        wide: Any = td.clone(recurse=False)
         wide.batch_size = shape
         # Time goes behind the agents, [*B, *A, T], and back again.
         back = [*range(time), len(shape) - 1, *range(time, len(shape) - 1)]
         ahead = [*range(time), *range(time + 1, len(shape)), time]
-        result = self.of_batch(wide.permute(*ahead), None, None, **keys).permute(*back)
-        result.batch_size = td.batch_size
-        return result
+        wide = self.of_batch(wide.permute(*ahead), None, None, **keys).permute(*back)
+        wide.batch_size = td.batch_size
+        return cast(TensorDictBase, wide)
 
 
 class MultiStep(NStep):

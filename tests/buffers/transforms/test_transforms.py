@@ -340,6 +340,17 @@ def test_rows_changed_on_the_way_in_do_not_go_with_final() -> None:
     ):
         buffer.extend(data.exclude(("next", "observation")), final=final)
     assert len(buffer) == 0
+    other = ReplayBuffer(storage=LazyTensorStorage(12, compact_obs=True), transform=Times(), batch_size=6)
+    with pytest.raises(
+        ValueError, match=r"inv changes 'observation' and leaves final\[\('next', 'observation'\)\]"
+    ):
+        other.extend(data.exclude(("next", "observation")), final=final)
+    assert len(other) == 0
+    other = ReplayBuffer(
+        storage=LazyTensorStorage(12, compact_obs=True), transform=Compose(Plain()), batch_size=6
+    )
+    other.extend(data.exclude(("next", "observation")), final=final)
+    assert torch.equal(other[:]["next", "observation"], data["next", "observation"])
     buffer.extend(data)
     assert len(buffer) == 8
     with pytest.raises((ValueError, IndexError, RuntimeError)):
