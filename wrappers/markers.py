@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from gymnasium import spaces
 from gymnasium.vector import VectorEnv, VectorObservationWrapper, VectorWrapper
 from torch import Tensor
 
@@ -88,6 +89,11 @@ class MarkerWrapper(VectorWrapper):
 
     def __del__(self) -> None:
         """Before 1.3 Gymnasium closes a dropped wrapper's env, which is the caller's."""
+
+    @property
+    def action_spec(self) -> spaces.Space[Any]:
+        """The references' name of ``single_action_space``, as in ``RandomPolicy(env.action_spec)``."""
+        return self.single_action_space
 
     def reset(self, *, seed: Seed = None, options: Info | None = None) -> tuple[Tree, Info]:
         """Reset the env; add the markers of the sub-envs that were reset."""

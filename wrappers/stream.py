@@ -115,6 +115,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         return None if self.same_step or not self._stepped else ~self.first
 
     @property
+    def action_spec(self) -> spaces.Space[Any]:
+        """The references' name of ``single_action_space``, as in ``RandomPolicy(env.action_spec)``."""
+        return self.single_action_space
+
+    @property
     def unwrapped(self) -> Any:
         base = getattr(self.source.env, "unwrapped", self.source.env)
         return base if isinstance(base, VectorEnv) else self

@@ -8,7 +8,8 @@ from gymnasium.vector.utils import batch_space
 from list_collector import Counter, cartpole, make
 from tensordict import TensorDict
 
-from flatroll.rollouts import Collector, RandomPolicy, rollout
+from flatroll.rollouts import Collector, RandomPolicy, SyncDataCollector, rollout
+from flatroll.wrappers import StepCounter
 
 
 def test_a_seed_makes_env_and_random_actions_reproducible():
@@ -69,6 +70,10 @@ def test_a_random_policy_is_no_policy():
     space = spaces.Discrete(2)
     for policy in (RandomPolicy(), RandomPolicy(space), RandomPolicy(batch_space(space, 3))):
         assert (rows(policy) == rows(None)).all()
+    env = StepCounter(gym.make("CartPole-v1"))
+    assert next(
+        SyncDataCollector(env, RandomPolicy(env.action_spec), frames_per_batch=10, total_frames=-1)
+    ).shape == (10,)
     only_right = rows(RandomPolicy(spaces.Discrete(1, start=1)))
     assert (only_right["action"] == 1).all()
     assert rollout(gym.make("CartPole-v1"), RandomPolicy(space), num_steps=5)["action"].shape == (5,)
