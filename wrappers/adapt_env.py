@@ -95,7 +95,7 @@ def _choose_source(
     if isinstance(env, gymnasium.Wrapper) and (isinstance(base, VectorEnv) or hasattr(base, "num_envs")):
         env = _without_checkers(env)
     if _is_from("envpool", base):
-        if not hasattr(env, "observation_space"):
+        if not hasattr(type(env), "observation_space"):  # asking the env itself makes a Box, with a warning
             raise TypeError(
                 f"env is envpool's {type(env).__name__} with the interface of dm_env: make the same task with "
                 "envpool.make_gymnasium(...)"

@@ -292,12 +292,12 @@ class Telling(ScriptedVectorEnv):
 @pytest.mark.parametrize(
     ("value", "came"),
     [
-        ({"r": np.zeros(2)}, "object of shape ()"),
+        (object(), "object of shape ()"),
         (np.array(["a", "b"]), "<U1 of shape (2,)"),
         (1.5, "float64 of shape ()"),
         (np.zeros(3), "float64 of shape (3,)"),
     ],
-    ids=["dict", "text", "number", "other count"],
+    ids=["object", "text", "number", "other count"],
 )
 def test_info_entries_that_are_no_columns(value, came):
     collector = Collector(Telling({"x": value}), frames_per_batch=6, info_keys=["x"])
