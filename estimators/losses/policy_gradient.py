@@ -453,7 +453,7 @@ class ClipPPOLoss(PPOLoss):
             if len(clip_epsilon) != 2:
                 raise ValueError(f"clip_epsilon must be a number or a pair, of length 2, got {clip_epsilon}")
             numbers = {"clip_epsilon_low": clip_epsilon[0], "clip_epsilon_high": clip_epsilon[1]}
-        low, *_, high = 2 * (*numbers.values(),)
+        low, *_, high = 2 * (*numbers.values(),)  # one number is both
         if not (0.0 < low < 1.0 and high > 0.0):
             raise ValueError(
                 f"clip_epsilon must be above 0, and below 1 on the lower side, got {clip_epsilon}"
