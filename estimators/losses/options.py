@@ -109,7 +109,7 @@ def keys_written_by(actor: TensorDictModuleBase) -> dict[str, Any]:
     if not heads:
         return {}
     # its distribution is that of its last part alone, unless it says that it is one of all parts that sample
-    sampler = actor if getattr(actor, "return_composite", False) else heads[-1]
+    sampler: Any = actor if getattr(actor, "return_composite", False) else heads[-1]
     keys: dict[str, Any] = {"action": list(sampler.dist_sample_keys)}
     # it refuses to say where it was built under another set_composite_lp_aggregate
     with suppress(RuntimeError):
