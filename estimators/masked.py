@@ -3,7 +3,7 @@
 import sys
 import warnings
 from collections.abc import Iterable
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
@@ -169,6 +169,16 @@ def ratio_statistics(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor
 def on_host(column: Tensor) -> bool:
     """Return whether values of ``column`` can be read cheaply: on the CPU, outside ``torch.compile``."""
     return column.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def as_number(coefficient: Tensor) -> Any:
+    """Return the number in a 0-dim tensor where reading it is cheap (see :func:`on_host`), else the tensor.
+
+    Arithmetic with a number costs half of that with a tensor, and a number has no device to differ.
+    """
+    if coefficient.device.type == "cpu" and not torch.compiler.is_compiling():
+        return coefficient.item()
+    return coefficient
 
 
 class WarnOnce:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypedDict, cast
 
 import torch
 from tensordict import unravel_key
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModuleBase
 from torch import Tensor
 
 from flatroll.estimators.distributions import require_actor
@@ -105,12 +105,18 @@ def check_networks(
 
 def keys_written_by(actor: TensorDictModuleBase) -> dict[str, Any]:
     """Return the keys under which an actor writes ``action`` and ``sample_log_prob``, as far as it says."""
-    keys: dict[str, Any] = {"action": list(getattr(actor, "dist_sample_keys", ()))}
+    heads: list[Any] = [part for part in actor.modules() if isinstance(part, ProbabilisticTensorDictModule)]
+    if not heads:
+        return {}
+    # its distribution is that of its last part alone, unless it says that it is one of all parts that sample
+    sampler: Any = actor if getattr(actor, "return_composite", False) else heads[-1]
+    keys: dict[str, Any] = {"action": list(sampler.dist_sample_keys)}
     # it refuses to say where it was built under another set_composite_lp_aggregate
     with suppress(RuntimeError):
-        keys["sample_log_prob"] = list(getattr(actor, "log_prob_keys", ()))
-    # the log-probability of several parts may stand in one entry, too: the loss looks where it is
-    return {name: x for name, x in keys.items() if len(x) == 1 or (x and name == "action")}
+        log_prob_keys = list(sampler.log_prob_keys)
+        # the log-probability of several parts may stand in one entry, too: the loss looks where it is
+        keys |= {"sample_log_prob": log_prob_keys} if len(log_prob_keys) == 1 else {}
+    return keys
 
 
 def clip_distance(clip_value: bool | Coefficient | None) -> Coefficient | None:

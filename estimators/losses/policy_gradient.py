@@ -1,5 +1,6 @@
 """Losses of an actor and its critic: the base of them all, PPO, and clipped PPO."""
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import reduce
@@ -40,6 +41,7 @@ from flatroll.estimators.masked import (
     DISTANCES,
     Distance,
     Reduction,
+    as_number,
     distance,
     masked_mean,
     masked_variance,
@@ -284,14 +286,14 @@ class PolicyGradientLoss(LossModule):
                 }
                 entropy = reduce(torch.add, entropies.values())
                 factor = self.entropy_coeff
-                of_parts = (
-                    factor * entropy if isinstance(factor, Tensor) else weighted_entropy(entropies, factor)
-                )
-                losses["loss_entropy"] = -of_parts
+                if isinstance(factor, Tensor):
+                    losses["loss_entropy"] = -as_number(factor) * entropy
+                else:
+                    losses["loss_entropy"] = -weighted_entropy(entropies, factor)
                 diagnostics["entropy"] = masked_mean(entropy.detach(), inputs.mask)
             if self.critic_network is not None and self.critic_coeff is not None:
                 critic_loss, of_critic = self._critic_loss(inputs, self.critic_network)
-                losses[critic_name] = self.critic_coeff * critic_loss
+                losses[critic_name] = as_number(self.critic_coeff) * critic_loss
                 diagnostics |= of_critic
         out = {name: self.reduce(inputs, loss) for name, loss in losses.items()}
         return TensorDict(out | {name: number.detach() for name, number in diagnostics.items()})
@@ -335,7 +337,7 @@ class PolicyGradientLoss(LossModule):
             # the larger of the two losses counts: moving further than clip_value from the sampled value earns nothing
             sampled = self.column(inputs, "value")
             moved = value - sampled
-            most = self.clip_value.to(moved.device)
+            most = as_number(self.clip_value)
             clipped = moved.clamp(-most, most)
             loss = torch.maximum(loss, distance(sampled + clipped, target, self.loss_critic_type))
             diagnostics["value_clip_fraction"] = masked_mean((moved != clipped).to(value.dtype), inputs.mask)
@@ -453,7 +455,7 @@ class ClipPPOLoss(PPOLoss):
             if len(clip_epsilon) != 2:
                 raise ValueError(f"clip_epsilon must be a number or a pair, of length 2, got {clip_epsilon}")
             numbers = {"clip_epsilon_low": clip_epsilon[0], "clip_epsilon_high": clip_epsilon[1]}
-        low, *_, high = 2 * (*numbers.values(),)
+        low, *_, high = 2 * (*numbers.values(),)  # one number is both
         if not (0.0 < low < 1.0 and high > 0.0):
             raise ValueError(
                 f"clip_epsilon must be above 0, and below 1 on the lower side, got {clip_epsilon}"
@@ -484,9 +486,10 @@ class ClipPPOLoss(PPOLoss):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio = self.log_ratio(inputs, log_prob)
         both = self._buffers.get("clip_epsilon")
-        low, high = (self.clip_epsilon_low, self.clip_epsilon_high) if both is None else (both, both)
-        # log(1 - low), log(1 + high); a 0-dim tensor of another device is no bound for clamp()
-        least, most = (-low).log1p().to(log_ratio.device), high.log1p().to(log_ratio.device)
+        pair = (self.clip_epsilon_low, self.clip_epsilon_high) if both is None else (both, both)
+        low, high = map(as_number, pair)
+        log1p: Any = math.log1p if isinstance(low, float) else torch.log1p
+        least, most = log1p(-low), log1p(high)  # log(1 - low), log(1 + high)
         # min(ratio * A, clip(ratio) * A) bounds the ratio on one side only: above if A >= 0, below if A < 0.
         # The logarithm is bounded, before exp: where the limit holds, a ratio that overflows leaves no NaN in the
         # gradient (inf * 0).

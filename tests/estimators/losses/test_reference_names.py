@@ -425,6 +425,25 @@ class TestKeys:
         assert loss.tensor_keys.action == "act" and loss.tensor_keys.sample_log_prob == "act_log_prob"
         torch.testing.assert_close(loss(rows(action="act")), PPOLoss(*networks())(rows()))
 
+    @pytest.mark.parametrize("whole", [True, False])
+    def test_an_actor_that_samples_on_the_way(self, whole: bool) -> None:
+        """Its distribution is one of both samples, or of the last one."""
+        plain, critic = networks(action="act")
+        spread = TensorDictModule(lambda x: (x, torch.ones_like(x)), ["seen"], ["loc", "scale"])
+        blur = ProbabilisticTensorDictModule(["loc", "scale"], ["observation"], distribution_class=Normal)
+        loss = PPOLoss(
+            ProbabilisticTensorDictSequential(spread, blur, *plain, return_composite=whole), critic
+        )
+        batch = rows(action="act")
+        batch["seen"], batch["observation_log_prob"] = torch.randn(6, 3), torch.zeros(6, 3)
+        assert loss(batch)["loss_objective"].isfinite()
+        if whole:
+            assert set(loss.tensor_keys.action) == {"act", "observation"}
+            with pytest.raises(KeyError, match="PPOLoss: batch has no entry 'observation_log_prob'"):
+                loss(batch.exclude("observation_log_prob"))
+        else:
+            assert loss.tensor_keys.action == "act" and loss.tensor_keys.sample_log_prob == "act_log_prob"
+
     def test_sample_log_prob(self) -> None:
         batch = rows().rename_key_("action_log_prob", "sampled")
         loss = ClipPPOLoss(*networks())
