@@ -57,9 +57,7 @@ def zero_masked(column: Tensor, mask: Tensor | None) -> Tensor:
     return column if mask is None else torch.where(mask, column, 0.0)
 
 
-def without_rubbish(
-    batch: TensorDictBase, mask_key: NestedKey, keys: Iterable[NestedKey]
-) -> TensorDictBase:
+def without_rubbish(batch: TensorDictBase, mask_key: NestedKey, keys: Iterable[NestedKey]) -> TensorDictBase:
     """Return a shallow copy of the batch in which floating entries ``keys`` are 0 in padding rows.
 
     Padding (rows where ``mask_key`` is False) may hold anything. A loss that leaves such a row out still multiplies

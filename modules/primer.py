@@ -46,14 +46,19 @@ class TensorDictPrimer:
         default_value: float | Mapping[NestedKey, float] = 0.0,
     ) -> None:
         shaped = [key for key, value in primers.items() if not isinstance(value, Tensor)]
-        numbers = dict(default_value) if isinstance(default_value, Mapping) else dict.fromkeys(shaped, default_value)
+        numbers = (
+            dict(default_value)
+            if isinstance(default_value, Mapping)
+            else dict.fromkeys(shaped, default_value)
+        )
         if set(numbers) != set(shaped):
             raise ValueError(
                 f"default_value must have a number for each of {shaped}, the primers that are no tensors, "
                 f"got {list(numbers)}"
             )
         self.defaults: dict[NestedKey, Tensor] = {
-            key: _filled(key, value, numbers[key]) if key in numbers else value for key, value in primers.items()
+            key: _filled(key, value, numbers[key]) if key in numbers else value
+            for key, value in primers.items()
         }
 
     def __repr__(self) -> str:

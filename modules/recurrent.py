@@ -47,7 +47,11 @@ def _wrapped_network(
     if not (sizes.batch_first if network is None else getattr(network, "batch_first", True)):
         raise ValueError(
             f"batch_first must be True, got False: build {name} with batch_first=True"
-            + ("" if network is None else f", or set {name}.batch_first = True, which leaves its weights as they are")
+            + (
+                ""
+                if network is None
+                else f", or set {name}.batch_first = True, which leaves its weights as they are"
+            )
         )
     if network is None:
         if sizes.input_size is None or sizes.hidden_size is None:
@@ -225,8 +229,8 @@ class GRUModule(RecurrentModule):
             (padded to the longest run, a baseline), ``"auto"`` (the fastest measured, hence never ``"triton"``, which
             nobody has timed yet); default ``"auto"``. Runs of one length go to the stock network as
             ``[runs, length]``, bit for bit, except under ``"triton"``.
-        recurrent_recompute: ``"none"``, or ``"full"``: keep no activations of runs for the backward pass, which computes
-            them once more (activation checkpointing); default ``"none"``.
+        recurrent_recompute: ``"none"``, or ``"full"``: keep no activations of runs for the backward pass, which
+            computes them once more (activation checkpointing); default ``"none"``.
         default_recurrent_mode: the mode where none is set, as :class:`set_recurrent_mode` takes it; default sequential.
         python_based: build ``.gru`` as :class:`flatroll.modules.GRU`, which ``torch.compile`` takes into one graph;
             default False, the stock network. :meth:`make_python_based` changes it later.
@@ -242,8 +246,8 @@ class GRUModule(RecurrentModule):
     Raises:
         TypeError: an unknown argument.
         ValueError: contradicting sizes or keys, ``batch_first=False``, an unknown backend, recompute or state, or a
-            backend that cannot run the network; when called, ``"triton"`` with tensors that are not on CUDA, or ``burn_in`` of a
-            bidirectional network.
+            backend that cannot run the network; when called, ``"triton"`` with tensors that are not on CUDA, or
+            ``burn_in`` of a bidirectional network.
         ImportError: ``"triton"`` where that is not installed.
 
     Reference: Cho et al. 2014, https://arxiv.org/abs/1406.1078; the recurrence is that of ``torch.nn.GRU``.

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from flatroll.estimators.losses.action_values import (
     STEPS,
+    ActionSpace,
     OffPolicyLoss,
     action_space_of,
     value_of_action,
@@ -103,7 +104,7 @@ class DQNLoss(OffPolicyLoss):
         self.value_network: TensorDictModuleBase = value_network
         self.target_value_network = target_copy(self.value_network) if delay_value else None
         self.double_dqn = double_dqn
-        self.action_space = action_space_of(action_space)
+        self.action_space: ActionSpace | None = action_space_of(action_space)
         self.set_keys()
 
     @override

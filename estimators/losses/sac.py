@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from flatroll.estimators.distributions import distribution, joint, require_actor
 from flatroll.estimators.losses.action_values import (
+    ActionSpace,
     OffPolicyLoss,
     action_space_of,
     critic_ensemble,
@@ -288,9 +289,10 @@ class SACLoss(SoftActorCritic):
                 "value_network must be a tensordict module, e.g. TensorDictModule(net, in_keys=['observation'], "
                 f"out_keys=['state_value']), got {type(value_network).__name__}"
             )
-        self.value_network = value_network
-        delayed = value_network is not None and delay_value
-        self.target_value_network = target_copy(value_network) if delayed else None
+        self.value_network: TensorDictModuleBase | None = value_network
+        self.target_value_network: TensorDictModuleBase | None = None
+        if value_network is not None and delay_value:
+            self.target_value_network = target_copy(value_network)
         self.set_keys()
 
     def _state_value(self, network: TensorDictModuleBase, batch: TensorDictBase) -> Tensor:
@@ -400,7 +402,7 @@ class DiscreteSACLoss(SoftActorCritic):
         **options: Unpack[SACOptions],
     ) -> None:
         super().__init__(actor_network, qvalue_network, **options)
-        self.action_space = action_space_of(action_space)
+        self.action_space: ActionSpace | None = action_space_of(action_space)
         self.target_entropy_weight = target_entropy_weight
 
     @override

@@ -304,7 +304,7 @@ class ValueEstimator(TensorDictModuleBase):
         """Advantage, target and values of a batch whose last dim is time; the caller had it at ``turned``."""
         keys, grad = self.places, self.evaluation.differentiable and torch.is_grad_enabled()
         if batch.get(keys["mask"], None) is not None:
-            read = [key for key in self.in_keys if key != keys["reward"]]
+            read: list[Any] = [key for key in self.in_keys if key != keys["reward"]]
             batch = without_rubbish(batch, keys["mask"], read)
         with torch.set_grad_enabled(grad), set_recurrent_mode(True):
             reward, at, values = self._evaluate(batch, turned, parameters, next_value, final)

@@ -234,7 +234,9 @@ def test_primer_needs_states_that_can_be_carried():
 
 def test_a_primer_of_shapes():
     space, like = gym.spaces.Box(-1.0, 1.0, (2,)), torch.empty(3, dtype=torch.float64)
-    primer = TensorDictPrimer({"h": space, "c": like.numpy(), "w": torch.ones(1)}, default_value={"h": 0.5, "c": 2.0})
+    primer = TensorDictPrimer(
+        {"h": space, "c": like.numpy(), "w": torch.ones(1)}, default_value={"h": 0.5, "c": 2.0}
+    )
     assert {key: (x.tolist(), x.dtype) for key, x in primer.defaults.items()} == {
         "h": ([0.5, 0.5], torch.float32),
         "c": ([2.0, 2.0, 2.0], torch.float64),
@@ -250,7 +252,9 @@ def test_an_existing_network_may_be_turned():
     """``batch_first`` is no weight: after the line that the error gives, the module computes what the network did."""
     net, rows = nn.LSTM(3, 5), torch.randn(4, 1, 3)
     wanted, _ = net(rows)
-    with pytest.raises(ValueError, match=r"or set lstm.batch_first = True, which leaves its weights as they are"):
+    with pytest.raises(
+        ValueError, match=r"or set lstm.batch_first = True, which leaves its weights as they are"
+    ):
         LSTMModule(lstm=net, **KEYS)
     net.batch_first = True
     is_init = torch.tensor([True, False, False, False])
@@ -266,7 +270,9 @@ def test_states_are_carried_in_a_torchrl_env():
     envs = pytest.importorskip("torchrl.envs")
     data = pytest.importorskip("torchrl.data")
     gru = GRUModule(4, 5, **KEYS)
-    head = TensorDictModule(lambda x: torch.eye(2, dtype=torch.long)[(x[..., 0] > 0).long()], ["features"], ["action"])
+    head = TensorDictModule(
+        lambda x: torch.eye(2, dtype=torch.long)[(x[..., 0] > 0).long()], ["features"], ["action"]
+    )
     specs = {key: data.Unbounded(x.shape) for key, x in gru.make_tensordict_primer().defaults.items()}
     parts = envs.Compose(envs.InitTracker(), envs.TensorDictPrimer(specs, expand_specs=True))
     env = envs.TransformedEnv(envs.GymEnv("CartPole-v1"), parts)

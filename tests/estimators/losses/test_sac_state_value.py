@@ -120,7 +120,7 @@ def test_what_the_network_writes() -> None:
     loss.set_keys(value="worth")
     with pytest.raises(KeyError, match=r"value_network wrote no entry 'worth'.*set_keys\(value=...\)"):
         loss(batch)
-    with pytest.raises(TypeError, match="value_network must be a tensordict module.*got Linear"):
+    with pytest.raises(TypeError, match=r"value_network must be a tensordict module.*got Linear"):
         SACLoss(loss.actor_network, loss.qvalue_network, nn.Linear(3, 1))  # type: ignore[arg-type]
 
 
