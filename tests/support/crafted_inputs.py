@@ -17,7 +17,6 @@ from crafted_states import CAPACITY, KINDS, NUMBERS, batch, filled, same
 from tensordict import TensorDict
 
 from flatroll.buffers import ListStorage, PrioritizedSampler, ReplayBuffer, TensorDictMaxValueWriter
-from flatroll.kernels import residual_scan, return_scan, segmented_scan, vtrace_scan, zeroed
 from flatroll.kernels.rows.gather import Block
 from flatroll.kernels.trees.sum_tree import SumTree
 
@@ -198,7 +197,7 @@ def prioritize(buffer: ReplayBuffer, draw: random.Random) -> None:
 
 
 def kernels(draw: random.Random) -> None:
-    """The classes that hold memory by its address, and the scans."""
+    """The classes that hold memory by its address."""
     tree, weights = SumTree(40), np.ones(40)
     tree.set(np.arange(40), weights)
     places = np.array(
@@ -223,8 +222,8 @@ def kernels(draw: random.Random) -> None:
     try:
         found = tree.sample(np.array([draw.choice([0.0, 0.5, 0.999, 1.0, -1.0, np.nan]) for _ in range(3)]))
         assert bool((tree.leaves[found] > 0).all())
-    except ValueError:
-        pass
+    except ValueError as error:
+        assert "shares" in str(error)
     columns = [torch.arange(10), torch.arange(20.0).view(10, 2)]
     block = Block(columns)
     slots = torch.tensor([draw.choice([0, 9, 10, *NUMBERS]) for _ in range(3)])
@@ -241,29 +240,6 @@ def kernels(draw: random.Random) -> None:
         )
     except (IndexError, OverflowError):
         assert same(columns[0], torch.arange(10))
-    shape = draw.choice([(6,), (6, 1), (6, 2), (0,), (1, 6)])
-    kind = draw.choice([torch.float32, torch.float64, torch.float16])
-    scan: Callable[[], Any]
-    one = draw.choice(
-        [lambda t: t, lambda t: t[:1].expand(t.shape), lambda t: t.repeat_interleave(2, 0)[::2]]
-    )(torch.ones(shape).to(kind))
-    ends = draw.choice(
-        [torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool), torch.ones(5, dtype=torch.bool)]
-    )
-    scan = draw.choice(
-        [
-            lambda: segmented_scan(0.5, one, ends),
-            lambda: segmented_scan(one, one, ends),
-            lambda: return_scan(0.9, 0.5, one, one, ends, ends),
-            lambda: residual_scan(0.9, 0.5, one, one, one, ends, ends),
-            lambda: vtrace_scan(0.9, one, one, one, one, one, ends, ends),
-            lambda: zeroed(one, ends),
-        ]
-    )
-    try:
-        scan()
-    except (IndexError, RuntimeError, TypeError, ValueError):
-        pass
 
 
 def ranks() -> None:
