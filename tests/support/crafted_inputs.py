@@ -112,10 +112,10 @@ def extend(buffer: ReplayBuffer, draw: random.Random, ways: list[Callable[[Any],
             data = TensorDict(rows, [len(data)])
         except Exception:
             return  # tensordict refuses it
-    want = (
+    want: Any = (
         data.clone()
         if isinstance(data, TensorDict)
-        and not any(value.is_meta or value.layout is not torch.strided for value in data.values(True, True))
+        and not any(value.is_meta or value.layout is not torch.strided for _, value in data.items(True, True))
         else None
     )
     accepted, slots = unchanged(buffer, lambda: buffer.extend(data))
@@ -200,9 +200,7 @@ def kernels(draw: random.Random) -> None:
     """The classes that hold memory by its address."""
     tree, weights = SumTree(40), np.ones(40)
     tree.set(np.arange(40), weights)
-    places = np.array(
-        [draw.choice([0, 3, 39, *NUMBERS]) for _ in range(draw.randrange(4))], draw.choice(["i8", "u8"])
-    )
+    places = np.array([draw.choice([0, 3, 39, *NUMBERS]) for _ in range(draw.randrange(4))], np.int64)
     values = np.array(
         [draw.choice([0.0, 2.0, -1.0, np.nan, np.inf]) for _ in range(draw.choice([len(places), 2]))]
     )
