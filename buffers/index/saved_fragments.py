@@ -56,7 +56,9 @@ class SavedFragments(NamedTuple):
         if bool((pool < -1).any()) or taken.max(initial=-1) >= pool_size or bool((np.diff(taken) == 0).any()):
             raise damaged(f"its fragments do not name distinct ones of {pool_size} pool entries")
         free = _free_places(chains["last"], int(counters["free"]), used, chain)
-        return cls(firsts, chain, pool, chains["id"][:used], free, np.setdiff1d(np.arange(pool_size), taken))
+        is_spare = np.ones(pool_size, np.bool_)
+        is_spare[taken] = False
+        return cls(firsts, chain, pool, chains["id"][:used], free, np.flatnonzero(is_spare))
 
 
 def _free_places(following: Array, first: int, used: int, chain: Array) -> Array:

@@ -295,11 +295,7 @@ class PrioritizedSampler(RandomSampler):
         alpha = _number("alpha", state["alpha"])
         _number("beta", state["beta"]), _number("eps", state["eps"])
         count = check_values("priorities", priority, priority.dtype, ())
-        if count > self.max_capacity or priority.dtype is not self.dtype:
-            raise ValueError(
-                f"the state has {count} priorities of {priority.dtype}, this sampler is of "
-                f"max_capacity={self.max_capacity} and dtype={self.dtype}"
-            )
+        self._check_fits(priority)
         head, written, most = state["head"], state["written"], self._priorities.most(alpha)
         counted = type(head) is int and type(written) is int and 0 <= head <= written <= ring.written
         if not counted or count != min(written, self.max_capacity):
@@ -312,11 +308,20 @@ class PrioritizedSampler(RandomSampler):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the priorities from a checked :meth:`state_dict`; the buffer must also restore its ring."""
         priority = state["priority"].detach()
+        self._check_fits(priority)
         self._changing = True  # the weights follow at the next use, when the ring is there
         self._beta, self._priorities.alpha, self._priorities.eps = state["beta"], state["alpha"], state["eps"]
         self._priorities.values[: len(priority)] = priority.numpy(force=True)
         self._priorities.ever = state["highest"]
         self._head, self._written = state["head"], state["written"]
+
+    def _check_fits(self, priority: Tensor) -> None:
+        """ValueError if a state's priorities are too many, or of another dtype."""
+        if len(priority) > self.max_capacity or priority.dtype is not self.dtype:
+            raise ValueError(
+                f"the state has {len(priority)} priorities of {priority.dtype}, this sampler is of "
+                f"max_capacity={self.max_capacity} and dtype={self.dtype}"
+            )
 
 
 class Priorities:

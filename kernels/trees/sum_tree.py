@@ -296,9 +296,7 @@ class SumTree:
         """
         places, values = np.array(slots, np.int64), np.array(weights, np.float64)
         if places.ndim != 1 or places.shape != values.shape:
-            raise ValueError(
-                f"weights must have one number per slot, got {values.shape} for {places.shape}"
-            )
+            raise ValueError(f"weights must have one number per slot, got {values.shape} for {places.shape}")
         if len(places) and not 0 <= places.min() <= places.max() < self.capacity:
             raise IndexError(f"slots {places} are not all among the {self.capacity} of the tree")
         if not np.all((values >= 0) & (values < np.inf)):
@@ -308,7 +306,9 @@ class SumTree:
     def fill(self, first: int, count: int, value: float) -> None:
         """Set ``count`` slots from ``first`` on to one weight; errors as for :meth:`set`."""
         if not 0 <= first <= first + count <= self.capacity:
-            raise IndexError(f"{count} slots from {first} on are not all among the {self.capacity} of the tree")
+            raise IndexError(
+                f"{count} slots from {first} on are not all among the {self.capacity} of the tree"
+            )
         if not 0 <= value < np.inf:
             raise ValueError(f"a weight must be a finite number of at least 0, got {value}")
         if count:
@@ -322,7 +322,9 @@ class SumTree:
         """
         shares = np.array(uniform, np.float64)
         if shares.ndim != 1 or not np.all((shares >= 0) & (shares < 1)) or not 0 < self.total < np.inf:
-            raise ValueError(f"shares must be from 0 up to 1, of a total above 0, got {uniform} of {self.total}")
+            raise ValueError(
+                f"shares must be from 0 up to 1, of a total above 0, got {uniform} of {self.total}"
+            )
         slots = np.empty(len(shares), np.int64)
         find(self.nodes, self.levels, shares, slots)
         return slots

@@ -108,6 +108,7 @@ def filled(kind: str, rows: int) -> ReplayBuffer:
 
 def use(buffer: Any) -> None:
     """Whatever a buffer is for; only what says why it cannot be done may stop it."""
+    newest: Any = None
     for first in (None, 10_000, 20_000, 30_000):
         if first is not None:
             newest = buffer.extend(batch(first, 17))
@@ -246,11 +247,6 @@ def refused(kind: str, crafted: Any) -> bool:
         except Exception as error:
             verdicts.append(type(error).__name__)
             assert same(buffer.state_dict(), before), "a refused state changed the buffer"
-            assert (
-                buffer.storage.allocated == bool(before["ring"])
-                if hasattr(buffer.storage, "allocated")
-                else True
-            )
         else:
             verdicts.append("")
         use(buffer)
@@ -361,7 +357,7 @@ def fuzz(kind: str, count: int, seed: int) -> tuple[int, int]:
     draw, good = random.Random(f"{kind} {seed}"), filled(kind, 60).state_dict()
     verdicts = [0, 0]
     for i in range(count):
-        crafted = copy.deepcopy(good)
+        crafted, path = copy.deepcopy(good), ()
         for _ in range(draw.choice([1, 1, 1, 2])):
             path = draw.choice(list(leaves(crafted)))
             target = crafted

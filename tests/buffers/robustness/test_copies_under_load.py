@@ -69,7 +69,7 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def check(rows: TensorDict, stretch: bool) -> None:
+def check(rows: Any, stretch: bool) -> None:
     """Every row is whole; ``stretch``: they are consecutive numbers, in some order."""
     number = rows["number"]
     assert bool((rows["observation"] == number[:, None]).all())
