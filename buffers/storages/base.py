@@ -22,7 +22,7 @@ from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import NestedKey
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: made for every batch, and freezing costs a µs
 class Rows:
     """A checked batch, ready to be copied into a storage.
 
@@ -41,7 +41,7 @@ class Rows:
     items: list[Any] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Links:
     """What the F fragments of a batch continue, as `TrajectoryIndex.link` found it.
 

@@ -75,8 +75,8 @@ class LinkCheck:
     def _unlike(self, keys: tuple[NestedKey, ...], plain: "HostColumns[NestedKey] | None") -> Array:
         """Return the fragments that differ, bit by bit, in one of ``keys``; of a storage that is not compact."""
         columns, fragments = self.rows.columns, self.fragments
-        names = tuple([next_key(key) for key in keys])
         if plain is not None:
+            names = tuple([next_key(key) for key in keys])
             links = self.slots, self.before, fragments.lasts, fragments.firsts, fragments.joined
             now, later = [columns[key] for key in keys], [columns[name] for name in names]
             found = plain.unlike(names, now, later, links)
@@ -197,7 +197,7 @@ def _on(column: Tensor, numbers: Array) -> Tensor:
 def _values_differ(said: Tensor, came: Tensor) -> Tensor:
     """Where two columns differ in value, NaN in ``said`` (not known) apart; bool ``[N]``."""
     if said.is_complex():
-        said, came = torch.view_as_real(said), torch.view_as_real(came)
+        said, came = (torch.view_as_real(side.resolve_conj()) for side in (said, came))
     if not said.is_floating_point():
         return differ(said, came)
     wrong = said.double().ne(came.double()).logical_and_(~said.isnan())
