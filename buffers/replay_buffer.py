@@ -15,6 +15,7 @@ from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.samplers.base import RandomSampler, Sampler
 from flatroll.buffers.storages.base import Rows, Storage
+from flatroll.buffers.storages.by_position import slots_at
 from flatroll.buffers.storages.item_kinds import (
     TensorDicts,
     batched,
@@ -24,7 +25,7 @@ from flatroll.buffers.storages.item_kinds import (
     not_flat,
 )
 from flatroll.buffers.storages.list import ListStorage
-from flatroll.buffers.storages.parallel_lanes import positions, slots_at, slots_of
+from flatroll.buffers.storages.parallel_lanes import lay_flat, positions, slots_of
 from flatroll.buffers.transforms.base import TransformLike, apply, looks_ahead
 from flatroll.buffers.writers import RoundRobinWriter, Writer, before_storing, check_rows
 from flatroll.layout.checks import whole_number
@@ -178,7 +179,7 @@ class ReplayBuffer(BufferState):
         if isinstance(data, TensorDictBase) and (not data.batch_dims or data.get(MASK, None) is not None):
             check_rows(data, self.storage.ndim)
         if self.storage.ndim > 1:
-            data = self.storage.lay_flat(data, self.dim_extend, self._started)
+            data = lay_flat(self.storage, data, self.dim_extend, self._started)
         return self._write(data, final, update_priority is not False)
 
     def add(self, data: Any) -> int:

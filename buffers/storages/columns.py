@@ -21,10 +21,11 @@ from flatroll.buffers.columns.base import (
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
-from flatroll.buffers.storages.base import Links, Rows, Storage
-from flatroll.buffers.storages.continuity import LinkCheck
+from flatroll.buffers.storages.base import Links, Rows
+from flatroll.buffers.storages.by_position import ByPosition
+from flatroll.buffers.storages.continuity import LinkCheck, state_pairs
 from flatroll.buffers.storages.item_kinds import Structure, check_kinds, like, shown
-from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, next_columns, state_pairs
+from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, next_columns
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
 from flatroll.layout.final import Final, check_final, read_final
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
 
 
-class ColumnStorage(Storage):
+class ColumnStorage(ByPosition):
     """A storage with one column per entry of the batches; subclasses decide where a column's memory is.
 
     Every batch must have the entries, shapes and dtypes of the first one; nothing is dropped or cast silently.

@@ -1,7 +1,7 @@
 """Checks that rows go on where the trajectory that their id names stopped."""
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,14 +11,33 @@ from flatroll.buffers.columns.base import Column, Columns, differ, put_rows, tak
 from flatroll.buffers.index.ring import Array, Follow
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.storages.base import Links, Rows, Storage
-from flatroll.buffers.storages.next_pool import NextPool, state_pairs
-from flatroll.layout.keys import NEXT_KNOWN, OBSERVATION, STEP_COUNT, NestedKey, as_tuple, next_key
+from flatroll.layout.keys import NEXT, NEXT_KNOWN, OBSERVATION, STEP_COUNT, NestedKey, as_tuple, next_key
 
 if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
 
+#: Entries under "next" that are facts about the step, not the state after it.
+_OF_THE_STEP = {"reward", "done", "terminated", "truncated"}
 _NONE = np.zeros(0, np.int64)
 _LATEST = 256  # stored rows to look at for what holds of a column
+
+
+def state_pairs(columns: Mapping[NestedKey, Tensor | Column]) -> list[NestedKey]:
+    """List the root keys that ``"next"`` has too, with the same shape and dtype, such as "observation".
+
+    >>> x = torch.zeros(3)
+    >>> state_pairs({"pos": x, ("next", "pos"): x, ("next", "reward"): x, "reward": x})
+    ['pos']
+    """
+    pairs = []
+    for key, column in columns.items():
+        names = as_tuple(key)
+        if names[0] == NEXT or names[-1] in _OF_THE_STEP:
+            continue
+        later = columns.get(next_key(key))
+        if later is not None and later.shape == column.shape and later.dtype == column.dtype:
+            pairs.append(key)
+    return pairs
 
 
 def compared_keys(columns: Mapping[NestedKey, Column], loose: Collection[NestedKey]) -> tuple[NestedKey, ...]:
@@ -38,12 +57,12 @@ class LinkCheck:
 
     Args:
         storage: where the rows are to be written.
-        pool: of a compact storage, else None.
+        pool: the `NextPool` of a compact storage, else None.
         ring: the storage's index.
         rows: the batch.
     """
 
-    def __init__(self, storage: Storage, pool: NextPool | None, ring: TrajectoryIndex, rows: Rows) -> None:
+    def __init__(self, storage: Storage, pool: Any, ring: TrajectoryIndex, rows: Rows) -> None:
         assert rows.fragments is not None
         self.storage, self.pool, self.ring, self.rows = storage, pool, ring, rows
         self.fragments = rows.fragments
