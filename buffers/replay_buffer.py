@@ -57,8 +57,7 @@ class ReplayBuffer(BufferState):
         batch_size: rows per sample; ``sample(batch_size)`` overrides it.
         dim_extend: for a storage with ``ndim`` of 2 or more, the time dimension of batches, default the last.
         generator: CPU random generator of all draws; None is torch's global one (``torch.manual_seed``).
-        shared: whether other processes will write rows, which needs `LazyMemmapStorage`.
-        compilable: see `Storage`.
+        shared, compilable: whether other processes will write (`LazyMemmapStorage` only); see `Storage`.
 
     >>> import torch
     >>> from tensordict import TensorDict
