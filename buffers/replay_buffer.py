@@ -172,7 +172,7 @@ class ReplayBuffer(BufferState):
             if not data:
                 return torch.zeros(0, dtype=torch.int64)
             data = batched(data)
-        data = before_storing(data, self._transforms, self.storage.loose)
+        data = before_storing(data, self._transforms, self.storage.loose) if self._transforms else data
         if isinstance(data, LazyStackedTensorDict) and not listed:
             data = dense(data)
         if isinstance(data, TensorDictBase) and (not data.batch_dims or data.get(MASK, None) is not None):

@@ -362,7 +362,7 @@ class ColumnStorage(ByPosition):
         slices: bool = False,
         keys: frozenset[NestedKey] | None = None,
     ) -> Columns:
-        if follow is None and self.needs_follow(keys):
+        if follow is None and self.pool is not None and self.needs_follow(keys):
             raise RuntimeError(
                 "a compact storage reads next observations from the rows that follow: the sampler must set "
                 "Draw(..., follow=ring.follow(slots)) where draw is called with follow=True"
