@@ -79,7 +79,7 @@ class Storage(ABC):
         own_column: class name of a column that the caller's code made, whose memory other processes may not see.
         columns: the stored entries by key, each a `Column`; empty before the first batch and without columns.
         loose: root keys whose next values need not be those of the following rows: they are not compared.
-        compared: with how many ``loose`` keys the keys after it were found, which :meth:`link` compares.
+        compared: number of ``loose`` keys, the keys that :meth:`link` compares, and those of their next values.
     """
 
     ndim: int = 1
@@ -96,7 +96,7 @@ class Storage(ABC):
         self._attached: list[weakref.ref[Any]] = []
         self._alone: Ring | None = None  # counts the rows while no buffer does
         self.loose: set[NestedKey] = set()
-        self.compared: tuple[int, tuple[NestedKey, ...]] = (-1, ())
+        self.compared: tuple[int, tuple[NestedKey, ...], tuple[NestedKey, ...]] = (-1, (), ())
 
     # -- rows by position ------------------------------------------------------------------------------------------
 

@@ -80,22 +80,27 @@ class LinkCheck:
             columns = storage.columns
             if pool is not None:  # the pairs that are kept once
                 columns = {name: columns[key] for key in pool.pairs for name in (key, next_key(key))}
-            storage.compared = len(storage.loose), compared_keys(columns, storage.loose)
-        keys = storage.compared[1]
+            keys = compared_keys(columns, storage.loose)
+            storage.compared = len(storage.loose), keys, tuple(map(next_key, keys))
+        _, keys, names = storage.compared
         if pool is not None:
             agree = pool.agreeing(self.ring, self.fragments, before, self.rows.columns, self.rows.tails)
             unlike = np.flatnonzero(~(agree | self.fragments.joined) & (before != -1))
         else:
-            unlike = self._unlike(keys, plain) if keys else _NONE
+            unlike = self._unlike(keys, names, plain) if keys else _NONE
         if len(unlike):
             self.settle(keys, unlike, named)
         return Links(before, self.slots, agree)
 
-    def _unlike(self, keys: tuple[NestedKey, ...], plain: "HostColumns[NestedKey] | None") -> Array:
+    def _unlike(
+        self,
+        keys: tuple[NestedKey, ...],
+        names: tuple[NestedKey, ...],
+        plain: "HostColumns[NestedKey] | None",
+    ) -> Array:
         """Return the fragments that differ, bit by bit, in one of ``keys``; of a storage that is not compact."""
         columns, fragments = self.rows.columns, self.fragments
         if plain is not None:
-            names = tuple([next_key(key) for key in keys])
             links = self.slots, self.before, fragments.lasts, fragments.firsts, fragments.joined
             now, later = [columns[key] for key in keys], [columns[name] for name in names]
             found = plain.unlike(names, now, later, links)
