@@ -16,6 +16,7 @@ from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.samplers.base import RandomSampler, Sampler
 from flatroll.buffers.storages.base import Rows, Storage
+from flatroll.buffers.storages.by_position import slots_at
 from flatroll.buffers.storages.item_kinds import (
     TensorDicts,
     batched,
@@ -25,7 +26,7 @@ from flatroll.buffers.storages.item_kinds import (
     not_flat,
 )
 from flatroll.buffers.storages.list import ListStorage
-from flatroll.buffers.storages.parallel_lanes import Index, positions, slots_at, slots_of
+from flatroll.buffers.storages.parallel_lanes import Index, lay_flat, positions, slots_of
 from flatroll.buffers.transforms.base import (
     Transforming,
     TransformLike,
@@ -64,8 +65,7 @@ class ReplayBuffer(Transforming, BufferState):
         batch_size: rows per sample; ``sample(batch_size)`` overrides it.
         dim_extend: for a storage with ``ndim`` of 2 or more, the time dimension of batches, default the last.
         generator: CPU random generator of all draws; None is torch's global one (``torch.manual_seed``).
-        shared: whether other processes will write rows, which needs `LazyMemmapStorage`.
-        compilable: see `Storage`.
+        shared, compilable: whether other processes will write (`LazyMemmapStorage` only); see `Storage`.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -177,7 +177,7 @@ class ReplayBuffer(Transforming, BufferState):
         if isinstance(data, TensorDictBase) and (not data.batch_dims or data.get(MASK, None) is not None):
             check_rows(data, self.storage.ndim)
         if self.storage.ndim > 1:
-            data = self.storage.lay_flat(data, self.dim_extend, self._started)
+            data = lay_flat(self.storage, data, self.dim_extend, self._started)
         return self._write(data, final, update_priority is not False)
 
     def add(self, data: Any) -> int:

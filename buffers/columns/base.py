@@ -156,8 +156,9 @@ def differ(left: Tensor, right: Tensor) -> Tensor:
     >>> differ(torch.tensor([0.0, torch.nan, 1.0]), torch.tensor([-0.0, torch.nan, 1.0]))
     tensor([ True, False, False])
     """
+    left, right = left.resolve_neg(), right.resolve_neg()
     if left.is_complex():
-        left, right = torch.view_as_real(left), torch.view_as_real(right)
+        left, right = (torch.view_as_real(side.resolve_conj()) for side in (left, right))
     # Compared as integers of the same width: floats would call 0.0 and -0.0 equal and NaN unequal to itself.
     word = _WORDS[left.element_size()]
     different = left.view(word).ne(right.view(word))

@@ -213,7 +213,8 @@ class FramePool:
 
     def words(self, values: Tensor, rows: int, stack: int) -> Tensor:
         """``values`` ``[rows, stack, *frame]`` as integers ``[rows, stack, words]`` on the device, aligned."""
-        flat, wide = values.detach().to(self._device).contiguous(), self._word.itemsize
+        flat = values.detach().to(self._device).resolve_conj().resolve_neg().contiguous()
+        wide = self._word.itemsize
         # A view as wider words needs an address that is a multiple of the word, which a slice need not have.
         if flat.storage_offset() * flat.element_size() % wide or flat.data_ptr() % wide:
             flat = flat.clone()

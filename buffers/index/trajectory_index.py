@@ -118,7 +118,7 @@ class TrajectoryIndex(Ring):
         none; ``released`` (int64) the chains that give back that of their last row: the next row holds the same.
         """
         count = len(fragments.firsts)
-        self._reserve(count, int(np.count_nonzero(before == -1)))
+        self._reserve(count, count)  # trajectories at most
         self._changing = True
         self._claimed = -1, 0
         columns = fragments.rows, fragments.firsts, fragments.ids, fragments.done, fragments.step_last, before

@@ -16,13 +16,11 @@ from torch import Tensor
 from flatroll.buffers.columns.base import After, Column, Columns
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
-from flatroll.buffers.storages.item_kinds import map_rows, one_row
-from flatroll.buffers.storages.parallel_lanes import slots_at, time_first
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import NestedKey
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: made for every batch, and freezing costs a µs
 class Rows:
     """A checked batch, ready to be copied into a storage.
 
@@ -41,7 +39,7 @@ class Rows:
     items: list[Any] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Links:
     """What the F fragments of a batch continue, as `TrajectoryIndex.link` found it.
 
@@ -81,7 +79,7 @@ class Storage(ABC):
         by_reference: whether other processes may read and write the rows: a pickle names where they are.
         columns: the stored entries by key, each a `Column`; empty before the first batch and without columns.
         loose: root keys whose next values need not be those of the following rows: they are not compared.
-        compared: with how many ``loose`` keys the keys after it were found, which :meth:`link` compares.
+        compared: number of ``loose`` keys, the keys that :meth:`link` compares, and those of their next values.
     """
 
     ndim: int = 1
@@ -98,7 +96,7 @@ class Storage(ABC):
         self._attached: list[weakref.ref[Any]] = []
         self._alone: Ring | None = None  # counts the rows while no buffer does
         self.loose: set[NestedKey] = set()
-        self.compared: tuple[int, tuple[NestedKey, ...]] = (-1, ())
+        self.compared: tuple[int, tuple[NestedKey, ...], tuple[NestedKey, ...]] = (-1, (), ())
 
     # -- rows by position ------------------------------------------------------------------------------------------
 
@@ -121,6 +119,7 @@ class Storage(ABC):
         """One item after the other."""
         return map(self.get, range(len(self)))
 
+    @abstractmethod
     def get(self, index: Any) -> Any:
         """Return the rows at ``index`` as they are stored: like ``buffer[index]``, without its transforms.
 
@@ -131,17 +130,8 @@ class Storage(ABC):
         Raises:
             IndexError: no row is stored there.
         """
-        owner = self._owner
-        if owner is not None:
-            return owner._rows_at(index, [])
-        slots = slots_at(index, Ring(1) if self._alone is None else self._alone, self.lanes)
-        values = self.read_rows(slots.reshape(-1))
-        if isinstance(values, list):
-            return values if slots.ndim else values[0]
-        if slots.ndim:
-            return self.build(values, slots.shape)
-        return map_rows(self.build(values, torch.Size([1])), lambda leaf: leaf[0])
 
+    @abstractmethod
     def set(self, index: Any, data: Any) -> None:
         """Write ``data`` over the rows at ``index``, as ``buffer[index] = data`` does without the transforms' ``inv``.
 
@@ -155,15 +145,10 @@ class Storage(ABC):
             IndexError: a position that holds no row and is none of the next ones.
             RuntimeError: new rows for a storage with ``ndim`` > 1 or ``compact_obs``, which a buffer must write.
         """
-        owner, index = self._owner, list(index) if isinstance(index, range) else index
-        if owner is not None:
-            owner._put_at(index, data)
-        else:
-            self._set_alone(index, data)
-        for entity in (reference() for reference in self._attached):
-            mark = getattr(entity, "mark_update", None)
-            if mark is not None:
-                mark(index)
+
+    @abstractmethod
+    def batch_of_one(self, item: Any) -> Any:
+        """Return a batch of one item, for :meth:`prepare`."""
 
     def attach(self, buffer: Any) -> None:
         """Let ``buffer`` know of changes: ``buffer.mark_update(index)``, if it has that, is called by :meth:`set`.
@@ -178,50 +163,6 @@ class Storage(ABC):
         """The replay buffer of this storage, or None."""
         entities = (reference() for reference in self._attached)
         return next((entity for entity in entities if hasattr(entity, "_rows_at")), None)
-
-    def _set_alone(self, index: Any, data: Any) -> None:
-        """Write rows of a storage without a buffer."""
-        if self.ndim > 1 or self.compact_obs:
-            raise RuntimeError("a storage with ndim > 1 or compact_obs=True is written by a ReplayBuffer")
-        ring = self._alone or Ring(self.max_size)
-        slots = torch.arange(self.max_size)[index] if isinstance(index, slice) else torch.as_tensor(index)
-        if slots.dtype is torch.bool:
-            slots = slots.nonzero().squeeze(1)
-        rows = self.prepare(data if slots.ndim else self.batch_of_one(data), None, None)
-        slots = slots.reshape(-1)
-        if len(slots) != rows.count:
-            raise ValueError(f"index has {len(slots)} positions, data {rows.count} rows")
-        new = torch.from_numpy(np.unique(slots[slots >= len(ring)].numpy()))  # in order
-        expected = torch.arange(len(ring), len(ring) + len(new))
-        if bool((slots < 0).any()) or not torch.equal(new, expected) or len(ring) + len(new) > self.max_size:
-            raise IndexError(
-                f"positions {slots.tolist()} are not all among the {len(ring)} stored rows and those right after "
-                f"them, of {self.max_size}"
-            )
-        self.put(slots, rows)
-        ring.publish(len(new))
-        self._alone = ring
-
-    def lay_flat(self, data: Any, time: int, started: bool) -> Any:
-        """Lay the ``ndim`` batch dimensions of ``data`` in one, dimension ``time`` first; learn the lanes unless
-        ``started``.
-
-        Raises:
-            ValueError: the lanes are not those of the first batch, or too many.
-        """
-        data, lanes = time_first(data, self.ndim, time)
-        if started and lanes != self.lanes:
-            raise ValueError(
-                f"every batch must have the lanes of the first, {list(self.lanes)}, got {list(lanes)}"
-            )
-        if lanes.numel() > self.max_size:
-            raise ValueError(f"max_size={self.max_size} holds no step of {list(lanes)} lanes")
-        self.lanes = lanes
-        return data
-
-    def batch_of_one(self, item: Any) -> Any:
-        """Return a batch of one item, for :meth:`prepare`."""
-        return one_row(item)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_attached": []}  # a buffer attaches itself in each copy

@@ -22,10 +22,11 @@ from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
-from flatroll.buffers.storages.base import Links, Rows, Storage
-from flatroll.buffers.storages.continuity import LinkCheck
+from flatroll.buffers.storages.base import Links, Rows
+from flatroll.buffers.storages.by_position import ByPosition
+from flatroll.buffers.storages.continuity import LinkCheck, state_pairs
 from flatroll.buffers.storages.item_kinds import Structure, check_kinds, like, shown
-from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, next_columns, state_pairs
+from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, next_columns
 from flatroll.buffers.storages.saved_columns import check_columns, check_like
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
 
 
-class ColumnStorage(Storage):
+class ColumnStorage(ByPosition):
     """A storage with one column per entry of the batches; subclasses decide where a column's memory is.
 
     Every batch must have the entries, shapes and dtypes of the first one; nothing is dropped or cast silently.
@@ -365,7 +366,7 @@ class ColumnStorage(Storage):
         slices: bool = False,
         keys: frozenset[NestedKey] | None = None,
     ) -> Columns:
-        if follow is None and self.needs_follow(keys):
+        if follow is None and self.pool is not None and self.needs_follow(keys):
             raise RuntimeError(
                 "a compact storage reads next observations from the rows that follow: the sampler must set "
                 "Draw(..., follow=ring.follow(slots)) where draw is called with follow=True"

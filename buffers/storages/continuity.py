@@ -1,7 +1,7 @@
 """Checks that rows go on where the trajectory that their id names stopped."""
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,14 +11,33 @@ from flatroll.buffers.columns.base import Column, Columns, differ, put_rows, tak
 from flatroll.buffers.index.ring import Array, Follow
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.storages.base import Links, Rows, Storage
-from flatroll.buffers.storages.next_pool import NextPool, state_pairs
-from flatroll.layout.keys import NEXT_KNOWN, OBSERVATION, STEP_COUNT, NestedKey, as_tuple, next_key
+from flatroll.layout.keys import NEXT, NEXT_KNOWN, OBSERVATION, STEP_COUNT, NestedKey, as_tuple, next_key
 
 if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
 
+#: Entries under "next" that are facts about the step, not the state after it.
+_OF_THE_STEP = {"reward", "done", "terminated", "truncated"}
 _NONE = np.zeros(0, np.int64)
 _LATEST = 256  # stored rows to look at for what holds of a column
+
+
+def state_pairs(columns: Mapping[NestedKey, Tensor | Column]) -> list[NestedKey]:
+    """List the root keys that ``"next"`` has too, with the same shape and dtype, such as "observation".
+
+    >>> x = torch.zeros(3)
+    >>> state_pairs({"pos": x, ("next", "pos"): x, ("next", "reward"): x, "reward": x})
+    ['pos']
+    """
+    pairs = []
+    for key, column in columns.items():
+        names = as_tuple(key)
+        if names[0] == NEXT or names[-1] in _OF_THE_STEP:
+            continue
+        later = columns.get(next_key(key))
+        if later is not None and later.shape == column.shape and later.dtype == column.dtype:
+            pairs.append(key)
+    return pairs
 
 
 def compared_keys(columns: Mapping[NestedKey, Column], loose: Collection[NestedKey]) -> tuple[NestedKey, ...]:
@@ -38,12 +57,12 @@ class LinkCheck:
 
     Args:
         storage: where the rows are to be written.
-        pool: of a compact storage, else None.
+        pool: the `NextPool` of a compact storage, else None.
         ring: the storage's index.
         rows: the batch.
     """
 
-    def __init__(self, storage: Storage, pool: NextPool | None, ring: TrajectoryIndex, rows: Rows) -> None:
+    def __init__(self, storage: Storage, pool: Any, ring: TrajectoryIndex, rows: Rows) -> None:
         assert rows.fragments is not None
         self.storage, self.pool, self.ring, self.rows = storage, pool, ring, rows
         self.fragments = rows.fragments
@@ -61,21 +80,26 @@ class LinkCheck:
             columns = storage.columns
             if pool is not None:  # the pairs that are kept once
                 columns = {name: columns[key] for key in pool.pairs for name in (key, next_key(key))}
-            storage.compared = len(storage.loose), compared_keys(columns, storage.loose)
-        keys = storage.compared[1]
+            keys = compared_keys(columns, storage.loose)
+            storage.compared = len(storage.loose), keys, tuple(map(next_key, keys))
+        _, keys, names = storage.compared
         if pool is not None:
             agree = pool.agreeing(self.ring, self.fragments, before, self.rows.columns, self.rows.tails)
             unlike = np.flatnonzero(~(agree | self.fragments.joined) & (before != -1))
         else:
-            unlike = self._unlike(keys, plain) if keys else _NONE
+            unlike = self._unlike(keys, names, plain) if keys else _NONE
         if len(unlike):
             self.settle(keys, unlike, named)
         return Links(before, self.slots, agree)
 
-    def _unlike(self, keys: tuple[NestedKey, ...], plain: "HostColumns[NestedKey] | None") -> Array:
+    def _unlike(
+        self,
+        keys: tuple[NestedKey, ...],
+        names: tuple[NestedKey, ...],
+        plain: "HostColumns[NestedKey] | None",
+    ) -> Array:
         """Return the fragments that differ, bit by bit, in one of ``keys``; of a storage that is not compact."""
         columns, fragments = self.rows.columns, self.fragments
-        names = tuple([next_key(key) for key in keys])
         if plain is not None:
             links = self.slots, self.before, fragments.lasts, fragments.firsts, fragments.joined
             now, later = [columns[key] for key in keys], [columns[name] for name in names]
@@ -197,7 +221,7 @@ def _on(column: Tensor, numbers: Array) -> Tensor:
 def _values_differ(said: Tensor, came: Tensor) -> Tensor:
     """Where two columns differ in value, NaN in ``said`` (not known) apart; bool ``[N]``."""
     if said.is_complex():
-        said, came = torch.view_as_real(said), torch.view_as_real(came)
+        said, came = (torch.view_as_real(side.resolve_conj()) for side in (said, came))
     if not said.is_floating_point():
         return differ(said, came)
     wrong = said.double().ne(came.double()).logical_and_(~said.isnan())

@@ -141,17 +141,16 @@ class Trees(Structure):
 
 
 def check_kinds(columns: Columns) -> None:
-    """Put plain numbers in the place of ``columns`` that require gradients or are conjugated or negated on reading.
+    """Detach the ``columns`` of a batch that require gradients, in the dict.
 
-    TypeError for sparse tensors and others without memory of their own for each row.
+    TypeError for sparse tensors and others without memory for each row.
 
     >>> check_kinds({"x": torch.eye(2).to_sparse()})
     Traceback (most recent call last):
     TypeError: batch['x'] is a tensor of layout torch.sparse_coo, this storage takes dense ones: give x.to_dense()
     """
     for key, column in columns.items():
-        odd = column.requires_grad or column.is_meta or column.is_neg() or column.is_conj()
-        if column.layout is torch.strided and not odd:
+        if column.layout is torch.strided and not (column.requires_grad or column.is_meta):
             continue  # what nearly all are
         if column.is_meta:
             raise TypeError(
@@ -161,7 +160,7 @@ def check_kinds(columns: Columns) -> None:
             raise TypeError(
                 f"{shown(key)} is a tensor of layout {column.layout}, this storage takes dense ones: give x.to_dense()"
             )
-        columns[key] = column.detach().resolve_conj().resolve_neg()
+        columns[key] = column.detach()
 
 
 def batched(items: list[Any]) -> Any:

@@ -11,28 +11,7 @@ from flatroll.buffers.index.fragments import Fragments
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.layout.final import Final
-from flatroll.layout.keys import NEXT, NEXT_KNOWN, NestedKey, as_tuple, next_key
-
-#: Entries under "next" that are facts about the step, not the state after it.
-_OF_THE_STEP = {"reward", "done", "terminated", "truncated"}
-
-
-def state_pairs(columns: Mapping[NestedKey, Tensor | Column]) -> list[NestedKey]:
-    """List the root keys that ``"next"`` has too, with the same shape and dtype, such as "observation".
-
-    >>> x = torch.zeros(3)
-    >>> state_pairs({"pos": x, ("next", "pos"): x, ("next", "reward"): x, "reward": x})
-    ['pos']
-    """
-    pairs = []
-    for key, column in columns.items():
-        names = as_tuple(key)
-        if names[0] == NEXT or names[-1] in _OF_THE_STEP:
-            continue
-        later = columns.get(next_key(key))
-        if later is not None and later.shape == column.shape and later.dtype == column.dtype:
-            pairs.append(key)
-    return pairs
+from flatroll.layout.keys import NEXT_KNOWN, NestedKey, next_key
 
 
 def check_final_covers(row: Tensor, ends: Tensor, columns: Columns) -> None:

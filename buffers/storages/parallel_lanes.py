@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.index.ring import Ring
+from flatroll.buffers.storages.base import Storage
 from flatroll.buffers.storages.item_kinds import as_tensor, map_rows
 
 Index: TypeAlias = (
@@ -44,25 +44,22 @@ def time_first(data: Any, ndim: int, dim: int) -> tuple[Any, torch.Size]:
     return data, torch.Size([*size[:dim], *size[dim + 1 :]])
 
 
-def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
-    """Return the slots that ``index`` selects from the used slots, viewed as ``[steps, *lanes]``.
+def lay_flat(storage: Storage, data: Any, time: int, started: bool) -> Any:
+    """Lay the batch dimensions of ``data`` for ``storage`` in one, dimension ``time`` first; learn the lanes unless
+    ``started``.
 
-    IndexError if there is no such position, TypeError if ``index`` is no position.
+    Raises:
+        ValueError: the lanes are not those of the first batch, or too many.
     """
-    if any(isinstance(part, str) for part in (index if isinstance(index, tuple) else [index])):
-        raise TypeError(
-            f"rows are written by position, got {index!r}: buffer[:] = TensorDict({{{index!r}: ...}}, ...) "
-            "writes one entry of all rows"
+    data, lanes = time_first(data, storage.ndim, time)
+    if started and lanes != storage.lanes:
+        raise ValueError(
+            f"every batch must have the lanes of the first, {list(storage.lanes)}, got {list(lanes)}"
         )
-    slots = torch.arange(ring.used).view(-1, *lanes)
-    if isinstance(index, slice) and index.step is not None and index.step < 0:
-        return slots[list(range(len(slots))[index])]  # torch has no steps back
-    try:
-        return slots[index]
-    except IndexError:
-        if isinstance(index, float):
-            raise TypeError(f"rows are indexed by integers, slices and masks, got {index!r}") from None
-        raise IndexError(f"index {index!r} is out of range: {len(ring)} rows are stored") from None
+    if lanes.numel() > storage.max_size:
+        raise ValueError(f"max_size={storage.max_size} holds no step of {list(lanes)} lanes")
+    storage.lanes = lanes
+    return data
 
 
 def positions(slots: Tensor, lanes: torch.Size) -> Tensor:

@@ -94,8 +94,7 @@ def copy(source: Array, target: Array, size: Array, first: Int, slot: Int, rows:
 @compiled()
 def unlike(
     stored: Array,
-    later: Array,
-    now: Array,
+    batch: Array,
     size: Array,
     slots: Array,
     before: Array,
@@ -108,7 +107,7 @@ def unlike(
 
     Args:
         stored: addresses of the stored columns of next values.
-        later, now: addresses of the batch's columns of next values, and of the values themselves.
+        batch: addresses of the batch's columns of values, then of those of next values.
         size: bytes of a row of each.
         slots, before: what each fragment continues, from `flatroll.kernels.slices.publishing.link`.
         lasts, firsts, joined: last and first row of each fragment, and whether it is to be left out.
@@ -117,16 +116,20 @@ def unlike(
     Returns:
         how many there are.
     """
+    for j in range(len(before)):  # all stored rows are asked for before one is looked at
+        if before[j] >= 0:
+            for k in range(len(size)):
+                ask(stored[k] + slots[j] * size[k])
     count = 0
     for j in range(len(before)):
         if before[j] == -1 or joined[j]:
             continue
-        for k in range(len(now)):
+        for k in range(len(size)):
             # the last row of a stored trajectory, or of the fragment -2 - before of the batch
             left = stored[k] + slots[j] * size[k]
             if before[j] < 0:
-                left = later[k] + lasts[-2 - before[j]] * size[k]
-            said, came = octets(left, size[k]), octets(now[k] + firsts[j] * size[k], size[k])
+                left = batch[len(size) + k] + lasts[-2 - before[j]] * size[k]
+            said, came = octets(left, size[k]), octets(batch[k] + firsts[j] * size[k], size[k])
             different = np.uint8(0)
             for i in range(size[k]):
                 different |= said[i] ^ came[i]
@@ -204,7 +207,9 @@ class Block:
             raise IndexError(f"slots {slot} ... {slot + rows - 1} are not all among the block's {self.rows}")
         # Numbers in host memory as they are, row after row; those of most batches are so already.
         plain = [
-            value if _is_plain(value) else value.cpu().resolve_conj().resolve_neg().contiguous()
+            value
+            if value.is_cpu and value.is_contiguous() and not value.is_neg() and not value.is_complex()
+            else value.cpu().resolve_conj().resolve_neg().contiguous()
             for value in values
         ]
         source = np.array([value.data_ptr() for value in plain], np.int64)
@@ -220,12 +225,12 @@ class Block:
         Returns:
             None if a column of the batch is not plain numbers in host memory.
         """
-        if not (all(map(_is_plain, now)) and all(map(_is_plain, later))):
+        values = [*now, *later]
+        if not all(map(_is_plain, values)):
             return None
-        addresses = np.array([[value.data_ptr() for value in now], [value.data_ptr() for value in later]])
+        batch = np.array([value.data_ptr() for value in values], np.int64)
         found = np.empty(len(links[0]), np.int64)
-        count = unlike(self._address, addresses[1], addresses[0], self._size, *links, found)
-        return found[:count]
+        return found[: unlike(self._address, batch, self._size, *links, found)]
 
 
 def _is_plain(value: Tensor) -> bool:

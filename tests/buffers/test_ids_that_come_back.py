@@ -120,7 +120,7 @@ def test_rows_of_two_writers_in_one_batch_are_not_joined(compact: bool) -> None:
     buffer.extend(steps(0, 0, 3))
     between = steps(5, 0, 2)
     between["collector", "traj_ids"] += 1
-    assert refused(buffer, torch.cat([steps(0, 3, 2), between, steps(1, 5, 2)]))
+    assert refused(buffer, TensorDict.cat([steps(0, 3, 2), between, steps(1, 5, 2)]))
 
 
 def test_one_step_at_a_time() -> None:

@@ -183,8 +183,8 @@ def test_a_batch_larger_than_the_storage_leaves_its_last_rows() -> None:
 
 def test_a_sampler_that_forgets_the_next_observations_of_a_compact_storage_is_told() -> None:
     class Forgetful(SliceSampler):
-        def draw(self, ring: Any, size: int, generator: Any, follow: bool) -> Any:
-            return super().draw(ring, size, generator, False)
+        def draw(self, ring: Any, batch_size: int, generator: Any, follow: bool) -> Any:
+            return super().draw(ring, batch_size, generator, False)
 
     at = torch.arange(4.0)[:, None]
     done = torch.zeros(3, 1, dtype=torch.bool)
