@@ -349,6 +349,7 @@ class Collector:
         """The next window, or the next joined trajectories, with its *final*; None after the last."""
         joiner, keys = self._joiner, self._runner.keys
         note = getattr(self._buffer, "note_waiting", None)
+        reset_first = self._reset_each_iter
         while True:
             ends = 0 < total <= self._frames
             if joiner is not None:
@@ -359,14 +360,15 @@ class Collector:
                     note(joiner.waiting)
             if ends:
                 return None
-            batch, final = self._collect()
+            batch, final = self._collect(reset_first)
             if joiner is None:
                 return batch, final
+            reset_first = False  # windows of one batch go on: episodes longer than a window must end in some of them
             joiner.add(batch)
             joiner.drop_open_but(self._runner.open_ids())  # a reset may have cut others
 
-    def _collect(self) -> tuple[TensorDict, TensorDict | None]:
-        """One window of ``frames_per_batch`` rows."""
+    def _collect(self, reset_first: bool) -> tuple[TensorDict, TensorDict | None]:
+        """One window of ``frames_per_batch`` rows, of new episodes if ``reset_first``."""
         if self._pre_hook is not None:
             self._pre_hook()
         runner, frames, random_frames = self._runner, self.frames_per_batch, self._random_frames
@@ -377,7 +379,7 @@ class Collector:
                     # A run that goes on meets other episodes than its first ones.
                     seed = int(np.random.SeedSequence((seed, self._frames)).generate_state(1)[0] >> 1)
                 runner.reset(seed)
-            elif self._reset_each_iter and runner.window.count() < frames:
+            elif reset_first and runner.window.count() < frames:
                 runner.reset()
             may_be_random = self._frames < random_frames
             while (missing := frames - runner.window.count()) > 0:

@@ -136,6 +136,28 @@ def test_open_trajectories_that_a_reset_cuts_are_dropped():
     assert len(collector._joiner._open) <= 10
 
 
+@pytest.mark.parametrize("which", MODES)
+def test_episodes_longer_than_a_window_end_though_each_batch_resets(which):
+    """A reset before every window of a batch would never let one end, and the batch would never come."""
+    left = iter(range(1000))
+
+    def policy(obs):
+        next(left)  # StopIteration, not a hang
+        return torch.zeros(len(obs), dtype=torch.int64)
+
+    collector = Collector(
+        make(which, Script(2, lengths=[[7], [9]])),
+        policy,
+        frames_per_batch=3,
+        trajs_per_batch=2,
+        reset_at_each_iter=True,
+    )
+    for _ in range(4):
+        batch = next(collector)
+        assert sorted(run_ends(batch).nonzero().squeeze(-1).diff(prepend=torch.tensor([-1])).tolist()) == [7, 9]
+        assert torch.equal(run_ends(batch), batch["next", "done"].squeeze(-1))
+
+
 def test_trajectories_go_into_a_buffer_whole():
     for compact in (False, True):
         buffer = FakeBuffer()

@@ -90,8 +90,8 @@ class ListCollector:
         self.queue, self.started, self.collected = [], False, 0
         self.starts = []  # of each vector step: how many rows came before it
 
-    def window(self):
-        if not self.started or (self.reset_each and len(self.queue) < self.frames):
+    def window(self, begins_batch=True):
+        if not self.started or (self.reset_each and begins_batch and len(self.queue) < self.frames):
             self.env.reset()
             self.started = True
         while len(self.queue) < self.frames:
@@ -103,13 +103,17 @@ class ListCollector:
 
     def trajectories(self, windows, per_batch):
         """Batches of complete trajectories, and the smaller one at the end."""
-        open_rows, ready = defaultdict(list), []
-        for _ in range(windows):
-            for row in self.window():
+        open_rows, ready, batches = defaultdict(list), [], []
+        begins_batch = True
+        for i in range(windows):
+            for row in self.window(begins_batch):
                 open_rows[row["id"]].append(row)
             for key in sorted(key for key, rows in open_rows.items() if rows[-1]["done"]):
                 ready.append(open_rows.pop(key))
-        batches = [ready[i : i + per_batch] for i in range(0, len(ready), per_batch)]
+            begins_batch = len(ready) >= per_batch
+            while len(ready) >= per_batch or (ready and i + 1 == windows):
+                batches.append(ready[:per_batch])
+                ready = ready[per_batch:]
         return [[row for trajectory in batch for row in trajectory] for batch in batches]
 
 
