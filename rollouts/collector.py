@@ -363,7 +363,9 @@ class Collector:
             batch, final = self._collect(reset_first)
             if joiner is None:
                 return batch, final
-            reset_first = False  # windows of one batch go on: episodes longer than a window must end in some of them
+            reset_first = (
+                False  # windows of one batch go on: episodes longer than a window must end in some of them
+            )
             joiner.add(batch)
             joiner.drop_open_but(self._runner.open_ids())  # a reset may have cut others
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorObservationWrapper, VectorRewardWrapper
 from tensordict import TensorDict
 from torch import Tensor
@@ -182,8 +184,18 @@ class Runner:
             self.states[key] = self._defaults[key] = value.expand(self.num_envs, *value.shape).contiguous()
 
     def reset(self, seed: int | None = None) -> None:
-        """Reset the env; every trajectory still open ends here as a cut."""
+        """Reset the env; every trajectory still open ends here as a cut.
+
+        Raises:
+            RuntimeError: another runner of the env has given it a limit of steps, and so another autoreset mode.
+        """
         window = self.window
+        if window.same_step != self.stream.same_step:
+            raise RuntimeError(
+                f"{type(self.stream.source.stepped).__name__} was given a limit of steps (max_frames_per_traj=, "
+                "StepCounter(max_steps=)) after this collector was made over it: set the limit first, or give each "
+                "collector its own env"
+            )
         if window.steps and not self._dense_finals and self._ended is not None:
             # Rows that wait in the window lose the next step, which has held their next observations. (Under
             # SAME_STEP those of ended rows are kept already.)
@@ -388,7 +400,7 @@ class Runner:
 
 
 class Traces:
-    """Attributes of an env, and of the envs inside it, that its steps change: they tell of steps made by hand.
+    """Attributes of an env, of the envs inside it and of their parts, that steps change: they tell of steps by hand.
 
     An env that keeps its state outside Python (envpool, worker processes) may leave none. Nor does it matter who
     makes the change: whatever changes between two batches and not only in steps is taken for a step.
@@ -397,8 +409,17 @@ class Traces:
     def __init__(self, env: Any) -> None:
         self._replaced: list[tuple[dict[str, Any], str]] = []  # by steps, with new objects
         for _ in range(50):  # more layers than any env has, and an end where one claims to be inside itself
-            self._replaced += [(vars(env), name) for name in getattr(env, "__dict__", ())]
+            here = getattr(env, "__dict__", {})
             env = getattr(env, "env", None)
+            # Its parts may keep the state, a game that the env plays say; what only describes the env does not.
+            parts = [here] + [
+                vars(part)
+                for part in here.values()
+                if hasattr(part, "__dict__")
+                and part is not env
+                and not isinstance(part, spaces.Space | EnvSpec | type)
+            ]
+            self._replaced += [(place, name) for place in parts for name in place]
         self._written = self._replaced  # by steps, in place
         self.chosen = False
         self._first = self.read()
@@ -406,13 +427,19 @@ class Traces:
     def choose(self) -> None:
         """Keep the attributes that have changed since this object was made."""
         (ids, contents, _), (new_ids, new_contents, values) = self._first, self.read()
-        replaced, written = [], []
+        replaced, written, generators, only_counters = [], [], [], True
         for i, name in enumerate(self._replaced):
+            if isinstance(values[i], np.random.Generator):
+                generators.append(name)
             # Every render() draws a window of pygame anew, and is no step.
-            if ids[i] != new_ids[i] and not type(values[i]).__module__.startswith("pygame"):
+            elif ids[i] != new_ids[i] and not type(values[i]).__module__.startswith("pygame"):
                 replaced.append(name)
+                only_counters &= isinstance(values[i], int)
             elif ids[i] == new_ids[i] and contents[i] != new_contents[i]:
                 written.append(name)
+        if only_counters and not written:
+            # After a reset by hand and as many steps they are what they were, but the reset has drawn its first state.
+            written = generators
         self._replaced, self._written, self.chosen = replaced, written, True
 
     def read(self) -> tuple[list[Any], list[Any], list[Any]]:
@@ -429,6 +456,8 @@ class Traces:
             elif isinstance(value, list) and len(value) <= 2**12:
                 contents.append(list(map(id, value)))
                 kept.append(list(value))
+            elif isinstance(value, np.random.Generator) and isinstance(value.bit_generator, np.random.PCG64):
+                contents.append(value.bit_generator.state["state"])  # two ints
             else:
                 contents.append(0)
         return ids, contents, kept

@@ -57,7 +57,8 @@ class Window:
         self.columns: dict[NestedKey, Array] = {}
         self._keys = keys
         self._device = device
-        self._all_valid = same_step
+        #: Whether ended envs are reset in the same step: then every cell is a transition.
+        self.same_step = same_step
         self._dense_finals = dense_finals
         self._room = steps + 2  # one row is kept for what follows the last step
         self._not_gathered: set[NestedKey] = {DEAD, *(keys.next_of[key] for key in keys.obs)}
@@ -109,13 +110,13 @@ class Window:
         """Count the recorded transitions that no batch has taken; may synchronise with the device."""
         if not self.steps:
             return 0
-        if self._all_valid:
+        if self.same_step:
             return self.steps * self.num_envs - self.taken
         return int(np.count_nonzero(self.valid()))
 
     def valid(self) -> Array:
         """Return which recorded cells are transitions that no batch has taken; bool ``[steps, E]``, NumPy."""
-        if self._all_valid:
+        if self.same_step:
             mask = np.ones((self.steps, self.num_envs), dtype=bool)
         else:
             dead = self.columns[DEAD][: self.steps]
@@ -129,7 +130,7 @@ class Window:
         That is the number of envs of the last step that they reach; all transitions left over lie beyond it.
         """
         mask, last = self.valid(), self.steps - 1
-        if self._all_valid:
+        if self.same_step:
             reached = self.num_envs - (mask.size - self.taken - count)
         else:
             wanted = count - int(np.count_nonzero(mask[:last]))

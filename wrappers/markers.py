@@ -258,8 +258,9 @@ class TrajId(MarkerWrapper):
         return {"writer": self.writer, "episode": top // self.num_envs + 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue above the ids of a saved run; takes effect at the next full reset."""
+        """Continue above the ids of a saved run, from the next full reset, which must come before the next step."""
         self.writer, self._episode, self._ids = state["writer"], state["episode"], None
+        self.stream.moves.count += 1  # another collector over this wrapper has to reset, too
 
 
 class RewardSum(MarkerWrapper):

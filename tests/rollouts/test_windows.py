@@ -154,7 +154,10 @@ def test_episodes_longer_than_a_window_end_though_each_batch_resets(which):
     )
     for _ in range(4):
         batch = next(collector)
-        assert sorted(run_ends(batch).nonzero().squeeze(-1).diff(prepend=torch.tensor([-1])).tolist()) == [7, 9]
+        assert sorted(run_ends(batch).nonzero().squeeze(-1).diff(prepend=torch.tensor([-1])).tolist()) == [
+            7,
+            9,
+        ]
         assert torch.equal(run_ends(batch), batch["next", "done"].squeeze(-1))
 
 

@@ -29,25 +29,11 @@ MODES = ["NextStep", "SameStep", "Disabled"]
 KINDS = [f"{backend} {mode}" for backend in BACKENDS for mode in MODES] + ["torch", "one env"]
 
 
-class Counting(ScriptedEnv):
-    """A single env that counts its moves, as envs do."""
-
-    moves = 0
-
-    def reset(self, **arguments: Any) -> Any:
-        self.moves += 1
-        return super().reset(**arguments)
-
-    def step(self, action: Any) -> Any:
-        self.moves += 1
-        return super().step(action)
-
-
 def make(kind: str, script: Script) -> Any:
     if kind == "torch":
         return ScriptedTorchEnv(script)
     if kind == "one env":
-        return Counting(script)
+        return ScriptedEnv(script)
     backend, mode = kind.split()
     return make_scripted(script, backend=backend, autoreset_mode=mode)  # type: ignore[arg-type]
 
@@ -226,6 +212,70 @@ def test_what_a_collector_is_told_once_and_what_is_no_move() -> None:
         next(collector)
     env.reset()
     assert next(collector)["is_init"][0] and len(told) == 1
+
+
+def false_steps(batch: TensorDict) -> int:
+    step = batch["next", "observation"] - batch["observation"]
+    return int((step != torch.tensor([0.0, 0.0, 1.0])).any(-1).sum())
+
+
+class Engine:
+    """Keeps its state where Python cannot see it, as simulators do."""
+
+    __slots__ = ("place",)
+
+
+class Simulator(gym.Env[Any, Any]):
+    """Walks on from where a reset has put it."""
+
+    observation_space, action_space = gym.spaces.Box(-1e9, 1e9, (1,), np.float64), gym.spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.engine.place = 1000 * self.np_random.random()
+        return np.array([self.engine.place]), {}
+
+    def step(self, action: Any) -> Any:
+        self.engine.place += 1
+        return np.array([self.engine.place]), 0.0, False, False, {}
+
+
+def test_a_reset_by_hand_and_just_as_many_steps_are_seen() -> None:
+    """The counter of TimeLimit is then what it was; that the reset has drawn its first state tells of it."""
+    env = gym.wrappers.TimeLimit(Simulator(), 100)
+    collector = Collector(env, frames_per_batch=5)
+    next(collector)
+    env.reset()
+    for _ in range(5):
+        env.step(0)
+    with pytest.warns(UserWarning, match="or by hand"):
+        batch = next(collector)
+    assert (batch["next", "observation"] - batch["observation"] - 1).abs().max() < 1e-9
+
+
+def test_a_limit_of_steps_after_another_collector_was_made_is_refused() -> None:
+    """It changes the autoreset mode that the other one has its columns for."""
+    handle = as_vector_env(make("sync NextStep", Script(2, lengths=9)))
+    one, two = (
+        Collector(handle, frames_per_batch=4),
+        Collector(handle, frames_per_batch=4, max_frames_per_traj=3),
+    )
+    next(two)
+    with pytest.raises(RuntimeError, match=r"was given a limit of steps .* set the limit first"):
+        next(one)
+
+
+def test_ids_that_one_collector_loads_are_no_crash_of_the_other() -> None:
+    handle = TrajId(make("native SameStep", Script(2, lengths=9)))
+    one, two = Collector(handle, frames_per_batch=4), Collector(handle, frames_per_batch=4)
+    next(one)
+    next(two)
+    one.load_state_dict(one.state_dict())
+    batch = next(two)
+    assert batch["is_init"][0] and not false_steps(batch)
 
 
 def test_an_adapted_env_says_that_another_has_moved_the_env() -> None:
