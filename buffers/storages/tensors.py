@@ -40,6 +40,11 @@ class Encodings:
         codec: Mapping[NestedKey, str] | None = None,
         sparse: Collection[NestedKey] = (),
     ) -> None:
+        for name, value, example in (("frame_stack", frame_stack, 4), ("codec", codec, "zstd")):
+            if value is not None and not isinstance(value, Mapping):
+                raise TypeError(
+                    f"{name} must name entries, {name}={{'observation': {example!r}}}, got {value!r}"
+                )
         stacks = {plain_key(key): frames for key, frames in (frame_stack or {}).items()}
         codecs = {plain_key(key): name for key, name in (codec or {}).items()}
         for key, frames in stacks.items():
@@ -134,7 +139,7 @@ class LazyTensorStorage(ColumnStorage):
     Raises:
         ValueError: ``max_size`` or ``ndim`` below 1, an unknown codec, a frame stack of less than 2 frames, or an entry
             that is both sparse and one of these; at the first extend, ``sparse`` names an entry that is not there.
-        TypeError: ``sparse`` is a single name.
+        TypeError: ``sparse`` is a single name; ``codec`` or ``frame_stack`` names no entries.
         MemoryError: at the first extend, if the columns do not fit in the memory that is free.
 
     >>> import torch
