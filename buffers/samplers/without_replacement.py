@@ -246,13 +246,15 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
         else:
             starts, lengths = self._take(key, batch_size // length, begin, "slices")
         draw = index.slices_from(starts, lengths, follow=follow)
-        if self._fills and len(draw.slots) > batch_size:
+        if not self._fills:
+            return self._complete(draw, len(starts) * length, length, ring)
+        if len(draw.slots) > batch_size:
             if (
                 self._left is not None
             ):  # it begins with the rest of the last slice, from the first row beyond on
                 self._left[0, 0] = draw.slots[batch_size]
             return cut(draw, batch_size)
-        return self._complete(draw, len(starts) * length, length, ring)
+        return draw  # fewer rows only at the end of the pass
 
     @property
     def _fills(self) -> bool:

@@ -124,6 +124,12 @@ def test_a_filled_pass_has_every_row_once(world: Any, shuffle: bool, drop_last: 
         empty.sample()
 
 
+def test_the_short_sample_at_the_end_of_a_filled_pass_is_not_warned_about(world: Any) -> None:
+    buffer = buffer_of(SliceSamplerWithoutReplacement(slice_len=8, fill=True), 40)
+    buffer.extend(short_ones(world))  # 48 rows
+    assert [len(sample) for sample in buffer] == [40, 8]  # a warning would be an error
+
+
 @pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("prefetch", [None, 2])
 def test_filled_samples_follow_the_generator(world: Any, name: str, prefetch: int | None) -> None:
