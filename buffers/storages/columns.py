@@ -24,7 +24,7 @@ from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.storages.base import Links, Rows
 from flatroll.buffers.storages.by_position import ByPosition
-from flatroll.buffers.storages.continuity import LinkCheck, state_pairs
+from flatroll.buffers.storages.continuity import Compared, LinkCheck, find_pairs, state_pairs
 from flatroll.buffers.storages.item_kinds import Structure, check_kinds, like, shown
 from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, next_columns
 from flatroll.buffers.storages.saved_columns import check_columns, check_like
@@ -145,7 +145,6 @@ class ColumnStorage(ByPosition):
     ) -> Rows:
         structure = Structure.of(batch) if self.structure is None else self.structure
         columns = structure.columns(batch)
-        check_kinds(columns)
         if not columns:
             raise ValueError("the batch has no entries to store")
         if isinstance(batch, TensorDictBase):
@@ -155,7 +154,14 @@ class ColumnStorage(ByPosition):
         elif self.compact_obs:
             raise TypeError(f"compact_obs=True needs tensordict batches, got {type(batch).__name__}")
 
-        count = len(next(iter(columns.values())))
+        count = next(iter(columns.values())).shape[0]
+        source, plain = None, self._plain or self._plain_columns()
+        if plain is not None and final is None and count <= self.max_size and not self.compact_obs:
+            source = plain.find(columns, count)
+        # Most batches are what one call copies, and nothing else: they need no other checks.
+        usual = source is not None and len(source) == len(columns) == len(self.columns)
+        if not usual:
+            check_kinds(columns)
         final_rows = None if final is None else read_final(final)
         row = None if final_rows is None else check_final(final_rows, columns, count)
         # Where lanes make the capacity less than max_size, count is a multiple of them too.
@@ -184,8 +190,9 @@ class ColumnStorage(ByPosition):
         if final_rows is not None:
             columns |= {next_key(key): obs for key, obs in next_columns(columns, final_rows).items()}
         fragments = None if keys is None else Fragments.read(marked, keys)
-        self._check_columns(columns, structure)
-        return Rows(count, columns, fragments)
+        if not usual:
+            self._check_columns(columns, structure)
+        return Rows(count, columns, fragments, source=source)
 
     def _prepare_compact(
         self,
@@ -198,7 +205,7 @@ class ColumnStorage(ByPosition):
     ) -> Rows:
         """Lay a batch of ``count`` rows out with each observation once, but for the tails of fragments."""
         from_final: Columns = {} if final is None else final.next
-        pool = self.pool or NextPool(self._find_pairs(columns, marked, final, keys))
+        pool = self.pool or NextPool(find_pairs(columns, marked, final, keys))
         for key, next_name in pool.next_keys.items():
             now, later = columns.get(key), columns.get(next_name)
             paired = now is not None and later is not None and like(now) == like(later)
@@ -215,47 +222,13 @@ class ColumnStorage(ByPosition):
                 raise ValueError(f"the batch has {next_key(new[0])!r}, which the first extend did not have")
         fragments = Fragments.read(marked, keys, pool.cuts(columns, final))
         tails = pool.tails(columns, final, fragments.lasts)
-        self._check_columns(stored, structure)
+        source = None if self._plain is None else self._plain.find(stored, count)
+        if source is None or not len(source) == len(stored) == len(self.columns):
+            self._check_columns(stored, structure)
         if self.pool is None:
             pool.allocate(self.columns)
             self.pool = pool
-        return Rows(count, stored, fragments, tails)
-
-    def _find_pairs(
-        self, columns: Columns, marked: Columns, final: Final | None, keys: BoundaryKeys
-    ) -> list[NestedKey]:
-        """Root keys of the first batch whose next observations are mostly those of the row after, so kept once."""
-        pairs = state_pairs(columns)
-        from_final = [] if final is None else list(final.next)
-        pairs += [key for key in from_final if key not in pairs]
-        if not pairs and final is not None:
-            raise ValueError(
-                "the storage has compact_obs=True, but neither the batch nor the final that came with it has a "
-                'next observation ("next", <observation>): there is nothing to keep once. If next observations '
-                "are kept as deltas, use a storage without compact_obs and transform=NextObservationDelta()"
-            )
-        if not pairs:
-            raise ValueError(
-                'the storage has compact_obs=True, but the batch has no ("next", <observation>) and no final '
-                "came with it: extend(batch, final=collector.final), or use a storage without compact_obs and "
-                "NextStateReconstructor"
-            )
-        if len(pairs) == len(from_final):
-            return pairs
-        first = columns[pairs[0]]
-        ends = torch.zeros(len(first), dtype=torch.bool)  # last rows of runs, as the markers alone tell
-        ends[torch.from_numpy(Fragments.read(marked, keys).lasts)] = True
-        inside = ~ends[:-1].to(first.device)
-        # Kept once if at least half of the rows inside runs say that the next observation is that of the row after.
-        # So it is for observations; what a network wrote for both, say, would take a pool entry for each row.
-        most = int(inside.sum()) // 2
-        shared = [
-            key
-            for key in pairs
-            if key in from_final
-            or int((differ(columns[next_key(key)][:-1], columns[key][1:]) & inside).sum()) <= most
-        ]
-        return shared or pairs
+        return Rows(count, stored, fragments, tails, source)
 
     def _check_columns(self, columns: Columns, structure: Structure) -> None:
         """ValueError unless ``columns`` are those of the first batch, which allocates."""
@@ -281,8 +254,11 @@ class ColumnStorage(ByPosition):
 
     @override
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
-        plain = self._plain or self._plain_columns()
-        written = () if plain is None else plain.write(slot, rows.columns, rows.count, plain.rows)
+        plain, written = self._plain or self._plain_columns(), ()
+        if plain is not None and rows.source is not None:
+            written = plain.columns if plain.write_found(slot, rows.source, rows.count) else ()
+        elif plain is not None:
+            written = plain.write(slot, rows.columns, rows.count, plain.rows)
         if len(written) == len(rows.columns):
             return
         # Up to the last slot; what does not fit is a second stretch, from slot 0 on.
@@ -307,10 +283,21 @@ class ColumnStorage(ByPosition):
     def link(self, ring: Ring, rows: Rows, keys: BoundaryKeys | None) -> Links | None:
         if not isinstance(ring, TrajectoryIndex):
             return None
-        check = LinkCheck(self, self.pool, ring, rows)
-        return check.links(
-            self._plain or self._plain_columns(), keys is not None and keys.traj in rows.columns
-        )
+        assert rows.fragments is not None
+        compared, source, pool = self.compared, rows.source, self.pool
+        if compared is None or compared.loose != len(self.loose):
+            compared = self.compared = Compared.of(self, pool, self._plain or self._plain_columns())
+        if source is not None and pool is not None and compared.pairs is not None:
+            source = pool.find(compared.order, rows.columns, rows.tails, compared.pairs)
+        by_bytes = source is not None and compared.pairs is not None
+        options = (compared.pairs, source, len(compared.keys), pool is not None) if by_bytes else ()
+        found, wrong = ring.link(rows.fragments, *options)
+        if wrong or not by_bytes:
+            check = LinkCheck(self, pool, ring, rows, found)
+            if not by_bytes:
+                check.compare(compared.keys)
+            check.settle(compared.keys, check.unlike(), keys is not None and keys.traj in rows.columns)
+        return Links(*found)
 
     @override
     def keep_next(self, ring: Ring, rows: Rows, links: Links, first: int) -> tuple[Array, Array]:
