@@ -16,11 +16,12 @@ from flatroll.buffers.index.saved_fragments import SavedFragments
 from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, STATE
 
 By = Literal["trajectory", "start"]
+Compare: TypeAlias = tuple[Array, Array, int, bool]
 Way: TypeAlias = tuple[int, bool, bool, int]  # length, by start, strict, span
 
 _NONE = np.zeros(0, np.int64)
-_NO_PAIRS = np.zeros((0, 4), np.int64)
 _NO_PATCH = np.zeros((2, 0), np.int64)
+NOTHING: Compare = (np.zeros((0, 4), np.int64), _NONE, 0, False)
 
 
 class TrajectoryIndex(Ring):
@@ -97,30 +98,21 @@ class TrajectoryIndex(Ring):
         self._update_weights(self._touched, count)
         return int(self._state["written"][0])
 
-    def link(
-        self,
-        fragments: Fragments,
-        pairs: Array = _NO_PAIRS,
-        source: Array = _NONE,
-        compared: int = 0,
-        pool: bool = False,
-    ) -> tuple[Array, int]:
+    def link(self, fragments: Fragments, compare: Compare = NOTHING) -> tuple[Array, int]:
         """Find what each of F fragments will continue, before or after the claim of their rows.
 
         Args:
             fragments: those to be entered.
-            pairs, source, compared, pool: which columns to compare, see `flatroll.kernels.slices.publishing.link`.
+            compare: the ``pairs, source, compared, pool`` of `flatroll.kernels.slices.publishing.link`.
 
         Returns:
-            int64 ``[3, F]``: the stored trajectory, or -2 - i for fragment i, or -1 for none; the slot of the stored
-            row that the fragment continues, or -1; and 1 where all pairs agree. And how many do not continue what
-            they should.
+            what that finds, int64 ``[3, F]``, and what it returns.
         """
         found = np.empty((3, len(fragments.firsts)), np.int64)
         rows, firsts, lasts, joined, ids, init, done, *steps = fragments
         tables = self._state, self.capacity, rows, self._fragments, self._chains, self._table
         columns = joined, ids, init, done, *steps, firsts, lasts
-        return found, self._publishing.link(*tables, *columns, pairs, source, compared, pool, found)
+        return found, self._publishing.link(*tables, *columns, *compare, found)
 
     def enter(
         self, fragments: Fragments, before: Array, pool: Array | None = None, released: Array | None = None

@@ -1,9 +1,10 @@
 """The storage made of columns: checks and flattens batches, writes them and reads rows back."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -21,13 +22,13 @@ from flatroll.buffers.columns.base import (
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.saved_tables import damaged
-from flatroll.buffers.index.trajectory_index import TrajectoryIndex
+from flatroll.buffers.index.trajectory_index import NOTHING, TrajectoryIndex
 from flatroll.buffers.storages.base import Links, Rows
 from flatroll.buffers.storages.by_position import ByPosition
 from flatroll.buffers.storages.continuity import Compared, LinkCheck, find_pairs, state_pairs
 from flatroll.buffers.storages.item_kinds import Structure, check_kinds, like, shown
 from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, next_columns
-from flatroll.buffers.storages.saved_columns import check_columns, check_like
+from flatroll.buffers.storages.saved_columns import check_columns, check_like, check_same_kinds, kind_of
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
 from flatroll.layout.final import Final, check_final, read_final
@@ -208,8 +209,9 @@ class ColumnStorage(ByPosition):
         pool = self.pool or NextPool(find_pairs(columns, marked, final, keys))
         for key, next_name in pool.next_keys.items():
             now, later = columns.get(key), columns.get(next_name)
-            paired = now is not None and later is not None and like(now) == like(later)
-            if not paired and key not in from_final:
+            if key in from_final:
+                continue
+            if now is None or later is None or now.dtype is not later.dtype or now.shape != later.shape:
                 raise ValueError(
                     f"the batch lacks {next_name!r}, which the first extend had: pass it in the batch or in final"
                 )
@@ -254,7 +256,8 @@ class ColumnStorage(ByPosition):
 
     @override
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
-        plain, written = self._plain or self._plain_columns(), ()
+        plain = self._plain or self._plain_columns()
+        written: Collection[NestedKey] = ()
         if plain is not None and rows.source is not None:
             written = plain.columns if plain.write_found(slot, rows.source, rows.count) else ()
         elif plain is not None:
@@ -287,14 +290,20 @@ class ColumnStorage(ByPosition):
         compared, source, pool = self.compared, rows.source, self.pool
         if compared is None or compared.loose != len(self.loose):
             compared = self.compared = Compared.of(self, pool, self._plain or self._plain_columns())
-        if source is not None and pool is not None and compared.pairs is not None:
-            source = pool.find(compared.order, rows.columns, rows.tails, compared.pairs)
-        by_bytes = source is not None and compared.pairs is not None
-        options = (compared.pairs, source, len(compared.keys), pool is not None) if by_bytes else ()
-        found, wrong = ring.link(rows.fragments, *options)
-        if wrong or not by_bytes:
+        compare = NOTHING
+        if source is not None and compared.pairs is not None:
+            if pool is not None:  # the pool's columns may have grown
+                ends = [rows.tails[key] for key in compared.order]
+                entries: list[Any] = [pool.entries[key] for key in compared.order]
+                compared.pairs[:, 0] = [column.data.data_ptr() for column in entries]
+                heads = [rows.columns[key] for key in compared.order]
+                source = np.array([values.data_ptr() for values in heads + ends], np.int64)
+            if pool is None or all(end.is_cpu and end.is_contiguous() for end in ends):
+                compare = compared.pairs, source, len(compared.keys), pool is not None
+        found, wrong = ring.link(rows.fragments, compare)
+        if wrong or compare is NOTHING:
             check = LinkCheck(self, pool, ring, rows, found)
-            if not by_bytes:
+            if compare is NOTHING:
                 check.compare(compared.keys)
             check.settle(compared.keys, check.unlike(), keys is not None and keys.traj in rows.columns)
         return Links(*found)
@@ -408,7 +417,7 @@ class ColumnStorage(ByPosition):
             "lanes": self.lanes,
             "structure": self.structure,
             "like": self._like(),
-            "kinds": {key: _kind(column) for key, column in self.columns.items()},
+            "kinds": {key: kind_of(column) for key, column in self.columns.items()},
             "columns": {key: column.state_dict(rows) for key, column in self.columns.items()},
             "pool": {key: column.state_dict(pool_rows) for key, column in entries.items()},
         }
@@ -443,25 +452,12 @@ class ColumnStorage(ByPosition):
             key: self.make_column(key, *kind) or self._blank_column(key, *kind)
             for key, kind in state["like"].items()
         }
-        self._check_kinds(state, columns)
+        check_same_kinds(state, columns)
         check_columns(state, columns, ring.used, ring.pool_size if isinstance(ring, TrajectoryIndex) else 0)
 
     def _blank_column(self, key: NestedKey, dtype: torch.dtype, shape: torch.Size) -> Column:
         """A column without rows in the form that `_allocate` gives this entry, to check a state by."""
         return TensorColumn(torch.empty((0, *shape), dtype=dtype))
-
-    def _check_kinds(self, state: dict[str, Any], columns: Mapping[NestedKey, Column]) -> None:
-        """ValueError if the columns of ``state`` are of other shapes, dtypes or kinds than ``columns``."""
-        kinds = state["kinds"]
-        saved = {key: (*like, kinds[key]) for key, like in state["like"].items()}
-        here = {key: (column.dtype, column.shape, _kind(column)) for key, column in columns.items()}
-        for key in {**saved, **here}:
-            if saved.get(key) != here.get(key):
-                got, expected = (
-                    f"{form[0]} {tuple(form[1])} per row{form[2]}" if form else "nothing"
-                    for form in (saved.get(key), here.get(key))
-                )
-                raise ValueError(f"the state has {got} as {shown(key)}, this storage keeps {expected}")
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -493,8 +489,3 @@ class ColumnStorage(ByPosition):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_plain": None}  # of memory that a copy would not share
-
-
-def _kind(column: Column) -> str:
-    """How a column is kept, for errors; in memory or in a file is one kind."""
-    return "" if isinstance(column, TensorColumn) else f" in a {type(column).__name__}"

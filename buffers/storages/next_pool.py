@@ -1,6 +1,6 @@
 """The pool of a compact storage: keeps the next observations that cannot be read from the following row."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
@@ -85,17 +85,6 @@ class NextPool:
             type(column) is TensorColumn and column.data.is_cpu and not column.dtype.is_complex
             for column in self.entries.values()
         )
-
-    def find(self, order: Iterable[NestedKey], heads: Columns, tails: Columns, pairs: Array) -> Array | None:
-        """Return the addresses of ``heads`` and ``tails`` (see :meth:`agreeing`; ``heads`` are plain numbers in host
-        memory), in this ``order``, and write those of the pool's entries into ``pairs[:, 0]``; None if it is not
-        ``plain``, or ``tails`` are elsewhere."""
-        ends = [tails[key] for key in order]
-        if not all(end.is_cpu and end.is_contiguous() for end in ends):
-            return None
-        entries = [self.entries[key] for key in order]
-        pairs[:, 0] = [column.data.data_ptr() for column in entries if isinstance(column, TensorColumn)]
-        return np.array([values.data_ptr() for values in (*(heads[key] for key in order), *ends)], np.int64)
 
     def cuts(self, columns: Columns, final: Final | None) -> Tensor:
         """Return where the next observation differs from the following row's observation; bool ``[N]``."""
@@ -187,9 +176,8 @@ class NextPool:
         """What :meth:`agreeing` says of the next observations ``tails[key]`` and the rows ``heads[key][firsts]``."""
         device = heads[self.pairs[0]].device
         at = torch.from_numpy(firsts).to(device)
-        agree = torch.ones(len(firsts), dtype=torch.int64, device=device)
+        unlike, wrong = torch.zeros((2, len(firsts)), dtype=torch.bool, device=device)
         for key in self.pairs:
-            wrong = differ(tails[key].to(device), heads[key].index_select(0, at)).long()
-            agree = torch.minimum(agree, 1 - 2 * wrong if key in keys else 1 - wrong)
-        said: Array = agree.numpy(force=True)
-        return said
+            different = differ(tails[key].to(device), heads[key].index_select(0, at))
+            (unlike if key in keys else wrong).logical_or_(different)
+        return np.where(unlike.numpy(force=True), -1, ~wrong.numpy(force=True))

@@ -189,9 +189,8 @@ class HostColumns(Generic[K]):
         # The addresses of those columns that were asked for together; no key asked for has no block.
         self._blocks: dict[tuple[K, ...], Block | None] = {(): None}
         names = tuple(self.columns)
-        self._all = (
-            None if any(column.is_complex() for column in self.columns.values()) else self._block(names)
-        )
+        plain = names and not any(column.is_complex() for column in self.columns.values())
+        self._all = self._new_block(names) if plain else None
         self._forms: list[
             tuple[K, torch.dtype, torch.Size]
         ] = []  # of batches of so many rows as the last one
@@ -201,7 +200,7 @@ class HostColumns(Generic[K]):
         """Return copies of the rows in ``slots`` (int64 ``[N]``) of ``keys`` (default: all), by key. Unknown
         keys are left out; if there is more to copy than one thread should, nothing is returned."""
         names = tuple(self.columns if keys is None else [key for key in keys if key in self.columns])
-        block = self._block(names)
+        block = self._blocks[names] if names in self._blocks else self._new_block(names)
         if block is None or len(slots) * block.row_bytes > _MOST:
             return {}
         return dict(zip(names, block.take(slots), strict=True))
@@ -212,7 +211,7 @@ class HostColumns(Generic[K]):
         """Return copies of the rows in ``follow`` (any row for -1) of ``keys``, as far as ``taken`` has them,
         which holds the rows in ``slots``. Both int64 ``[N]``."""
         names = tuple([key for key in keys if key in taken])
-        block = self._block(names)
+        block = self._blocks[names] if names in self._blocks else self._new_block(names)
         if block is None:
             return {}
         rows = block.take(slots, follow, [taken[key] for key in names])
@@ -222,7 +221,7 @@ class HostColumns(Generic[K]):
         """Copy ``rows`` rows of ``values`` to the slots from ``slot`` on, wrapping around at ``capacity``;
         return the keys written, none if there is more to copy than one thread should."""
         names = tuple([key for key in values if key in self.columns])
-        block = self._block(names)
+        block = self._blocks[names] if names in self._blocks else self._new_block(names)
         if block is None or rows * block.row_bytes > _MOST:
             return ()
         columns = [values[key] for key in names]
@@ -282,8 +281,7 @@ class HostColumns(Generic[K]):
             copy(source, block.address, block.size, fit, 0, rows - fit)
         return True
 
-    def _block(self, names: tuple[K, ...]) -> Block | None:
-        """The addresses of these columns, remembered for the next time they are asked for."""
-        if names not in self._blocks:
-            self._blocks[names] = Block([self.columns[key] for key in names])
-        return self._blocks[names]
+    def _new_block(self, names: tuple[K, ...]) -> Block:
+        """Remember the addresses of these columns, for the next time they are asked for."""
+        block = self._blocks[names] = Block([self.columns[key] for key in names])
+        return block
