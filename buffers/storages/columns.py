@@ -292,13 +292,14 @@ class ColumnStorage(ByPosition):
             compared = self.compared = Compared.of(self, pool, self._plain or self._plain_columns())
         compare = NOTHING
         if source is not None and compared.pairs is not None:
+            ends: list[Tensor] = []
             if pool is not None:  # the pool's columns may have grown
                 ends = [rows.tails[key] for key in compared.order]
                 entries: list[Any] = [pool.entries[key] for key in compared.order]
                 compared.pairs[:, 0] = [column.data.data_ptr() for column in entries]
                 heads = [rows.columns[key] for key in compared.order]
                 source = np.array([values.data_ptr() for values in heads + ends], np.int64)
-            if pool is None or all(end.is_cpu and end.is_contiguous() for end in ends):
+            if all(end.is_cpu and end.is_contiguous() for end in ends):
                 compare = compared.pairs, source, len(compared.keys), pool is not None
         found, wrong = ring.link(rows.fragments, compare)
         if wrong or compare is NOTHING:
@@ -473,7 +474,7 @@ class ColumnStorage(ByPosition):
         for key, column in self.columns.items():
             column.load_state_dict(state["columns"][key])
         if self.compact_obs:
-            self.pool = NextPool(list(state["pool"]))
+            self.pool, self.compared = NextPool(list(state["pool"])), None
             self.pool.allocate(self.columns)
             for key, column in self.pool.entries.items():
                 column.load_state_dict(state["pool"][key])
