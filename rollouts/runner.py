@@ -450,7 +450,7 @@ class Traces:
         for place, name in self._written:
             value = place.get(name)
             if isinstance(value, np.ndarray):
-                contents.append(value.tobytes() if value.nbytes <= 2**16 and value.dtype != object else 0)
+                contents.append(0 if value.nbytes > 2**16 or value.dtype.hasobject else value.tobytes())
             elif isinstance(value, Tensor):
                 contents.append(0 if value.is_inference() else value._version)  # without waiting for a device
             elif isinstance(value, list) and len(value) <= 2**12:

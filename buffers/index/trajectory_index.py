@@ -16,10 +16,12 @@ from flatroll.buffers.index.saved_fragments import SavedFragments
 from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, STATE
 
 By = Literal["trajectory", "start"]
+Compare: TypeAlias = tuple[Array, Array, int, bool]
 Way: TypeAlias = tuple[int, bool, bool, int]  # length, by start, strict, span
 
 _NONE = np.zeros(0, np.int64)
 _NO_PATCH = np.zeros((2, 0), np.int64)
+NOTHING: Compare = (np.zeros((0, 4), np.int64), _NONE, 0, False)
 
 
 class TrajectoryIndex(Ring):
@@ -81,7 +83,7 @@ class TrajectoryIndex(Ring):
     def write(self, fragments: Fragments) -> None:
         """Claim, link and publish the rows of ``fragments`` (at most ``capacity``) at once."""
         self.claim(fragments.rows)
-        self.enter(fragments, self.link(fragments)[0])
+        self.enter(fragments, self.link(fragments)[0][0])
 
     @override
     def claim(self, rows: int) -> int:
@@ -96,18 +98,21 @@ class TrajectoryIndex(Ring):
         self._update_weights(self._touched, count)
         return int(self._state["written"][0])
 
-    def link(self, fragments: Fragments) -> tuple[Array, Array]:
-        """Find what each of F fragments will continue, before or after the claim of their rows; both int64 ``[F]``.
+    def link(self, fragments: Fragments, compare: Compare = NOTHING) -> tuple[Array, int]:
+        """Find what each of F fragments will continue, before or after the claim of their rows.
+
+        Args:
+            fragments: those to be entered.
+            compare: the ``pairs, source, compared, pool`` of `flatroll.kernels.slices.publishing.link`.
 
         Returns:
-            the stored trajectory, or -2 - i for fragment i, or -1 for none; and the slot of the stored row that the
-            fragment continues, or -1.
+            what that finds, int64 ``[3, F]``, and what it returns.
         """
-        before, slots = np.empty((2, len(fragments.firsts)), np.int64)
-        tables = self._state, self.capacity, fragments.rows, self._fragments, self._chains, self._table
-        columns = fragments.joined, fragments.ids, fragments.init, fragments.done
-        self._publishing.link(*tables, *columns, fragments.step_first, fragments.step_last, before, slots)
-        return before, slots
+        found = np.empty((3, len(fragments.firsts)), np.int64)
+        rows, firsts, lasts, joined, ids, init, done, *steps = fragments
+        tables = self._state, self.capacity, rows, self._fragments, self._chains, self._table
+        columns = joined, ids, init, done, *steps, firsts, lasts
+        return found, self._publishing.link(*tables, *columns, *compare, found)
 
     def enter(
         self, fragments: Fragments, before: Array, pool: Array | None = None, released: Array | None = None

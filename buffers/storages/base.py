@@ -29,6 +29,7 @@ class Rows:
         columns: what the storage keeps per row, by key, ``[count, ...]``.
         fragments: the F fragments of the batch; None where no trajectory index is kept.
         tails: compact storage: next observation of each fragment's last row, by root key, ``[F, *obs]``.
+        source: addresses of the columns that are copied by one call, from `HostColumns.find`; None if they are not.
         items: the items of a storage without columns.
     """
 
@@ -36,6 +37,7 @@ class Rows:
     columns: Columns = field(default_factory=dict)
     fragments: Fragments | None = None
     tails: Columns = field(default_factory=dict)
+    source: Array | None = None
     items: list[Any] = field(default_factory=list)
 
 
@@ -46,7 +48,7 @@ class Links:
     Attributes:
         before: int64 ``[F]``, a stored trajectory, -2 - i for fragment i of the batch, -1 for nothing.
         slots: int64 ``[F]``, the slot of the stored row that a fragment continues, -1 for none.
-        agree: compact storage: which fragments begin, bit by bit, with what the row before them says; bool ``[F]``.
+        agree: compact storage: 1 where a fragment begins, bit by bit, with what the row before it says; int64 ``[F]``.
     """
 
     before: Array
@@ -79,7 +81,7 @@ class Storage(ABC):
         by_reference: whether other processes may read and write the rows: a pickle names where they are.
         columns: the stored entries by key, each a `Column`; empty before the first batch and without columns.
         loose: root keys whose next values need not be those of the following rows: they are not compared.
-        compared: number of ``loose`` keys, the keys that :meth:`link` compares, and those of their next values.
+        compared: what :meth:`link` compares; None until that is known.
     """
 
     ndim: int = 1
@@ -96,7 +98,7 @@ class Storage(ABC):
         self._attached: list[weakref.ref[Any]] = []
         self._alone: Ring | None = None  # counts the rows while no buffer does
         self.loose: set[NestedKey] = set()
-        self.compared: tuple[int, tuple[NestedKey, ...], tuple[NestedKey, ...]] = (-1, (), ())
+        self.compared: Any = None
 
     # -- rows by position ------------------------------------------------------------------------------------------
 
@@ -165,7 +167,8 @@ class Storage(ABC):
         return next((entity for entity in entities if hasattr(entity, "_rows_at")), None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_attached": []}  # a buffer attaches itself in each copy
+        # A buffer attaches itself in each copy; what is compared has addresses.
+        return self.__dict__ | {"_attached": [], "compared": None}
 
     # -- for the buffer --------------------------------------------------------------------------------------------
 

@@ -1,9 +1,10 @@
 """The storage made of columns: checks and flattens batches, writes them and reads rows back."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -21,13 +22,13 @@ from flatroll.buffers.columns.base import (
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.saved_tables import damaged
-from flatroll.buffers.index.trajectory_index import TrajectoryIndex
+from flatroll.buffers.index.trajectory_index import NOTHING, TrajectoryIndex
 from flatroll.buffers.storages.base import Links, Rows
 from flatroll.buffers.storages.by_position import ByPosition
-from flatroll.buffers.storages.continuity import LinkCheck, state_pairs
+from flatroll.buffers.storages.continuity import Compared, LinkCheck, find_pairs, state_pairs
 from flatroll.buffers.storages.item_kinds import Structure, check_kinds, like, shown
 from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, next_columns
-from flatroll.buffers.storages.saved_columns import check_columns, check_like
+from flatroll.buffers.storages.saved_columns import check_columns, check_like, check_same_kinds, kind_of
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
 from flatroll.layout.final import Final, check_final, read_final
@@ -145,7 +146,6 @@ class ColumnStorage(ByPosition):
     ) -> Rows:
         structure = Structure.of(batch) if self.structure is None else self.structure
         columns = structure.columns(batch)
-        check_kinds(columns)
         if not columns:
             raise ValueError("the batch has no entries to store")
         if isinstance(batch, TensorDictBase):
@@ -155,7 +155,14 @@ class ColumnStorage(ByPosition):
         elif self.compact_obs:
             raise TypeError(f"compact_obs=True needs tensordict batches, got {type(batch).__name__}")
 
-        count = len(next(iter(columns.values())))
+        count = next(iter(columns.values())).shape[0]
+        source, plain = None, self._plain or self._plain_columns()
+        if plain is not None and final is None and count <= self.max_size and not self.compact_obs:
+            source = plain.find(columns, count)
+        # Most batches are what one call copies, and nothing else: they need no other checks.
+        usual = source is not None and len(source) == len(columns) == len(self.columns)
+        if not usual:
+            check_kinds(columns)
         final_rows = None if final is None else read_final(final)
         row = None if final_rows is None else check_final(final_rows, columns, count)
         # Where lanes make the capacity less than max_size, count is a multiple of them too.
@@ -184,8 +191,9 @@ class ColumnStorage(ByPosition):
         if final_rows is not None:
             columns |= {next_key(key): obs for key, obs in next_columns(columns, final_rows).items()}
         fragments = None if keys is None else Fragments.read(marked, keys)
-        self._check_columns(columns, structure)
-        return Rows(count, columns, fragments)
+        if not usual:
+            self._check_columns(columns, structure)
+        return Rows(count, columns, fragments, source=source)
 
     def _prepare_compact(
         self,
@@ -198,11 +206,12 @@ class ColumnStorage(ByPosition):
     ) -> Rows:
         """Lay a batch of ``count`` rows out with each observation once, but for the tails of fragments."""
         from_final: Columns = {} if final is None else final.next
-        pool = self.pool or NextPool(self._find_pairs(columns, marked, final, keys))
+        pool = self.pool or NextPool(find_pairs(columns, marked, final, keys))
         for key, next_name in pool.next_keys.items():
             now, later = columns.get(key), columns.get(next_name)
-            paired = now is not None and later is not None and like(now) == like(later)
-            if not paired and key not in from_final:
+            if key in from_final:
+                continue
+            if now is None or later is None or now.dtype is not later.dtype or now.shape != later.shape:
                 raise ValueError(
                     f"the batch lacks {next_name!r}, which the first extend had: pass it in the batch or in final"
                 )
@@ -215,47 +224,13 @@ class ColumnStorage(ByPosition):
                 raise ValueError(f"the batch has {next_key(new[0])!r}, which the first extend did not have")
         fragments = Fragments.read(marked, keys, pool.cuts(columns, final))
         tails = pool.tails(columns, final, fragments.lasts)
-        self._check_columns(stored, structure)
+        source = None if self._plain is None else self._plain.find(stored, count)
+        if source is None or not len(source) == len(stored) == len(self.columns):
+            self._check_columns(stored, structure)
         if self.pool is None:
             pool.allocate(self.columns)
             self.pool = pool
-        return Rows(count, stored, fragments, tails)
-
-    def _find_pairs(
-        self, columns: Columns, marked: Columns, final: Final | None, keys: BoundaryKeys
-    ) -> list[NestedKey]:
-        """Root keys of the first batch whose next observations are mostly those of the row after, so kept once."""
-        pairs = state_pairs(columns)
-        from_final = [] if final is None else list(final.next)
-        pairs += [key for key in from_final if key not in pairs]
-        if not pairs and final is not None:
-            raise ValueError(
-                "the storage has compact_obs=True, but neither the batch nor the final that came with it has a "
-                'next observation ("next", <observation>): there is nothing to keep once. If next observations '
-                "are kept as deltas, use a storage without compact_obs and transform=NextObservationDelta()"
-            )
-        if not pairs:
-            raise ValueError(
-                'the storage has compact_obs=True, but the batch has no ("next", <observation>) and no final '
-                "came with it: extend(batch, final=collector.final), or use a storage without compact_obs and "
-                "NextStateReconstructor"
-            )
-        if len(pairs) == len(from_final):
-            return pairs
-        first = columns[pairs[0]]
-        ends = torch.zeros(len(first), dtype=torch.bool)  # last rows of runs, as the markers alone tell
-        ends[torch.from_numpy(Fragments.read(marked, keys).lasts)] = True
-        inside = ~ends[:-1].to(first.device)
-        # Kept once if at least half of the rows inside runs say that the next observation is that of the row after.
-        # So it is for observations; what a network wrote for both, say, would take a pool entry for each row.
-        most = int(inside.sum()) // 2
-        shared = [
-            key
-            for key in pairs
-            if key in from_final
-            or int((differ(columns[next_key(key)][:-1], columns[key][1:]) & inside).sum()) <= most
-        ]
-        return shared or pairs
+        return Rows(count, stored, fragments, tails, source)
 
     def _check_columns(self, columns: Columns, structure: Structure) -> None:
         """ValueError unless ``columns`` are those of the first batch, which allocates."""
@@ -282,7 +257,11 @@ class ColumnStorage(ByPosition):
     @override
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
         plain = self._plain or self._plain_columns()
-        written = () if plain is None else plain.write(slot, rows.columns, rows.count, plain.rows)
+        written: Collection[NestedKey] = ()
+        if plain is not None and rows.source is not None:
+            written = plain.columns if plain.write_found(slot, rows.source, rows.count) else ()
+        elif plain is not None:
+            written = plain.write(slot, rows.columns, rows.count, plain.rows)
         if len(written) == len(rows.columns):
             return
         # Up to the last slot; what does not fit is a second stretch, from slot 0 on.
@@ -307,10 +286,28 @@ class ColumnStorage(ByPosition):
     def link(self, ring: Ring, rows: Rows, keys: BoundaryKeys | None) -> Links | None:
         if not isinstance(ring, TrajectoryIndex):
             return None
-        check = LinkCheck(self, self.pool, ring, rows)
-        return check.links(
-            self._plain or self._plain_columns(), keys is not None and keys.traj in rows.columns
-        )
+        assert rows.fragments is not None
+        compared, source, pool = self.compared, rows.source, self.pool
+        if compared is None or compared.loose != len(self.loose):
+            compared = self.compared = Compared.of(self, pool, self._plain or self._plain_columns())
+        compare = NOTHING
+        if source is not None and compared.pairs is not None:
+            ends: list[Tensor] = []
+            if pool is not None:  # the pool's columns may have grown
+                ends = [rows.tails[key] for key in compared.order]
+                entries: list[Any] = [pool.entries[key] for key in compared.order]
+                compared.pairs[:, 0] = [column.data.data_ptr() for column in entries]
+                heads = [rows.columns[key] for key in compared.order]
+                source = np.array([values.data_ptr() for values in heads + ends], np.int64)
+            if all(end.is_cpu and end.is_contiguous() for end in ends):
+                compare = compared.pairs, source, len(compared.keys), pool is not None
+        found, wrong = ring.link(rows.fragments, compare)
+        if wrong or compare is NOTHING:
+            check = LinkCheck(self, pool, ring, rows, found)
+            if compare is NOTHING:
+                check.compare(compared.keys)
+            check.settle(compared.keys, check.unlike(), keys is not None and keys.traj in rows.columns)
+        return Links(*found)
 
     @override
     def keep_next(self, ring: Ring, rows: Rows, links: Links, first: int) -> tuple[Array, Array]:
@@ -421,7 +418,7 @@ class ColumnStorage(ByPosition):
             "lanes": self.lanes,
             "structure": self.structure,
             "like": self._like(),
-            "kinds": {key: _kind(column) for key, column in self.columns.items()},
+            "kinds": {key: kind_of(column) for key, column in self.columns.items()},
             "columns": {key: column.state_dict(rows) for key, column in self.columns.items()},
             "pool": {key: column.state_dict(pool_rows) for key, column in entries.items()},
         }
@@ -456,25 +453,12 @@ class ColumnStorage(ByPosition):
             key: self.make_column(key, *kind) or self._blank_column(key, *kind)
             for key, kind in state["like"].items()
         }
-        self._check_kinds(state, columns)
+        check_same_kinds(state, columns)
         check_columns(state, columns, ring.used, ring.pool_size if isinstance(ring, TrajectoryIndex) else 0)
 
     def _blank_column(self, key: NestedKey, dtype: torch.dtype, shape: torch.Size) -> Column:
         """A column without rows in the form that `_allocate` gives this entry, to check a state by."""
         return TensorColumn(torch.empty((0, *shape), dtype=dtype))
-
-    def _check_kinds(self, state: dict[str, Any], columns: Mapping[NestedKey, Column]) -> None:
-        """ValueError if the columns of ``state`` are of other shapes, dtypes or kinds than ``columns``."""
-        kinds = state["kinds"]
-        saved = {key: (*like, kinds[key]) for key, like in state["like"].items()}
-        here = {key: (column.dtype, column.shape, _kind(column)) for key, column in columns.items()}
-        for key in {**saved, **here}:
-            if saved.get(key) != here.get(key):
-                got, expected = (
-                    f"{form[0]} {tuple(form[1])} per row{form[2]}" if form else "nothing"
-                    for form in (saved.get(key), here.get(key))
-                )
-                raise ValueError(f"the state has {got} as {shown(key)}, this storage keeps {expected}")
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -490,7 +474,7 @@ class ColumnStorage(ByPosition):
         for key, column in self.columns.items():
             column.load_state_dict(state["columns"][key])
         if self.compact_obs:
-            self.pool = NextPool(list(state["pool"]))
+            self.pool, self.compared = NextPool(list(state["pool"])), None
             self.pool.allocate(self.columns)
             for key, column in self.pool.entries.items():
                 column.load_state_dict(state["pool"][key])
@@ -506,8 +490,3 @@ class ColumnStorage(ByPosition):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_plain": None}  # of memory that a copy would not share
-
-
-def _kind(column: Column) -> str:
-    """How a column is kept, for errors; in memory or in a file is one kind."""
-    return "" if isinstance(column, TensorColumn) else f" in a {type(column).__name__}"

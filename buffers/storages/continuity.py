@@ -1,16 +1,18 @@
 """Checks that rows go on where the trajectory that their id names stopped."""
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flatroll.buffers.columns.base import Column, Columns, differ, put_rows, take_rows
+from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Follow
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
-from flatroll.buffers.storages.base import Links, Rows, Storage
+from flatroll.buffers.storages.base import Rows, Storage
+from flatroll.layout.final import Final
 from flatroll.layout.keys import NEXT, NEXT_KNOWN, OBSERVATION, STEP_COUNT, NestedKey, as_tuple, next_key
 
 if TYPE_CHECKING:
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
 
 #: Entries under "next" that are facts about the step, not the state after it.
 _OF_THE_STEP = {"reward", "done", "terminated", "truncated"}
-_NONE = np.zeros(0, np.int64)
 _LATEST = 256  # stored rows to look at for what holds of a column
 
 
@@ -40,6 +41,42 @@ def state_pairs(columns: Mapping[NestedKey, Tensor | Column]) -> list[NestedKey]
     return pairs
 
 
+def find_pairs(columns: Columns, marked: Columns, final: Final | None, keys: BoundaryKeys) -> list[NestedKey]:
+    """Return the root keys of the first batch whose next observations are mostly those of the row after, to be kept
+    once in a compact storage; ValueError if there are none."""
+    pairs = state_pairs(columns)
+    from_final = [] if final is None else list(final.next)
+    pairs += [key for key in from_final if key not in pairs]
+    if not pairs and final is not None:
+        raise ValueError(
+            "the storage has compact_obs=True, but neither the batch nor the final that came with it has a "
+            'next observation ("next", <observation>): there is nothing to keep once. If next observations '
+            "are kept as deltas, use a storage without compact_obs and transform=NextObservationDelta()"
+        )
+    if not pairs:
+        raise ValueError(
+            'the storage has compact_obs=True, but the batch has no ("next", <observation>) and no final '
+            "came with it: extend(batch, final=collector.final), or use a storage without compact_obs and "
+            "NextStateReconstructor"
+        )
+    if len(pairs) == len(from_final):
+        return pairs
+    first = columns[pairs[0]]
+    ends = torch.zeros(len(first), dtype=torch.bool)  # last rows of runs, as the markers alone tell
+    ends[torch.from_numpy(Fragments.read(marked, keys).lasts)] = True
+    inside = ~ends[:-1].to(first.device)
+    # Kept once if at least half of the rows inside runs say that the next observation is that of the row after.
+    # So it is for observations; what a network wrote for both, say, would take a pool entry for each row.
+    most = int(inside.sum()) // 2
+    shared = [
+        key
+        for key in pairs
+        if key in from_final
+        or int((differ(columns[next_key(key)][:-1], columns[key][1:]) & inside).sum()) <= most
+    ]
+    return shared or pairs
+
+
 def compared_keys(columns: Mapping[NestedKey, Column], loose: Collection[NestedKey]) -> tuple[NestedKey, ...]:
     """List the root keys, without ``loose``, by which a row is known to follow another: its observations.
 
@@ -52,68 +89,79 @@ def compared_keys(columns: Mapping[NestedKey, Column], loose: Collection[NestedK
     return tuple(named or wide or pairs)
 
 
+class Compared(NamedTuple):
+    """The columns by which a storage knows whether a row follows another, found once.
+
+    Attributes:
+        loose: number of `Storage.loose` keys that were left out.
+        keys: root keys of the entries that must agree.
+        pairs: these, then the others that a compact storage keeps once, for `TrajectoryIndex.link`; None if one of
+            them is not plain numbers in host memory.
+        order: compact storage: the root keys of ``pairs``.
+    """
+
+    loose: int
+    keys: tuple[NestedKey, ...]
+    pairs: Array | None
+    order: tuple[NestedKey, ...]
+
+    @classmethod
+    def of(cls, storage: Storage, pool: Any, plain: "HostColumns[NestedKey] | None") -> "Compared":
+        """Find them for a storage with columns, of which ``plain`` are in host memory, and its `NextPool`, if any."""
+        columns = storage.columns
+        if pool is not None:  # the pairs that are kept once
+            columns = {name: columns[key] for key in pool.pairs for name in (key, next_key(key))}
+        keys = compared_keys(columns, storage.loose)
+        there = [] if plain is None else list(plain.columns)
+        if pool is None:
+            order = keys
+            if not all(key in there and next_key(key) in there for key in keys):
+                return cls(len(storage.loose), keys, None, order)
+            rows = [plain.pair(key, next_key(key)) for key in keys] if plain else []
+        else:
+            order = (*keys, *(key for key in pool.pairs if key not in keys))
+            if not pool.plain or not all(key in there for key in order):
+                return cls(len(storage.loose), keys, None, order)
+            sizes = [columns[key].value_bytes for key in order]
+            rows = [(0, size, k, len(order) + k) for k, size in enumerate(sizes)]
+        return cls(len(storage.loose), keys, np.array(rows, np.int64).reshape(-1, 4), order)
+
+
 class LinkCheck:
-    """Finds what the fragments of a batch continue, and compares their first rows with what should come next.
+    """Compares first rows of fragments with what should come next, where that takes more than comparing bytes.
 
     Args:
         storage: where the rows are to be written.
         pool: the `NextPool` of a compact storage, else None.
         ring: the storage's index.
         rows: the batch.
+        found: int64 ``[3, F]``, what `TrajectoryIndex.link` found; changed where a trajectory is cut.
     """
 
-    def __init__(self, storage: Storage, pool: Any, ring: TrajectoryIndex, rows: Rows) -> None:
+    def __init__(self, storage: Storage, pool: Any, ring: TrajectoryIndex, rows: Rows, found: Array) -> None:
         assert rows.fragments is not None
         self.storage, self.pool, self.ring, self.rows = storage, pool, ring, rows
         self.fragments = rows.fragments
-        self.before, self.slots = ring.link(rows.fragments)
+        self.before, self.slots, self.agree = found
 
-    def links(self, plain: "HostColumns[NestedKey] | None", named: bool) -> Links:
-        """Return the links, refused or cut where a row is not what the row before it says comes next.
-
-        Args:
-            plain: the storage's columns in host memory.
-            named: see :meth:`settle`.
-        """
-        storage, pool, before, agree = self.storage, self.pool, self.before, _NONE
-        if storage.compared[0] != len(storage.loose):
-            columns = storage.columns
-            if pool is not None:  # the pairs that are kept once
-                columns = {name: columns[key] for key in pool.pairs for name in (key, next_key(key))}
-            keys = compared_keys(columns, storage.loose)
-            storage.compared = len(storage.loose), keys, tuple(map(next_key, keys))
-        _, keys, names = storage.compared
-        if pool is not None:
-            agree = pool.agreeing(self.ring, self.fragments, before, self.rows.columns, self.rows.tails)
-            unlike = np.flatnonzero(~(agree | self.fragments.joined) & (before != -1))
-        else:
-            unlike = self._unlike(keys, names, plain) if keys else _NONE
-        if len(unlike):
-            self.settle(keys, unlike, named)
-        return Links(before, self.slots, agree)
-
-    def _unlike(
-        self,
-        keys: tuple[NestedKey, ...],
-        names: tuple[NestedKey, ...],
-        plain: "HostColumns[NestedKey] | None",
-    ) -> Array:
-        """Return the fragments that differ, bit by bit, in one of ``keys``; of a storage that is not compact."""
-        columns, fragments = self.rows.columns, self.fragments
-        if plain is not None:
-            links = self.slots, self.before, fragments.lasts, fragments.firsts, fragments.joined
-            now, later = [columns[key] for key in keys], [columns[name] for name in names]
-            found = plain.unlike(names, now, later, links)
-            if found is not None:
-                return found
+    def compare(self, keys: tuple[NestedKey, ...]) -> None:
+        """Do what the kernel could not: fill ``found[2]``, -1 where one of ``keys`` differs bit by bit."""
         at = np.flatnonzero(self.before != -1)
         if not len(at):
-            return at
+            return
+        if self.pool is not None:
+            columns, tails = self.rows.columns, self.rows.tails
+            self.agree[:] = self.pool.agreeing(self.ring, self.fragments, self.before, columns, tails, keys)
+            return
         wrong: Array = np.zeros(len(at), np.bool_)
         for key in keys:
             said, came = self._said_and_came(key, at)
             wrong |= differ(said, came).numpy(force=True)
-        return at[wrong]
+        self.agree[at] = np.where(wrong, -1, 1)
+
+    def unlike(self) -> Array:
+        """Return the fragments, int64, that do not continue what they should; joined ones left out."""
+        return np.flatnonzero((self.agree < 0) & ~self.fragments.joined)
 
     def settle(self, keys: tuple[NestedKey, ...], unlike: Array, named: bool) -> None:
         """Refuse the batch, or cut it, at the fragments ``unlike``.

@@ -1,12 +1,12 @@
 """The pool of a compact storage: keeps the next observations that cannot be read from the following row."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flatroll.buffers.columns.base import After, Column, Columns, differ, put_rows
+from flatroll.buffers.columns.base import After, Column, Columns, TensorColumn, differ, put_rows
 from flatroll.buffers.index.fragments import Fragments
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
@@ -69,16 +69,22 @@ class NextPool:
     Attributes:
         next_keys: the key of the next observation, by root key.
         entries: the columns of the pool, by root key.
+        plain: whether all of them are tensors in host memory.
     """
 
     def __init__(self, pairs: list[NestedKey]) -> None:
         self.pairs = pairs
         self.next_keys: dict[NestedKey, NestedKey] = {key: next_key(key) for key in pairs}
         self.entries: dict[NestedKey, Column] = {}
+        self.plain = False
 
     def allocate(self, columns: Mapping[NestedKey, Column]) -> None:
         """Create empty pool columns of the same kinds as the storage's ``columns``."""
         self.entries = {key: columns[key].pool() for key in self.pairs}
+        self.plain = all(
+            type(column) is TensorColumn and column.data.is_cpu and not column.dtype.is_complex
+            for column in self.entries.values()
+        )
 
     def cuts(self, columns: Columns, final: Final | None) -> Tensor:
         """Return where the next observation differs from the following row's observation; bool ``[N]``."""
@@ -88,7 +94,7 @@ class NextPool:
             cut[final.row] = True
         for key, next_name in self.next_keys.items():
             later = columns.get(next_name)
-            if later is not None:
+            if later is not None and len(cut) > 1:
                 # row i is cut if its next observation is not the observation of row i + 1
                 cut[:-1].logical_or_(differ(later[:-1], columns[key][1:]))
         return cut
@@ -109,26 +115,28 @@ class NextPool:
         before: Array,
         heads: Mapping[NestedKey, Tensor],
         tails: Columns,
+        keys: Collection[NestedKey],
     ) -> Array:
-        """Return which fragments begin with the next observation of the row that they continue; bool ``[F]``.
+        """Return which fragments begin with the next observation of the row that they continue; int64 ``[F]``: 1 if
+        they do, -1 if one of ``keys`` differs, else 0.
 
         Args:
             index, fragments, before: see `Storage.keep_next`.
             heads: the batch's columns ``[N, *obs]``, by root key.
             tails: the next observations ``[F, *obs]`` of its fragments' last rows, by root key.
         """
-        agree = np.zeros(len(before), np.bool_)
+        agree = np.zeros(len(before), np.int64)
         inner = np.flatnonzero(before < -1)  # fragments that continue fragment -2 - before of this batch
         if len(inner):
             at = torch.from_numpy(-2 - before[inner])
             ends = {key: tails[key].index_select(0, at.to(tails[key].device)) for key in self.pairs}
-            agree[inner] = self._agree(ends, heads, fragments.firsts[inner])
+            agree[inner] = self._agree(ends, heads, fragments.firsts[inner], keys)
         # Fragments that continue a stored chain, whose last next observation is in the pool.
         outer = np.flatnonzero(before >= 0)
         if len(outer):
             entries = torch.from_numpy(index.tail_entries(before[outer]))
             ends = {key: self.entries[key].take(entries) for key in self.pairs}
-            agree[outer] = self._agree(ends, heads, fragments.firsts[outer])
+            agree[outer] = self._agree(ends, heads, fragments.firsts[outer], keys)
         return agree
 
     def place(
@@ -141,8 +149,8 @@ class NextPool:
         first: int,
     ) -> tuple[Array, Array]:
         """Keep what no row will hold, as `Storage.keep_next` says; ``agree`` is what :meth:`agreeing` said."""
-        keep = np.ones(len(before), np.bool_)
-        keep[-2 - before[agree & (before < -1)]] = False
+        same, keep = agree > 0, np.ones(len(before), np.bool_)
+        keep[-2 - before[same & (before < -1)]] = False
         # The tails that stay get free entries; published with the rows, so nobody reads them before.
         kept = np.flatnonzero(keep)
         taken = index.take(len(kept))
@@ -156,14 +164,20 @@ class NextPool:
         for key, column in self.entries.items():
             column.grow(size)
             column.put(where, tails[key].index_select(0, source.to(tails[key].device)), after)
-        return pool, before[agree & (before >= 0)]
+        return pool, before[same & (before >= 0)]
 
-    def _agree(self, tails: Columns, heads: Mapping[NestedKey, Tensor], firsts: Array) -> Array:
-        """Where the next observations ``tails[key]`` are those of the rows ``heads[key][firsts]``; bool."""
+    def _agree(
+        self,
+        tails: Columns,
+        heads: Mapping[NestedKey, Tensor],
+        firsts: Array,
+        keys: Collection[NestedKey],
+    ) -> Array:
+        """What :meth:`agreeing` says of the next observations ``tails[key]`` and the rows ``heads[key][firsts]``."""
         device = heads[self.pairs[0]].device
         at = torch.from_numpy(firsts).to(device)
-        wrong = torch.zeros(len(firsts), dtype=torch.bool, device=device)
+        unlike, wrong = torch.zeros((2, len(firsts)), dtype=torch.bool, device=device)
         for key in self.pairs:
-            wrong.logical_or_(differ(tails[key].to(device), heads[key].index_select(0, at)))
-        agree: Array = wrong.logical_not_().numpy(force=True)
-        return agree
+            different = differ(tails[key].to(device), heads[key].index_select(0, at))
+            (unlike if key in keys else wrong).logical_or_(different)
+        return np.where(unlike.numpy(force=True), -1, ~wrong.numpy(force=True))

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from flatroll.buffers.columns.base import Column
+from flatroll.buffers.columns.base import Column, TensorColumn
 from flatroll.buffers.index.saved_tables import damaged
-from flatroll.buffers.storages.item_kinds import Structure, like
+from flatroll.buffers.storages.item_kinds import Structure, like, shown
 from flatroll.layout.keys import NestedKey, next_key
 
 #: Dtype of each entry, and shape of one row of it.
@@ -54,3 +54,22 @@ def check_columns(
             raise ValueError(f"the entry {key!r}: {error}") from None
         if found not in (None, count):
             raise damaged(f"the entry {key!r} has {found} values, the index counts {count}")
+
+
+def check_same_kinds(state: dict[str, Any], columns: Mapping[NestedKey, Column]) -> None:
+    """Raise ValueError if the columns of ``state`` are of other shapes, dtypes or kinds than ``columns``."""
+    kinds = state["kinds"]
+    saved = {key: (*like, kinds[key]) for key, like in state["like"].items()}
+    here = {key: (column.dtype, column.shape, kind_of(column)) for key, column in columns.items()}
+    for key in {**saved, **here}:
+        if saved.get(key) != here.get(key):
+            got, expected = (
+                f"{form[0]} {tuple(form[1])} per row{form[2]}" if form else "nothing"
+                for form in (saved.get(key), here.get(key))
+            )
+            raise ValueError(f"the state has {got} as {shown(key)}, this storage keeps {expected}")
+
+
+def kind_of(column: Column) -> str:
+    """Return how a column is kept, for errors; in memory or in a file is one kind."""
+    return "" if isinstance(column, TensorColumn) else f" in a {type(column).__name__}"

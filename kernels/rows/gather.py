@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from flatroll.kernels.compiled import Array, Int, compiled
-from flatroll.kernels.rows.raw_memory import ask, copy_bytes, octets
+from flatroll.kernels.rows.raw_memory import ask, copy_bytes
 
 K = TypeVar("K", bound=Hashable)
 
 _NONE = np.zeros(0, np.int64)
 _AHEAD = 16  # stretches between asking for one and copying it
 _MOST = 2**22  # bytes; torch shares larger copies out among its threads
+_DENSE = torch.strided
 _LINES = 64  # cache lines asked for per stretch; the hardware foresees the rest of a longer one
 
 
@@ -91,55 +92,6 @@ def copy(source: Array, target: Array, size: Array, first: Int, slot: Int, rows:
         copy_bytes(target[k] + slot * size[k], source[k] + first * size[k], rows * size[k])
 
 
-@compiled()
-def unlike(
-    stored: Array,
-    batch: Array,
-    size: Array,
-    slots: Array,
-    before: Array,
-    lasts: Array,
-    firsts: Array,
-    joined: Array,
-    found: Array,
-) -> Int:
-    """Find the fragments whose first row is not, byte by byte, what the row that they continue says comes next.
-
-    Args:
-        stored: addresses of the stored columns of next values.
-        batch: addresses of the batch's columns of values, then of those of next values.
-        size: bytes of a row of each.
-        slots, before: what each fragment continues, from `flatroll.kernels.slices.publishing.link`.
-        lasts, firsts, joined: last and first row of each fragment, and whether it is to be left out.
-        found: becomes the numbers of those fragments.
-
-    Returns:
-        how many there are.
-    """
-    for j in range(len(before)):  # all stored rows are asked for before one is looked at
-        if before[j] >= 0:
-            for k in range(len(size)):
-                ask(stored[k] + slots[j] * size[k])
-    count = 0
-    for j in range(len(before)):
-        if before[j] == -1 or joined[j]:
-            continue
-        for k in range(len(size)):
-            # the last row of a stored trajectory, or of the fragment -2 - before of the batch
-            left = stored[k] + slots[j] * size[k]
-            if before[j] < 0:
-                left = batch[len(size) + k] + lasts[-2 - before[j]] * size[k]
-            said, came = octets(left, size[k]), octets(batch[k] + firsts[j] * size[k], size[k])
-            different = np.uint8(0)
-            for i in range(size[k]):
-                different |= said[i] ^ came[i]
-            if different:
-                found[count] = j
-                count += 1
-                break
-    return count
-
-
 class Block:
     """Equally long columns in host memory that one compiled call reads or writes together.
 
@@ -167,9 +119,9 @@ class Block:
             torch.empty((1, *column.shape[1:]), dtype=column.dtype, device="meta") for column in self.columns
         ]
         self._forms = [(one.shape[1:], one.stride(), one.dtype) for one in like]
-        self._address: Array = np.array([column.data_ptr() for column in self.columns], np.int64)
-        self._size: Array = np.array([one.numel() * one.element_size() for one in like], np.int64)
-        self.row_bytes = int(self._size.sum())
+        self.address: Array = np.array([column.data_ptr() for column in self.columns], np.int64)
+        self.size: Array = np.array([one.numel() * one.element_size() for one in like], np.int64)
+        self.row_bytes = int(self.size.sum())
 
     def take(self, slots: Tensor, follow: Tensor | None = None, taken: Sequence[Tensor] = ()) -> list[Tensor]:
         """Copies of the rows in ``slots`` (int64 ``[N]``, on the host), by column.
@@ -191,10 +143,10 @@ class Block:
             torch.empty_strided((rows, *shape), stride, dtype=dtype) for shape, stride, dtype in self._forms
         ]
         target = np.array([copy.data_ptr() for copy in copies], np.int64)
-        near, following = self._address, _NONE
+        near, following = self.address, _NONE
         if follow is not None:
             near, following = np.array([rows.data_ptr() for rows in taken], np.int64), follow.numpy()
-        wrong = gather(self._address, near, target, self._size, self.rows, asked, following)
+        wrong = gather(self.address, near, target, self.size, self.rows, asked, following)
         if wrong >= 0:
             slot = int((following if len(following) else asked)[wrong])
             raise IndexError(f"slot {slot} is out of range: there are {self.rows} slots")
@@ -213,29 +165,7 @@ class Block:
             for value in values
         ]
         source = np.array([value.data_ptr() for value in plain], np.int64)
-        copy(source, self._address, self._size, first, slot, rows)
-
-    def unlike(self, now: Sequence[Tensor], later: Sequence[Tensor], links: Sequence[Array]) -> Array | None:
-        """Return the fragments (int64) that do not continue what they should: see the kernel of this name.
-
-        Args:
-            now, later: the batch's values, and its next values, of whose stored ones this block is.
-            links: ``slots, before, lasts, firsts, joined``.
-
-        Returns:
-            None if a column of the batch is not plain numbers in host memory.
-        """
-        values = [*now, *later]
-        if not all(map(_is_plain, values)):
-            return None
-        batch = np.array([value.data_ptr() for value in values], np.int64)
-        found = np.empty(len(links[0]), np.int64)
-        return found[: unlike(self._address, batch, self._size, *links, found)]
-
-
-def _is_plain(value: Tensor) -> bool:
-    """Whether the memory of ``value`` is its numbers, row after row, in host memory."""
-    return value.is_cpu and value.is_contiguous() and not value.is_neg() and not value.is_complex()
+        copy(source, self.address, self.size, first, slot, rows)
 
 
 class HostColumns(Generic[K]):
@@ -258,6 +188,13 @@ class HostColumns(Generic[K]):
         self.rows = len(next(iter(self.columns.values()), ()))
         # The addresses of those columns that were asked for together; no key asked for has no block.
         self._blocks: dict[tuple[K, ...], Block | None] = {(): None}
+        names = tuple(self.columns)
+        plain = names and not any(column.is_complex() for column in self.columns.values())
+        self._all = self._new_block(names) if plain else None
+        self._forms: list[
+            tuple[K, torch.dtype, torch.Size]
+        ] = []  # of batches of so many rows as the last one
+        self._form_rows = -1
 
     def take(self, slots: Tensor, keys: Collection[K] | None = None) -> dict[K, Tensor]:
         """Return copies of the rows in ``slots`` (int64 ``[N]``) of ``keys`` (default: all), by key. Unknown
@@ -294,18 +231,55 @@ class HostColumns(Generic[K]):
             block.write(0, columns, fit, rows - fit)
         return names
 
-    def unlike(
-        self,
-        names: tuple[K, ...],
-        now: Sequence[Tensor],
-        later: Sequence[Tensor],
-        links: Sequence[Array],
-    ) -> Array | None:
-        """Do what `Block.unlike` does for the columns ``names``; None if it cannot, or they are not all here."""
-        block = self._blocks.get(names)
-        if block is None and names and self.columns.keys() >= set(names):
-            block = self._new_block(names)
-        return None if block is None else block.unlike(now, later, links)
+    def find(self, values: Mapping[K, Tensor], rows: int) -> Array | None:
+        """Return the addresses (int64) of ``values``, in the order of the columns here, for :meth:`write_found`.
+
+        Returns:
+            None unless each column here has ``rows`` rows of its dtype and shape in ``values``, plain numbers in host
+            memory, which may require gradients.
+        """
+        if self._all is None:
+            return None
+        if rows != self._form_rows:
+            forms = [(key, column.dtype, column.shape[1:]) for key, column in self.columns.items()]
+            self._forms = [(key, dtype, torch.Size((rows, *shape))) for key, dtype, shape in forms]
+            self._form_rows = rows
+        addresses = []
+        for key, dtype, shape in self._forms:
+            value = values.get(key)
+            # sparse tensors raise an error when asked what comes after their layout
+            if (
+                value is None
+                or value.dtype is not dtype
+                or value.shape != shape
+                or value.layout is not _DENSE
+            ):
+                return None
+            if not value.is_cpu or not value.is_contiguous() or value.is_neg():
+                return None
+            addresses.append(value.data_ptr())
+        return np.array(addresses, np.int64)
+
+    def pair(self, key: K, later: K) -> tuple[int, int, int, int]:
+        """The address of the column ``later``, the bytes of its rows, and the numbers of the columns ``key`` and
+        ``later`` among all, for `flatroll.kernels.slices.publishing.link`."""
+        names, column = list(self.columns), self.columns[later]
+        size = column.element_size() * column.shape[1:].numel()
+        return column.data_ptr(), size, names.index(key), names.index(later)
+
+    def write_found(self, slot: int, source: Array, rows: int) -> bool:
+        """Copy ``rows`` rows from the addresses that :meth:`find` returned to the slots from ``slot`` on, wrapping
+        around at the end; return False, with nothing copied, if there is more to copy than one thread should."""
+        block = self._all
+        if block is None or rows * block.row_bytes > _MOST:
+            return False
+        if not (0 <= slot < self.rows and 0 <= rows <= self.rows):
+            raise IndexError(f"{rows} rows from slot {slot} on do not fit into {self.rows} slots")
+        fit = min(rows, self.rows - slot)  # rows up to the last slot
+        copy(source, block.address, block.size, 0, slot, fit)
+        if fit < rows:
+            copy(source, block.address, block.size, fit, 0, rows - fit)
+        return True
 
     def _new_block(self, names: tuple[K, ...]) -> Block:
         """Remember the addresses of these columns, for the next time they are asked for."""

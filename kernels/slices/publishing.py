@@ -10,6 +10,7 @@ This module imports numba: import it inside the function that needs it.
 import numpy as np
 
 from flatroll.kernels.compiled import Array, Int, Records, compiled
+from flatroll.kernels.rows.raw_memory import ask, octets
 from flatroll.kernels.slices.links import fragment_stop
 
 
@@ -90,6 +91,51 @@ def claim(
 
 
 @compiled()
+def _compare(
+    fragments: Records,
+    chains: Records,
+    joined: Array,
+    firsts: Array,
+    lasts: Array,
+    pairs: Array,
+    source: Array,
+    compared: Int,
+    pool: bool,
+    found: Array,
+) -> Int:
+    """Compare the first row of each new fragment with what the row that it continues says comes next, for `link`."""
+    before, slots, agree = found
+    stands = np.empty(len(joined), np.int64)  # where the stored next value is, or that of the batch
+    for j in range(len(joined)):  # all are asked for before one is looked at
+        stands[j] = slots[j]
+        if before[j] >= 0:
+            if pool:
+                stands[j] = fragments[chains[before[j]].last & (len(fragments) - 1)].pool
+            for k in range(len(pairs)):
+                ask(pairs[k, 0] + stands[j] * pairs[k, 1])
+        elif before[j] < -1:
+            stands[j] = -2 - before[j] if pool else lasts[-2 - before[j]]
+    wrong = 0
+    for j in range(len(joined)):
+        if before[j] == -1 or (joined[j] and not pool):
+            continue
+        agree[j] = 1
+        for k in range(len(pairs)):
+            size = pairs[k, 1]
+            later = pairs[k, 0] if before[j] >= 0 else source[pairs[k, 3]]
+            said = octets(later + stands[j] * size, size)
+            came = octets(source[pairs[k, 2]] + firsts[j] * size, size)
+            different = np.uint8(0)
+            for i in range(size):
+                different |= said[i] ^ came[i]
+            if different:
+                agree[j] = -1 if k < compared else 0
+                break
+        wrong += agree[j] < 0 and not joined[j]
+    return wrong
+
+
+@compiled()
 def link(
     state: Records,
     capacity: Int,
@@ -103,10 +149,15 @@ def link(
     done: Array,
     step_first: Array,
     step_last: Array,
-    before: Array,
-    slots: Array,
-) -> None:
-    """Find what each new fragment continues, and write it to ``before`` and ``slots``.
+    firsts: Array,
+    lasts: Array,
+    pairs: Array,
+    source: Array,
+    compared: Int,
+    pool: bool,
+    found: Array,
+) -> Int:
+    """Find what each new fragment continues, and whether it is what the row before it says comes next.
 
     A fragment continues the last one of its id (without ids: the newest row) unless that one was done, this one is
     ``is_init``, the step count (where there is one) does not go on, or the write drops the last one's rows.
@@ -117,12 +168,23 @@ def link(
         ids: trajectory id of each fragment; empty where there are none.
         init, done: bool ``[n]``, whether its first row is ``is_init`` and its last one is done.
         step_first, step_last: its first and last step count; empty where there are none.
-        before: becomes the chain that a fragment continues, or ``-2 - i`` for fragment i of the same write, or -1
-            for a new trajectory.
-        slots: becomes the slot of the stored row that a fragment continues, -1 if it continues none.
+        firsts, lasts: the first and last row of each fragment.
+        pairs: int64 ``[P, 4]``, columns to compare, byte by byte: the address of the stored next values, the bytes of
+            a row, and which of ``source`` are the batch's values and its next values.
+        source: int64, addresses of columns of the batch.
+        compared: how many pairs, of the first ones, must agree; one that differs counts in what is returned.
+        pool: whether the stored next values are by pool entry, not by slot, and those of the batch by fragment.
+        found: int64 ``[3, n]``, becomes ``before``, the chain that a fragment continues, or ``-2 - i`` for fragment i
+            of the same write, or -1 for a new trajectory; the slot of the stored row that it continues, -1 for none;
+            and 1 if all pairs agree, 0 if one does not, -1 if one of the ``compared`` does not. Fragments that are
+            joined are compared with ``pool`` only.
+
+    Returns:
+        how many fragments, joined ones left out, are not what the row before them says comes next.
     """
     s = state[0]
-    count = len(before)
+    before, slots = found[0], found[1]
+    count = len(joined)
     head = s.written + rows - capacity  # the oldest row after the write, if it drops any
     size = 4
     while size < 2 * len(ids):
@@ -155,6 +217,10 @@ def link(
             at = _entry(seen, ids[j])
             seen[at].id = ids[j]
             seen[at].chain = j + 1
+    found[2] = 0
+    if not len(pairs):
+        return 0
+    return _compare(fragments, chains, joined, firsts, lasts, pairs, source, compared, pool, found)
 
 
 @compiled()

@@ -50,3 +50,37 @@ def test_what_is_too_much_for_one_thread_is_left_alone(monkeypatch: pytest.Monke
     assert plain.write(0, {"x": torch.ones(9)}, 9, 20) == () and plain.write(0, {"x": torch.ones(8)}, 8, 20)
     assert plain.take(torch.arange(9)) == {} and list(plain.take(torch.arange(8))) == ["x"]
     assert plain.take_next(torch.arange(9), torch.arange(9), {}, ["x"]) == {}
+
+
+def test_a_batch_that_is_just_these_columns_is_found_and_written() -> None:
+    there = {"x": TensorColumn(torch.zeros(5)), "y": TensorColumn(torch.zeros(5, 3))}
+    plain = plain_columns(there)  # type: ignore[arg-type]
+    rows: Any = {"x": torch.rand(3).requires_grad_(), "y": torch.rand(3, 3)}
+    source = plain.find(rows, 3)
+    assert source is not None and plain.write_found(4, source, 3)
+    assert torch.equal(there["x"].data[[4, 0, 1]], rows["x"]) and torch.equal(
+        there["y"].data[[4, 0, 1]], rows["y"]
+    )
+    assert not there["x"].data[2:4].any()
+    for slot, count in ((5, 1), (-1, 1), (0, 6)):
+        with pytest.raises(IndexError, match="do not fit"):
+            plain.write_found(slot, source, count)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.rand(3, 4),
+        torch.rand(2, 3),
+        torch.rand(3, 3).double(),
+        torch.rand(3, 3).T,
+        torch.rand(3, 3).to_sparse(),
+        torch.rand(3, 3, device="meta"),
+        torch._neg_view(torch.rand(3, 3)),
+        None,
+    ],
+)
+def test_what_is_not_plain_numbers_of_the_same_form_is_not_found(other: torch.Tensor | None) -> None:
+    columns = {"x": TensorColumn(torch.zeros(5)), "y": TensorColumn(torch.zeros(5, 3))}
+    rows = {"x": torch.rand(3)} | ({} if other is None else {"y": other})
+    assert plain_columns(columns).find(rows, 3) is None  # type: ignore[arg-type]

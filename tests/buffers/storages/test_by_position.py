@@ -24,7 +24,9 @@ from flatroll.buffers import (
     TensorDictPrioritizedReplayBuffer,
     TensorStorage,
 )
+from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.storages.base import Storage
+from flatroll.buffers.storages.by_position import slots_at
 
 KINDS = [LazyTensorStorage, LazyMemmapStorage]
 
@@ -192,3 +194,29 @@ def test_a_sampler_that_forgets_the_next_observations_of_a_compact_storage_is_to
     buffer.extend(TensorDict({"observation": at[:3], "next": {"observation": at[1:], "done": done}}, [3]))
     with pytest.raises(RuntimeError, match="follow"):
         buffer.sample(2)
+
+
+def test_slots_are_those_of_torch_and_take_no_time_in_the_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    for used, lanes in ((0, ()), (7, ()), (8, (2,)), (12, (2, 3))):
+        ring, shape = Ring(20), torch.Size(lanes)
+        ring.publish(used)
+        slots = torch.arange(used).view(-1, *lanes)
+        whole = [slice(None), slice(1, 3), slice(5, 1), slice(-2, None), slice(0, 99, 2), []]
+        few = [0, -1, [1, -2], torch.tensor([[0, 1]]), torch.tensor(1, dtype=torch.int32)]
+        for index in whole + (few if used else []):
+            assert torch.equal(slots_at(index, ring, shape), slots[index]), (used, lanes, index)
+        assert torch.equal(slots_at(slice(None, None, -1), ring, shape), slots.flip(0))
+        for index in (99, -99, [99], torch.tensor([-99])):
+            with pytest.raises(IndexError, match="out of range"):
+                slots_at(index, ring, shape)
+    ring = Ring(10**6)
+    ring.publish(10**6)
+    arange = torch.arange
+
+    def short(*arguments: Any) -> torch.Tensor:
+        assert max(arguments) < 100
+        return arange(*arguments)
+
+    monkeypatch.setattr(torch, "arange", short)
+    for index in (3, -1, [5, 6], slice(7, 9), torch.tensor([10, 11])):
+        assert slots_at(index, ring, torch.Size([])).numel() <= 2
