@@ -124,7 +124,8 @@ def test_transforms_that_read_ahead_do_not_change_the_storages_rows() -> None:
 
 
 def test_lazy_stacks_keep_shapes_apart() -> None:
-    buffer = ReplayBuffer(LazyStackStorage(10), batch_size=8)
+    seeded = torch.Generator().manual_seed(0)  # else one sample in 128 has one item only
+    buffer = ReplayBuffer(LazyStackStorage(10), batch_size=8, generator=seeded)
     buffer.extend([TensorDict({"x": torch.zeros(n)}) for n in (2, 3)])
     sample = buffer.sample()
     assert isinstance(sample, LazyStackedTensorDict) and {len(item["x"]) for item in sample} == {2, 3}
@@ -192,3 +193,39 @@ def test_a_sampler_that_forgets_the_next_observations_of_a_compact_storage_is_to
     buffer.extend(TensorDict({"observation": at[:3], "next": {"observation": at[1:], "done": done}}, [3]))
     with pytest.raises(RuntimeError, match="follow"):
         buffer.sample(2)
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
+def test_two_buffers_cannot_write_to_one_storage(kind: Any) -> None:
+    """The second would write over the first one's rows, which then gives them as its own."""
+    storage = kind(10)
+    first, second = ReplayBuffer(storage), ReplayBuffer(storage)
+    items = [rows(5), rows(5, 100)] if kind is not ListStorage else [range(5), range(100, 105)]
+    first.extend(items[0])
+    with pytest.raises(ValueError, match="belongs to another buffer already"):
+        second.extend(items[1])
+    stored = first[:]["x"].tolist() if kind is not ListStorage else first[:]
+    given = storage[:]["x"].tolist() if kind is not ListStorage else storage[:]
+    assert stored == given == list(range(5)) and len(first) == len(storage) == 5 and len(second) == 0
+
+
+def test_rows_set_without_a_buffer_are_not_written_over() -> None:
+    storage = LazyTensorStorage(10)
+    storage.set(range(3), rows(3))
+    with pytest.raises(ValueError, match=r"or storage\.set wrote to it"):
+        ReplayBuffer(storage).extend(rows(5, 100))
+
+
+def test_a_storage_whose_buffer_is_gone_says_so() -> None:
+    storage = LazyTensorStorage(10)
+    ReplayBuffer(storage).extend(rows(3))
+    gc.collect()
+    with pytest.raises(RuntimeError, match="the buffer of this storage is gone"):
+        storage[0]
+
+
+def test_items_may_be_a_range() -> None:
+    storage = ListStorage(10)
+    storage.set(range(10), range(10))
+    assert storage[:] == list(range(10))
+    assert ReplayBuffer(ListStorage(4)).extend(range(3)).tolist() == [0, 1, 2]
