@@ -13,7 +13,7 @@ from flatroll.layout.checks import whole_number
 
 
 class ParameterScheduler(ABC):
-    """Sets an attribute anew at each :meth:`step`. A subclass says to what, :meth:`value`.
+    """Sets an attribute anew at each :meth:`step`. A subclass says to what, :meth:`value` (see `LinearScheduler`).
 
     Args:
         obj: a replay buffer, for its sampler, or any object.
@@ -66,6 +66,12 @@ class LambdaScheduler(ParameterScheduler):
     Args:
         obj, param_name, min_value, max_value: see `ParameterScheduler`.
         lambda_fn: factor, given the number of steps.
+
+    >>> from flatroll.buffers import PrioritizedSampler
+    >>> sampler = PrioritizedSampler(10, alpha=0.8, beta=0.5)
+    >>> LambdaScheduler(sampler, "alpha", lambda steps: 0.5**steps).step()
+    >>> sampler.alpha
+    0.4
     """
 
     def __init__(
@@ -122,6 +128,14 @@ class StepScheduler(ParameterScheduler):
         gamma: factor or summand, default 0.9.
         n_steps: default 1.
         mode: ``"multiplicative"`` (default) or ``"additive"``.
+
+    >>> from flatroll.buffers import PrioritizedSampler
+    >>> sampler = PrioritizedSampler(10, alpha=0.8, beta=0.5)
+    >>> scheduler = StepScheduler(sampler, "beta", gamma=0.25, n_steps=2, mode="additive", max_value=1.0)
+    >>> for _ in range(4):
+    ...     scheduler.step()
+    >>> sampler.beta
+    1.0
     """
 
     def __init__(
@@ -151,6 +165,13 @@ class SchedulerList:
 
     Args:
         schedulers: one or several.
+
+    >>> from flatroll.buffers import PrioritizedSampler
+    >>> sampler = PrioritizedSampler(10, alpha=0.8, beta=0.5)
+    >>> both = SchedulerList([StepScheduler(sampler, name, gamma=0.5) for name in ("alpha", "beta")])
+    >>> both.step()
+    >>> sampler.alpha, sampler.beta
+    (0.4, 0.25)
     """
 
     def __init__(self, schedulers: ParameterScheduler | Iterable[ParameterScheduler]) -> None:

@@ -67,7 +67,9 @@ def train(frames: int, seed: int, name: str = "CartPole-v1", hidden: int = 64) -
     collector = Collector(env, policy, frames_per_batch=FRAMES_PER_BATCH, total_frames=total, seed=seed)
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(100_000, compact_obs=True),
-        sampler=SliceSampler(slice_len=SLICE, by="start"),
+        sampler=SliceSampler(
+            slice_len=SLICE, by="start", fill=False
+        ),  # short episodes: small updates at first
         batch_size=ROWS,
     )
     loss = DQNLoss(network, double_dqn=True, loss_function="smooth_l1", burn_in=BURN_IN)

@@ -176,10 +176,11 @@ def _nest(flat: TensorDictBase, offsets: Tensor, layout: torch.layout) -> Tensor
                 f"batch[{key!r}] is {column.dtype}, of which torch has no nested tensors in the strided layout: "
                 "use as_nested=torch.jagged"
             )
-    # -1 tells tensordict that time is a batch dimension, so that to_padded_tensor(mask_key=...) can write the mask.
+    # Time is a batch dimension, so that tensordict's to_padded_tensor(mask_key=...) can write the mask. Its size
+    # is what torch says of these nested tensors: -1 if the lengths differ, else their one length.
     return flat.apply(
         lambda c: torch.nested.as_nested_tensor(list(c.split(lengths)), layout=torch.strided),
-        batch_size=[len(lengths), -1],
+        batch_size=[len(lengths), lengths[0] if len(set(lengths)) == 1 else -1],
     )
 
 

@@ -41,6 +41,9 @@ from flatroll.modules import GRUModule, set_recurrent_mode
 from flatroll.rollouts import Collector
 from flatroll.wrappers import NextObservationDelta, StepCounter, as_vector_env
 
+# The documents' samplers take no fill=: where episodes are short, their readers get short samples, and are told once.
+pytestmark = pytest.mark.filterwarnings("ignore:a sample of .* has only:UserWarning")
+
 #: (document, section, the block's first words): what it waits for, or why it is no program.
 ELSEWHERE: dict[tuple[str, str, str], str] = {
     (

@@ -162,9 +162,13 @@ class Storage(ABC):
 
     @property
     def _owner(self) -> Any:
-        """The replay buffer of this storage, or None."""
+        """The replay buffer of this storage (of several, the one that has written), or None."""
+        return max(self._buffers(), key=lambda buffer: buffer._started, default=None)
+
+    def _buffers(self) -> list[Any]:
+        """The replay buffers that were made with this storage, as far as they are alive."""
         entities = (reference() for reference in self._attached)
-        return next((entity for entity in entities if hasattr(entity, "_rows_at")), None)
+        return [entity for entity in entities if hasattr(entity, "_rows_at")]
 
     def __getstate__(self) -> dict[str, Any]:
         # A buffer attaches itself in each copy; what is compared has addresses.
@@ -193,8 +197,16 @@ class Storage(ABC):
             ring: the ring.
             alone: name of the component whose state other processes cannot see; None if the buffer can be shared.
             first: whether the buffer begins to use this storage.
+
+        Raises:
+            ValueError: another buffer, which is alive, writes to this storage, or `set` has; both would write the
+                same slots.
         """
-        return
+        if first and (self._alone or any(buffer._started for buffer in self._buffers())):
+            raise ValueError(
+                f"the storage belongs to another buffer already, or storage.set wrote to it: make one "
+                f"{type(self).__name__} per buffer; buffer.extend(other[:]) copies rows"
+            )
 
     def reattach(self, ring: Ring) -> None:
         """Connect an unpickled ``ring`` to the original's counters, if processes share the rows."""

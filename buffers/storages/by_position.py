@@ -21,6 +21,10 @@ class ByPosition(Storage):
         owner = self._owner
         if owner is not None:
             return owner._rows_at(index, [])
+        if self._alone is None and any(reference() is None for reference in self._attached):
+            raise RuntimeError(
+                "the buffer of this storage is gone, which knew the order of its rows: keep it"
+            )
         slots = slots_at(index, Ring(1) if self._alone is None else self._alone, self.lanes)
         values = self.read_rows(slots.reshape(-1))
         if isinstance(values, list):
@@ -31,7 +35,8 @@ class ByPosition(Storage):
 
     @override
     def set(self, index: Any, data: Any) -> None:
-        owner, index = self._owner, list(index) if isinstance(index, range) else index
+        owner = self._owner
+        index, data = (list(given) if isinstance(given, range) else given for given in (index, data))
         if owner is not None:
             owner._put_at(index, data)
         else:

@@ -213,9 +213,9 @@ def stacked(items: list[Any]) -> Any:
 
 
 def apart(batch: Any) -> list[Any]:
-    """Split a batch into its items: those of a list, or slices along the leading dimension."""
-    if isinstance(batch, list):
-        return batch
+    """Split a batch into its items: those of a list or range, or slices along the leading dimension."""
+    if isinstance(batch, (list, range)):
+        return list(batch)
     if isinstance(batch, (TensorDictBase, Tensor)):
         return list(batch.clone().unbind(0))  # copies: the caller may write into the batch later
     tree, spec = pytree.tree_flatten(batch)

@@ -326,11 +326,19 @@ def test_splitting_by_done_takes_leading_dimensions():
 )  # torch's own, of strided ones
 def test_the_nested_layout_that_was_asked_for():
     """1.9 [BUG] E11: as_nested=torch.jagged gives the strided layout; one trajectory gives a dense tensor."""
-    for ids in ([0, 0, 1], [0, 0, 0]):
+    for ids, time in ([0, 0, 1], -1), ([0, 0, 0], 3), ([0, 1, 2], 1):
         for layout in (torch.jagged, torch.strided):
-            nested = split_trajectories(rows(ids), as_nested=layout)["x"]
+            parts = split_trajectories(rows(ids), as_nested=layout)
+            nested = parts["x"]
             assert nested.is_nested and nested.layout is layout
             assert sum(len(piece) for piece in nested.unbind()) == 3
+            assert join(parts).batch_size == (3,)
+            # In the strided layout time is a batch dimension, as in the peer's: -1, or the one length of all.
+            assert parts.batch_size == (
+                (len(set(ids)), time) if layout is torch.strided else (len(set(ids)),)
+            )
+            if layout is torch.strided and time == -1:
+                assert parts.to_padded_tensor(mask_key="mask")["mask"].sum() == 3
     assert split_trajectories(rows([0, 0, 1]), as_nested=True)["x"].layout is torch.jagged
 
 

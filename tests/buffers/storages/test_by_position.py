@@ -126,7 +126,8 @@ def test_transforms_that_read_ahead_do_not_change_the_storages_rows() -> None:
 
 
 def test_lazy_stacks_keep_shapes_apart() -> None:
-    buffer = ReplayBuffer(LazyStackStorage(10), batch_size=8)
+    seeded = torch.Generator().manual_seed(0)  # else one sample in 128 has one item only
+    buffer = ReplayBuffer(LazyStackStorage(10), batch_size=8, generator=seeded)
     buffer.extend([TensorDict({"x": torch.zeros(n)}) for n in (2, 3)])
     sample = buffer.sample()
     assert isinstance(sample, LazyStackedTensorDict) and {len(item["x"]) for item in sample} == {2, 3}
@@ -220,3 +221,39 @@ def test_slots_are_those_of_torch_and_take_no_time_in_the_capacity(monkeypatch: 
     monkeypatch.setattr(torch, "arange", short)
     for index in (3, -1, [5, 6], slice(7, 9), torch.tensor([10, 11])):
         assert slots_at(index, ring, torch.Size([])).numel() <= 2
+
+
+@pytest.mark.parametrize("kind", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
+def test_two_buffers_cannot_write_to_one_storage(kind: Any) -> None:
+    """The second would write over the first one's rows, which then gives them as its own."""
+    storage = kind(10)
+    first, second = ReplayBuffer(storage), ReplayBuffer(storage)
+    items = [rows(5), rows(5, 100)] if kind is not ListStorage else [range(5), range(100, 105)]
+    first.extend(items[0])
+    with pytest.raises(ValueError, match="belongs to another buffer already"):
+        second.extend(items[1])
+    stored = first[:]["x"].tolist() if kind is not ListStorage else first[:]
+    given = storage[:]["x"].tolist() if kind is not ListStorage else storage[:]
+    assert stored == given == list(range(5)) and len(first) == len(storage) == 5 and len(second) == 0
+
+
+def test_rows_set_without_a_buffer_are_not_written_over() -> None:
+    storage = LazyTensorStorage(10)
+    storage.set(range(3), rows(3))
+    with pytest.raises(ValueError, match=r"or storage\.set wrote to it"):
+        ReplayBuffer(storage).extend(rows(5, 100))
+
+
+def test_a_storage_whose_buffer_is_gone_says_so() -> None:
+    storage = LazyTensorStorage(10)
+    ReplayBuffer(storage).extend(rows(3))
+    gc.collect()
+    with pytest.raises(RuntimeError, match="the buffer of this storage is gone"):
+        storage[0]
+
+
+def test_items_may_be_a_range() -> None:
+    storage = ListStorage(10)
+    storage.set(range(10), range(10))
+    assert storage[:] == list(range(10))
+    assert ReplayBuffer(ListStorage(4)).extend(range(3)).tolist() == [0, 1, 2]
