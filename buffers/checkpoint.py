@@ -189,6 +189,8 @@ class BufferState(Shareable):
     def _load_rows(self, ring: Ring, state: dict[str, Any]) -> None:
         """Copy the rows of ``state`` into the storage, and let ``ring`` count them."""
         first = not self._started
+        if first:
+            self._own_parts()
         if self._started:  # nobody reads a mixture of old and new rows, in other processes neither
             self._count_by(self.writer.ring(ring.capacity, state["keys"] is not None))
         self.storage.load_state_dict(state["storage"])

@@ -207,6 +207,7 @@ class ReplayBuffer(Transforming, BufferState):
                 rows = self.storage.prepare(data, final, self._keys, whole=self.writer.chooses)
                 if not self._started:
                     # Only after the batch was found to fit: an error leaves the buffer as it was.
+                    self._own_parts()
                     self.storage.use_ring(ring, self._unshareable_part(ring), first=True)
                     with self._lock:
                         self._ring, self._started = ring, True

@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 import threading
+import weakref
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Self
 
@@ -12,6 +13,7 @@ from torch.utils.data import get_worker_info
 
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.prefetcher import Prefetcher
+from flatroll.buffers.samplers.base import Sampler
 from flatroll.buffers.storages.base import Storage
 
 #: Attributes that are made anew in another process and in a copy.
@@ -19,11 +21,16 @@ _PER_PROCESS = ("_lock", "_write_lock", "_prefetcher", "_process")
 #: Attributes that a write changes, one after the other.
 _WRITTEN = ("storage", "sampler", "writer", "_ring", "_keys", "_started")
 
+#: The buffer that began to use a sampler or a writer last.
+_USERS: weakref.WeakKeyDictionary[Any, "weakref.ref[Shareable]"] = weakref.WeakKeyDictionary()
+
 
 class Shareable:
     """The part of `ReplayBuffer` that creates new locks in each process and in each copy."""
 
     storage: Storage
+    sampler: Sampler
+    writer: Any
     prefetch: int | None
     generator: torch.Generator | None
     _ring: Ring
@@ -44,6 +51,16 @@ class Shareable:
     def note_waiting(self, rows: int) -> None:
         """Note how many rows a collector keeps back until their trajectories end, for the error of an empty buffer."""
         self._ring.waiting = rows
+
+    def _own_parts(self) -> None:
+        """ValueError if the sampler or the writer keeps state about the rows of another buffer, which is alive."""
+        for part in (self.sampler, self.writer):
+            user = _USERS.get(part, lambda: None)()
+            if part.stateful and user is not None and user is not self:
+                raise ValueError(
+                    f"the {type(part).__name__} remembers rows of another buffer already: make one for each buffer"
+                )
+        _USERS.update({part: weakref.ref(self) for part in (self.sampler, self.writer)})
 
     def _after_fork(self) -> None:
         """Be ready in this process, to which the buffer may have come by ``fork`` or by pickle; RuntimeError if it

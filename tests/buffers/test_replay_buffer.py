@@ -1,6 +1,7 @@
 """The buffer as a container: what goes in, what comes out, what is refused."""
 
 import copy
+import gc
 import itertools
 import pickle
 import threading
@@ -11,7 +12,14 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
-from flatroll.buffers import LazyTensorStorage, RandomSampler, ReplayBuffer, SliceSampler
+from flatroll.buffers import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    RoundRobinWriter,
+    SliceSampler,
+)
 from flatroll.layout import join, split_trajectories
 
 
@@ -436,3 +444,23 @@ def test_a_size_is_no_storage() -> None:
         TypeError, match=r"storage must be a storage such as LazyTensorStorage\(max_size\), got int"
     ):
         ReplayBuffer(storage=1000)  # type: ignore[arg-type]
+
+
+def test_what_remembers_rows_belongs_to_one_buffer() -> None:
+    """Priorities by position would be those of whichever buffer wrote last."""
+    sampler = PrioritizedSampler(10, alpha=1.0, beta=1.0)
+    first = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=2)
+    second = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=2)
+    first.extend(torch.arange(5))
+    with pytest.raises(ValueError, match="PrioritizedSampler remembers rows of another buffer"):
+        second.extend(torch.arange(5))
+    assert len(second) == 0 and set(first.sample(100).tolist()) <= set(range(5))
+    del first
+    gc.collect()
+    second.extend(torch.arange(5))  # nobody else uses it any more
+
+
+def test_what_remembers_nothing_may_be_shared() -> None:
+    sampler, writer = RandomSampler(), RoundRobinWriter()
+    for _ in range(2):
+        ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, writer=writer).extend(torch.arange(5))
