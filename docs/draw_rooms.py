@@ -19,6 +19,7 @@ COLOURS = {
     "buffers": "#FCE3B6",
     "modules": "#CDEBDD",
     "estimators": "#9FDCC0",
+    "trainers": "#E3D5F0",
 }
 
 

@@ -1,0 +1,13 @@
+"""Doctests of a file that needs an optional package run where the package is installed."""
+
+from importlib.util import find_spec
+
+NEEDS = {
+    "sb3": "stable_baselines3",
+    "sb3_recurrent": "sb3_contrib",
+    "skrl": "skrl",
+}  # file of trainers: package
+
+collect_ignore = [
+    f"flatroll/trainers/{name}.py" for name, package in NEEDS.items() if find_spec(package) is None
+]
