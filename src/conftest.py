@@ -2,11 +2,13 @@
 
 from importlib.util import find_spec
 
+# File of trainers: the package that it needs.
 NEEDS = {
+    "rsl_rl": "rsl_rl",
     "sb3": "stable_baselines3",
     "sb3_recurrent": "sb3_contrib",
     "skrl": "skrl",
-}  # file of trainers: package
+}
 
 collect_ignore = [
     f"flatroll/trainers/{name}.py" for name, package in NEEDS.items() if find_spec(package) is None
