@@ -32,7 +32,7 @@ from flatroll.layout.keys import (
     require,
 )
 from flatroll.layout.step_mdp import step_mdp
-from flatroll.layout.trajectories import join, split_trajectories
+from flatroll.layout.trajectories import join, mark_cuts, split_trajectories
 
 __all__ = [
     "ACTION",
@@ -62,6 +62,7 @@ __all__ = [
     "explain",
     "flat_column",
     "join",
+    "mark_cuts",
     "marker",
     "missing_marker",
     "next_key",

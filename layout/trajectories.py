@@ -7,9 +7,20 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
-from flatroll.layout.boundaries import run_starts
+from flatroll.layout.boundaries import run_ends, run_starts
 from flatroll.layout.delta import signed
-from flatroll.layout.keys import DONE, MASK, TRAJ_IDS, NestedKey, as_tuple, marker, missing_marker, under_next
+from flatroll.layout.keys import (
+    DONE,
+    IS_INIT,
+    MASK,
+    TRAJ_IDS,
+    TRUNCATED,
+    NestedKey,
+    as_tuple,
+    marker,
+    missing_marker,
+    under_next,
+)
 
 
 def split_trajectories(
@@ -123,6 +134,49 @@ def join(parts: TensorDictBase | Sequence[TensorDictBase], *, mask_key: NestedKe
     # numbers of the real rows in the padded table, seen flat: run by run, in time order
     rows = mask.reshape(-1).nonzero().squeeze(-1)
     return cast(TensorDictBase, parts.exclude(mask_key).reshape(mask.numel())[rows])
+
+
+def mark_cuts(
+    batch: TensorDictBase,
+    *,
+    is_init_key: NestedKey = IS_INIT,
+    done_key: NestedKey = DONE,
+    truncated_key: NestedKey = TRUNCATED,
+    traj_key: NestedKey = TRAJ_IDS,
+    mask_key: NestedKey = MASK,
+) -> TensorDictBase:
+    """Mark the last row of every run that the batch cuts as truncated and done, in a copy.
+
+    For readers that know the ends of runs by ``done`` alone, as other libraries' buffers do: without the marks they
+    take the first row of the next run for the step after a cut one. With them the cut row is bootstrapped from its own
+    next observation, as here. Hand the copy on and keep the batch: in
+    the copy nobody can tell cut rows from truncated ones.
+
+    Args:
+        batch: ``[N]`` or ``[*B, T]``, with ``("next", "done")`` and ``("next", "truncated")``; runs are those of
+            `run_ends`, which also says what the keys mean. Rows that are padding by its mask are not marked.
+
+    Returns:
+        A tensordict with the same columns, but two new ones for ``done`` and ``truncated``.
+
+    Raises:
+        KeyError: one of the two is missing.
+
+    >>> done, ids = torch.tensor([False, False, True]), torch.tensor([3, 3, 5])
+    >>> flags = {"done": done, "truncated": torch.zeros(3, dtype=torch.bool)}
+    >>> marked = mark_cuts(TensorDict({"next": flags, "collector": {"traj_ids": ids}}, [3]))
+    >>> marked["next", "done"], marked["next", "truncated"]
+    (tensor([False,  True,  True]), tensor([False,  True, False]))
+    """
+    done, truncated = marker(batch, done_key), marker(batch, truncated_key)
+    ends = run_ends(batch, is_init_key=is_init_key, done_key=done_key, traj_key=traj_key, mask_key=mask_key)
+    cut = ends.to(done.device) & ~done
+    if batch.get(mask_key, None) is not None:
+        cut &= marker(batch, mask_key)
+    marked = batch.copy()  # of the structure: the columns are shared
+    marked.set(done_key, (done | cut).view_as(batch.get(done_key)))
+    marked.set(truncated_key, (truncated | cut).view_as(batch.get(truncated_key)))
+    return marked
 
 
 def _keys(prefix: NestedKey | None, trajectory_key: NestedKey | None) -> tuple[NestedKey, NestedKey]:

@@ -10,9 +10,8 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType, set_interaction_type
 from torch import nn
 
-from flatroll.layout.boundaries import run_ends
-from flatroll.layout.keys import DONE, TRUNCATED, NestedKey
-from flatroll.layout.trajectories import split_trajectories
+from flatroll.layout.keys import DONE, NestedKey
+from flatroll.layout.trajectories import mark_cuts, split_trajectories
 from flatroll.rollouts.arguments import check_counts, check_together, make_devices, make_env
 from flatroll.rollouts.runner import Runner
 from flatroll.rollouts.whole_trajectories import TrajectoryJoiner
@@ -416,10 +415,7 @@ class Collector:
         """What is yielded: the batch with cut marks, moved and processed; None where a buffer took it."""
         keys = self._runner.keys
         if self._set_truncated:
-            ends = run_ends(batch, is_init_key=keys.init, traj_key=keys.traj).unsqueeze(-1)
-            cut = ends & ~batch.get(DONE)
-            batch.set(TRUNCATED, batch.get(TRUNCATED) | cut)
-            batch.set(DONE, batch.get(DONE) | cut)
+            batch = mark_cuts(batch, is_init_key=keys.init, traj_key=keys.traj)
         storing, wait = self._devices.storing, not self._devices.blocking
         if storing is not None:
             batch = batch.to(storing, non_blocking=wait)

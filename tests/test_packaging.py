@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {"layout", "kernels", "wrappers", "rollouts", "buffers", "modules", "estimators"}
-FOLDERS = ROOMS | {"examples", "benchmarks"}
+FOLDERS = ROOMS | {"trainers", "examples", "benchmarks"}
 SOURCE_FILES = {"src/flatroll/__init__.py", "src/flatroll/__main__.py", "src/flatroll/py.typed"}
 
 

@@ -5,7 +5,13 @@ from typing import Any
 import gymnasium
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import (
+    AsyncVectorEnv,
+    AutoresetMode,
+    SyncVectorEnv,
+    VectorEnv,
+    VectorObservationWrapper,
+)
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
 from flatroll.wrappers.envpool_source import EnvPoolSource
@@ -69,6 +75,27 @@ def adapt_env(
 def find_stream(env: Any) -> VectorStream | None:
     """Return the `VectorStream` inside a stack of wrappers, or None."""
     return next((layer for layer in layers(env) if isinstance(layer, VectorStream)), None)
+
+
+def reset_in_same_step(env: VectorEnv[Any, Any, Any], max_steps: int | None = None) -> None:
+    """`VectorStream.reset_in_same_step` of the adapted env inside a stack of wrappers.
+
+    Raises:
+        ValueError: an observation wrapper stands around the adapted env, or see there.
+    """
+    asked = "autoreset='same_step'" if max_steps is None else f"max_steps={max_steps}"
+    for layer in layers(env):
+        if isinstance(layer, VectorStream):
+            if max_steps is not None or not layer.same_step:
+                _refuse_statistics(layer.source.env, asked)
+            layer.reset_in_same_step(max_steps)
+        # Rows that are reset in the same step have their last observation in info, where no wrapper sees it.
+        elif isinstance(layer, VectorObservationWrapper):
+            name = type(layer).__name__
+            raise ValueError(
+                f"{asked} with {name} around an adapted env: the last observations of the ended episodes would pass "
+                f"{name} by. Put {name} directly around your env, and flatroll's wrappers outside"
+            )
 
 
 def _float_dtypes(space: spaces.Space[Any]) -> set[str]:
@@ -187,6 +214,7 @@ def _declared(env: Any) -> AutoresetMode:
 
 
 def _mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
+    """The mode of this name, however it is written: ``"SameStep"``, ``"same_step"``."""
     if mode is None or isinstance(mode, AutoresetMode):
         return mode
     plain = str(getattr(mode, "value", mode)).replace("_", "").lower()
@@ -211,8 +239,16 @@ def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) ->
                 "NumpyToTorch fails on the first episode end of a SAME_STEP env: leave it out and pass "
                 "framework='torch' to as_vector_env"
             )
-        if "RecordEpisodeStatistics" in kinds and mode is AutoresetMode.DISABLED:
-            raise ValueError(
-                "RecordEpisodeStatistics forgets the statistics of all envs at a masked reset, which a DISABLED "
-                "env needs: use flatroll.wrappers.RewardSum and StepCounter instead"
-            )
+    if mode is AutoresetMode.DISABLED:
+        _refuse_statistics(env, "a DISABLED env")
+
+
+def _refuse_statistics(env: Any, who: str) -> None:
+    """Gymnasium's wrapper of vector envs starts the statistics of all envs afresh when one of them is reset."""
+    if any(
+        kind.__name__ == "RecordEpisodeStatistics" for layer in layers(env) for kind in type(layer).__mro__
+    ):
+        raise ValueError(
+            f"RecordEpisodeStatistics forgets the statistics of all envs at a masked reset, which {who} "
+            "needs: use flatroll.wrappers.RewardSum and StepCounter instead"
+        )

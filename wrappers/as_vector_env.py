@@ -1,11 +1,11 @@
 """`as_vector_env`, which adapts any environment to a single vector-env interface."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from flatroll.wrappers.adapt_env import adapt_env
+from flatroll.wrappers.adapt_env import adapt_env, reset_in_same_step
 from flatroll.wrappers.markers import InitTracker, RecurrentPrimer, find_wrapper
 from flatroll.wrappers.primers import check_same, recurrent_states
 from flatroll.wrappers.stream import FinalObs
@@ -22,6 +22,7 @@ def as_vector_env(
     own_buffers: bool | str = "auto",
     dtype: torch.dtype | None = None,
     policy: Any = None,
+    autoreset: Literal["same_step"] | None = None,
 ) -> VectorEnv[Any, Any, Any]:
     """Adapt any environment to one vector-env interface; wrappers and collectors call it themselves.
 
@@ -56,6 +57,11 @@ def as_vector_env(
         policy: a recurrent policy gets what it needs, as `set_recurrent_primers_from` says; any other changes
             nothing. A collector needs no such word.
 
+        autoreset: ``"same_step"`` makes every env one that resets ended rows in the step that ended them, with their
+            true last observations in ``info["final_obs"]``: a NEXT_STEP env (envpool) is reset by flatroll, and has no
+            rows without a transition then; a SAME_STEP env that hides them is an error. Trainers that step envs
+            themselves want this. Also for an adapted env that has not been reset yet. Default None: as the env does.
+
     Returns:
         The adapted env, a `VectorStream`; with a recurrent ``policy``, wrappers around it.
 
@@ -69,7 +75,13 @@ def as_vector_env(
     >>> obs.shape, env.metadata["autoreset_mode"].value
     ((1, 4), 'SameStep')
     """
+    if autoreset not in (None, "same_step"):
+        raise ValueError(
+            f"autoreset must be 'same_step' or None, got {autoreset!r}: what the env itself does is autoreset_mode="
+        )
     adapted = adapt_env(env, num_envs, device, framework, autoreset_mode, final_obs, own_buffers, dtype)
+    if autoreset is not None:
+        reset_in_same_step(adapted)
     return adapted if policy is None else set_recurrent_primers_from(adapted, policy)
 
 

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from gymnasium import spaces
-from gymnasium.vector import VectorEnv, VectorObservationWrapper, VectorWrapper
+from gymnasium.vector import VectorEnv, VectorWrapper
 from torch import Tensor
 
 from flatroll.layout.keys import EPISODE_REWARD, IS_INIT, STEP_COUNT, TRAJ_IDS, NestedKey, as_tuple
-from flatroll.wrappers.adapt_env import adapt_env, find_stream
+from flatroll.wrappers.adapt_env import adapt_env, find_stream, reset_in_same_step
 from flatroll.wrappers.arrays import Array, Tree, fill_rows, full, own, select
 from flatroll.wrappers.primers import recurrent_states
 from flatroll.wrappers.source import Info, Seed, Step, layers
@@ -173,16 +173,7 @@ class StepCounter(MarkerWrapper):
         if max_steps is not None:
             if max_steps < 1:
                 raise ValueError(f"max_steps must be at least 1 or None, got {max_steps}")
-            # Rows that are reset in the same step have their last observation in info, where no wrapper sees it.
-            for layer in layers(self.env):
-                if isinstance(layer, VectorObservationWrapper) and find_stream(layer) is not None:
-                    name = type(layer).__name__
-                    raise ValueError(
-                        f"max_steps={max_steps} with {name} around an adapted env: the last observations of the "
-                        f"ended episodes would pass {name} by. Put {name} directly around your env, and StepCounter "
-                        "outside"
-                    )
-            self.stream.limit_steps(max_steps)
+            reset_in_same_step(self.env, max_steps)
         self.max_steps = max_steps
         self._count: Array = None
 

@@ -140,21 +140,34 @@ class VectorStream(VectorEnv[Any, Any, Any]):
     def np_random_seed(self) -> Any:
         return self.source.env.np_random_seed
 
-    def limit_steps(self, max_steps: int) -> None:
-        """Truncate every episode after ``max_steps`` transitions; the ended rows are reset in the same step.
+    def reset_in_same_step(self, max_steps: int | None = None) -> None:
+        """Reset ended rows in the step that ended them, and with ``max_steps`` end episodes after so many transitions.
+
+        Without ``max_steps`` a SAME_STEP env does so by itself, and must show the last observations from now on.
 
         Raises:
-            ValueError: the env cannot reset chosen rows, or has been reset already.
+            ValueError: the env cannot reset chosen rows, hides its last observations, or has been reset already.
         """
-        if not self.capabilities.partial_reset:
+        limits = max_steps is not None
+        asked = f"max_steps={max_steps}" if limits else "autoreset='same_step'"
+        if (limits or not self.same_step) and not self.capabilities.partial_reset:
+            way_out = "or give the env itself the limit (gymnasium: max_episode_steps=...)"
             raise ValueError(
-                f"max_steps={max_steps} needs an env that can reset chosen envs, and "
-                f"{type(self.source.env).__name__} cannot: make it with vectorization_mode='sync' (or 'async' "
-                "with shared memory), or give the env itself the limit (gymnasium: max_episode_steps=...)"
+                f"{asked} needs an env that can reset chosen envs, and {type(self.source.env).__name__} cannot: make "
+                "it with vectorization_mode='sync' (or 'async' with shared memory)"
+                f"{f', {way_out}' if limits else ', or with autoreset_mode=SAME_STEP if it has that'}"
             )
-        if self.at >= 0:
-            raise ValueError(f"max_steps={max_steps} must be set before the env's first reset")
-        self._limit = max_steps if self._limit is None else min(max_steps, self._limit)
+        if (limits or not self.same_step) and self.at >= 0:
+            raise ValueError(f"{asked} must be set before the env's first reset")
+        if max_steps is not None:
+            self._limit = max_steps if self._limit is None else min(max_steps, self._limit)
+        elif self._native_same_step:
+            if self._final is None:
+                raise ValueError(
+                    f"{asked} needs the last observations, and final_obs=None says that the env hides them"
+                )
+            self.hides_final_obs = False  # a step that hides one raises
+        self._folds = not self._native_same_step
         self._declare(AutoresetMode.SAME_STEP)
 
     def reset(self, *, seed: Seed = None, options: Info | None = None) -> tuple[Tree, Info]:
@@ -243,6 +256,33 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             "step, so the next row would not follow the last one: call env.reset() first, and better give each its "
             "own env"
         )
+
+    def render(self) -> Any:
+        """What the env renders, in its ``render_mode``."""
+        return self.source.env.render()
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of every sub-env, or read an attribute, as Gymnasium's Sync and Async envs do.
+
+        An env that steps all its rows itself is asked once, and its answer stands for every row.
+        """
+        env = self.source.env
+        if hasattr(env, "call"):
+            return tuple(env.call(name, *args, **kwargs))
+        value = getattr(env, name)
+        return (value(*args, **kwargs) if callable(value) else value,) * self.num_envs
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """An attribute of every sub-env, see `call`."""
+        return self.call(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute of every sub-env (a list has one value for each), or of the env that steps them all."""
+        env = self.source.env
+        if hasattr(env, "set_attr"):
+            env.set_attr(name, values)
+        else:
+            setattr(env, name, values)
 
     def close_extras(self, **kwargs: Any) -> None:
         self.source.close()

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
-from flatroll.layout import join, run_ends, split_trajectories
+from flatroll.layout import audit, join, mark_cuts, run_ends, split_trajectories
 
 MASK = ("collector", "mask")
 
@@ -267,3 +267,42 @@ def test_wide_unsigned_columns_are_padded_and_joined(dtype):
     assert (join(split_trajectories(batch, as_nested=True)) == batch).all()
     with pytest.raises(TypeError, match=r"batch\['wide'\] is torch.uint\d+.*use as_nested=torch.jagged"):
         split_trajectories(batch, as_nested=torch.strided)
+
+
+# --- marking cuts for others ---------------------------------------------------------------------------------
+
+
+def test_cut_rows_are_marked_in_a_copy(batch):
+    before = batch.clone()
+    marked = mark_cuts(batch)
+    assert all((batch[key] == before[key]).all() for key in before.keys(True, True))
+    cut = run_ends(batch) & ~batch["next", "done"].squeeze(-1)
+    assert cut.any()
+    assert marked["next", "done"].squeeze(-1).tolist() == run_ends(batch).tolist()
+    assert (marked["next", "truncated"] ^ batch["next", "truncated"]).squeeze(-1).tolist() == cut.tolist()
+    for key in set(batch.keys(True, True)) - {("next", "done"), ("next", "truncated")}:
+        assert marked[key] is batch[key]
+    assert mark_cuts(marked)["next", "truncated"].tolist() == marked["next", "truncated"].tolist()
+
+
+def test_a_reader_of_done_alone_then_sees_every_run(batch):
+    """The markers of runs may go; the runs stay."""
+    marked = mark_cuts(batch).select("x", ("next", "done"), strict=False)
+    assert run_ends(marked).tolist() == run_ends(batch).tolist()
+    assert not [finding for finding in audit(mark_cuts(batch)) if finding.severity == "error"]
+
+
+def test_padding_is_not_marked():
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    flags = {
+        "done": torch.zeros(2, 3, 1, dtype=torch.bool),
+        "truncated": torch.zeros(2, 3, 1, dtype=torch.bool),
+    }
+    padded = TensorDict({"collector": {"mask": mask}, "next": flags}, [2, 3])
+    marked = mark_cuts(padded)["next", "done"]
+    assert marked.squeeze(-1).int().tolist() == [[0, 1, 0], [0, 0, 1]]
+
+
+def test_cuts_cannot_be_marked_without_the_flags():
+    with pytest.raises(KeyError, match="truncated"):
+        mark_cuts(ids_batch([1, 1, 2], next={"done": torch.zeros(3, dtype=torch.bool)}))

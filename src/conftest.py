@@ -1,0 +1,15 @@
+"""Doctests of a file that needs an optional package run where the package is installed."""
+
+from importlib.util import find_spec
+
+# File of trainers: the package that it needs.
+NEEDS = {
+    "rsl_rl": "rsl_rl",
+    "sb3": "stable_baselines3",
+    "sb3_recurrent": "sb3_contrib",
+    "skrl": "skrl",
+}
+
+collect_ignore = [
+    f"flatroll/trainers/{name}.py" for name, package in NEEDS.items() if find_spec(package) is None
+]

@@ -1,0 +1,263 @@
+"""`FlatVecEnv`: any environment as a `VecEnv` of Stable-Baselines3."""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+from typing_extensions import override
+
+from flatroll.wrappers import as_vector_env, find_stream, map_tree
+
+try:
+    from stable_baselines3.common.env_util import is_wrapped
+    from stable_baselines3.common.monitor import Monitor
+    from stable_baselines3.common.vec_env import VecEnv
+except ImportError as error:
+    raise ImportError(
+        f"flatroll.trainers.sb3 needs Stable-Baselines3 ({error}): pip install 'flatroll[sb3]'"
+    ) from error
+
+Indices = None | int | Iterable[int]
+_PASSED_APART = {
+    "final_obs",
+    "final_observation",
+    "final_info",
+}  # entries of info that SB3 has other names for
+
+
+class FlatVecEnv(VecEnv):
+    """Makes any environment a `VecEnv`, so that Stable-Baselines3 trains on it: Gymnasium, envpool, torch.
+
+    The algorithm sees what `DummyVecEnv` shows it, for every autoreset mode. An ended row shows the first observation
+    of the next episode, and its info, which shares no memory with anything else, has
+
+    * ``"terminal_observation"``: the true last observation,
+    * ``"TimeLimit.truncated"``: whether it was truncated and not terminated,
+    * ``"episode"``: return ``"r"``, length ``"l"``, and seconds since this object was made ``"t"``, as `Monitor` writes
+      them; the env's own entry, if it has one,
+    * what the env said of its last step; what it says of the reset is in ``reset_infos``.
+
+    Args:
+        env: anything `as_vector_env` takes; an env that it has adapted must not have been reset yet.
+        dtype: floating dtype of the floating observations, such as ``torch.float32`` for envpool's MuJoCo, which SB3
+            would store as float64. Default None: as the env gives them.
+        **options: further arguments of `as_vector_env`, such as ``autoreset_mode``.
+
+    Raises:
+        TypeError: ``env`` is a `VecEnv` already, or see `as_vector_env`.
+        ValueError: the env hides its last observations (raised where it does), or cannot reset chosen rows.
+
+    >>> import gymnasium as gym
+    >>> from stable_baselines3 import PPO
+    >>> env = FlatVecEnv(gym.make_vec("CartPole-v1", num_envs=4, vectorization_mode="sync"))
+    >>> model = PPO("MlpPolicy", env, n_steps=16, batch_size=64, device="cpu").learn(64)
+    >>> observations, rewards, dones, infos = env.step(np.zeros(4, np.int64))
+    >>> observations.shape, rewards.shape, len(infos)
+    ((4, 4), (4,), 4)
+    """
+
+    def __init__(self, env: Any, *, dtype: torch.dtype | None = None, **options: Any) -> None:
+        if isinstance(env, VecEnv):
+            raise TypeError(
+                f"env is Stable-Baselines3's {type(env).__name__} already: give it to the algorithm itself"
+            )
+        self.env = as_vector_env(env, autoreset="same_step", dtype=dtype, **options)
+        stream = find_stream(self.env)
+        assert stream is not None  # as_vector_env has made or found it
+        self._stream = stream
+        self._began = time.time()
+        self._returns = np.zeros(self.env.num_envs)
+        self._lengths = np.zeros(self.env.num_envs, np.int64)
+        self._actions: Any = None
+        super().__init__(self.env.num_envs, self.env.single_observation_space, self.env.single_action_space)
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    @override
+    def reset(self) -> Any:
+        """Reset all envs, with the seeds of `seed` and the options of `set_options`, which are used once.
+
+        Raises:
+            ValueError: the envs were given different options, which a vector env cannot pass on.
+        """
+        options = self._options[0]
+        if any(other != options for other in self._options):
+            raise ValueError(
+                f"options must be the same for all envs, got {self._options}: a vector env has one"
+            )
+        first = self._seeds[0]
+        counted = first is not None and self._seeds == list(range(first, first + self.num_envs))
+        # One number means that row i gets number + i; envs that step all their rows themselves take no list.
+        seeds: Any = (
+            None if self._seeds == [None] * self.num_envs else first if counted else list(self._seeds)
+        )
+        observations, info = self.env.reset(seed=seeds, options=options or None)
+        self._reset_seeds()
+        self._reset_options()
+        self._returns[:] = self._lengths[:] = 0
+        self.reset_infos = split_info(info, range(self.num_envs))
+        return map_tree(_numpy, observations)
+
+    @override
+    def step_async(self, actions: Any) -> None:
+        """Keep the actions for `step_wait`."""
+        # The distribution that SB3 draws these from gives floats.
+        binary = isinstance(self.action_space, spaces.MultiBinary)
+        self._actions = np.asarray(actions, self.action_space.dtype) if binary else actions
+
+    @override
+    def step_wait(self) -> Any:
+        """Step all envs: observations, rewards float32 ``[E]``, dones bool ``[E]``, one info dict for each."""
+        observations, reward, terminated, truncated, info = self.env.step(self._actions)
+        rewards, terminations, truncations = _numpy(reward), _numpy(terminated), _numpy(truncated)
+        dones = terminations | truncations
+        self._returns += rewards
+        self._lengths += 1
+        infos = split_info(info, range(self.num_envs))
+        ended = np.flatnonzero(dones).tolist()
+        if ended:
+            final = map_tree(_numpy, info["final_obs"])
+            last = (
+                split_info(info["final_info"], ended) if "final_info" in info else [infos[i] for i in ended]
+            )
+            for i, row in zip(ended, last, strict=True):
+                self.reset_infos[i] = infos[i]
+                row = dict(row)
+                row["TimeLimit.truncated"] = bool(truncations[i] and not terminations[i])
+                row["terminal_observation"] = map_tree(lambda leaf, i=i: np.array(leaf[i]), final)
+                statistics = float(self._returns[i]), int(self._lengths[i]), time.time() - self._began
+                row.setdefault("episode", dict(zip("rlt", statistics, strict=True)))
+                infos[i] = row
+            self._returns[ended] = self._lengths[ended] = 0
+        return map_tree(_numpy, observations), rewards, dones, infos
+
+    @override
+    def close(self) -> None:
+        """Close the env."""
+        self.env.close()
+
+    # --- the envs -----------------------------------------------------------------------------------------------
+
+    @override
+    def get_images(self) -> Sequence[np.ndarray[Any, Any] | None]:
+        """What the envs render."""
+        return list(self._stream.render() or [None] * self.num_envs)
+
+    @override
+    def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
+        """An attribute of each env; of an env that steps all rows itself, its own."""
+        rows = list(self._get_indices(indices))
+        if (envs := self._single_envs()) is not None:
+            return [envs[i].get_wrapper_attr(attr_name) for i in rows]
+        if attr_name == "render_mode":
+            return [self._stream.render_mode] * len(rows)
+        self._check_attribute(attr_name)
+        values = self._stream.get_attr(attr_name)
+        return [values[i] for i in rows]
+
+    @override
+    def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
+        """Set an attribute of each env; of an env that steps all rows itself, its own.
+
+        Raises:
+            ValueError: such an env, and ``indices`` are not all.
+        """
+        rows = list(self._get_indices(indices))
+        if (envs := self._single_envs()) is not None:
+            for i in rows:
+                envs[i].set_wrapper_attr(attr_name, value)
+        elif self._is_async():
+            values = [value] * self.num_envs
+            if len(rows) < self.num_envs:
+                values = self.get_attr(attr_name)
+                for i in rows:
+                    values[i] = value
+            self._stream.set_attr(attr_name, values)
+        else:
+            self._need_all(rows, f"set_attr({attr_name!r})")
+            self._stream.set_attr(attr_name, value)
+
+    @override
+    def env_method(
+        self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
+    ) -> list[Any]:
+        """Call a method of each env; of an env that steps all rows itself, its own, once.
+
+        Raises:
+            ValueError: ``indices`` are not all, and the envs cannot be called one by one (as those of
+                `SyncVectorEnv` can).
+        """
+        rows = list(self._get_indices(indices))
+        if (envs := self._single_envs()) is not None:
+            return [envs[i].get_wrapper_attr(method_name)(*method_args, **method_kwargs) for i in rows]
+        self._need_all(rows, f"env_method({method_name!r})")
+        self._check_attribute(method_name)
+        return list(self._stream.call(method_name, *method_args, **method_kwargs))
+
+    @override
+    def env_is_wrapped(self, wrapper_class: Any, indices: Indices = None) -> list[bool]:
+        """Whether each env is inside this wrapper; for `Monitor` always True, as this object does what that does."""
+        rows = list(self._get_indices(indices))
+        if issubclass(wrapper_class, Monitor) or (envs := self._single_envs()) is None:
+            return [issubclass(wrapper_class, Monitor)] * len(rows)
+        return [is_wrapped(envs[i], wrapper_class) for i in rows]
+
+    def _single_envs(self) -> Sequence[Any] | None:
+        """The envs of a `SyncVectorEnv`; None for others, whose rows cannot be reached one by one."""
+        base = getattr(self._stream.source.env, "unwrapped", None)
+        return base.envs if isinstance(base, SyncVectorEnv) else None
+
+    def _is_async(self) -> bool:
+        return isinstance(getattr(self._stream.source.env, "unwrapped", None), AsyncVectorEnv)
+
+    def _check_attribute(self, name: str) -> None:
+        """Raise AttributeError where asking a worker process would end it."""
+        if self._is_async() and not all(self._stream.call("has_wrapper_attr", name)):
+            raise AttributeError(f"the envs have no attribute {name!r}")
+
+    def _need_all(self, rows: list[int], what: str) -> None:
+        if rows != list(range(self.num_envs)):
+            raise ValueError(
+                f"{what} with indices={rows} needs envs that can be reached one by one, and "
+                f"{type(self._stream.source.env).__name__} is not such: leave indices out, or make it with "
+                "vectorization_mode='sync'"
+            )
+
+
+def split_info(info: dict[str, Any], rows: Sequence[int]) -> list[dict[str, Any]]:
+    """A vector env's info as one dict for each of ``rows``, without what the env says of other rows.
+
+    Args:
+        info: arrays ``[E, ...]``, dicts of them, and what is the same for all rows; ``"_name"`` (bool ``[E]``) tells
+            which rows ``"name"`` is about.
+        rows: numbers of the rows.
+
+    >>> split_info({"speed": np.array([1.0, 2.0]), "_speed": np.array([True, False]), "wind": "calm"}, range(2))
+    [{'speed': 1.0, 'wind': 'calm'}, {'wind': 'calm'}]
+    """
+    split: list[dict[str, Any]] = [{} for _ in rows]
+    for key, value in info.items():
+        if key in _PASSED_APART or (key.startswith("_") and key[1:] in info):
+            continue
+        values: Sequence[Any]
+        if isinstance(value, dict):
+            values = split_info(value, rows)
+        elif isinstance(value, np.ndarray | torch.Tensor) and value.ndim:
+            array = _numpy(value)[list(rows)]  # a copy, so the entries share no memory with the env's
+            values = array.tolist() if array.ndim == 1 else list(array)
+        else:
+            values = [value] * len(rows)
+        mask = info.get(f"_{key}")
+        told = [True] * len(rows) if mask is None else _numpy(mask)[list(rows)].tolist()
+        for row, one, is_told in zip(split, values, told, strict=True):
+            if is_told:
+                row[key] = one
+    return split
+
+
+def _numpy(array: Any) -> Any:
+    return array.detach().cpu().numpy() if isinstance(array, torch.Tensor) else array

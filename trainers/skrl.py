@@ -1,0 +1,91 @@
+"""`wrap_env` and `FinalObservations`: skrl's agents on any environment, with true next observations."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatroll.wrappers import as_vector_env, find_stream
+
+try:
+    from skrl.envs.wrappers.torch import wrap_env as wrap_adapted
+    from skrl.utils.spaces.torch import flatten_tensorized_space, tensorize_space
+except ImportError as error:
+    raise ImportError(f"flatroll.trainers.skrl needs skrl ({error}): pip install 'flatroll[skrl]'") from error
+
+
+def wrap_env(env: Any, **options: Any) -> Any:
+    """Make any environment one for skrl's trainers: every step is a transition, ended rows restart in it.
+
+    Agents must take `FinalObservations` as a base, or they take the first observation of the next episode for the last.
+
+    Args:
+        env: anything `as_vector_env` takes, and which returns NumPy arrays; it must not have been reset yet.
+        **options: further arguments of `as_vector_env`.
+
+    Returns:
+        skrl's wrapper around the adapted env.
+
+    Raises:
+        ValueError: the env returns torch tensors, or cannot reset chosen rows.
+
+    >>> import gymnasium as gym
+    >>> env = wrap_env(gym.make_vec("CartPole-v1", num_envs=4, vectorization_mode="sync"))
+    >>> observations, infos = env.reset()
+    >>> observations.shape, env.num_envs
+    (torch.Size([4, 4]), 4)
+    """
+    adapted = as_vector_env(env, autoreset="same_step", **options)
+    stream = find_stream(adapted)
+    if stream is not None and stream.capabilities.framework != "numpy":
+        raise ValueError(f"env must return NumPy arrays, and {type(env).__name__} returns torch tensors")
+    return wrap_adapted(adapted, wrapper="gymnasium", verbose=False)
+
+
+class FinalObservations:
+    """Base for skrl's agents, in front of their own class: they record the true next observation of ended rows.
+
+    It takes it from ``infos["final_obs"]``, where the envs of `wrap_env` have it, so what an agent stores and what
+    ``time_limit_bootstrap`` values is right. A row that was terminated and truncated counts as terminated.
+
+    >>> from skrl.agents.torch.ppo import PPO
+    >>> class ExactPPO(FinalObservations, PPO): ...
+    """
+
+    observation_space: Any
+
+    def record_transition(
+        self,
+        *,
+        next_observations: Tensor,
+        terminated: Tensor,
+        truncated: Tensor,
+        infos: Any,
+        **others: Any,
+    ) -> None:
+        """Record a transition, see `skrl.agents.torch.Agent`.
+
+        Raises:
+            KeyError: a row has ended, and there is no ``infos["final_obs"]``.
+        """
+        ended = terminated | truncated
+        if ended.any():
+            if "final_obs" not in infos:
+                raise KeyError(
+                    "infos has no 'final_obs' although an episode has ended: make the env with "
+                    "flatroll.trainers.skrl.wrap_env"
+                )
+            last = tensorize_space(
+                self.observation_space, infos["final_obs"], device=next_observations.device
+            )
+            flat: Any = flatten_tensorized_space(last)
+            # A new tensor: the trainer goes on from its own.
+            next_observations = torch.where(ended, flat, next_observations)
+        parent: Any = super()
+        parent.record_transition(
+            next_observations=next_observations,
+            terminated=terminated,
+            truncated=truncated & ~terminated,
+            infos=infos,
+            **others,
+        )
