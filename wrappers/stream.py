@@ -1,7 +1,7 @@
 """`VectorStream`: the interface that every adapted vector env has, with flags shared by all markers."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from flatroll.wrappers.arrays import (
     select,
 )
 from flatroll.wrappers.moves import moves_of
-from flatroll.wrappers.source import Info, Seed, Step, VectorSource
+from flatroll.wrappers.source import Info, Seed, Step, VectorSource, layers
 
 FinalObs = str | Callable[[dict[str, Any], Array], Tree] | None
 
@@ -139,6 +139,37 @@ class VectorStream(VectorEnv[Any, Any, Any]):
     @property
     def np_random_seed(self) -> Any:
         return self.source.env.np_random_seed
+
+    def render(self) -> tuple[Any, ...] | None:
+        """Return the frames of the sub-envs, as the env renders them; of a tensor ``[E, ...]`` its E arrays."""
+        frames = self.source.env.render()
+        if isinstance(frames, Tensor):
+            frames = frames.detach().cpu().numpy()
+        return tuple(frames) if isinstance(frames, np.ndarray | list) else frames
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of each sub-env, or get an attribute; see `gymnasium.vector.SyncVectorEnv.call`."""
+        values: tuple[Any, ...] = self._of_sub_envs("call")(name, *args, **kwargs)
+        return values
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """The attribute of each sub-env."""
+        values: tuple[Any, ...] = self._of_sub_envs("get_attr")(name)
+        return values
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute of each sub-env to one value for all, or to its own from a list of E."""
+        self._of_sub_envs("set_attr")(name, values)
+
+    def _of_sub_envs(self, method: str) -> Callable[..., Any]:
+        """A method by which the env reaches its sub-envs; AttributeError where it has none."""
+        found = next((getattr(env, method) for env in layers(self.source.env) if hasattr(env, method)), None)
+        if found is None:
+            raise AttributeError(
+                f"{method} reaches the sub-envs of Gymnasium's SyncVectorEnv and AsyncVectorEnv; "
+                f"{type(self.source.env).__name__} has no {method}: ask the env itself, stream.source.env"
+            )
+        return cast("Callable[..., Any]", found)
 
     def limit_steps(self, max_steps: int) -> None:
         """Truncate every episode after ``max_steps`` transitions; the ended rows are reset in the same step.

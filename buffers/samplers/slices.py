@@ -88,6 +88,8 @@ class SliceSampler(Sampler):
 
     _not_at = ""  # why slices of this sampler cannot begin at marked rows only
 
+    _shown = ("num_slices", "slice_len", "strict_length", "pad_output", "span", "by")
+
     def __init__(
         self,
         *,

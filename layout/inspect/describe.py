@@ -4,7 +4,7 @@ import torch
 from tensordict import TensorDictBase
 
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.inspect.text import Text
+from flatroll.layout.inspect.text import Text, html_lines, html_table
 from flatroll.layout.keys import DONE, IS_INIT, MASK, TERMINATED, TRAJ_IDS, TRUNCATED, optional_marker
 
 
@@ -35,8 +35,10 @@ def describe(batch: TensorDictBase) -> str:
         shape, dtype = str(list(column.shape[batch.batch_dims :])), str(column.dtype).removeprefix("torch.")
         rows.append((name, shape, dtype, f"{size // max(n, 1):,}", f"{size:,}"))
     head = f"{n:,} row{'s' * (n != 1)}, {total:,} bytes ({total // max(n, 1):,} a row)"
-    table = _table([("column", "shape", "dtype", "bytes/row", "bytes"), *sorted(rows)])
-    return Text("\n".join([head, *_describe_runs(batch), "", *table]))
+    columns, lines = ("column", "shape", "dtype", "bytes/row", "bytes"), [head, *_describe_runs(batch)]
+    rows.sort()
+    html = html_lines(lines) + html_table(rows, columns, numbers=2)
+    return Text("\n".join([*lines, "", *_table([columns, *rows])]), html)
 
 
 def _describe_runs(batch: TensorDictBase) -> list[str]:

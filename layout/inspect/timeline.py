@@ -86,7 +86,7 @@ def timeline(
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        text = 'timeline draws with matplotlib, which is not installed: pip install "flatroll[plot]", or use timeline_svg'
+        text = 'timeline draws with matplotlib, which is missing: pip install "flatroll[plot]", or use timeline_svg'
         raise ImportError(text) from error
     shown, placed, rows, title = plan_drawing(batch, max_runs, title)
     if ax is None:

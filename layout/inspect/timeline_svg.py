@@ -39,7 +39,7 @@ SCALE = (
     "#f2df3b",
 )  # low to high
 MARK_COLOURS = ("currentColor", "currentColor", "#e0631a", "#2489d0", "currentColor")
-MARK_PATHS = {  # around a point, within 4 pixels; those of runs that begin lie to its right, of those that end to its left
+MARK_PATHS = {  # from the edge of the run inwards: beginnings to the right of it, ends to the left
     BEGINS: "v{h}",
     RESUMES: "m1-4l6 4l-6 4z",
     TERMINATES: "m-8-3.5h7v7h-7z",
@@ -95,14 +95,12 @@ def timeline_svg(
         *picture.tooltips(_trajectories(batch, rows, runs)),
         "</svg>",
     ]
-    return Svg("\n".join(parts))
+    svg = "\n".join(parts)
+    return Svg(svg, html=svg)
 
 
 class Svg(Text):
     """SVG text that a notebook shows as a picture, and a terminal as one line."""
-
-    def _repr_html_(self) -> str:
-        return str(self)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(f"<a timeline, {len(self):,} characters of SVG>")
