@@ -36,7 +36,7 @@ class BufferState(Facts, Shareable):
         name, kind, sampler = (type(part).__name__ for part in (self, self.storage, self.sampler))
         return f"{name}({len(self)} of {self._ring.capacity} rows, {kind}, {sampler})"
 
-    def _facts(self) -> dict[str, object]:
+    def _facts(self) -> dict[str, Any]:
         """What a notebook shows: the statistics, and the parts with their options."""
         parts = {"storage": self.storage, "sampler": self.sampler, "writer": type(self.writer).__name__}
         transforms = ", ".join(map(repr, self._transforms)) or None

@@ -285,7 +285,7 @@ class Collector(Facts):
             )
         return self.__dict__
 
-    def _facts(self) -> dict[str, object]:
+    def _facts(self) -> dict[str, Any]:
         """What `repr` and notebooks show."""
         total = f" of {self.total_frames:,}" if self.total_frames >= 0 else ""
         policy = "random actions" if self.policy is None else getattr(self.policy, "__name__", None)
@@ -418,16 +418,16 @@ class Collector(Facts):
         if self._bar is None:
             from tqdm.auto import tqdm
 
-            self._shown: dict[str, str] = {}
+            self._postfix: dict[str, str] = {}
             total = None if self.total_frames < 0 else self.total_frames
             self._bar = tqdm(total=total, unit="frame", unit_scale=True, initial=self._frames)
         self._bar.update(len(batch))
         key = self._runner.keys.returns
         returns = None if key is None else batch.get(key, None)
         if returns is not None and len(ended := returns[batch.get(DONE)]):
-            self._shown["return"] = f"{ended.mean().item():.1f}"
-        self._shown["steps/s"] = self._bar.format_sizeof(len(batch) / seconds)
-        self._bar.set_postfix(self._shown)
+            self._postfix["return"] = f"{ended.mean().item():.1f}"
+        self._postfix["steps/s"] = self._bar.format_sizeof(len(batch) / seconds)
+        self._bar.set_postfix(self._postfix)
 
     def _deliver(self, batch: TensorDict, final: TensorDict | None) -> TensorDict | None:
         """What is yielded: the batch with cut marks, moved and processed; None where a buffer took it."""

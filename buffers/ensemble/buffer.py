@@ -137,9 +137,9 @@ class ReplayBufferEnsemble(Facts, Transforming):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self._members))})"
 
-    def _facts(self) -> dict[str, object]:
+    def _facts(self) -> dict[str, str]:
         """What a notebook shows: the statistics, and each member."""
-        members = {f"member {i}": member for i, member in enumerate(self._members)}
+        members = {f"member {i}": repr(member) for i, member in enumerate(self._members)}
         return {name: f"{number:,}" for name, number in self.stats().items()} | members
 
     @overload

@@ -2,7 +2,7 @@
 
 import math
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ class PrioritizedSampler(RandomSampler):
     tensor(True)
     """
 
-    _shown = ("alpha", "beta", "eps", "reduction")
+    _shown: ClassVar[tuple[str, ...]] = ("alpha", "beta", "eps", "reduction")
 
     def __init__(
         self,

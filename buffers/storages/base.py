@@ -99,7 +99,7 @@ class Storage(Facts, ABC):
         self.loose: set[NestedKey] = set()
         self.compared: tuple[int, tuple[NestedKey, ...], tuple[NestedKey, ...]] = (-1, (), ())
 
-    def _facts(self) -> dict[str, object]:
+    def _facts(self) -> dict[str, str]:
         """What `repr` shows: the room it has, and the options that are switched on."""
         switches = [name for name in ("compact_obs", "frame_stack", "codec") if getattr(self, name, None)]
         return {"": f"{self.max_size} rows"} | {name: repr(getattr(self, name)) for name in switches}

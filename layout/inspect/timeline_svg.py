@@ -26,7 +26,7 @@ from flatroll.layout.keys import TRAJ_IDS, NestedKey, flat_column
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 900, 58, 12, 46, 34  # of the picture and its margins, in pixels
 # Colours of middling lightness, which are seen on white paper and on a dark page; text takes the page's own colour.
-PLAIN, MUTED = "#8fa9c2", "#8a949e"
+PLAIN, MUTED = ("#8fa9c2", "#b4c5d5"), "#8a949e"
 TINTS = ("#6fa8d6", "#dfa94e", "#6db48e", "#cf87ad", "#9d97d3", "#dd8f68", "#a8b45f", "#8d9da9")
 SCALE = (
     "#31557f",
@@ -168,8 +168,9 @@ class _Picture:
     def ribbons(self, name: str, values: npt.NDArray[Any] | None) -> list[str]:
         """One path per colour, a stroke as thick as the ribbon."""
         placed, runs = self.placed, self.runs
-        x, width, lane, colours = placed.x, placed.width, placed.lane, TINTS
-        note = []
+        x, width, lane = placed.x, placed.width, placed.lane
+        colours: tuple[str, ...] = TINTS
+        note: list[str] = []
         if name and values is not None:
             colours = SCALE
             shade, note = self._shades(name, values)
@@ -184,7 +185,7 @@ class _Picture:
         elif values is not None:
             colour = values[runs.first][placed.run] % len(TINTS)
         else:
-            colours = (PLAIN, PLAIN)
+            colours = PLAIN
             colour = placed.run % 2 if placed.continuous else np.zeros_like(placed.run)
         lines = []
         for number in np.unique(colour):
@@ -196,10 +197,7 @@ class _Picture:
                 strict=True,
             )
             path = "".join(f"M{start:g} {y:g}H{stop:g}" for start, y, stop in strokes)
-            faint = ' stroke-opacity=".6"' if colours == (PLAIN, PLAIN) and number == 1 else ""
-            lines.append(
-                f'<path d="{path}" stroke="{colours[number]}"{faint} stroke-width="{self.thick:g}"/>'
-            )
+            lines.append(f'<path d="{path}" stroke="{colours[number]}" stroke-width="{self.thick:g}"/>')
         return lines + note
 
     def _shades(self, name: str, values: npt.NDArray[Any]) -> tuple[Ints, list[str]]:
