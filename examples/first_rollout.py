@@ -47,9 +47,10 @@ explain(batch, last)
 # A batch is a tensordict: it is read by key, and indexed by row like a tensor. Markers are columns, too.
 
 # %%
-episode = batch[batch["collector", "traj_ids"] == batch["collector", "traj_ids"][last]]
-print(episode["step_count"].squeeze(-1).tolist())
-print(episode["observation"].shape, episode["next", "reward"].sum().item())
+ids = batch["collector", "traj_ids"]
+episode = ids == ids[last]  # bool [N]: the rows of its trajectory
+print(batch["step_count"][episode].squeeze(-1).tolist())
+print(batch["observation"][episode].shape, batch["next", "reward"][episode].sum().item())
 
 # %% [markdown]
 # `audit` checks all rows against the layout's rules. Nothing is wrong here; and it finds what somebody breaks.

@@ -30,11 +30,11 @@ from flatroll.wrappers import RewardSum, StepCounter
 from flatroll.wrappers.testing import vector_env_problems
 
 
-class Kettle(gym.Env[npt.NDArray[np.float32], int]):
+class Kettle(gym.Env[Any, Any]):
     """Heat water to 90 degrees and no further: the episode ends above 100, or after 40 steps."""
 
-    observation_space: spaces.Box = spaces.Box(0, 100, (1,), np.float32)
-    action_space = spaces.Discrete(2)
+    observation_space: spaces.Space[Any] = spaces.Box(0, 100, (1,), np.float32)
+    action_space: spaces.Space[Any] = spaces.Discrete(2)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -47,7 +47,7 @@ class Kettle(gym.Env[npt.NDArray[np.float32], int]):
         """How warm the water is at first."""
         return np.random.uniform(10, 30)
 
-    def step(self, action: int) -> tuple[npt.NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[npt.NDArray[np.float32], float, bool, bool, dict[str, Any]]:
         self.water += 7 if action else -1
         self.steps += 1
         reward = 1 - abs(self.water - 90) / 90
@@ -91,10 +91,11 @@ print(vector_env_problems(env))
 
 # %%
 collector = Collector(RewardSum(StepCounter(env)), frames_per_batch=150, total_frames=300, seed=0)
-for batch in collector:
+batches = list(collector)
+for batch in batches:
     assert audit(batch) == []
     ended = batch["next", "done"].squeeze(-1)
     print("returns:", [round(r, 1) for r in batch["next", "episode_reward"][ended].squeeze(-1).tolist()])
 
 # %%
-timeline_svg(batch, color_by=("next", "reward"), title="Random heating: reward")
+timeline_svg(batches[-1], color_by=("next", "reward"), title="Random heating: reward")
