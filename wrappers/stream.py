@@ -1,7 +1,7 @@
 """`VectorStream`: the interface that every adapted vector env has, with flags shared by all markers."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -140,37 +140,6 @@ class VectorStream(VectorEnv[Any, Any, Any]):
     def np_random_seed(self) -> Any:
         return self.source.env.np_random_seed
 
-    def render(self) -> tuple[Any, ...] | None:
-        """Return the frames of the sub-envs, as the env renders them; of a tensor ``[E, ...]`` its E arrays."""
-        frames = self.source.env.render()
-        if isinstance(frames, Tensor):
-            frames = frames.detach().cpu().numpy()
-        return tuple(frames) if isinstance(frames, np.ndarray | list) else frames
-
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call a method of each sub-env, or get an attribute; see `gymnasium.vector.SyncVectorEnv.call`."""
-        values: tuple[Any, ...] = self._of_sub_envs("call")(name, *args, **kwargs)
-        return values
-
-    def get_attr(self, name: str) -> tuple[Any, ...]:
-        """The attribute of each sub-env."""
-        values: tuple[Any, ...] = self._of_sub_envs("get_attr")(name)
-        return values
-
-    def set_attr(self, name: str, values: Any) -> None:
-        """Set an attribute of each sub-env to one value for all, or to its own from a list of E."""
-        self._of_sub_envs("set_attr")(name, values)
-
-    def _of_sub_envs(self, method: str) -> Callable[..., Any]:
-        """A method by which the env reaches its sub-envs; AttributeError where it has none."""
-        found = next((getattr(env, method) for env in layers(self.source.env) if hasattr(env, method)), None)
-        if found is None:
-            raise AttributeError(
-                f"{method} reaches the sub-envs of Gymnasium's SyncVectorEnv and AsyncVectorEnv; "
-                f"{type(self.source.env).__name__} has no {method}: ask the env itself, stream.source.env"
-            )
-        return cast("Callable[..., Any]", found)
-
     def limit_steps(self, max_steps: int) -> None:
         """Truncate every episode after ``max_steps`` transitions; the ended rows are reset in the same step.
 
@@ -274,6 +243,40 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             "step, so the next row would not follow the last one: call env.reset() first, and better give each its "
             "own env"
         )
+
+    def render(self) -> Any:
+        """What the env renders, in its ``render_mode``: of an array or tensor ``[E, ...]`` its E arrays."""
+        frames = self.source.env.render()
+        if isinstance(frames, Tensor):
+            frames = frames.detach().cpu().numpy()
+        return tuple(frames) if isinstance(frames, np.ndarray | list) else frames
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of every sub-env, or read an attribute, as Gymnasium's Sync and Async envs do.
+
+        An env that steps all its rows itself is asked once, and its answer stands for every row.
+        """
+        env = self._with_method("call")
+        if env is not None:
+            return tuple(env.call(name, *args, **kwargs))
+        value = getattr(self.source.env, name)
+        return (value(*args, **kwargs) if callable(value) else value,) * self.num_envs
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """An attribute of every sub-env, see `call`."""
+        return self.call(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute of every sub-env (a list has one value for each), or of the env that steps them all."""
+        env = self._with_method("set_attr")
+        if env is not None:
+            env.set_attr(name, values)
+        else:
+            setattr(self.source.env, name, values)
+
+    def _with_method(self, method: str) -> Any:
+        """The outermost layer of the env that has a method for its sub-envs, or None; wrappers have none."""
+        return next((env for env in layers(self.source.env) if hasattr(env, method)), None)
 
     def close_extras(self, **kwargs: Any) -> None:
         self.source.close()

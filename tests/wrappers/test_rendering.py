@@ -104,7 +104,10 @@ def test_one_single_env_and_frames_that_are_tensors() -> None:
     stream: Any = as_vector_env(Device())
     frames = stream.render()
     assert [type(frame) for frame in frames] == [np.ndarray] * 2 and frames[0].shape == (4, 5, 3)
-    with pytest.raises(AttributeError, match="Device has no get_attr: ask the env itself"):
+    assert stream.get_attr("render_mode") == ("rgb_array", "rgb_array")  # asked once, for all rows
+    stream.set_attr("colour", "red")
+    assert stream.call("colour") == ("red", "red")
+    with pytest.raises(AttributeError, match="number"):
         stream.get_attr("number")
 
 
