@@ -14,9 +14,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
-from flatroll.layout.keys import DONE, EPISODE_REWARD, IS_INIT, REWARD, STEP_COUNT, TERMINATED, TRUNCATED
+from flatroll.layout.keys import (
+    DONE,
+    EPISODE_REWARD,
+    IS_INIT,
+    REWARD,
+    STEP_COUNT,
+    TERMINATED,
+    TRUNCATED,
+    is_entry,
+)
 
 Array = npt.NDArray[Any]
 
@@ -57,7 +66,7 @@ def to_numpy(batch: TensorDictBase, *, separator: str = ".") -> dict[str, Array]
 
 
 def _columns(batch: TensorDictBase, separator: str) -> Iterator[tuple[str, Array]]:
-    for key in batch.keys(True, True, is_leaf=_is_entry):
+    for key in batch.keys(True, True, is_leaf=is_entry):
         names, column = (key,) if isinstance(key, str) else key, batch.get(key)
         if any(separator in name for name in names):
             raise ValueError(f"entry {key!r} has {separator!r} in its name: give another separator=")
@@ -73,11 +82,6 @@ def _columns(batch: TensorDictBase, separator: str) -> Iterator[tuple[str, Array
                 f"entry {key!r} is {column.dtype}, which NumPy does not have: cast it first"
             ) from error
         yield separator.join(names), array
-
-
-def _is_entry(kind: type) -> bool:
-    """Whether a value of this class is an entry, and not a tensordict of entries."""
-    return not issubclass(kind, TensorDictBase) or issubclass(kind, NonTensorData | NonTensorStack)
 
 
 def from_numpy(columns: Mapping[str, Any], *, separator: str = ".") -> TensorDict:

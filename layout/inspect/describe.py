@@ -5,7 +5,16 @@ from tensordict import TensorDictBase
 
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.inspect.text import Text, html_lines, html_table
-from flatroll.layout.keys import DONE, IS_INIT, MASK, TERMINATED, TRAJ_IDS, TRUNCATED, optional_marker
+from flatroll.layout.keys import (
+    DONE,
+    IS_INIT,
+    MASK,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+    is_entry,
+    optional_marker,
+)
 
 
 def describe(batch: TensorDictBase) -> str:
@@ -27,11 +36,13 @@ def describe(batch: TensorDictBase) -> str:
     """
     n = batch.batch_size.numel()
     total, rows = 0, []
-    for key in batch.keys(True, True):
-        column = batch.get(key)
+    for key in batch.keys(True, True, is_leaf=is_entry):
+        column, name = batch.get(key), key if isinstance(key, str) else ".".join(key)
+        if not isinstance(column, torch.Tensor):
+            rows.append((name, "", "no tensor", "", ""))
+            continue
         size = column.numel() * column.element_size()
         total += size
-        name = key if isinstance(key, str) else ".".join(key)
         shape, dtype = str(list(column.shape[batch.batch_dims :])), str(column.dtype).removeprefix("torch.")
         rows.append((name, shape, dtype, f"{size // max(n, 1):,}", f"{size:,}"))
     head = f"{n:,} row{'s' * (n != 1)}, {total:,} bytes ({total // max(n, 1):,} a row)"

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from flatroll.layout import describe, explain
 
@@ -192,3 +193,11 @@ def test_texts_are_strings_through_pickle_and_copy(batch):
     again = pickle.loads(pickle.dumps(text))
     assert isinstance(again, str) and again == text and again._repr_html_() == text._repr_html_()
     assert copy.deepcopy(text) == text
+
+
+def test_entries_that_are_no_tensors_are_listed():
+    text = describe(TensorDict({"task": ["x", "y"], "a": torch.zeros(2)}, [2]))
+    assert [line.split() for line in text.splitlines()[-2:]] == [
+        ["a", "[]", "float32", "4", "8"],
+        ["task", "no", "tensor"],
+    ]
