@@ -14,11 +14,12 @@ from flatroll.buffers.sharing import Shareable
 from flatroll.buffers.transforms.base import TransformLike, looks_ahead
 from flatroll.buffers.writers import Writer
 from flatroll.layout.checks import whole_number
+from flatroll.layout.inspect.text import Facts
 
 _ENTRIES = {"storage", "ring", "keys", "sampler", "writer", "generator"}
 
 
-class BufferState(Shareable):
+class BufferState(Facts, Shareable):
     """The part of `ReplayBuffer` that reports its statistics and saves and restores its state."""
 
     sampler: Sampler
@@ -26,6 +27,7 @@ class BufferState(Shareable):
     _keys: BoundaryKeys | None
     _started: bool
     _transforms: list[TransformLike]
+    batch_size: int | None
 
     def __len__(self) -> int:
         return len(self._ring)
@@ -33,6 +35,16 @@ class BufferState(Shareable):
     def __repr__(self) -> str:
         name, kind, sampler = (type(part).__name__ for part in (self, self.storage, self.sampler))
         return f"{name}({len(self)} of {self._ring.capacity} rows, {kind}, {sampler})"
+
+    def _facts(self) -> dict[str, Any]:
+        """What a notebook shows: the statistics, and the parts with their options."""
+        parts = {"storage": self.storage, "sampler": self.sampler, "writer": type(self.writer).__name__}
+        transforms = ", ".join(map(repr, self._transforms)) or None
+        facts = {**self.stats(), **parts, "transforms": transforms, "batch_size": self.batch_size}
+        rows = f"{facts.pop('rows'):,} of {facts.pop('capacity'):,}"
+        unknown = {name for name in ("bytes", "bytes_per_row", "bytes_saved") if not facts[name]}
+        shown = {name: facts[name] for name in facts if facts[name] is not None and name not in unknown}
+        return {"": f"{rows} rows"} | {n: f"{f:,}" if isinstance(f, int) else f for n, f in shown.items()}
 
     @property
     def index(self) -> TrajectoryIndex | None:

@@ -6,6 +6,7 @@ from flatroll.layout.inspect.audit import Finding, audit
 from flatroll.layout.inspect.describe import describe
 from flatroll.layout.inspect.explain import explain
 from flatroll.layout.inspect.timeline import timeline
+from flatroll.layout.inspect.timeline_svg import timeline_svg
 from flatroll.layout.keys import (
     ACTION,
     DELTA,
@@ -73,4 +74,5 @@ __all__ = [
     "split_trajectories",
     "step_mdp",
     "timeline",
+    "timeline_svg",
 ]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
 NestedKey: TypeAlias = str | tuple[str, ...]
@@ -73,6 +73,11 @@ class KeyNames(dict[str, NestedKey]):
         if name in self:
             return self[name]
         raise AttributeError(f"no key is called {name}; the keys are {', '.join(sorted(self))}")
+
+
+def is_entry(kind: type) -> bool:
+    """Whether a value of this class is an entry (``is_leaf`` of ``batch.keys``), tensor or not, and not a folder."""
+    return not issubclass(kind, TensorDictBase) or issubclass(kind, NonTensorData | NonTensorStack)
 
 
 def as_tuple(key: NestedKey) -> tuple[str, ...]:

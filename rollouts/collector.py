@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType, set_interaction_type
 from torch import nn
 
+from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import DONE, NestedKey
 from flatroll.layout.trajectories import mark_cuts, split_trajectories
 from flatroll.rollouts.arguments import check_counts, check_together, make_devices, make_env
@@ -22,7 +24,7 @@ from flatroll.wrappers.primers import recurrent_states
 Device = torch.device | str | None
 
 
-class Collector:
+class Collector(Facts):
     """Steps an env with a policy and yields flat marked batches of exactly ``frames_per_batch`` rows.
 
     Each batch is a plain tensordict ``[frames_per_batch]``: the rows of each trajectory stand together in time
@@ -78,7 +80,7 @@ class Collector:
         seed: seeds the env's first reset and the random actions.
         writer: number of this collector in the trajectory ids, 0 to 2**23 - 1. Default 0. Give each collector that
             writes into one buffer its own: equal ids would join their trajectories.
-        progress: show a tqdm bar.
+        progress: show a tqdm bar: rows, steps a second while collecting, and with RewardSum the mean return.
 
     Raises:
         ValueError, TypeError: arguments that contradict one another; the text says which.
@@ -282,6 +284,20 @@ class Collector:
             )
         return self.__dict__
 
+    def _facts(self) -> dict[str, Any]:
+        """What `repr` and notebooks show."""
+        total = f" of {self.total_frames:,}" if self.total_frames >= 0 else ""
+        policy = "random actions" if self.policy is None else getattr(self.policy, "__name__", None)
+        facts = {
+            "": f"{self._frames:,}{total} frames",
+            "env": self.env,
+            "policy": policy or type(self.policy).__name__,
+        }
+        facts["frames_per_batch"] = f"{self.frames_per_batch:,}"
+        if self._buffer is not None:
+            facts["replay_buffer"] = self._buffer
+        return facts | ({"state": "closed"} if self._closed else {})
+
     def __enter__(self) -> "Collector":
         return self
 
@@ -372,6 +388,7 @@ class Collector:
         """One window of ``frames_per_batch`` rows, of new episodes if ``reset_first``."""
         if self._pre_hook is not None:
             self._pre_hook()
+        began = perf_counter()
         runner, frames, random_frames = self._runner, self.frames_per_batch, self._random_frames
         with torch.no_grad(), set_interaction_type(self._exploration):
             if not runner.started:
@@ -394,22 +411,26 @@ class Collector:
             batch, final = runner.lay_out(mask, self._compact and self._joiner is None)
             runner.window.restart(reached)
         if self._progress:
-            self._show_progress(batch)
+            self._show_progress(batch, perf_counter() - began)
         self._frames += frames
         return batch, final
 
-    def _show_progress(self, batch: TensorDict) -> None:
-        """Count the rows in a tqdm bar; it tells the mean return of the batch where RewardSum is in the stack."""
+    def _show_progress(self, batch: TensorDict, seconds: float) -> None:
+        """Count the rows in a tqdm bar, with the steps a second while they were collected (the bar's own rate counts
+        the learner's time, too) and, where RewardSum is in the stack, the mean return of the episodes that ended."""
         if self._bar is None:
             from tqdm.auto import tqdm
 
+            self._postfix: dict[str, str] = {}
             total = None if self.total_frames < 0 else self.total_frames
             self._bar = tqdm(total=total, unit="frame", unit_scale=True, initial=self._frames)
         self._bar.update(len(batch))
         key = self._runner.keys.returns
         returns = None if key is None else batch.get(key, None)
         if returns is not None and len(ended := returns[batch.get(DONE)]):
-            self._bar.set_postfix({"return": f"{ended.mean().item():.1f}"})
+            self._postfix["return"] = f"{ended.mean().item():.1f}"
+        self._postfix["steps/s"] = self._bar.format_sizeof(len(batch) / seconds)
+        self._bar.set_postfix(self._postfix)
 
     def _deliver(self, batch: TensorDict, final: TensorDict | None) -> TensorDict | None:
         """What is yielded: the batch with cut marks, moved and processed; None where a buffer took it."""

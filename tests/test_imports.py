@@ -10,8 +10,21 @@ from typing import Any
 
 import pytest
 
-ROOMS = ["layout", "kernels", "wrappers", "rollouts", "buffers", "modules", "estimators"]
-HEAVY = {"envpool", "h5py", "matplotlib", "minari", "numba", "ray", "torchrl", "tqdm", "triton", "zstandard"}
+ROOMS = ["layout", "kernels", "wrappers", "rollouts", "buffers", "modules", "estimators", "export"]
+HEAVY = {
+    "envpool",
+    "h5py",
+    "matplotlib",
+    "minari",
+    "numba",
+    "pandas",
+    "pyarrow",
+    "ray",
+    "torchrl",
+    "tqdm",
+    "triton",
+}
+HEAVY |= {"zstandard"}
 TRAINERS = {"stable_baselines3", "sb3_contrib", "skrl", "rsl_rl", "rl_games"}
 SOURCE = Path(__file__).parents[1] / "src"
 

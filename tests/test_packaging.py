@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = {"layout", "kernels", "wrappers", "rollouts", "buffers", "modules", "estimators"}
 FOLDERS = ROOMS | {"trainers", "examples", "benchmarks"}
-SOURCE_FILES = {"src/flatroll/__init__.py", "src/flatroll/__main__.py", "src/flatroll/py.typed"}
+SOURCE_FILES = {f"src/flatroll/{name}" for name in ("__init__.py", "__main__.py", "export.py", "py.typed")}
 
 
 def run(*command: str | Path, cwd: Path) -> str:

@@ -95,6 +95,18 @@ class MarkerWrapper(VectorWrapper):
         """The references' name of ``single_action_space``, as in ``RandomPolicy(env.action_spec)``."""
         return self.single_action_space
 
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of each sub-env, or get an attribute, as `VectorStream.call`."""
+        return self.stream.call(name, *args, **kwargs)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """The attribute of each sub-env."""
+        return self.stream.get_attr(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute of each sub-env to one value for all, or to its own from a list of E."""
+        self.stream.set_attr(name, values)
+
     def reset(self, *, seed: Seed = None, options: Info | None = None) -> tuple[Tree, Info]:
         """Reset the env; add the markers of the sub-envs that were reset."""
         mask = (options or {}).get("reset_mask")

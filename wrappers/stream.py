@@ -23,7 +23,7 @@ from flatroll.wrappers.arrays import (
     select,
 )
 from flatroll.wrappers.moves import moves_of
-from flatroll.wrappers.source import Info, Seed, Step, VectorSource
+from flatroll.wrappers.source import Info, Seed, Step, VectorSource, layers
 
 FinalObs = str | Callable[[dict[str, Any], Array], Tree] | None
 
@@ -258,18 +258,21 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         )
 
     def render(self) -> Any:
-        """What the env renders, in its ``render_mode``."""
-        return self.source.env.render()
+        """What the env renders, in its ``render_mode``: of an array or tensor ``[E, ...]`` its E arrays."""
+        frames = self.source.env.render()
+        if isinstance(frames, Tensor):
+            frames = frames.detach().cpu().numpy()
+        return tuple(frames) if isinstance(frames, np.ndarray | list) else frames
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of every sub-env, or read an attribute, as Gymnasium's Sync and Async envs do.
 
         An env that steps all its rows itself is asked once, and its answer stands for every row.
         """
-        env = self.source.env
-        if hasattr(env, "call"):
+        env = self._with_method("call")
+        if env is not None:
             return tuple(env.call(name, *args, **kwargs))
-        value = getattr(env, name)
+        value = getattr(self.source.env, name)
         return (value(*args, **kwargs) if callable(value) else value,) * self.num_envs
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
@@ -278,11 +281,15 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 
     def set_attr(self, name: str, values: Any) -> None:
         """Set an attribute of every sub-env (a list has one value for each), or of the env that steps them all."""
-        env = self.source.env
-        if hasattr(env, "set_attr"):
+        env = self._with_method("set_attr")
+        if env is not None:
             env.set_attr(name, values)
         else:
-            setattr(env, name, values)
+            setattr(self.source.env, name, values)
+
+    def _with_method(self, method: str) -> Any:
+        """The outermost layer of the env that has a method for its sub-envs, or None; wrappers have none."""
+        return next((env for env in layers(self.source.env) if hasattr(env, method)), None)
 
     def close_extras(self, **kwargs: Any) -> None:
         self.source.close()

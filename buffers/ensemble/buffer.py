@@ -25,6 +25,7 @@ from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.sharing import reseed_in_worker
 from flatroll.buffers.transforms.base import Transforming, TransformLike, apply
 from flatroll.buffers.writers import check_tensordicts, has_priorities
+from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import NestedKey, require
 
 #: The entry of samples that says which member of the ensemble a row is from.
@@ -35,7 +36,7 @@ BUFFER_IDS: NestedKey = ("collector", "buffer_ids")
 _PARTS = ("storage", "sampler", "writer")
 
 
-class ReplayBufferEnsemble(Transforming):
+class ReplayBufferEnsemble(Facts, Transforming):
     """Samples several replay buffers as one, such as several datasets, or demonstrations and fresh data.
 
     A sample of B rows is made of n = ``num_buffer_sampled`` members' samples of B / n rows each, after the members'
@@ -135,6 +136,11 @@ class ReplayBufferEnsemble(Transforming):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self._members))})"
+
+    def _facts(self) -> dict[str, str]:
+        """What a notebook shows: the statistics, and each member."""
+        members = {f"member {i}": repr(member) for i, member in enumerate(self._members)}
+        return {name: f"{number:,}" for name, number in self.stats().items()} | members
 
     @overload
     def __getitem__(self, index: int) -> ReplayBuffer: ...

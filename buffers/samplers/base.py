@@ -12,6 +12,7 @@ from typing_extensions import override
 from flatroll.buffers.columns.base import Column, Columns
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
+from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey
 
 #: Entries by which runs are told apart; a batch with one of them holds trajectories.
@@ -27,7 +28,7 @@ class StoredColumns(Protocol):
         ...
 
 
-class Sampler(ABC):
+class Sampler(Facts, ABC):
     """Chooses the rows of a sample. A subclass defines :meth:`draw`; one sampler belongs to one buffer.
 
     ``draw`` asks the ring how many rows there are, ``len(ring)``, chooses among them by age, from 0 for the oldest to

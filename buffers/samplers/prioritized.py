@@ -2,7 +2,7 @@
 
 import math
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -62,6 +62,8 @@ class PrioritizedSampler(RandomSampler):
     tensor(True)
     """
 
+    _shown: ClassVar[tuple[str, ...]] = ("alpha", "beta", "eps", "reduction")
+
     def __init__(
         self,
         max_capacity: int,
@@ -83,10 +85,6 @@ class PrioritizedSampler(RandomSampler):
         # The ring's counters up to which the priorities are brought: rows _head ... _written - 1 are in the tree.
         self._head = self._written = 0
         self._changing = False  # True during a change, and after one that was interrupted
-
-    def __repr__(self) -> str:
-        numbers = f"alpha={self.alpha}, beta={self.beta}, eps={self.eps}, reduction={self.reduction!r}"
-        return f"{type(self).__name__}({numbers})"
 
     @property
     def alpha(self) -> float:

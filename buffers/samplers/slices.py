@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
@@ -87,6 +87,15 @@ class SliceSampler(Sampler):
     """
 
     _not_at = ""  # why slices of this sampler cannot begin at marked rows only
+
+    _shown: ClassVar[tuple[str, ...]] = (
+        "num_slices",
+        "slice_len",
+        "strict_length",
+        "pad_output",
+        "span",
+        "by",
+    )
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Samplers without replacement: every stored row, or slice, once per pass over the buffer."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
 class PassSampler(Sampler):
     """Draws each of the stored things once per pass, in an order fixed when the pass begins."""
 
+    _shown: ClassVar[tuple[str, ...]] = ("drop_last", "shuffle")
     drop_last: bool
     _left: Tensor | None = (
         None  # what the pass has not drawn yet, [..., n]; None: the next draw begins a new pass

@@ -17,6 +17,7 @@ from flatroll.buffers.columns.base import After, Column, Columns
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.layout.checks import whole_number
+from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import NestedKey
 
 
@@ -61,7 +62,7 @@ class Links:
         return After(torch.from_numpy(firsts[at]), torch.from_numpy(self.slots[at]))
 
 
-class Storage(ABC):
+class Storage(Facts, ABC):
     """The container of a replay buffer: ``max_size`` slots, written and read by position.
 
     One storage belongs to one buffer, which knows the order of the rows and which of them may be read. By itself it
@@ -99,6 +100,11 @@ class Storage(ABC):
         self._alone: Ring | None = None  # counts the rows while no buffer does
         self.loose: set[NestedKey] = set()
         self.compared: Any = None
+
+    def _facts(self) -> dict[str, str]:
+        """What `repr` shows: the room it has, and the options that are switched on."""
+        switches = [name for name in ("compact_obs", "frame_stack", "codec") if getattr(self, name, None)]
+        return {"": f"{self.max_size} rows"} | {name: repr(getattr(self, name)) for name in switches}
 
     # -- rows by position ------------------------------------------------------------------------------------------
 

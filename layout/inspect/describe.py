@@ -4,8 +4,17 @@ import torch
 from tensordict import TensorDictBase
 
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.inspect.text import Text
-from flatroll.layout.keys import DONE, IS_INIT, MASK, TERMINATED, TRAJ_IDS, TRUNCATED, optional_marker
+from flatroll.layout.inspect.text import Text, html_lines, html_table
+from flatroll.layout.keys import (
+    DONE,
+    IS_INIT,
+    MASK,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+    is_entry,
+    optional_marker,
+)
 
 
 def describe(batch: TensorDictBase) -> str:
@@ -27,16 +36,20 @@ def describe(batch: TensorDictBase) -> str:
     """
     n = batch.batch_size.numel()
     total, rows = 0, []
-    for key in batch.keys(True, True):
-        column = batch.get(key)
+    for key in batch.keys(True, True, is_leaf=is_entry):
+        column, name = batch.get(key), key if isinstance(key, str) else ".".join(key)
+        if not isinstance(column, torch.Tensor):
+            rows.append((name, "", "no tensor", "", ""))
+            continue
         size = column.numel() * column.element_size()
         total += size
-        name = key if isinstance(key, str) else ".".join(key)
         shape, dtype = str(list(column.shape[batch.batch_dims :])), str(column.dtype).removeprefix("torch.")
         rows.append((name, shape, dtype, f"{size // max(n, 1):,}", f"{size:,}"))
     head = f"{n:,} row{'s' * (n != 1)}, {total:,} bytes ({total // max(n, 1):,} a row)"
-    table = _table([("column", "shape", "dtype", "bytes/row", "bytes"), *sorted(rows)])
-    return Text("\n".join([head, *_describe_runs(batch), "", *table]))
+    columns, lines = ("column", "shape", "dtype", "bytes/row", "bytes"), [head, *_describe_runs(batch)]
+    rows.sort()
+    html = html_lines(lines) + html_table(rows, columns, numbers=2)
+    return Text("\n".join([*lines, "", *_table([columns, *rows])]), html)
 
 
 def _describe_runs(batch: TensorDictBase) -> list[str]:

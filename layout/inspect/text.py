@@ -1,17 +1,83 @@
-"""Strings of several lines that notebooks show as lines."""
+"""What notebooks show of texts and objects: lines as lines, tables as tables."""
 
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any, ClassVar, Self
 
 
 class Text(str):
-    """A string like any other, which a notebook (or IPython) shows as `print` does when a cell ends with it.
+    """A string like any other, which a notebook shows as ``html`` and IPython as lines when a cell ends with it.
+
+    Args:
+        text: the string.
+        html: what a notebook shows. Default: a line for each line.
 
     >>> Text("row 0: first") == "row 0: first"
     True
+    >>> Text("a < b")._repr_html_()
+    '<div>a &lt; b</div>'
     """
 
-    __slots__ = ()
+    html: str
+
+    def __new__(cls, text: str, html: str | None = None) -> Self:
+        made = super().__new__(cls, text)
+        made.html = html_lines(text.split("\n")) if html is None else html
+        return made
+
+    def _repr_html_(self) -> str:
+        return self.html
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Write the lines themselves; IPython asks for this method."""
         printer.text(str(self))
+
+
+class Facts:
+    """Base of objects that show themselves by name and value: in one line, and as a table in a notebook.
+
+    A class lists in ``_shown`` the attributes that it adds to those of its bases (None is left out), or implements
+    ``_facts()``. An entry with the name ``""`` heads the line without a name.
+
+    >>> class Dice(Facts):
+    ...     _shown = ("sides", "seed")
+    ...     def __init__(self, sides, seed=None):
+    ...         self.sides, self.seed = sides, seed
+    >>> Dice(6)
+    Dice(sides=6)
+    >>> Dice(6)._repr_html_()  # doctest: +ELLIPSIS
+    '<b>Dice</b><table><tr><td ...>sides</td><td ...>6</td></tr></table>'
+    """
+
+    _shown: ClassVar[tuple[str, ...]] = ()
+
+    def _facts(self) -> Mapping[str, object]:
+        names = (name for cls in reversed(type(self).__mro__) for name in vars(cls).get("_shown", ()))
+        values = {name: getattr(self, name, None) for name in names}
+        return {name: repr(value) for name, value in values.items() if value is not None}
+
+    def __repr__(self) -> str:
+        facts = self._facts().items()
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' if name else f'{value}' for name, value in facts)})"
+
+    def _repr_html_(self) -> str:
+        facts = {name: str(value) for name, value in self._facts().items()}
+        head = ": ".join([type(self).__name__, *([facts.pop("")] if "" in facts else [])])
+        return html_lines([head], "b") + html_table([(name.replace("_", " "), facts[name]) for name in facts])
+
+
+def html_lines(lines: Iterable[str], tag: str = "div") -> str:
+    """Each line in a tag of its own."""
+    return "".join(f"<{tag}>{escape(line)}</{tag}>" for line in lines)
+
+
+def html_table(rows: Sequence[Sequence[str]], head: Sequence[str] = (), numbers: int = 0) -> str:
+    """A table; its last ``numbers`` columns stand to the right. Text takes the colours of the page."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        sides = ["left"] * (len(cells) - numbers) + ["right"] * numbers
+        pairs = zip(cells, sides, strict=True)
+        return "".join(f'<{tag} style="text-align:{side}">{escape(cell)}</{tag}>' for cell, side in pairs)
+
+    body = [*([line(head, "th")] if head else []), *(line(row, "td") for row in rows)]
+    return "<table>" + "".join(f"<tr>{cells}</tr>" for cells in body) + "</table>"

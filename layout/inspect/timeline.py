@@ -83,29 +83,40 @@ def timeline(
 
         timeline(batch).figure.savefig("batch.png")
     """
-    if max_runs < 1:
-        raise ValueError(f"max_runs must be at least 1, got {max_runs}")
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        text = 'timeline draws with matplotlib, which is not installed: pip install "flatroll[plot]"'
+        text = 'timeline draws with matplotlib, which is missing: pip install "flatroll[plot]", or use timeline_svg'
         raise ImportError(text) from error
-    runs, rows = find_runs(batch)
-    if not len(runs.first):
-        raise ValueError("batch has no rows to draw")
-    shown = RunTable(*(column[:max_runs] for column in runs))
-    placed = lay_out(shown)
-    if not title:
-        count = len(runs.first)
-        title = f"{int(runs.length.sum()):,} rows in {count:,} run{'s' * (count != 1)}"
-        title += f", the first {max_runs:,} shown" if max_runs < count else ""
+    shown, placed, rows, title = plan_drawing(batch, max_runs, title)
     if ax is None:
         height = min(max(0.2 * placed.count + 1.1, 1.8), 8.5)
         ax = plt.subplots(figsize=(9.0, height), layout="constrained")[1]
     _draw_frame(ax, placed, rows, title)
-    _draw_ribbons(ax, placed, shown, *_colour_values(batch, rows, color_by))
+    _draw_ribbons(ax, placed, shown, *colour_values(batch, rows, color_by))
     _draw_marks(ax, placed, shown)
     return ax
+
+
+def plan_drawing(
+    batch: TensorDictBase, max_runs: int, title: str | None
+) -> tuple["RunTable", "Placement", Ints, str]:
+    """Return what every drawing needs: the runs shown, their places, the numbers of the real rows, and the title.
+
+    Raises:
+        ValueError: ``max_runs`` is below 1, or there are no rows.
+    """
+    if max_runs < 1:
+        raise ValueError(f"max_runs must be at least 1, got {max_runs}")
+    runs, rows = find_runs(batch)
+    if not len(runs.first):
+        raise ValueError("batch has no rows to draw")
+    shown = RunTable(*(column[:max_runs] for column in runs))
+    if not title:
+        count = len(runs.first)
+        title = f"{int(runs.length.sum()):,} rows in {count:,} run{'s' * (count != 1)}"
+        title += f", the first {max_runs:,} shown" if max_runs < count else ""
+    return shown, lay_out(shown), rows, title
 
 
 class RunTable(NamedTuple):
@@ -121,27 +132,27 @@ class RunTable(NamedTuple):
 def find_runs(batch: TensorDictBase) -> tuple[RunTable, Ints]:
     """Return the runs of the rows that are not padding, and the numbers of these rows."""
     mask = optional_marker(batch, MASK)
-    rows = np.arange(batch.batch_size.numel()) if mask is None else np.flatnonzero(_to_numpy(mask))
-    last = np.flatnonzero(_to_numpy(run_ends(batch))[rows])
+    rows = np.arange(batch.batch_size.numel()) if mask is None else np.flatnonzero(to_numpy(mask))
+    last = np.flatnonzero(to_numpy(run_ends(batch))[rows])
     # each run begins one row after the last row of the run before
     first = np.concatenate([[0], last[:-1] + 1]).astype(np.int64)[: len(last)]
     step, begins = np.zeros(0, np.int64), np.ones(len(first), np.bool_)
     is_init = optional_marker(batch, IS_INIT)
     if batch.get(STEP_COUNT, None) is not None:
-        step = _to_numpy(flat_column(batch.get(STEP_COUNT), batch, STEP_COUNT))[rows][first]
+        step = to_numpy(flat_column(batch.get(STEP_COUNT), batch, STEP_COUNT))[rows][first]
         begins = step == 0
     elif is_init is not None:
-        begins = _to_numpy(is_init)[rows][first]
+        begins = to_numpy(is_init)[rows][first]
     flags = (optional_marker(batch, key) for key in (TERMINATED, TRUNCATED, DONE))
     terminated, truncated, done = (
-        np.zeros(len(last), bool) if flag is None else _to_numpy(flag)[rows][last] for flag in flags
+        np.zeros(len(last), bool) if flag is None else to_numpy(flag)[rows][last] for flag in flags
     )
     # Done for no reason given is drawn as truncated: consumers bootstrap there. The first that holds counts.
     end = np.select([terminated, truncated | done], [TERMINATES, TRUNCATES], IS_CUT)
     return RunTable(first, last - first + 1, step, np.where(begins, BEGINS, RESUMES), end), rows
 
 
-def _to_numpy(column: torch.Tensor) -> npt.NDArray[Any]:
+def to_numpy(column: torch.Tensor) -> npt.NDArray[Any]:
     """One value per row, on the host."""
     return column.detach().reshape(-1).cpu().numpy()
 
@@ -169,6 +180,12 @@ class Placement:
         key = self.run * (1 << 40) + self.skipped
         piece = np.searchsorted(key, runs * (1 << 40) + rows, side="right") - 1
         return self.x[piece] + (rows - self.skipped[piece]) + 0.5, self.lane[piece]
+
+    def rows(self, runs: RunTable) -> tuple[Ints, Ints, Ints]:
+        """Return of each drawn row its piece, its place in that piece, and its number among the real rows."""
+        piece = np.repeat(np.arange(len(self.run)), self.width)
+        place = np.arange(len(piece)) - np.repeat(np.cumsum(self.width) - self.width, self.width)
+        return piece, place, runs.first[self.run[piece]] + self.skipped[piece] + place
 
 
 def lay_out(runs: RunTable) -> Placement:
@@ -229,7 +246,7 @@ def _draw_frame(ax: "Axes", placed: Placement, rows: Ints, title: str) -> None:
     ax.set_title(title, loc="left", fontsize=11, color=INK, pad=26)
 
 
-def _colour_values(
+def colour_values(
     batch: TensorDictBase, rows: Ints, key: NestedKey | None
 ) -> tuple[str, npt.NDArray[Any] | None]:
     """Name and values of the colour column by real row: floats for a colour bar, integers for a tint per trajectory."""
@@ -241,7 +258,7 @@ def _colour_values(
             f"color_by={key!r} must have one value per row, got shape {tuple(column.shape)} in a batch of "
             f"{tuple(batch.batch_size)}"
         )
-    values = _to_numpy(column)[rows]
+    values = to_numpy(column)[rows]
     if as_tuple(key)[-1] == TRAJ_IDS[-1]:
         return "", np.unique(values, return_inverse=True)[1]
     return ".".join(as_tuple(key)), values.astype(float)
@@ -253,11 +270,9 @@ def _draw_ribbons(
     from matplotlib.collections import PolyCollection
 
     if name and values is not None:
-        # a box per row: its piece, and its place in that piece
-        piece = np.repeat(np.arange(len(placed.run)), placed.width)
-        place = np.arange(len(piece)) - np.repeat(np.cumsum(placed.width) - placed.width, placed.width)
+        piece, place, row = placed.rows(runs)
         boxes = _boxes(placed.x[piece] + place, np.ones(len(piece)), placed.lane[piece])
-        of_rows = values[runs.first[placed.run[piece]] + placed.skipped[piece] + place]
+        of_rows = values[row]
         ribbons = PolyCollection(boxes, array=of_rows, cmap="cividis", linewidths=0)
         ax.add_collection(ribbons)
         bar = ax.figure.colorbar(ribbons, ax=ax, pad=0.01, aspect=30, shrink=0.9)

@@ -17,6 +17,7 @@ from flatroll.buffers import (
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
+    ReplayBufferEnsemble,
     RoundRobinWriter,
     SliceSampler,
 )
@@ -107,6 +108,26 @@ def test_two_buffers_of_one_storage_each_know_their_own_rows(world: Any) -> None
     buffer = ReplayBuffer(storage=storage, sampler=SliceSampler(slice_len=2), batch_size=4)
     buffer.extend(batch[:6])
     assert len(buffer) == 6 and buffer.sample()["step_count"].max() < 6
+
+
+def test_notebooks_show_statistics_and_parts(world: Any) -> None:
+    """The repr methods of buffers, ensembles, samplers and storages, and what a notebook shows of them."""
+    sampler = SliceSampler(slice_len=2)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(2000, compact_obs=True), sampler=sampler, batch_size=4)
+    assert repr(sampler) == (
+        "SliceSampler(slice_len=2, strict_length=False, pad_output=False, span=(False, False), by='trajectory')"
+    )
+    assert repr(buffer.storage) == "LazyTensorStorage(2000 rows, compact_obs=True)"
+    assert "<b>ReplayBuffer: 0 of 2,000 rows</b>" in buffer._repr_html_()
+    buffer.extend(world.to_batch(world.episode(0, 0, 20)))
+    page, stats = buffer._repr_html_(), buffer.stats()
+    assert "<b>ReplayBuffer: 20 of 2,000 rows</b>" in page
+    for name in ("bytes", "bytes_per_row", "trajectories"):
+        assert f">{name.replace('_', ' ')}</td>" in page and f">{stats[name]:,}</td>" in page
+    assert "SliceSampler(slice_len=2" in page and ">4</td>" in page
+    both = ReplayBufferEnsemble(buffer, ReplayBuffer())
+    assert "member 0" in both._repr_html_() and "20 of 2000 rows" in both._repr_html_()
+    assert "bytes" not in ReplayBuffer()._repr_html_()  # of a list they are not known
 
 
 def test_add_empty_and_repr() -> None:

@@ -1,11 +1,13 @@
 """The examples run: the demo in small, the notebook from top to bottom."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 
 from flatroll.examples import recurrent_ppo
 
+needs_zstd = pytest.mark.skipif(importlib.util.find_spec("zstandard") is None, reason="needs zstandard")
 ROOT = Path(__file__).parents[2]
 
 
@@ -62,12 +64,25 @@ def test_the_training_script_is_short_enough_to_read() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "printed", "shown"),
+    [
+        ("markers", "episodes", "image/png"),
+        ("first_rollout", "row 14 [done] terminated is True but done is False", "text/html"),
+        ("own_env", "obs has values outside its space", "text/html"),
+        pytest.param("frames", "and compressed", "", marks=needs_zstd),
+    ],
+)
+def test_the_notebooks_run(
+    name: str, printed: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel is to choose its own
     jupytext = pytest.importorskip("jupytext")
     nbclient = pytest.importorskip("nbclient")
-    notebook = jupytext.read(ROOT / "examples" / "markers.py")
+    notebook = jupytext.read(ROOT / "examples" / f"{name}.py")
     nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    assert any("episodes" in output.get("text", "") for output in outputs)
-    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert any(printed in output.get("text", "") for output in outputs)
+    assert not shown or any(shown in output.get("data", {}) for output in outputs)
+    pictures = [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+    assert shown != "text/html" or any(page.startswith("<svg") for page in pictures)

@@ -1,7 +1,10 @@
+import copy
+import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from flatroll.layout import describe, explain
 
@@ -171,3 +174,30 @@ def test_a_notebook_shows_lines_and_not_a_quoted_string(batch, tell):
     assert shown == [str(words)] and isinstance(words, str) and words.count("\n") > 1
     pretty = pytest.importorskip("IPython.lib.pretty").pretty
     assert pretty(words) == str(words) == "\n".join(words.splitlines())
+
+
+def test_notebooks_show_the_lines_and_the_table(batch, make):
+    from flatroll.layout import describe
+
+    assert explain(batch, 3)._repr_html_().startswith("<div>Row 3 of 14 (trajectory 0, step 3): the last of")
+    page = describe(batch)._repr_html_()
+    assert page.startswith("<div>14 rows, ") and page.count("<tr>") == 1 + len(list(batch.keys(True, True)))
+    assert '<td style="text-align:left">next.reward</td>' in page
+    odd = make([(0, 0, 0, 2, "terminated")])
+    odd["a<b"] = odd["action"]
+    assert "a&lt;b" in describe(odd)._repr_html_() and "a<b" in describe(odd)
+
+
+def test_texts_are_strings_through_pickle_and_copy(batch):
+    text = explain(batch, 3)
+    again = pickle.loads(pickle.dumps(text))
+    assert isinstance(again, str) and again == text and again._repr_html_() == text._repr_html_()
+    assert copy.deepcopy(text) == text
+
+
+def test_entries_that_are_no_tensors_are_listed():
+    text = describe(TensorDict({"task": ["x", "y"], "a": torch.zeros(2)}, [2]))
+    assert [line.split() for line in text.splitlines()[-2:]] == [
+        ["a", "[]", "float32", "4", "8"],
+        ["task", "no", "tensor"],
+    ]

@@ -5,6 +5,7 @@ import copy
 import io
 import pickle
 import random
+import re
 
 import pytest
 import torch
@@ -302,8 +303,26 @@ def test_the_progress_bar_counts_rows_and_tells_returns():
         list(collector)
     shown = text.getvalue()
     assert "60.0/60.0" in shown and "frame/s" in shown
-    assert "return=" in shown
+    assert "return=" in shown and re.search(r"steps/s=[\d.]+[kM]?\b", shown)
     silent = io.StringIO()
     with contextlib.redirect_stderr(silent):
         list(Collector(make("SameStep"), frames_per_batch=20, total_frames=60))
     assert silent.getvalue() == ""
+
+
+def test_a_collector_shows_what_it_collects():
+    def act(obs):
+        return torch.zeros(len(obs), dtype=torch.int64)
+
+    collector = Collector(make("SameStep"), frames_per_batch=20, total_frames=60)
+    assert repr(collector).startswith(
+        "Collector(0 of 60 frames, env=<TrajId, <InitTracker, VectorStream(Scripted"
+    )
+    assert repr(collector).endswith("policy=random actions, frames_per_batch=20)")
+    next(collector)
+    page = collector._repr_html_()
+    assert "<b>Collector: 20 of 60 frames</b>" in page and "&lt;TrajId" in page
+    collector.shutdown()
+    assert repr(collector).endswith(", state=closed)")
+    assert "policy=act" in repr(Collector(make("SameStep"), act, frames_per_batch=20))
+    assert "policy=ArgMax" in repr(Collector(make("SameStep"), ArgMax(), frames_per_batch=20))

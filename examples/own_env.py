@@ -1,0 +1,101 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Wrap your own env and check it
+#
+# A Gymnasium env with two mistakes that are easy to make: it shows temperatures that its observation space does not
+# have, and it draws from NumPy's global random numbers, so that a seed changes nothing.
+
+# %%
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+from gymnasium import spaces
+
+from flatroll.layout import audit, timeline_svg
+from flatroll.rollouts import Collector
+from flatroll.wrappers import RewardSum, StepCounter
+from flatroll.wrappers.testing import vector_env_problems
+
+
+class Kettle(gym.Env[Any, Any]):
+    """Heat water to 90 degrees and no further: the episode ends above 100, or after 40 steps."""
+
+    observation_space: spaces.Space[Any] = spaces.Box(0, 100, (1,), np.float32)
+    action_space: spaces.Space[Any] = spaces.Discrete(2)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[npt.NDArray[np.float32], dict[str, Any]]:
+        super().reset(seed=seed)
+        self.water, self.steps = self.begin(), 0
+        return np.array([self.water], np.float32), {}
+
+    def begin(self) -> float:
+        """How warm the water is at first."""
+        return np.random.uniform(10, 30)
+
+    def step(self, action: Any) -> tuple[npt.NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+        self.water += 7 if action else -1
+        self.steps += 1
+        reward = 1 - abs(self.water - 90) / 90
+        return np.array([self.water], np.float32), reward, self.water > 100, self.steps >= 40, {}
+
+
+# %% [markdown]
+# `vector_env_problems` steps the env with random actions and says in words what is wrong.
+
+# %%
+for problem in vector_env_problems(gym.vector.SyncVectorEnv([Kettle] * 3)):
+    print("-", problem)
+
+# %% [markdown]
+# The first mistake is named. Some checks rest on others, so mend it and ask again:
+
+
+# %%
+class WiderKettle(Kettle):
+    """Has the space that it shows."""
+
+    observation_space = spaces.Box(0, 110, (1,), np.float32)
+
+
+print(vector_env_problems(gym.vector.SyncVectorEnv([WiderKettle] * 3)))
+
+
+# %%
+class GoodKettle(WiderKettle):
+    """Draws from its own random numbers, which `reset(seed=...)` has seeded."""
+
+    def begin(self) -> float:
+        return self.np_random.uniform(10, 30)
+
+
+env = gym.vector.SyncVectorEnv([GoodKettle] * 3)
+print(vector_env_problems(env))
+
+# %% [markdown]
+# Now wrap it: step counts and returns become columns of every batch. `audit` checks the rows themselves.
+
+# %%
+collector = Collector(RewardSum(StepCounter(env)), frames_per_batch=150, total_frames=300, seed=0)
+batches = list(collector)
+for batch in batches:
+    assert audit(batch) == []
+    ended = batch["next", "done"].squeeze(-1)
+    print("returns:", [round(r, 1) for r in batch["next", "episode_reward"][ended].squeeze(-1).tolist()])
+
+# %%
+timeline_svg(batches[-1], color_by=("next", "reward"), title="Random heating: reward")

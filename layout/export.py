@@ -1,0 +1,323 @@
+"""Flat batches as NumPy arrays, pandas data frames and Arrow tables, and back, bit by bit.
+
+Every format has a column for each entry, by its dotted name (``("next", "reward")`` is ``next.reward``), and a row for
+each row of the batch, in its order. What the batch says about trajectories, its markers, are columns like all others.
+"""
+
+import importlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from flatroll.layout.keys import (
+    DONE,
+    EPISODE_REWARD,
+    IS_INIT,
+    REWARD,
+    STEP_COUNT,
+    TERMINATED,
+    TRUNCATED,
+    is_entry,
+)
+
+Array = npt.NDArray[Any]
+
+# Names of the columns that are [N, 1] in a flat batch; a column of one number per row that says no more is [N].
+_ONE_WIDE = {IS_INIT, STEP_COUNT, EPISODE_REWARD} | {key[-1] for key in (REWARD, DONE, TERMINATED, TRUNCATED)}
+_RECORD = "flatroll"  # where data frames and Arrow fields keep shapes
+_PART = re.compile(r"(?P<name>.+)\[(?P<place>\d+(,\d+)*)\]")  # of an entry in a data frame: "observation[2]"
+
+
+def to_numpy(batch: TensorDictBase, *, separator: str = ".") -> dict[str, Array]:
+    """Return the columns of a batch as NumPy arrays by their dotted names.
+
+    The arrays share memory with the batch where it is on the host. ``numpy.savez(path, **to_numpy(batch))`` saves them.
+
+    Args:
+        batch: flat batch ``[N]`` of tensors.
+        separator: what joins the names of a nested key. Default ``"."``.
+
+    Returns:
+        A dict of arrays ``[N, ...]``, of the shapes and dtypes of the entries.
+
+    Raises:
+        ValueError: the batch is not ``[N]``, or the name of an entry has the separator in it.
+        TypeError: an entry is no tensor, or of a dtype that NumPy does not have (bfloat16).
+
+    >>> batch = TensorDict({"action": torch.tensor([2, 0]), "next": {"reward": torch.ones(2, 1)}}, [2])
+    >>> to_numpy(batch)
+    {'action': array([2, 0]), 'next.reward': array([[1.],
+           [1.]], dtype=float32)}
+    >>> from_numpy(to_numpy(batch))["next", "reward"].shape
+    torch.Size([2, 1])
+    """
+    if batch.batch_dims != 1:
+        raise ValueError(
+            f"batch must have batch size [N], got {list(batch.batch_size)}: join() lays rows end to end"
+        )
+    return dict(_columns(batch, separator))
+
+
+def _columns(batch: TensorDictBase, separator: str) -> Iterator[tuple[str, Array]]:
+    for key in batch.keys(True, True, is_leaf=is_entry):
+        names, column = (key,) if isinstance(key, str) else key, batch.get(key)
+        if any(separator in name for name in names):
+            raise ValueError(f"entry {key!r} has {separator!r} in its name: give another separator=")
+        if not isinstance(column, torch.Tensor) or column.is_nested:
+            raise TypeError(
+                f"entry {key!r} holds {type(column).__name__}, which is no tensor [N, ...]: leave it out, "
+                f"batch.exclude({key!r})"
+            )
+        try:
+            array: Array = column.detach().cpu().resolve_conj().resolve_neg().numpy()
+        except TypeError as error:
+            raise TypeError(
+                f"entry {key!r} is {column.dtype}, which NumPy does not have: cast it first"
+            ) from error
+        yield separator.join(names), array
+
+
+def from_numpy(columns: Mapping[str, Any], *, separator: str = ".") -> TensorDict:
+    """Return the flat batch ``[N]`` of these arrays, as `to_numpy` gave them.
+
+    The batch shares memory with arrays that can be written to.
+
+    Args:
+        columns: arrays ``[N, ...]`` by dotted name; a dict, or what `numpy.load` returns.
+        separator: what joins the names of a nested key. Default ``"."``.
+
+    Raises:
+        ValueError: the arrays differ in their number of rows, or one name is an entry and a part of another name.
+        TypeError: an array is not of numbers or bools.
+    """
+    return _assemble(((name, np.asarray(columns[name])) for name in columns), separator)
+
+
+def _assemble(columns: Iterable[tuple[str, Array]], separator: str) -> TensorDict:
+    entries = dict(columns)
+    lengths = {name: len(array) if array.ndim else -1 for name, array in entries.items()}
+    if len(set(lengths.values())) > 1 or -1 in lengths.values():
+        raise ValueError(f"columns must have one row for each row of the batch, got lengths {lengths}")
+    keys = {name: tuple(name.split(separator)) for name in entries}
+    folders = {key[:depth] for key in keys.values() for depth in range(1, len(key))}
+    if both := sorted(name for name, key in keys.items() if key in folders):
+        raise ValueError(f"columns {both} are entries and parts of the names of others: rename them first")
+    batch = TensorDict({}, [next(iter(lengths.values()), 0)])
+    for name, array in entries.items():
+        if array.dtype.kind not in "biufc":
+            raise TypeError(f"column {name!r} must be of numbers or bools, got {array.dtype}: leave it out")
+        native = array.astype(array.dtype.newbyteorder("="), copy=False)
+        batch.set(keys[name], torch.from_numpy(np.require(native, requirements=["C", "W"])))
+    return batch
+
+
+def to_pandas(batch: TensorDictBase, *, separator: str = ".", split: int = 16) -> Any:
+    """Return a batch as a `pandas.DataFrame` with a row for each row.
+
+    An entry of one number per row is a column. One of up to ``split`` numbers is a column for each,
+    ``observation[0]``, ``observation[1]``, ...; larger ones (images) are a column of arrays. The shapes stand in
+    ``frame.attrs["flatroll"]``, by which `from_pandas` makes an equal batch of the frame or of some of its rows.
+
+    Args:
+        batch: flat batch ``[N]`` of tensors.
+        separator: what joins the names of a nested key. Default ``"."``.
+        split: the most numbers of an entry that get a column each. Default 16; 1 splits nothing.
+
+    Raises:
+        ImportError: pandas is missing; the text names the extra.
+        ValueError, TypeError: as `to_numpy`.
+
+    Example::
+
+        frame = to_pandas(batch)
+        frame.groupby("collector.traj_ids")["next.reward"].sum()
+    """
+    pandas = _optional("pandas", "pandas", "to_pandas")
+    columns: dict[str, Any] = {}
+    record: dict[str, Any] = {}
+    for name, array in to_numpy(batch, separator=separator).items():
+        if _PART.fullmatch(name):
+            raise ValueError(f"entry {name!r} would be read as a part of another one: rename it first")
+        record[name] = [array.dtype.name, list(array.shape[1:])]
+        if prod(array.shape[1:]) == 1:
+            columns[name] = array.reshape(-1)
+        elif prod(array.shape[1:]) <= split:
+            for place in np.ndindex(*array.shape[1:]):
+                columns[f"{name}[{','.join(map(str, place))}]"] = array[:, *place]
+        else:
+            columns[name] = pandas.Series(list(array.copy()), dtype=object)
+    frame = pandas.DataFrame(columns, index=pandas.RangeIndex(len(batch)))
+    frame.attrs[_RECORD] = record
+    return frame
+
+
+def from_pandas(frame: Any, *, separator: str = ".") -> TensorDict:
+    """Return the flat batch ``[N]`` of a data frame, as `to_pandas` makes them.
+
+    Rows are taken in the order of the frame: those of a trajectory have to stand together, in time order. A frame
+    without the record of `to_pandas` will do; then rewards, flags and counts of steps are ``[N, 1]``, other single
+    columns ``[N]``.
+
+    Args:
+        frame: a `pandas.DataFrame`.
+        separator: what joins the names of a nested key. Default ``"."``.
+
+    Raises:
+        ValueError: a column of an entry is missing, arrays of a column differ in shape, or names clash.
+        TypeError: a column is not of numbers, bools or arrays of them.
+    """
+    if not frame.columns.is_unique:
+        raise ValueError(f"columns must have names of their own, got {list(frame.columns)}")
+    record: Mapping[str, Any] = frame.attrs.get(_RECORD, {})
+    wholes: dict[str, Array] = {}
+    parts: dict[str, dict[tuple[int, ...], Array]] = {}
+    for label in frame.columns:
+        name, column = str(label), frame[label].to_numpy()
+        found = _PART.fullmatch(name)
+        if found is not None:
+            wholes.setdefault(found["name"], column)  # keeps the order of the entries
+            place = tuple(map(int, found["place"].split(",")))
+            parts.setdefault(found["name"], {})[place] = column
+        else:
+            wholes[name] = _stacked(name, column, record.get(name)) if column.dtype == object else column
+    for name, (dtype, shape) in record.items():
+        if not prod(shape):
+            wholes[name] = np.empty((len(frame), *shape), dtype)
+    for name, places in parts.items():
+        shape = _shape_of_parts(name, places, record.get(name))
+        wholes[name] = np.stack([places[place] for place in np.ndindex(*shape)], 1).reshape(-1, *shape)
+    shapes = {name: entry[1] for name, entry in record.items()}
+    shaped = {name: _shaped(name, column, shapes.get(name), separator) for name, column in wholes.items()}
+    return _assemble(shaped.items(), separator)
+
+
+def _stacked(name: str, column: Array, recorded: Any) -> Array:
+    """A column of arrays as one array ``[N, ...]``."""
+    if not len(column) and recorded is not None:
+        return np.empty((0, *recorded[1]), recorded[0])
+    if not all(isinstance(item, np.ndarray) for item in column):
+        raise TypeError(
+            f"column {name!r} must be of numbers, bools or arrays: cast it with astype, or leave it out"
+        )
+    shapes = {item.shape for item in column}
+    if len(shapes) > 1:
+        raise ValueError(f"the arrays of column {name!r} must have one shape, got {sorted(shapes)}")
+    return np.stack(list(column))
+
+
+def _shape_of_parts(name: str, places: Iterable[tuple[int, ...]], recorded: Any) -> tuple[int, ...]:
+    """The shape of an entry of which the frame has a column for each number; ValueError unless all are there."""
+    present = set(places)
+    axes = zip(*present, strict=False)
+    shape = tuple(max(axis) + 1 for axis in axes) if recorded is None else tuple(recorded[1])
+    wanted = set(np.ndindex(*shape))
+    if present != wanted:
+        odd = sorted(present ^ wanted)[0]
+        raise ValueError(
+            f"entry {name!r} needs its {len(wanted)} columns {name}[...]: {name}[{','.join(map(str, odd))}] is "
+            f"{'missing' if odd in wanted else 'one too many'}"
+        )
+    return shape
+
+
+def _shaped(name: str, column: Array, shape: Any, separator: str) -> Array:
+    """A column with the recorded shape of its rows, or with that which flat batches have for its name."""
+    if shape is not None:
+        return column.reshape(len(column), *shape)
+    return column[:, None] if column.ndim == 1 and name.split(separator)[-1] in _ONE_WIDE else column
+
+
+def to_arrow(batch: TensorDictBase, *, separator: str = ".") -> Any:
+    """Return a batch as a `pyarrow.Table`, which Parquet files, polars, DuckDB and data set libraries read.
+
+    An entry of one number per row is a column of that type; others are fixed-size lists, row-major. The shape of each
+    stands in the metadata of its field, by which `from_arrow` makes an equal batch.
+
+    Args:
+        batch: flat batch ``[N]`` of tensors.
+        separator: what joins the names of a nested key. Default ``"."``.
+
+    Raises:
+        ImportError: pyarrow is missing; the text names the extra.
+        ValueError, TypeError: as `to_numpy`; an entry of complex numbers, or of no numbers at all.
+
+    Example::
+
+        pyarrow.parquet.write_table(to_arrow(batch), "batch.parquet")
+        batch = from_arrow(pyarrow.parquet.read_table("batch.parquet"))
+    """
+    pyarrow = _optional("pyarrow", "arrow", "to_arrow")
+    fields, arrays = [], []
+    for name, array in to_numpy(batch, separator=separator).items():
+        if array.dtype.kind == "c":
+            raise TypeError(
+                f"entry {name!r} is {array.dtype}, which Arrow does not have: torch.view_as_real it first"
+            )
+        size = prod(array.shape[1:])
+        if not size:
+            raise TypeError(f"entry {name!r} has no numbers, which Arrow's lists cannot be: leave it out")
+        values = pyarrow.array(array.reshape(-1))
+        arrays.append(values if size == 1 else pyarrow.FixedSizeListArray.from_arrays(values, size))
+        shape = json.dumps(list(array.shape[1:]))
+        fields.append(pyarrow.field(name, arrays[-1].type, nullable=False, metadata={_RECORD: shape}))
+    return pyarrow.Table.from_arrays(arrays, schema=pyarrow.schema(fields))
+
+
+def from_arrow(table: Any, *, separator: str = ".") -> TensorDict:
+    """Return the flat batch ``[N]`` of an Arrow table, as `to_arrow` makes them.
+
+    Rows are taken in the order of the table. A table without the record of `to_arrow` will do; then lists are
+    ``[N, size]``, rewards, flags and counts of steps ``[N, 1]``, other columns ``[N]``.
+
+    Args:
+        table: a `pyarrow.Table`.
+        separator: what joins the names of a nested key. Default ``"."``.
+
+    Raises:
+        ImportError: pyarrow is missing; the text names the extra.
+        ValueError: a column has missing values, or names clash.
+        TypeError: a column is not of numbers, bools or fixed-size lists of them.
+    """
+    pyarrow = _optional("pyarrow", "arrow", "from_arrow")
+    entries: dict[str, Array] = {}
+    if len(set(table.column_names)) < len(table.column_names):
+        raise ValueError(f"columns must have names of their own, got {table.column_names}")
+    for field, chunks in zip(table.schema, table.columns, strict=True):
+        values, size = (
+            pyarrow.concat_arrays(chunks.chunks) if chunks.num_chunks else chunks.combine_chunks(),
+            1,
+        )
+        gaps = values.null_count
+        if pyarrow.types.is_fixed_size_list(field.type):
+            size, values = field.type.list_size, values.flatten()
+            gaps += values.null_count
+        if gaps:
+            raise ValueError(f"column {field.name!r} has {gaps} missing values: fill them, or leave it out")
+        if not (pyarrow.types.is_boolean(values.type) or pyarrow.types.is_primitive(values.type)):
+            raise TypeError(
+                f"column {field.name!r} must be of numbers, bools or fixed-size lists of them, got {field.type}"
+            )
+        column = values.to_numpy(zero_copy_only=False)
+        record = (field.metadata or {}).get(_RECORD.encode())
+        if size != 1 or pyarrow.types.is_fixed_size_list(field.type):
+            column = column.reshape(len(table), size)
+        shape = None if record is None else json.loads(record)
+        entries[field.name] = _shaped(field.name, column, shape, separator)
+    return _assemble(entries.items(), separator)
+
+
+def _optional(name: str, extra: str, needed_by: str) -> Any:
+    """The package ``name``; ImportError that names the extra."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f'{needed_by} needs {name}, which is not installed: pip install "flatroll[{extra}]"'
+        ) from error

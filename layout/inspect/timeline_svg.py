@@ -1,0 +1,269 @@
+"""The timeline of a batch as SVG with a tooltip for each run: no dependency, no script."""
+
+from html import escape
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tensordict import TensorDictBase
+
+from flatroll.layout.inspect.text import Text
+from flatroll.layout.inspect.timeline import (
+    BEGINS,
+    IS_CUT,
+    MARKS,
+    RESUMES,
+    TERMINATES,
+    TRUNCATES,
+    Ints,
+    Placement,
+    RunTable,
+    colour_values,
+    plan_drawing,
+    to_numpy,
+)
+from flatroll.layout.keys import TRAJ_IDS, NestedKey, flat_column
+
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 900, 58, 12, 46, 34  # of the picture and its margins, in pixels
+# Colours of middling lightness, which are seen on white paper and on a dark page; text takes the page's own colour.
+PLAIN, MUTED = ("#8fa9c2", "#b4c5d5"), "#8a949e"
+TINTS = ("#6fa8d6", "#dfa94e", "#6db48e", "#cf87ad", "#9d97d3", "#dd8f68", "#a8b45f", "#8d9da9")
+SCALE = (
+    "#31557f",
+    "#56708c",
+    "#76889a",
+    "#959f9f",
+    "#b3b295",
+    "#ccc27e",
+    "#e0d05f",
+    "#f2df3b",
+)  # low to high
+MARK_COLOURS = ("currentColor", "currentColor", "#e0631a", "#2489d0", "currentColor")
+MARK_PATHS = {  # from the edge of the run inwards: beginnings to the right of it, ends to the left
+    BEGINS: "v{h}",
+    RESUMES: "m1-4l6 4l-6 4z",
+    TERMINATES: "m-8-3.5h7v7h-7z",
+    TRUNCATES: "m-9 0l4.5-4.5l4.5 4.5l-4.5 4.5z",
+    IS_CUT: "m-8 0a3.5 3.5 0 1 0 7 0a3.5 3.5 0 1 0-7 0",
+}
+
+
+def timeline_svg(
+    batch: TensorDictBase,
+    *,
+    max_runs: int = 400,
+    title: str | None = None,
+    color_by: NestedKey | None = None,
+) -> str:
+    """Return the picture that `timeline` draws as SVG text, which a notebook shows as a picture.
+
+    Each run tells its rows, trajectory, steps and how it ends when the pointer rests on it. Needs no package and runs
+    no script. The text can be written to a ``.svg`` file as it is.
+
+    Args:
+        batch: ``[N]`` or ``[*B, T]`` with one boundary marker at least; padding by its mask is left out.
+        max_runs: draw the first so many runs, and say so. Default 400.
+        title: default: how many rows and runs there are.
+        color_by: a numeric column with one value per row, in eight shades from its lowest to its highest value; or the
+            key of the trajectory ids, for one tint per trajectory.
+
+    Raises:
+        KeyError: no boundary marker, or no column ``color_by``.
+        ValueError: the batch is empty, ``max_runs`` is below 1, or ``color_by`` has more than one value per
+            row.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> done = torch.tensor([[False], [True], [False]])
+    >>> svg = timeline_svg(TensorDict({"next": {"done": done, "terminated": done}}, [3]))
+    >>> svg[:4], svg.count("<title>"), "rows 0..1 (2): episode begins, terminated" in svg
+    ('<svg', 2, True)
+    """
+    runs, placed, rows, title = plan_drawing(batch, max_runs, title)
+    name, values = colour_values(batch, rows, color_by)
+    pitch = min(22.0, max(12.0, 560 / placed.count))  # height of a lane
+    height = TOP + placed.count * pitch + BOTTOM
+    picture = _Picture(runs, placed, rows, pitch)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" role="img" '
+        f'style="width:100%;max-width:{WIDTH}px" font-family="sans-serif" font-size="11" fill="currentColor">',
+        f'<text x="{LEFT}" y="16" font-size="14">{escape(title)}</text>',
+        *picture.legend(),
+        *picture.axes(height),
+        *picture.ribbons(name, values),
+        *picture.marks(),
+        *picture.tooltips(_trajectories(batch, rows, runs)),
+        "</svg>",
+    ]
+    svg = "\n".join(parts)
+    return Svg(svg, html=svg)
+
+
+class Svg(Text):
+    """SVG text that a notebook shows as a picture, and a terminal as one line."""
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(f"<a timeline, {len(self):,} characters of SVG>")
+
+
+def _trajectories(batch: TensorDictBase, rows: Ints, runs: RunTable) -> Ints | None:
+    """The trajectory id of each run; None if the batch has none."""
+    column = batch.get(TRAJ_IDS, None)
+    return None if column is None else to_numpy(flat_column(column, batch, TRAJ_IDS))[rows][runs.first]
+
+
+class _Picture:
+    """Draws the placed runs; each method returns lines of SVG."""
+
+    def __init__(self, runs: RunTable, placed: Placement, rows: Ints, pitch: float) -> None:
+        self.runs, self.placed, self.rows, self.pitch = runs, placed, rows, pitch
+        self.thick = 0.68 * pitch
+        right, left = int((placed.x + placed.width).max()), int(placed.x.min())
+        self.first = 0 if 2 * left < right else left  # the step or row at the left edge
+        self.last = right
+        self.scale = (WIDTH - LEFT - RIGHT) / (right - self.first)
+
+    def x(self, at: npt.NDArray[Any] | float) -> Any:
+        """Pixels of a step or row, to a tenth."""
+        return np.round(LEFT + (at - self.first) * self.scale, 1)
+
+    def y(self, lane: npt.NDArray[Any] | float) -> Any:
+        """Pixels of the middle of a lane, to a tenth."""
+        return np.round(TOP + (lane + 0.5) * self.pitch, 1)
+
+    def legend(self) -> list[str]:
+        """The marks that occur, how often, in words."""
+        lines, x = [], float(LEFT)
+        for kind, (name, _) in enumerate(MARKS):
+            count = int((self.runs.begin == kind).sum() + (self.runs.end == kind).sum())
+            if count:
+                label = f"{name} ({count:,})"
+                shift = 3 if kind in (BEGINS, RESUMES) else 10
+                lines.append(self._mark_path(kind, f"M{x + shift:g} {27 if kind == BEGINS else 32}", 10))
+                lines.append(f'<text x="{x + 15:g}" y="36">{label}</text>')
+                x += 32 + 6.2 * len(label)
+        return lines
+
+    def axes(self, height: float) -> list[str]:
+        """Row numbers at the left, steps below, and a faint track in each lane."""
+        placed = self.placed
+        every = max(1, -(-placed.count // 24))  # at most 24 lanes get a number
+        tracks = "".join(f"M{LEFT} {self.y(lane):g}H{WIDTH - RIGHT}" for lane in range(placed.count))
+        numbers = "".join(
+            f'<text x="{LEFT - 6}" y="{self.y(lane) + 4:g}">{self.rows[placed.heads[lane]]:,}</text>'
+            for lane in range(0, placed.count, every)
+        )
+        span = self.last - self.first
+        power = 10.0 ** np.floor(np.log10(max(span / 6, 1)))
+        tick = max(1, int(next(k * power for k in (1, 2, 5, 10) if k * power >= span / 6)))
+        ticks = range(-(-self.first // tick) * tick, self.last + 1, tick)
+        steps = "".join(f'<text x="{self.x(at):g}" y="{height - 20:g}">{at:,}</text>' for at in ticks)
+        return [
+            f'<path d="{tracks}" stroke="{MUTED}" stroke-opacity=".13" stroke-width="{self.thick:g}"/>',
+            f'<g fill="{MUTED}" text-anchor="end">{numbers}<text x="{LEFT - 6}" y="{TOP - 4}">first row</text></g>',
+            f'<g fill="{MUTED}" text-anchor="middle">{steps}'
+            f'<text x="{(WIDTH + LEFT - RIGHT) / 2:g}" y="{height - 5:g}">{placed.xlabel}</text></g>',
+        ]
+
+    def ribbons(self, name: str, values: npt.NDArray[Any] | None) -> list[str]:
+        """One path per colour, a stroke as thick as the ribbon."""
+        placed, runs = self.placed, self.runs
+        x, width, lane = placed.x, placed.width, placed.lane
+        colours: tuple[str, ...] = TINTS
+        note: list[str] = []
+        if name and values is not None:
+            colours = SCALE
+            shade, note = self._shades(name, values)
+            piece, place, row = placed.rows(runs)
+            # rows next to each other of one piece and one shade make one stroke
+            shades = shade[row]
+            heads = np.flatnonzero(
+                np.diff(piece, prepend=-1).astype(bool) | np.diff(shades, prepend=-1).astype(bool)
+            )
+            x, lane, colour = (placed.x[piece] + place)[heads], placed.lane[piece[heads]], shades[heads]
+            width = np.diff(heads, append=len(piece))
+        elif values is not None:
+            colour = values[runs.first][placed.run] % len(TINTS)
+        else:
+            colours = PLAIN
+            colour = placed.run % 2 if placed.continuous else np.zeros_like(placed.run)
+        lines = []
+        for number in np.unique(colour):
+            chosen = colour == number
+            strokes = zip(
+                self.x(x[chosen]).tolist(),
+                self.y(lane[chosen]).tolist(),
+                self.x((x + width)[chosen]).tolist(),
+                strict=True,
+            )
+            path = "".join(f"M{start:g} {y:g}H{stop:g}" for start, y, stop in strokes)
+            lines.append(f'<path d="{path}" stroke="{colours[number]}" stroke-width="{self.thick:g}"/>')
+        return lines + note
+
+    def _shades(self, name: str, values: npt.NDArray[Any]) -> tuple[Ints, list[str]]:
+        """The shade of each real row, and the scale at the upper right; NaN has the lowest shade."""
+        finite = values[np.isfinite(values)]
+        low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
+        parts = np.nan_to_num((values - low) / ((high - low) or 1.0), nan=0.0, posinf=1.0, neginf=0.0)
+        shade = np.minimum((parts * len(SCALE)).astype(np.int64), len(SCALE) - 1)
+        x = WIDTH - RIGHT - 14 * len(SCALE)
+        boxes = "".join(
+            f'<rect x="{x + 14 * k}" y="8" width="14" height="10" fill="{c}"/>' for k, c in enumerate(SCALE)
+        )
+        label = f'<text x="{x - 6}" y="17" text-anchor="end">{escape(name)} {low:.4g}</text>'
+        return shade, [
+            boxes,
+            label,
+            f'<text x="{WIDTH - RIGHT}" y="30" text-anchor="end">{high:.4g}</text>',
+        ]
+
+    def marks(self) -> list[str]:
+        """One path per kind of mark."""
+        runs, every = self.runs, np.arange(len(self.runs.first))
+        left = self.placed.at(every, np.zeros_like(every))
+        right = self.placed.at(every, runs.length - 1)
+        lines = []
+        for kind in range(len(MARKS)):
+            starts = kind in (BEGINS, RESUMES)
+            chosen = (runs.begin if starts else runs.end) == kind
+            if chosen.any():
+                at, lane = left if starts else right
+                x = self.x(at[chosen] + (-0.5 if starts else 0.5))
+                # the line that marks a beginning goes down from the upper edge of the ribbon
+                y = self.y(lane[chosen]) - (self.thick / 2 if kind == BEGINS else 0)
+                points = (f"M{a:g} {b:.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
+                lines.append(self._mark_path(kind, points, self.thick))
+        return lines
+
+    def _mark_path(self, kind: int, points: Any, height: float) -> str:
+        mark = MARK_PATHS[kind].replace("{h}", f"{height:g}")
+        path = "".join(point + mark for point in ([points] if isinstance(points, str) else points))
+        filled, colour = kind in (TERMINATES, TRUNCATES), MARK_COLOURS[kind]
+        style = f'fill="{colour}"' if filled else f'fill="none" stroke="{colour}"'
+        return f'<path d="{path}" {style}/>'
+
+    def tooltips(self, trajectories: Ints | None) -> list[str]:
+        """An unseen stroke over each run (all its pieces), which tells about it."""
+        runs, placed = self.runs, self.placed
+        first_piece = np.searchsorted(placed.run, np.arange(len(runs.first) + 1)).tolist()
+        x, y, end = (
+            column.tolist()
+            for column in (self.x(placed.x), self.y(placed.lane), self.x(placed.x + placed.width))
+        )
+        lines = [f'<g stroke="#000" stroke-opacity="0" stroke-width="{self.thick:g}">']
+        for run in range(len(runs.first)):
+            pieces = range(first_piece[run], first_piece[run + 1])
+            path = "".join(f"M{x[k]:g} {y[k]:g}H{end[k]:g}" for k in pieces)
+            lines.append(f'<path d="{path}"><title>{self._told(run, trajectories)}</title></path>')
+        return [*lines, "</g>"]
+
+    def _told(self, run: int, trajectories: Ints | None) -> str:
+        """What the tooltip of a run says."""
+        runs = self.runs
+        first, length = int(runs.first[run]), int(runs.length[run])
+        text = f"rows {self.rows[first]}..{self.rows[first + length - 1]} ({length})"
+        if trajectories is not None:
+            text += f", trajectory {trajectories[run]}"
+        if len(runs.step):
+            text += f", steps {runs.step[run]}..{runs.step[run] + length - 1}"
+        return f"{text}: {MARKS[runs.begin[run]][0]}, {MARKS[runs.end[run]][0]}"
