@@ -1,0 +1,321 @@
+"""Writes a replay buffer one vector step at a time, as loops of third-party trainers do."""
+
+import threading
+import warnings
+from collections.abc import Mapping
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from typing_extensions import override
+
+from flatroll.buffers.columns.base import TensorColumn
+from flatroll.buffers.index.ring import Array
+from flatroll.buffers.step_reader import Buffer, StepReader
+from flatroll.buffers.step_rows import StagedColumn, StepPositions, entries, window_of
+from flatroll.buffers.storages.columns import ColumnStorage
+from flatroll.buffers.storages.continuity import compared_keys
+from flatroll.buffers.storages.item_kinds import nest
+from flatroll.layout.checks import whole_number
+from flatroll.layout.keys import (
+    DONE,
+    IS_INIT,
+    OBSERVATION,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+    NestedKey,
+    as_tuple,
+    next_key,
+)
+
+Step: TypeAlias = Mapping[Any, Any] | TensorDictBase
+
+
+class StepWriting:
+    """The part of `ReplayBuffer` that hands out step writers."""
+
+    def writer_for(
+        self: Buffer, num_envs: int, *, window: int | None = None, writer: int = 0
+    ) -> "StepWriter":
+        """Return a `StepWriter`, which stores single steps of ``num_envs`` envs as cheaply as long batches.
+
+        Args:
+            num_envs: number E of envs that each step comes from.
+            window: steps that are stored at a time; E times as many rows must divide the capacity. By default the
+                largest divisor up to 64, and up to 8,192 rows.
+            writer: number of this writer, for the ids of trajectories, 0 to 2**23 - 1: everything that writes to a
+                buffer needs a number of its own (see `TrajId`).
+
+        Raises:
+            ValueError: a capacity that ``num_envs`` and ``window`` do not divide, or a ``writer`` out of range.
+            TypeError: a storage without columns (`ListStorage`), with ``ndim`` of 2 or more, or a writer that
+                chooses among rows.
+        """
+        return StepWriter(self, num_envs, window=window, writer=writer)
+
+
+class StepWriter(StepReader):
+    """Takes one step of E envs at a time, and stores windows of L steps, env after env, by ``buffer.extend``.
+
+    Rows wait in arrays ``[E, L, ...]`` until the window is full. So an env's steps stand next to each other in the
+    storage, where a compact one keeps each observation once, and stacked frames are shared. Trajectories go on from
+    window to window. :meth:`read` and :meth:`sample` see the waiting rows, too; ``buffer.sample`` sees stored ones.
+
+    Made by ``buffer.writer_for(num_envs)``; usable in ``with``, which closes it. One thread writes, others may read.
+
+    Attributes:
+        num_envs: number E of envs.
+        window: number L of steps that are stored at a time.
+        steps: steps written so far; the next one has this number.
+
+    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(8))
+    >>> with buffer.writer_for(2, window=2) as writer:
+    ...     for t in range(3):  # env 1 begins its second episode at step 1
+    ...         now = np.array([10 + t, [20, 30, 31][t]])
+    ...         step = {"observation": now, ("next", "observation"): now + 1, ("next", "reward"): np.ones(2)}
+    ...         writer.write({**step, ("next", "terminated"): np.array([False, t == 0])})
+    ...     len(buffer), len(writer), writer.read([1, 2], 0)["observation"].tolist()
+    (4, 6, [11, 12])
+    >>> buffer[:]["observation"].tolist(), buffer[:]["collector", "traj_ids"].tolist()
+    ([10, 11, 20, 30, 12, 31], [0, 0, 1, 3, 0, 3])
+    """
+
+    def __init__(self, buffer: Buffer, num_envs: int, *, window: int | None = None, writer: int = 0) -> None:
+        self.buffer, self.num_envs = buffer, whole_number("num_envs", num_envs)
+        if not isinstance(buffer.storage, ColumnStorage) or buffer.storage.ndim > 1 or buffer.writer.chooses:
+            raise TypeError(
+                "a step writer needs a storage of columns with ndim=1 whose rows stay in order, such as "
+                f"LazyTensorStorage(max_size), got {type(buffer.storage).__name__} (ndim={buffer.storage.ndim}) and "
+                f"{type(buffer.writer).__name__}"
+            )
+        if type(writer) is not int or not 0 <= writer < 2**23:
+            raise ValueError(f"writer must be in [0, 2**23), got {writer!r}")
+        self.window = window_of(buffer.storage.capacity, num_envs, window)
+        self.writer, self.steps, self._closed = writer, 0, False
+        self._positions = StepPositions(num_envs)
+        # Adding E gives an env its next episode; the first row of each adds it, too.
+        self._ids = np.arange(num_envs) + (writer << 40) - num_envs
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin as after the last stored row, with entries to be named by the next step, and new episodes."""
+        self._staged: dict[NestedKey, StagedColumn] = {}
+        self._given = 0  # entries of a step; the others are filled in
+        self._filled, self._limit = 0, self.window - self.steps % self.window
+        self._last = -1  # where the row before stands in the arrays
+        self._fresh: Array = np.ones(self.num_envs, np.bool_)  # whether an env's next row begins a trajectory
+        self._pairs: list[tuple[NestedKey, NestedKey]] = []  # compared from row to row
+        self._trusted: set[NestedKey] = set()
+        self._warned: set[str] = set()
+        self._lock = threading.Lock()
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def write(self, step: Step) -> None:
+        """Take one step of all envs; the last one of a window stores the window.
+
+        Args:
+            step: tensors or arrays ``[E, ...]`` by key, nested or not: a dict or a tensordict ``[E]``. It needs
+                ``("next", "terminated")``, ``("next", "truncated")`` or ``("next", "done")`` (bool); of the three,
+                and of ``"is_init"`` and ``("collector", "traj_ids")``, those that are missing are filled in. Numbers
+                per row may be ``[E]`` or ``[E, 1]``; rewards become float32. ``("next", "observation")`` is the true
+                one: at the end of an episode its final observation, not that of the reset.
+
+        Raises:
+            RuntimeError: the writer is closed.
+            ValueError: another number of envs, other entries or shapes than in the first step.
+            TypeError: other dtypes than in the first step, or flags that are not bool.
+            KeyError: nothing says where episodes end.
+
+        Whatever ``extend`` raises comes at the last step of a window; the window then waits, and is stored by the next
+        call. A row that does not continue the one before (an env reset in between) begins a new trajectory, with a
+        warning, unless ``"is_init"`` says so.
+        """
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(
+                    "this step writer is closed: call buffer.writer_for(num_envs) for a new one"
+                )
+            if self._filled == self._limit:
+                self._store()
+            if not self._staged:
+                self._begin(step)
+            staged, row = self._staged, self._filled
+            arrays: dict[NestedKey, Array] = {}
+            for key, value in entries(step):
+                column = staged.get(key)
+                if column is None:
+                    raise ValueError(f"the step has an entry {key!r} that the first one did not have")
+                arrays[key] = column.checked(value)
+            if len(arrays) != self._given:
+                missing = next(key for key in list(staged)[: self._given] if key not in arrays)
+                raise ValueError(f"the step lacks the entry {missing!r} that the first one had")
+            fresh = self._starts(arrays)
+            self._fill(arrays, fresh)
+            for key, array in arrays.items():
+                staged[key].rows[:, row] = array
+            self._last, self._filled = row, row + 1
+            self.steps += 1
+            if self._filled == self._limit:
+                self._store()
+
+    def _begin(self, step: Step) -> None:
+        """Make the arrays for steps like this one."""
+        staged = {
+            key: StagedColumn.like(key, value, self.num_envs, self.window) for key, value in entries(step)
+        }
+        if not {TERMINATED, TRUNCATED, DONE} & staged.keys():
+            raise KeyError(
+                f"nothing in the step says where episodes end: it needs {TERMINATED!r}, {TRUNCATED!r} or {DONE!r}, "
+                f"got {sorted(map(str, staged))}"
+            )
+        self._given = len(staged)
+        flags: list[NestedKey] = [IS_INIT, DONE]
+        if {TERMINATED, TRUNCATED} & staged.keys():
+            flags += [TERMINATED, TRUNCATED]
+        for key in flags:
+            if key not in staged:
+                staged[key] = StagedColumn(key, torch.bool, torch.Size([1]), self.num_envs, self.window)
+        if TRAJ_IDS not in staged:
+            staged[TRAJ_IDS] = StagedColumn(TRAJ_IDS, torch.int64, torch.Size([]), self.num_envs, self.window)
+        kinds = {key: TensorColumn(column.data[0]) for key, column in staged.items()}
+        self._pairs = [(key, next_key(key)) for key in compared_keys(kinds, ())]
+        self._trusted = {key for key, _ in self._pairs if as_tuple(key)[0] == OBSERVATION}
+        self._staged = staged
+
+    def _starts(self, arrays: dict[NestedKey, Array]) -> Array:
+        """Which envs' rows begin a trajectory, bool ``[E]``; compares them with what the rows before said."""
+        fresh = self._fresh
+        if self._last >= 0 and self._pairs:
+            same: Array = np.ones(self.num_envs, np.bool_)
+            for key, later in list(self._pairs):
+                agrees = self._staged[later].agrees(self._last, arrays[key])
+                if key not in self._trusted:
+                    if not (agrees | fresh).any():
+                        if not fresh.all():
+                            self._pairs.remove((key, later))  # says something else than the next row's value
+                        continue
+                    self._trusted.add(key)
+                same &= agrees
+            if not np.array_equal(same, ~fresh):
+                fresh = self._disagree(same, fresh, IS_INIT in arrays)
+        if IS_INIT in arrays and self._last >= 0:
+            fresh = fresh | arrays[IS_INIT]
+        if TRAJ_IDS in arrays and self._last >= 0:
+            fresh = fresh | (self._staged[TRAJ_IDS].rows[:, self._last] != arrays[TRAJ_IDS])
+        return fresh
+
+    def _disagree(self, same: Array, fresh: Array, told: bool) -> Array:
+        """Warn where an episode goes on from its end, or is left before it; trajectories begin at the latter."""
+        ended, left = same & fresh, ~same & ~fresh
+        if ended.any():
+            self._warn(
+                "ended",
+                f"env {int(ended.argmax())} goes on, after its episode ended, from the very observation that was the "
+                "last one's next. Either that was the reset's observation, where the episode's final one belongs "
+                "(final_obs), or this row is the reset itself (autoreset NEXT_STEP), which is no transition and should "
+                "not be written. If all episodes of this env begin where they end, all is well",
+            )
+        if left.any() and not told:
+            self._warn(
+                "left",
+                f"env {int(left.argmax())} does not go on from the next observation of its last row, which was neither "
+                "terminated nor truncated: a new trajectory begins there. If the env was reset, say so with "
+                f"{IS_INIT!r}; else see that observations are given as the env returned them",
+            )
+        return fresh | left
+
+    def _warn(self, what: str, text: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(f"{text}. (Said once for each writer)", stacklevel=5)
+
+    def _fill(self, arrays: dict[NestedKey, Array], fresh: Array) -> None:
+        """Add the markers that a step lacks; ids and the state of the envs move on."""
+        done = arrays.get(DONE)
+        if TERMINATED in arrays or TRUNCATED in arrays:
+            # Of an end for which there are two words, one of them missing, ``done`` may tell.
+            ends: Array = np.zeros(self.num_envs, np.bool_) if done is None else done
+            terminated, truncated = arrays.get(TERMINATED), arrays.get(TRUNCATED)
+            terminated = ends & ~arrays[TRUNCATED] if terminated is None else terminated
+            truncated = ends & ~terminated if truncated is None else truncated
+            either = terminated | truncated
+            if done is not None and not np.array_equal(done, either):
+                raise ValueError(
+                    f"the step's {DONE!r} is {done.tolist()}, but terminated or truncated is {either.tolist()}: leave "
+                    "it out, and it is filled in"
+                )
+            arrays[TERMINATED], arrays[TRUNCATED], arrays[DONE] = terminated, truncated, either
+        self._fresh = np.array(arrays[DONE])
+        if fresh.any():
+            self._ids = self._ids + fresh * self.num_envs
+        arrays.setdefault(IS_INIT, fresh)
+        arrays.setdefault(TRAJ_IDS, self._ids)
+
+    @override
+    def _store(self) -> None:
+        """Store the waiting rows, env after env; they keep waiting if that fails."""
+        count = self._filled
+        if count:
+            columns = {key: column.window(count) for key, column in self._staged.items()}
+            slots = self.buffer.extend(nest(columns, torch.Size([count * self.num_envs])))
+            self._positions.append(self.buffer._ring, self.steps - count, int(slots[0]), count)
+        # After a flush the next window is shorter: windows end at multiples of L, where they fit the ring.
+        self._filled, self._limit = 0, self.window - self.steps % self.window
+
+    def flush(self) -> None:
+        """Store the waiting rows now, as before saving the buffer. Often, it makes short windows, which cost bytes."""
+        with self._lock:
+            self._store()
+
+    def close(self) -> None:
+        """Store the waiting rows; the writer takes no more. :meth:`read` and :meth:`sample` still work."""
+        self.flush()
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"StepWriter({self.steps} steps of {self.num_envs} envs, in windows of {self.window})"
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, int]:
+        """Store the waiting rows, and return what a writer after a restart needs: its number and next episode.
+
+        The rows are in ``buffer.state_dict()``, to be made afterwards.
+        """
+        self.flush()
+        newest = int(self._ids.max()) - (self.writer << 40)  # episode * E + env
+        return {"writer": self.writer, "episode": newest // self.num_envs + 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on with new episodes, whose ids none has had before the :meth:`state_dict` was made.
+
+        Rows that the buffer was loaded with cannot be read by step, only through the buffer.
+        """
+        self.writer = whole_number("writer", state["writer"], 0)
+        episode = whole_number("episode", state["episode"], 0)
+        self._forget()
+        self._ids = np.arange(self.num_envs) + (self.writer << 40) + (episode - 1) * self.num_envs
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle or a copy holds: the waiting rows are stored first, and the buffer comes along."""
+        self.flush()
+        state = self.__dict__.copy()
+        del state["_lock"], state["_staged"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ids, closed = state["_ids"], state["_closed"]
+        self.__dict__.update(state)
+        self._forget()
+        self._ids, self._closed = ids, closed
+        self._positions.ring = self.buffer._ring
