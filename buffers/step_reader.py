@@ -9,12 +9,12 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flatroll.buffers.columns.base import Columns, put_rows
+from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.step_rows import StagedColumn, StepPositions
 from flatroll.buffers.storages.base import Storage
 from flatroll.buffers.storages.item_kinds import nest
 from flatroll.buffers.transforms.base import Transform, TransformLike, apply, looks_ahead
-from flatroll.buffers.writers import Writer
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import IS_INIT, TRAJ_IDS, NestedKey
 
@@ -27,11 +27,13 @@ class Buffer(Protocol):
     """What a step writer uses of a `ReplayBuffer`."""
 
     storage: Storage
-    writer: Writer
+    writer: Any
     batch_size: int | None
     generator: torch.Generator | None
     _ring: Ring
+    _keys: BoundaryKeys | None
     _lock: threading.Lock
+    _write_lock: Any
     _transforms: list[TransformLike]
 
     def extend(self, data: Any) -> Tensor: ...

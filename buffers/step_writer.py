@@ -14,7 +14,6 @@ from flatroll.buffers.columns.base import TensorColumn
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.step_reader import Buffer, StepReader
 from flatroll.buffers.step_rows import StagedColumn, StepPositions, entries, window_of
-from flatroll.buffers.storages.columns import ColumnStorage
 from flatroll.buffers.storages.continuity import compared_keys
 from flatroll.buffers.storages.item_kinds import nest
 from flatroll.layout.checks import whole_number
@@ -31,29 +30,6 @@ from flatroll.layout.keys import (
 )
 
 Step: TypeAlias = Mapping[Any, Any] | TensorDictBase
-
-
-class StepWriting:
-    """The part of `ReplayBuffer` that hands out step writers."""
-
-    def writer_for(
-        self: Buffer, num_envs: int, *, window: int | None = None, writer: int = 0
-    ) -> "StepWriter":
-        """Return a `StepWriter`, which stores single steps of ``num_envs`` envs as cheaply as long batches.
-
-        Args:
-            num_envs: number E of envs that each step comes from.
-            window: steps that are stored at a time; E times as many rows must divide the capacity. By default the
-                largest divisor up to 64, and up to 8,192 rows.
-            writer: number of this writer, for the ids of trajectories, 0 to 2**23 - 1: everything that writes to a
-                buffer needs a number of its own (see `TrajId`).
-
-        Raises:
-            ValueError: a capacity that ``num_envs`` and ``window`` do not divide, or a ``writer`` out of range.
-            TypeError: a storage without columns (`ListStorage`), with ``ndim`` of 2 or more, or a writer that
-                chooses among rows.
-        """
-        return StepWriter(self, num_envs, window=window, writer=writer)
 
 
 class StepWriter(StepReader):
@@ -85,7 +61,8 @@ class StepWriter(StepReader):
 
     def __init__(self, buffer: Buffer, num_envs: int, *, window: int | None = None, writer: int = 0) -> None:
         self.buffer, self.num_envs = buffer, whole_number("num_envs", num_envs)
-        if not isinstance(buffer.storage, ColumnStorage) or buffer.storage.ndim > 1 or buffer.writer.chooses:
+        columns = hasattr(buffer.storage, "allocated")  # else a list, which would keep the arrays' own memory
+        if not columns or buffer.storage.ndim > 1 or buffer.writer.chooses:
             raise TypeError(
                 "a step writer needs a storage of columns with ndim=1 whose rows stay in order, such as "
                 f"LazyTensorStorage(max_size), got {type(buffer.storage).__name__} (ndim={buffer.storage.ndim}) and "
@@ -141,7 +118,7 @@ class StepWriter(StepReader):
                 )
             if self._filled == self._limit:
                 self._store()
-            if not self._staged:
+            if self._last < 0:  # no row yet by which a step is checked
                 self._begin(step)
             staged, row = self._staged, self._filled
             arrays: dict[NestedKey, Array] = {}
@@ -184,6 +161,12 @@ class StepWriter(StepReader):
         kinds = {key: TensorColumn(column.data[0]) for key, column in staged.items()}
         self._pairs = [(key, next_key(key)) for key in compared_keys(kinds, ())]
         self._trusted = {key for key, _ in self._pairs if as_tuple(key)[0] == OBSERVATION}
+        storage = self.buffer.storage
+        if storage.columns and not self.buffer._transforms:
+            # What does not go with the rows that are stored is an error now, not when the window is full.
+            blank = {key: torch.zeros_like(column.window(1)) for key, column in staged.items()}
+            with self.buffer._write_lock:
+                storage.prepare(nest(blank, torch.Size([self.num_envs])), None, self.buffer._keys)
         self._staged = staged
 
     def _starts(self, arrays: dict[NestedKey, Array]) -> Array:
@@ -202,7 +185,7 @@ class StepWriter(StepReader):
                 same &= agrees
             if not np.array_equal(same, ~fresh):
                 fresh = self._disagree(same, fresh, IS_INIT in arrays)
-        if IS_INIT in arrays and self._last >= 0:
+        if IS_INIT in arrays:
             fresh = fresh | arrays[IS_INIT]
         if TRAJ_IDS in arrays and self._last >= 0:
             fresh = fresh | (self._staged[TRAJ_IDS].rows[:, self._last] != arrays[TRAJ_IDS])
@@ -257,14 +240,21 @@ class StepWriter(StepReader):
 
     @override
     def _store(self) -> None:
-        """Store the waiting rows, env after env; they keep waiting if that fails."""
         count = self._filled
-        if count:
-            columns = {key: column.window(count) for key, column in self._staged.items()}
-            slots = self.buffer.extend(nest(columns, torch.Size([count * self.num_envs])))
-            self._positions.append(self.buffer._ring, self.steps - count, int(slots[0]), count)
+        rows = count * self.num_envs
+        if not count:
+            return
+        columns = {key: column.window(count) for key, column in self._staged.items()}
+        slots = self.buffer.extend(nest(columns, torch.Size([rows])))  # if it fails, the rows go on waiting
         # After a flush the next window is shorter: windows end at multiples of L, where they fit the ring.
         self._filled, self._limit = 0, self.window - self.steps % self.window
+        if len(slots) != rows:
+            self._positions = StepPositions(self.num_envs)
+            raise ValueError(
+                f"the inv of a transform of the buffer made {len(slots)} rows of {rows}: steps cannot be told apart "
+                "then. Leave that transform out, or write with extend"
+            )
+        self._positions.append(self.buffer._ring, self.steps - count, int(slots[0]), count)
 
     def flush(self) -> None:
         """Store the waiting rows now, as before saving the buffer. Often, it makes short windows, which cost bytes."""
@@ -308,14 +298,37 @@ class StepWriter(StepReader):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a copy holds: the waiting rows are stored first, and the buffer comes along."""
-        self.flush()
-        state = self.__dict__.copy()
+        with self._lock:
+            self._store()
+            state = self.__dict__.copy()
+            if self._positions.ring is not self.buffer._ring:
+                state["_positions"] = StepPositions(self.num_envs)
         del state["_lock"], state["_staged"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        ids, closed = state["_ids"], state["_closed"]
         self.__dict__.update(state)
         self._forget()
-        self._ids, self._closed = ids, closed
+        self._fresh = state["_fresh"]
         self._positions.ring = self.buffer._ring
+
+
+class StepWriting:
+    """The part of `ReplayBuffer` that hands out step writers."""
+
+    def writer_for(self: Buffer, num_envs: int, *, window: int | None = None, writer: int = 0) -> StepWriter:
+        """Return a `StepWriter`, which stores single steps of ``num_envs`` envs as cheaply as long batches.
+
+        Args:
+            num_envs: number E of envs that each step comes from.
+            window: steps that are stored at a time; E times as many rows must divide the capacity. By default the
+                largest divisor up to 64, and up to 8,192 rows.
+            writer: number of this writer, for the ids of trajectories, 0 to 2**23 - 1: everything that writes to a
+                buffer needs a number of its own (see `TrajId`).
+
+        Raises:
+            ValueError: a capacity that ``num_envs`` and ``window`` do not divide, or a ``writer`` out of range.
+            TypeError: a storage without columns (`ListStorage`), with ``ndim`` of 2 or more, or a writer that
+                chooses among rows.
+        """
+        return StepWriter(self, num_envs, window=window, writer=writer)
