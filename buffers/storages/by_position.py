@@ -78,7 +78,12 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
             f"rows are written by position, got {index!r}: buffer[:] = TensorDict({{{index!r}: ...}}, ...) "
             "writes one entry of all rows"
         )
-    slots = torch.arange(ring.used).view(-1, *lanes)
+    used = ring.used
+    if isinstance(index, Tensor) and index.dtype is torch.int64 and index.is_cpu and not lanes:
+        low, high = torch.aminmax(index) if index.numel() else (0, 0)  # without making a list of all slots
+        if -used <= low and high < used:
+            return index if low >= 0 else torch.where(index < 0, index + used, index)
+    slots = torch.arange(used).view(-1, *lanes)
     if isinstance(index, slice) and index.step is not None and index.step < 0:
         return slots[list(range(len(slots))[index])]  # torch has no steps back
     try:
