@@ -1,33 +1,22 @@
 """Writes a replay buffer one vector step at a time, as loops of third-party trainers do."""
 
 import threading
-import warnings
 from collections.abc import Mapping
 from typing import Any, Self, TypeAlias
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 from typing_extensions import override
 
 from flatroll.buffers.columns.base import TensorColumn
 from flatroll.buffers.index.ring import Array
+from flatroll.buffers.step_episodes import Episodes
 from flatroll.buffers.step_reader import Buffer, StepReader
 from flatroll.buffers.step_rows import StagedColumn, StepPositions, entries, window_of
 from flatroll.buffers.storages.continuity import compared_keys
 from flatroll.buffers.storages.item_kinds import nest
 from flatroll.layout.checks import whole_number
-from flatroll.layout.keys import (
-    DONE,
-    IS_INIT,
-    OBSERVATION,
-    TERMINATED,
-    TRAJ_IDS,
-    TRUNCATED,
-    NestedKey,
-    as_tuple,
-    next_key,
-)
+from flatroll.layout.keys import DONE, IS_INIT, TERMINATED, TRAJ_IDS, TRUNCATED, NestedKey
 
 Step: TypeAlias = Mapping[Any, Any] | TensorDictBase
 
@@ -46,6 +35,7 @@ class StepWriter(StepReader):
         window: number L of steps that are stored at a time.
         steps: steps written so far; the next one has this number.
 
+    >>> import numpy as np
     >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
     >>> buffer = ReplayBuffer(storage=LazyTensorStorage(8))
     >>> with buffer.writer_for(2, window=2) as writer:
@@ -73,20 +63,15 @@ class StepWriter(StepReader):
         self.window = window_of(buffer.storage.capacity, num_envs, window)
         self.writer, self.steps, self._closed = writer, 0, False
         self._positions = StepPositions(num_envs)
-        # Adding E gives an env its next episode; the first row of each adds it, too.
-        self._ids = np.arange(num_envs) + (writer << 40) - num_envs
+        self._episodes = Episodes(num_envs, writer)
         self._forget()
 
     def _forget(self) -> None:
-        """Begin as after the last stored row, with entries to be named by the next step, and new episodes."""
+        """Begin as after the last stored row, with entries to be named by the next step."""
         self._staged: dict[NestedKey, StagedColumn] = {}
         self._given = 0  # entries of a step; the others are filled in
         self._filled, self._limit = 0, self.window - self.steps % self.window
         self._last = -1  # where the row before stands in the arrays
-        self._fresh: Array = np.ones(self.num_envs, np.bool_)  # whether an env's next row begins a trajectory
-        self._pairs: list[tuple[NestedKey, NestedKey]] = []  # compared from row to row
-        self._trusted: set[NestedKey] = set()
-        self._warned: set[str] = set()
         self._lock = threading.Lock()
 
     # -- writing ---------------------------------------------------------------------------------------------------
@@ -130,8 +115,7 @@ class StepWriter(StepReader):
             if len(arrays) != self._given:
                 missing = next(key for key in list(staged)[: self._given] if key not in arrays)
                 raise ValueError(f"the step lacks the entry {missing!r} that the first one had")
-            fresh = self._starts(arrays)
-            self._fill(arrays, fresh)
+            self._episodes.mark(arrays, staged, self._last)
             for key, array in arrays.items():
                 staged[key].rows[:, row] = array
             self._last, self._filled = row, row + 1
@@ -159,8 +143,7 @@ class StepWriter(StepReader):
         if TRAJ_IDS not in staged:
             staged[TRAJ_IDS] = StagedColumn(TRAJ_IDS, torch.int64, torch.Size([]), self.num_envs, self.window)
         kinds = {key: TensorColumn(column.data[0]) for key, column in staged.items()}
-        self._pairs = [(key, next_key(key)) for key in compared_keys(kinds, ())]
-        self._trusted = {key for key, _ in self._pairs if as_tuple(key)[0] == OBSERVATION}
+        self._episodes.compare(compared_keys(kinds, ()))
         storage = self.buffer.storage
         if storage.columns and not self.buffer._transforms:
             # What does not go with the rows that are stored is an error now, not when the window is full.
@@ -168,75 +151,6 @@ class StepWriter(StepReader):
             with self.buffer._write_lock:
                 storage.prepare(nest(blank, torch.Size([self.num_envs])), None, self.buffer._keys)
         self._staged = staged
-
-    def _starts(self, arrays: dict[NestedKey, Array]) -> Array:
-        """Which envs' rows begin a trajectory, bool ``[E]``; compares them with what the rows before said."""
-        fresh = self._fresh
-        if self._last >= 0 and self._pairs:
-            same: Array = np.ones(self.num_envs, np.bool_)
-            for key, later in list(self._pairs):
-                agrees = self._staged[later].agrees(self._last, arrays[key])
-                if key not in self._trusted:
-                    if not (agrees | fresh).any():
-                        if not fresh.all():
-                            self._pairs.remove((key, later))  # says something else than the next row's value
-                        continue
-                    self._trusted.add(key)
-                same &= agrees
-            if not np.array_equal(same, ~fresh):
-                fresh = self._disagree(same, fresh, IS_INIT in arrays)
-        if IS_INIT in arrays:
-            fresh = fresh | arrays[IS_INIT]
-        if TRAJ_IDS in arrays and self._last >= 0:
-            fresh = fresh | (self._staged[TRAJ_IDS].rows[:, self._last] != arrays[TRAJ_IDS])
-        return fresh
-
-    def _disagree(self, same: Array, fresh: Array, told: bool) -> Array:
-        """Warn where an episode goes on from its end, or is left before it; trajectories begin at the latter."""
-        ended, left = same & fresh, ~same & ~fresh
-        if ended.any():
-            self._warn(
-                "ended",
-                f"env {int(ended.argmax())} goes on, after its episode ended, from the very observation that was the "
-                "last one's next. Either that was the reset's observation, where the episode's final one belongs "
-                "(final_obs), or this row is the reset itself (autoreset NEXT_STEP), which is no transition and should "
-                "not be written. If all episodes of this env begin where they end, all is well",
-            )
-        if left.any() and not told:
-            self._warn(
-                "left",
-                f"env {int(left.argmax())} does not go on from the next observation of its last row, which was neither "
-                "terminated nor truncated: a new trajectory begins there. If the env was reset, say so with "
-                f"{IS_INIT!r}; else see that observations are given as the env returned them",
-            )
-        return fresh | left
-
-    def _warn(self, what: str, text: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            warnings.warn(f"{text}. (Said once for each writer)", stacklevel=5)
-
-    def _fill(self, arrays: dict[NestedKey, Array], fresh: Array) -> None:
-        """Add the markers that a step lacks; ids and the state of the envs move on."""
-        done = arrays.get(DONE)
-        if TERMINATED in arrays or TRUNCATED in arrays:
-            # Of an end for which there are two words, one of them missing, ``done`` may tell.
-            ends: Array = np.zeros(self.num_envs, np.bool_) if done is None else done
-            terminated, truncated = arrays.get(TERMINATED), arrays.get(TRUNCATED)
-            terminated = ends & ~arrays[TRUNCATED] if terminated is None else terminated
-            truncated = ends & ~terminated if truncated is None else truncated
-            either = terminated | truncated
-            if done is not None and not np.array_equal(done, either):
-                raise ValueError(
-                    f"the step's {DONE!r} is {done.tolist()}, but terminated or truncated is {either.tolist()}: leave "
-                    "it out, and it is filled in"
-                )
-            arrays[TERMINATED], arrays[TRUNCATED], arrays[DONE] = terminated, truncated, either
-        self._fresh = np.array(arrays[DONE])
-        if fresh.any():
-            self._ids = self._ids + fresh * self.num_envs
-        arrays.setdefault(IS_INIT, fresh)
-        arrays.setdefault(TRAJ_IDS, self._ids)
 
     @override
     def _store(self) -> None:
@@ -283,7 +197,7 @@ class StepWriter(StepReader):
         The rows are in ``buffer.state_dict()``, to be made afterwards.
         """
         self.flush()
-        newest = int(self._ids.max()) - (self.writer << 40)  # episode * E + env
+        newest = int(self._episodes.ids.max()) - (self.writer << 40)  # episode * E + env
         return {"writer": self.writer, "episode": newest // self.num_envs + 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -293,8 +207,8 @@ class StepWriter(StepReader):
         """
         self.writer = whole_number("writer", state["writer"], 0)
         episode = whole_number("episode", state["episode"], 0)
+        self._episodes = Episodes(self.num_envs, self.writer, episode)
         self._forget()
-        self._ids = np.arange(self.num_envs) + (self.writer << 40) + (episode - 1) * self.num_envs
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a copy holds: the waiting rows are stored first, and the buffer comes along."""
@@ -309,7 +223,6 @@ class StepWriter(StepReader):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget()
-        self._fresh = state["_fresh"]
         self._positions.ring = self.buffer._ring
 
 

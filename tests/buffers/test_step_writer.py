@@ -521,6 +521,10 @@ def test_what_a_network_says_is_not_compared() -> None:
         for _ in range(12):
             made = {"hidden": np.random.rand(2, 4), ("next", "hidden"): np.random.rand(2, 4)}
             writer.write({**envs.next(), **made})
+        writer = buffer_of(64).writer_for(1, window=4)
+        for flag in (True, True, False, False, True):
+            made = {"hidden": np.random.rand(1, 4), ("next", "hidden"): np.random.rand(1, 4)}
+            writer.write({**made, ("next", "done"): np.array([flag])})
 
 
 def test_ids_of_the_callers() -> None:
