@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +45,7 @@ class StepReader:
 
     buffer: Buffer
     num_envs: int
+    window: int
     steps: int
     _filled: int
     _lock: threading.Lock
@@ -140,10 +142,8 @@ class StepReader:
                     reader: Any = transform
                     values = reader.read(values, ahead[:, : looks_ahead(transform)], self._take)
         data: Any = nest(values, places.shape)
-        ends = torch.ones(len(places), dtype=torch.bool)
-        ends[:-1] = places[1:] != places[:-1] + self.num_envs
         for transform in transforms:
-            data = apply(transform, data, lambda: ends)
+            data = apply(transform, data, partial(row_ends, places, self.num_envs))
         result: TensorDict = data
         return result
 
@@ -151,35 +151,37 @@ class StepReader:
         """Copies of the entries ``keys`` (default: all) of the rows at these places."""
         places = places.cpu()
         steps, envs = places.div(self.num_envs, rounding_mode="floor"), places.remainder(self.num_envs)
-        offset = steps - (self.steps - self._filled)
+        stored = self.steps - self._filled
+        if not self._filled or not len(places) or int(steps.max()) < stored:
+            return self._stored(steps, envs, keys)
+        offset = steps - stored
         waiting = (offset >= 0).nonzero().squeeze(1)
-        tail: Columns = {}
-        if len(waiting):
-            names = self._staged if keys is None else keys
-            at = envs[waiting], offset[waiting]
-            tail = {key: self._staged[key].take(*at) for key in names}
-            if len(waiting) == len(places):
-                device = getattr(self.buffer.storage, "device", "cpu")
-                return {key: values.to(device) for key, values in tail.items()}
-            # Rows that wait are read as some stored row, then replaced.
-            known = int((offset < 0).nonzero()[0])
-            steps[waiting], envs[waiting] = steps[known].clone(), envs[known].clone()
-        columns = self._stored(steps, envs, None if keys is None else frozenset(keys))
+        names = self._staged if keys is None else keys
+        rows = envs[waiting].mul_(self.window).add_(offset[waiting])
+        tail = {key: self._staged[key].take(rows) for key in names}
+        if len(waiting) == len(places):
+            device = getattr(self.buffer.storage, "device", "cpu")
+            return {key: values.to(device) for key, values in tail.items()}
+        # Rows that wait are read as some stored row, then replaced.
+        known = int((offset < 0).nonzero()[0])
+        steps[waiting], envs[waiting] = steps[known].clone(), envs[known].clone()
+        columns = self._stored(steps, envs, keys)
         for key, values in tail.items():
             put_rows(columns[key], waiting.to(columns[key].device), values.to(columns[key].device))
         return columns
 
-    def _stored(self, steps: Tensor, envs: Tensor, keys: frozenset[NestedKey] | None) -> Columns:
+    def _stored(self, steps: Tensor, envs: Tensor, keys: Iterable[NestedKey] | None) -> Columns:
         """Copies of stored rows; other threads may write meanwhile."""
         buffer, storage = self.buffer, self.buffer.storage
         numbers = self._positions.numbers(steps, envs)
+        asked = None if keys is None else frozenset(keys)
         while True:
             with buffer._lock:
                 ring = buffer._ring
                 if len(numbers) and (ring is not self._positions.ring or int(numbers.min()) < ring.head):
                     raise Overwritten("another writer has overwritten rows that are asked for")
                 draw = ring.draw_slots(numbers.remainder(ring.capacity), True, storage.compact_obs)
-            values: Columns = storage.read_rows(draw.slots, draw.follow, keys=keys)
+            values: Columns = storage.read_rows(draw.slots, draw.follow, keys=asked)
             with buffer._lock:
                 if ring is buffer._ring and ring.unchanged_since(draw):
                     return values
@@ -190,3 +192,14 @@ def changes_stored(transform: TransformLike) -> bool:
     if not isinstance(transform, Transform):
         return hasattr(transform, "inv")
     return bool(transform.in_keys_inv) or type(transform).inv is not Transform.inv
+
+
+def row_ends(places: Tensor, num_envs: int) -> Tensor:
+    """Return which rows the next one does not follow, bool ``[N]``, given their places step * num_envs + env.
+
+    >>> row_ends(torch.tensor([0, 2, 4, 5]), num_envs=2)
+    tensor([False, False,  True,  True])
+    """
+    ends = torch.ones(len(places), dtype=torch.bool)
+    ends[:-1] = places[1:] != places[:-1] + num_envs
+    return ends

@@ -125,9 +125,9 @@ class StagedColumn:
         """Return the first ``steps`` waiting steps env after env, ``[E * steps, *shape]``; if all, without a copy."""
         return self._flat if steps == self.data.shape[1] else self.data[:, :steps].flatten(0, 1)
 
-    def take(self, envs: Tensor, steps: Tensor) -> Tensor:
-        """Return copies of waiting rows, ``[N, *shape]``."""
-        return take_rows(self._flat, envs * self.data.shape[1] + steps)
+    def take(self, rows: Tensor) -> Tensor:
+        """Return copies of waiting rows, ``[N, *shape]``, given env * L + step of each."""
+        return take_rows(self._flat, rows)
 
 
 class StepPositions:

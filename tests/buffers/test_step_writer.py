@@ -488,7 +488,7 @@ def test_an_env_that_is_reset_begins_a_trajectory() -> None:
         with pytest.warns(UserWarning, match="env 1 does not go on from the next observation"):
             writer.write(step)
         play(writer, envs, 3)
-        rows = writer.read(torch.arange(10), 1)
+        rows: Any = writer.read(torch.arange(10), 1)
         assert rows["collector", "traj_ids"].tolist() == [1] * 6 + [3] * 4
         assert rows["is_init"].flatten().nonzero().flatten().tolist() == [0, 6]
         assert rows["next", "observation"][5].tolist() == [1, 0, 6]
@@ -532,8 +532,9 @@ def test_ids_of_the_callers() -> None:
     writer, envs = buffer.writer_for(2, window=2), Envs(2, lambda env, episode: 100)
     for t in range(4):
         writer.write({**envs.next(), ("collector", "traj_ids"): np.array([7, 8 + t // 2])})
-    assert writer.read(torch.arange(4), 1)["collector", "traj_ids"].tolist() == [8, 8, 9, 9]
-    assert writer.read(torch.arange(4), 1)["is_init"].flatten().tolist() == [True, False, True, False]
+    rows: Any = writer.read(torch.arange(4), 1)
+    assert rows["collector", "traj_ids"].tolist() == [8, 8, 9, 9]
+    assert rows["is_init"].flatten().tolist() == [True, False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -549,7 +550,7 @@ def test_flags_are_filled_in(given_flags: dict[str, Any], expected: dict[str, An
     writer = buffer_of(64).writer_for(2)
     step = {"observation": np.zeros((2, 3)), "next": {key: np.array(v) for key, v in given_flags.items()}}
     writer.write(step)
-    rows = writer.read(0, [0, 1])["next"]
+    rows: Any = writer.read(0, [0, 1])["next"]
     assert {key: column.flatten().tolist() for key, column in rows.items()} == given_flags | expected
 
 
