@@ -52,9 +52,9 @@ class StagedColumn:
             self.rows = self.rows[..., 0]
         self.shape = (num_envs, *self.rows.shape[2:])
         self._kind = self.rows.dtype
-        self._bits = None if self._kind.kind not in "fc" else np.dtype(f"V{self._kind.itemsize}")
-        if self._kind.kind == "f" and self._kind.itemsize in (2, 4, 8):
-            self._bits = np.dtype(f"i{self._kind.itemsize}")
+        # As integers of the same width a NaN equals itself.
+        by_bits = self._kind.kind in "fc" and self._kind.itemsize <= 8
+        self._bits = np.dtype(f"i{self._kind.itemsize}") if by_bits else self._kind
 
     @classmethod
     def like(cls, key: NestedKey, value: Any, num_envs: int, window: int) -> Self:
@@ -65,7 +65,7 @@ class StagedColumn:
             ValueError: another number of envs.
         """
         try:
-            first = torch.as_tensor(value if isinstance(value, (Tensor, np.ndarray)) else np.asarray(value))
+            first = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
         except TypeError:
             raise TypeError(f"step[{key!r}] must be a tensor or an array of numbers, got {value!r}") from None
         if not first.ndim or len(first) != num_envs:
@@ -114,11 +114,9 @@ class StagedColumn:
         return array
 
     def agrees(self, step: int, values: Array) -> Array:
-        """Return where the values of a waiting step are these, bit by bit (NaN equals itself); bool ``[E]``."""
-        before = self.rows[:, step]
-        if self._bits is not None:
-            before, values = before.view(self._bits), values.view(self._bits)
-        same = np.equal(before, values).reshape(len(values), -1)
+        """Return where the values of a waiting step are these, bit by bit; bool ``[E]``."""
+        before = self.rows[:, step].view(self._bits)
+        same = np.equal(before, values.view(self._bits)).reshape(len(values), -1)
         return np.asarray(same.all(1))
 
     def window(self, steps: int) -> Tensor:

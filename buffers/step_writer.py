@@ -16,7 +16,7 @@ from flatroll.buffers.step_rows import StagedColumn, StepPositions, entries, win
 from flatroll.buffers.storages.continuity import compared_keys
 from flatroll.buffers.storages.item_kinds import nest
 from flatroll.layout.checks import whole_number
-from flatroll.layout.keys import DONE, IS_INIT, TERMINATED, TRAJ_IDS, TRUNCATED, NestedKey
+from flatroll.layout.keys import DONE, IS_INIT, TERMINATED, TRAJ_IDS, TRUNCATED, NestedKey, as_tuple
 
 Step: TypeAlias = Mapping[Any, Any] | TensorDictBase
 
@@ -132,6 +132,12 @@ class StepWriter(StepReader):
             raise KeyError(
                 f"nothing in the step says where episodes end: it needs {TERMINATED!r}, {TRUNCATED!r} or {DONE!r}, "
                 f"got {sorted(map(str, staged))}"
+            )
+        names = {as_tuple(key) for key in staged}
+        inside = [name for name in names if any(name[:n] in names for n in range(1, len(name)))]
+        if inside:
+            raise ValueError(
+                f"the step has an entry {inside[0]!r}, and a tensor where that one's parent is to be"
             )
         self._given = len(staged)
         flags: list[NestedKey] = [IS_INIT, DONE]

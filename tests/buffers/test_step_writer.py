@@ -232,6 +232,37 @@ def test_observations_of_a_dict_space_and_dtypes() -> None:
     assert ("next", "terminated") not in rows.keys(True)
 
 
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda t: np.arange(4.0).reshape(2, 2) + 1j * t,
+        lambda t: (np.arange(4).reshape(2, 2) * 1j * t).astype(np.complex64),
+        lambda t: np.asfortranarray(np.random.default_rng(t).random((2, 3, 4))),
+        lambda t: np.random.default_rng(t).random((2, 6, 4))[:, ::2, ::-1],
+        lambda t: np.broadcast_to(np.float32(t), (2, 3)),
+        lambda t: np.full((2, 3), np.nan if t % 2 else float(t)),
+        lambda t: torch.full((2, 3), float(t), requires_grad=True),
+        lambda t: torch._neg_view(torch.full((2, 3), float(t))),
+        lambda t: np.full((2, 0), t),
+    ],
+)
+def test_arrays_of_all_kinds(make: Callable[[int], Any], storage: str) -> None:
+    writer = buffer_of(64, **STORAGES[storage]).writer_for(2, window=2)
+    for t in range(5):
+        later = {"observation": make(t + 1), "done": np.zeros(2, np.bool_), "reward": [1, 2]}
+        writer.write({"observation": make(t), "next": later})
+    rows = writer.read(torch.arange(5), 1)
+    for key, shift in (("observation", 0), (("next", "observation"), 1)):
+        made = [torch.as_tensor(np.array(as_array(make(t + shift)))) for t in range(5)]
+        assert torch.equal(rows[key].nan_to_num(7), torch.stack(made)[:, 1].nan_to_num(7))
+    assert rows["collector", "traj_ids"].tolist() == [1] * 5
+
+
+def as_array(value: Any) -> Any:
+    return value.numpy(force=True) if isinstance(value, torch.Tensor) else value
+
+
 def stacks(count: int, steps: int) -> list[dict[Any, Any]]:
     """Steps of envs that stack four frames; the first of an episode is repeated."""
     frames = torch.randint(256, (steps + 1, count, 10, 10), dtype=torch.uint8).numpy()
@@ -659,6 +690,11 @@ FIRST: dict[str, tuple[type[Exception], str, dict[Any, Any]]] = {
     "envs": (ValueError, r"one row for each of the 2 envs, \[2, ...\], got \[3\]", {"action": np.zeros(3)}),
     "no flags": (KeyError, "nothing in the step says where episodes end", {"action": np.zeros(2)}),
     "flags": (TypeError, r"must be bool \[2\]", {("next", "done"): np.zeros(2)}),
+    "a parent": (
+        ValueError,
+        "parent",
+        {("next", "done"): np.array([True, False]), "a": np.zeros(2), ("a", "b"): np.zeros(2)},
+    ),
     "objects": (TypeError, "array of numbers", {"name": ["a", "b"]}),
     "ids": (TypeError, "must be int64", {("collector", "traj_ids"): np.zeros(2)}),
     "contradiction": (
