@@ -85,7 +85,7 @@ class StepReader:
             IndexError: no such step or env, or it was overwritten.
         """
         at = [torch.as_tensor(part).cpu() for part in (steps, envs)]
-        if any(part.is_floating_point() or part.dtype is torch.bool for part in at):
+        if any(part.numel() and (part.is_floating_point() or part.dtype is torch.bool) for part in at):
             raise TypeError(f"steps and envs are integers, got {at[0].dtype} and {at[1].dtype}")
         shape = (at[0] + at[1]).shape  # of the two, broadcast
         step, env = (part.expand(shape).reshape(-1).long() for part in at)
@@ -152,7 +152,7 @@ class StepReader:
         places = places.cpu()
         steps, envs = places.div(self.num_envs, rounding_mode="floor"), places.remainder(self.num_envs)
         stored = self.steps - self._filled
-        if not self._filled or not len(places) or int(steps.max()) < stored:
+        if len(places) and int(steps.max()) < stored:
             return self._stored(steps, envs, keys)
         offset = steps - stored
         waiting = (offset >= 0).nonzero().squeeze(1)
@@ -178,7 +178,7 @@ class StepReader:
         while True:
             with buffer._lock:
                 ring = buffer._ring
-                if len(numbers) and (ring is not self._positions.ring or int(numbers.min()) < ring.head):
+                if ring is not self._positions.ring or int(numbers.min()) < ring.head:
                     raise Overwritten("another writer has overwritten rows that are asked for")
                 draw = ring.draw_slots(numbers.remainder(ring.capacity), True, storage.compact_obs)
             values: Columns = storage.read_rows(draw.slots, draw.follow, keys=asked)

@@ -243,7 +243,7 @@ def test_observations_of_a_dict_space_and_dtypes() -> None:
         lambda t: np.broadcast_to(np.float32(t), (2, 3)),
         lambda t: np.full((2, 3), np.nan if t % 2 else float(t)),
         lambda t: torch.full((2, 3), float(t), requires_grad=True),
-        lambda t: torch._neg_view(torch.full((2, 3), float(t))),
+        lambda t: torch.full((2, 3), t * 1j).conj().imag,  # a view whose sign is turned when it is read
         lambda t: np.full((2, 0), t),
     ],
 )
@@ -463,6 +463,9 @@ def test_a_buffer_that_was_emptied() -> None:
     written = play(writer, envs, 10)
     buffer.empty()
     assert (writer.oldest, len(writer)) == (8, 4)
+    writer.flush()
+    buffer.empty()
+    assert len(writer) == 0 and len(writer.read([], [])) == len(buffer_of(8).writer_for(1).read([], [])) == 0
     written += play(writer, envs, 11)
     assert_reads(writer, written)
 
