@@ -23,6 +23,7 @@ from flatroll.buffers.schedulers import (
     SchedulerList,
     StepScheduler,
 )
+from flatroll.buffers.step_writer import StepWriter
 from flatroll.buffers.storages.base import Storage
 from flatroll.buffers.storages.columns import ColumnStorage
 from flatroll.buffers.storages.list import LazyStackStorage, ListStorage
@@ -88,6 +89,7 @@ __all__ = [
     "SliceSampler",
     "SliceSamplerWithoutReplacement",
     "StepScheduler",
+    "StepWriter",
     "Storage",
     "StorageEnsemble",
     "TensorColumn",

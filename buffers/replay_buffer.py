@@ -15,6 +15,7 @@ from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.samplers.base import RandomSampler, Sampler
+from flatroll.buffers.step_writer import StepWriting
 from flatroll.buffers.storages.base import Rows, Storage
 from flatroll.buffers.storages.by_position import slots_at
 from flatroll.buffers.storages.item_kinds import (
@@ -43,7 +44,7 @@ Informed: TypeAlias = tuple[Any, dict[str, Tensor]]  # a sample and its info
 Made: TypeAlias = tuple[Any, dict[str, Tensor], bool]  # and whether a pass over the rows ended with it
 
 
-class ReplayBuffer(Transforming, BufferState):
+class ReplayBuffer(Transforming, StepWriting, BufferState):
     """Stores rows in a ring and samples from it.
 
     Rows are those of flat tensordict batches; tensors and trees of tensors (tuples, dicts, nested) will do, and with

@@ -1,0 +1,253 @@
+"""Writes a replay buffer one vector step at a time, as loops of third-party trainers do."""
+
+import threading
+from collections.abc import Mapping
+from typing import Any, Self, TypeAlias
+
+import torch
+from tensordict import TensorDictBase
+from typing_extensions import override
+
+from flatroll.buffers.columns.base import TensorColumn
+from flatroll.buffers.index.ring import Array
+from flatroll.buffers.step_episodes import Episodes
+from flatroll.buffers.step_reader import Buffer, StepReader
+from flatroll.buffers.step_rows import StagedColumn, StepPositions, entries, window_of
+from flatroll.buffers.storages.continuity import compared_keys
+from flatroll.buffers.storages.item_kinds import nest
+from flatroll.layout.checks import whole_number
+from flatroll.layout.keys import DONE, IS_INIT, TERMINATED, TRAJ_IDS, TRUNCATED, NestedKey, as_tuple
+
+Step: TypeAlias = Mapping[Any, Any] | TensorDictBase
+
+
+class StepWriter(StepReader):
+    """Takes one step of E envs at a time, and stores windows of L steps, env after env, by ``buffer.extend``.
+
+    Rows wait in arrays ``[E, L, ...]`` until the window is full. So an env's steps stand next to each other in the
+    storage, where a compact one keeps each observation once, and stacked frames are shared. Trajectories go on from
+    window to window. :meth:`read` and :meth:`sample` see the waiting rows, too; ``buffer.sample`` sees stored ones.
+
+    Made by ``buffer.writer_for(num_envs)``; usable in ``with``, which closes it. One thread writes, others may read.
+
+    Attributes:
+        num_envs: number E of envs.
+        window: number L of steps that are stored at a time.
+        steps: steps written so far; the next one has this number.
+
+    >>> import numpy as np
+    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(8))
+    >>> with buffer.writer_for(2, window=2) as writer:
+    ...     for t in range(3):  # env 1 begins its second episode at step 1
+    ...         now = np.array([10 + t, [20, 30, 31][t]])
+    ...         step = {"observation": now, ("next", "observation"): now + 1, ("next", "reward"): np.ones(2)}
+    ...         writer.write({**step, ("next", "terminated"): np.array([False, t == 0])})
+    ...     len(buffer), len(writer), writer.read([1, 2], 0)["observation"].tolist()
+    (4, 6, [11, 12])
+    >>> buffer[:]["observation"].tolist(), buffer[:]["collector", "traj_ids"].tolist()
+    ([10, 11, 20, 30, 12, 31], [0, 0, 1, 3, 0, 3])
+    """
+
+    def __init__(self, buffer: Buffer, num_envs: int, *, window: int | None = None, writer: int = 0) -> None:
+        self.buffer, self.num_envs = buffer, whole_number("num_envs", num_envs)
+        columns = hasattr(buffer.storage, "allocated")  # else a list, which would keep the arrays' own memory
+        if not columns or buffer.storage.ndim > 1 or buffer.writer.chooses:
+            raise TypeError(
+                "a step writer needs a storage of columns with ndim=1 whose rows stay in order, such as "
+                f"LazyTensorStorage(max_size), got {type(buffer.storage).__name__} (ndim={buffer.storage.ndim}) and "
+                f"{type(buffer.writer).__name__}"
+            )
+        if type(writer) is not int or not 0 <= writer < 2**23:
+            raise ValueError(f"writer must be in [0, 2**23), got {writer!r}")
+        self.window = window_of(buffer.storage.capacity, num_envs, window)
+        self.writer, self.steps, self._closed = writer, 0, False
+        self._positions = StepPositions(num_envs)
+        self._episodes = Episodes(num_envs, writer)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin as after the last stored row, with entries to be named by the next step."""
+        self._staged: dict[NestedKey, StagedColumn] = {}
+        self._given = 0  # entries of a step; the others are filled in
+        self._filled, self._limit = 0, self.window - self.steps % self.window
+        self._last = -1  # where the row before stands in the arrays
+        self._lock = threading.Lock()
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def write(self, step: Step) -> None:
+        """Take one step of all envs; the last one of a window stores the window.
+
+        Args:
+            step: tensors or arrays ``[E, ...]`` by key, nested or not: a dict or a tensordict ``[E]``. It needs
+                ``("next", "terminated")``, ``("next", "truncated")`` or ``("next", "done")`` (bool); of the three,
+                and of ``"is_init"`` and ``("collector", "traj_ids")``, those that are missing are filled in. Numbers
+                per row may be ``[E]`` or ``[E, 1]``; rewards become float32. ``("next", "observation")`` is the true
+                one: at the end of an episode its final observation, not that of the reset.
+
+        Raises:
+            RuntimeError: the writer is closed.
+            ValueError: another number of envs, other entries or shapes than in the first step.
+            TypeError: other dtypes than in the first step, or flags that are not bool.
+            KeyError: nothing says where episodes end.
+
+        Whatever ``extend`` raises comes at the last step of a window; the window then waits, and is stored by the next
+        call. A row that does not continue the one before (an env reset in between) begins a new trajectory, with a
+        warning, unless ``"is_init"`` says so.
+        """
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(
+                    "this step writer is closed: call buffer.writer_for(num_envs) for a new one"
+                )
+            if self._filled == self._limit:
+                self._store()
+            if self._last < 0:  # no row yet by which a step is checked
+                self._begin(step)
+            staged, row = self._staged, self._filled
+            arrays: dict[NestedKey, Array] = {}
+            for key, value in entries(step):
+                column = staged.get(key)
+                if column is None:
+                    raise ValueError(f"the step has an entry {key!r} that the first one did not have")
+                arrays[key] = column.checked(value)
+            if len(arrays) != self._given:
+                missing = next(key for key in list(staged)[: self._given] if key not in arrays)
+                raise ValueError(f"the step lacks the entry {missing!r} that the first one had")
+            self._episodes.mark(arrays, staged, self._last)
+            for key, array in arrays.items():
+                staged[key].rows[:, row] = array
+            self._last, self._filled = row, row + 1
+            self.steps += 1
+            if self._filled == self._limit:
+                self._store()
+
+    def _begin(self, step: Step) -> None:
+        """Make the arrays for steps like this one."""
+        staged = {
+            key: StagedColumn.like(key, value, self.num_envs, self.window) for key, value in entries(step)
+        }
+        if not {TERMINATED, TRUNCATED, DONE} & staged.keys():
+            raise KeyError(
+                f"nothing in the step says where episodes end: it needs {TERMINATED!r}, {TRUNCATED!r} or {DONE!r}, "
+                f"got {sorted(map(str, staged))}"
+            )
+        names = {as_tuple(key) for key in staged}
+        inside = [name for name in names if any(name[:n] in names for n in range(1, len(name)))]
+        if inside:
+            raise ValueError(
+                f"the step has an entry {inside[0]!r}, and a tensor where that one's parent is to be"
+            )
+        self._given = len(staged)
+        flags: list[NestedKey] = [IS_INIT, DONE]
+        if {TERMINATED, TRUNCATED} & staged.keys():
+            flags += [TERMINATED, TRUNCATED]
+        for key in flags:
+            if key not in staged:
+                staged[key] = StagedColumn(key, torch.bool, torch.Size([1]), self.num_envs, self.window)
+        if TRAJ_IDS not in staged:
+            staged[TRAJ_IDS] = StagedColumn(TRAJ_IDS, torch.int64, torch.Size([]), self.num_envs, self.window)
+        kinds = {key: TensorColumn(column.data[0]) for key, column in staged.items()}
+        self._episodes.compare(compared_keys(kinds, ()))
+        storage = self.buffer.storage
+        if storage.columns and not self.buffer._transforms:
+            # What does not go with the rows that are stored is an error now, not when the window is full.
+            blank = {key: torch.zeros_like(column.window(1)) for key, column in staged.items()}
+            with self.buffer._write_lock:
+                storage.prepare(nest(blank, torch.Size([self.num_envs])), None, self.buffer._keys)
+        self._staged = staged
+
+    @override
+    def _store(self) -> None:
+        count = self._filled
+        rows = count * self.num_envs
+        if not count:
+            return
+        columns = {key: column.window(count) for key, column in self._staged.items()}
+        slots = self.buffer.extend(nest(columns, torch.Size([rows])))  # if it fails, the rows go on waiting
+        # After a flush the next window is shorter: windows end at multiples of L, where they fit the ring.
+        self._filled, self._limit = 0, self.window - self.steps % self.window
+        if len(slots) != rows:
+            self._positions = StepPositions(self.num_envs)
+            raise ValueError(
+                f"the inv of a transform of the buffer made {len(slots)} rows of {rows}: steps cannot be told apart "
+                "then. Leave that transform out, or write with extend"
+            )
+        self._positions.append(self.buffer._ring, self.steps - count, int(slots[0]), count)
+
+    def flush(self) -> None:
+        """Store the waiting rows now, as before saving the buffer. Often, it makes short windows, which cost bytes."""
+        with self._lock:
+            self._store()
+
+    def close(self) -> None:
+        """Store the waiting rows; the writer takes no more. :meth:`read` and :meth:`sample` still work."""
+        self.flush()
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"StepWriter({self.steps} steps of {self.num_envs} envs, in windows of {self.window})"
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, int]:
+        """Store the waiting rows, and return what a writer after a restart needs: its number and next episode.
+
+        The rows are in ``buffer.state_dict()``, to be made afterwards.
+        """
+        self.flush()
+        newest = int(self._episodes.ids.max()) - (self.writer << 40)  # episode * E + env
+        return {"writer": self.writer, "episode": newest // self.num_envs + 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on with new episodes, whose ids none has had before the :meth:`state_dict` was made.
+
+        Rows that the buffer was loaded with cannot be read by step, only through the buffer.
+        """
+        self.writer = whole_number("writer", state["writer"], 0)
+        episode = whole_number("episode", state["episode"], 0)
+        self._episodes = Episodes(self.num_envs, self.writer, episode)
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle or a copy holds: the waiting rows are stored first, and the buffer comes along."""
+        with self._lock:
+            self._store()
+            state = self.__dict__.copy()
+            if self._positions.ring is not self.buffer._ring:
+                state["_positions"] = StepPositions(self.num_envs)
+        del state["_lock"], state["_staged"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+        self._positions.ring = self.buffer._ring
+
+
+class StepWriting:
+    """The part of `ReplayBuffer` that hands out step writers."""
+
+    def writer_for(self: Buffer, num_envs: int, *, window: int | None = None, writer: int = 0) -> StepWriter:
+        """Return a `StepWriter`, which stores single steps of ``num_envs`` envs as cheaply as long batches.
+
+        Args:
+            num_envs: number E of envs that each step comes from.
+            window: steps that are stored at a time; E times as many rows must divide the capacity. By default the
+                largest divisor up to 64, and up to 8,192 rows.
+            writer: number of this writer, for the ids of trajectories, 0 to 2**23 - 1: everything that writes to a
+                buffer needs a number of its own (see `TrajId`).
+
+        Raises:
+            ValueError: a capacity that ``num_envs`` and ``window`` do not divide, or a ``writer`` out of range.
+            TypeError: a storage without columns (`ListStorage`), with ``ndim`` of 2 or more, or a writer that
+                chooses among rows.
+        """
+        return StepWriter(self, num_envs, window=window, writer=writer)
