@@ -59,6 +59,26 @@ def nest(columns: Mapping[NestedKey, Tensor], rows: int) -> TensorDict:
     return TensorDict._new_unsafe(tree, batch_size=torch.Size([rows]))
 
 
+def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
+    """Return ``batch.copy()``, nested tensordicts copied, too, in a quarter of its time.
+
+    >>> batch = TensorDict({"next": {"reward": torch.ones(2)}}, [2])
+    >>> copy = shallow_copy(batch)
+    >>> copy["next", "done"] = torch.zeros(2)
+    >>> list(batch["next"].keys()), copy["next", "reward"] is batch["next", "reward"]
+    (['reward'], True)
+    """
+    if type(batch) is not TensorDict or torch.compiler.is_compiling():
+        return batch.copy()
+    entries = {
+        key: value if isinstance(value, Tensor) else shallow_copy(cast(TensorDictBase, value))
+        for key, value in batch.items()
+    }
+    return TensorDict._new_unsafe(
+        entries, batch_size=batch.batch_size, device=batch.device, names=batch._maybe_names()
+    )
+
+
 def through(network: TensorDictModuleBase, batch: TensorDictBase) -> TensorDictBase:
     """Return ``network(batch)``, without tensordict's overhead; the outputs are written into ``batch``.
 

@@ -1,5 +1,6 @@
 """Base class of the off-policy losses (DQN, SAC): next observations, critics, TD targets and priorities."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import reduce
@@ -53,7 +54,7 @@ class OffPolicyLoss(LossModule):
         loss_function: ``"l1"``, ``"l2"`` or ``"smooth_l1"``; kept as an attribute. Default: ``"l2"``.
         use_prioritized_weights: whether ``"priority_weight"`` (``[N]``) weights the rows: True, False, or
             ``"auto"``, if it is there. A mean is divided by the sum of the weights. Default: ``"auto"``.
-        burn_in, reduction: see :class:`LossModule`.
+        burn_in, reduction, diagnostics: see :class:`LossModule`.
 
     Raises:
         ValueError: unknown ``loss_function``, ``use_prioritized_weights`` or ``reduction``.
@@ -103,8 +104,9 @@ class OffPolicyLoss(LossModule):
         use_prioritized_weights: bool | Literal["auto"] = "auto",
         burn_in: int = 0,
         reduction: Reduction = "mean",
+        diagnostics: bool = True,
     ) -> None:
-        super().__init__(reduction=reduction, burn_in=burn_in)
+        super().__init__(reduction=reduction, burn_in=burn_in, diagnostics=diagnostics)
         self.tensor_keys = KeyNames(self.tensor_keys, **{self.value_name: self.value_name})
         one_of("loss_function", loss_function, DISTANCES)
         if use_prioritized_weights not in (True, False, "auto"):
@@ -184,7 +186,9 @@ class OffPolicyLoss(LossModule):
                 "known, and they count nowhere: draw slices (SliceSampler), whose rows hold each other's next "
                 "observations, or keep them (compact_obs=False)"
             )
-        return LossInputs(inputs.batch, inputs.work, mask_and(inputs.mask, ~unknown), unknown)
+        return LossInputs(
+            inputs.batch, inputs.work, mask_and(inputs.mask, ~unknown), unknown, inputs.real
+        )
 
     def terminated(self, inputs: LossInputs) -> Tensor:
         """Return which rows are terminated, so that their next value is 0; bool ``[*B]``."""
@@ -282,7 +286,7 @@ class OffPolicyLoss(LossModule):
                 else:
                     discount = self.gamma ** flat_column(steps, batch, STEPS)
             returns = td0_return_estimate(discount, next_value, reward, terminated)
-            return zero_masked(returns, self.real_rows(batch))
+            return zero_masked(returns, inputs.real)
         if steps is not None:
             raise ValueError(
                 f"batch[{STEPS!r}] says that its rewards span several rows, which a return along the run would "
@@ -296,7 +300,7 @@ class OffPolicyLoss(LossModule):
         returns = td_lambda_return_estimate(
             self.gamma, self.lmbda, next_value, reward, ends, terminated, time_dim=-1
         )
-        return zero_masked(returns, self.real_rows(batch))
+        return zero_masked(returns, inputs.real)
 
     def reduce_and_write_priority(self, inputs: LossInputs, loss: Tensor, error: Tensor) -> Tensor:
         """Reduce the loss, and write ``"td_error"``, the new priorities, into the batch.
@@ -314,7 +318,7 @@ class OffPolicyLoss(LossModule):
         """
         # rows without an error get the least priority: drawn again, they would count nowhere again
         known = None if inputs.unknown is None else ~inputs.unknown
-        priority = zero_masked(error.detach().abs(), mask_and(self.real_rows(inputs.batch), known))
+        priority = zero_masked(error.detach().abs(), mask_and(inputs.real, known))
         inputs.batch.set(self.key("priority"), priority)
         return self.reduce(inputs, loss)
 
@@ -416,11 +420,13 @@ def value_of_action(value: Tensor, action: Tensor, space: ActionSpace | None) ->
             f"an action that names one of {value.shape[-1]} must be an integer, got {action.dtype}"
         )
     index = action.long().reshape(*value.shape[:-1], 1)
-    if on_host(index) and not bool(((index >= 0) & (index < value.shape[-1])).all()):
-        raise ValueError(
-            f"an action must be one of the {value.shape[-1]} that value_network judges, got actions from "
-            f"{int(index.min())} to {int(index.max())}: give the network as many outputs as there are actions"
-        )
+    if on_host(index):
+        least, most = (x.item() for x in index.aminmax())  # one pass
+        if least < 0 or most >= value.shape[-1]:
+            raise ValueError(
+                f"an action must be one of the {value.shape[-1]} that value_network judges, got actions from "
+                f"{least} to {most}: give the network as many outputs as there are actions"
+            )
     return value.gather(-1, index).squeeze(-1)  # [*B, A] at [*B, 1] -> [*B, 1] -> [*B]
 
 
@@ -429,6 +435,6 @@ def rows_with_nan(column: Tensor, batch_dims: int) -> Tensor | None:
     if not column.is_floating_point():
         return None
     # one pass where all is well: the sum of a column with NaN is NaN
-    if on_host(column) and bool(column.sum().isfinite()):
+    if on_host(column) and math.isfinite(column.sum().item()):
         return None
     return column.isnan().reshape(*column.shape[:batch_dims], -1).any(-1)  # [*B, *F] -> [*B, F] -> [*B]

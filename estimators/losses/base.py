@@ -25,6 +25,7 @@ from flatroll.estimators.masked import (
 )
 from flatroll.layout.boundaries import run_starts, steps_into_run
 from flatroll.layout.checks import whole_number
+from flatroll.layout.fast_call import shallow_copy
 from flatroll.layout.keys import (
     ACTION,
     IS_INIT,
@@ -59,12 +60,14 @@ class LossInputs:
             padding is 0 there, whatever the batch holds.
         mask: bool ``[*B]``, the rows that count; None means all True.
         unknown: bool ``[*B]``, the rows whose next observation nobody knows; None means all False.
+        real: bool ``[*B]``, the rows that neither padding nor an estimator left out; None means all True.
     """
 
     batch: TensorDictBase
     work: TensorDictBase
     mask: Tensor | None
     unknown: Tensor | None = None
+    real: Tensor | None = None
 
 
 class NetworkParameters:
@@ -119,6 +122,8 @@ class LossModule(TensorDictModuleBase):
             0 in rows that do not count. Default: ``"mean"``, also for None.
         burn_in: rows at the beginning of each run (slice) that only warm up the memory of recurrent networks. They
             count nowhere in the loss, and no gradient flows through them. Default: 0.
+        diagnostics: whether to compute and return numbers to log besides the losses; kept as ``with_diagnostics``,
+            which may be changed between calls. Default: True.
 
     Raises:
         ValueError: unknown ``reduction``, or ``burn_in`` below 0.
@@ -155,8 +160,11 @@ class LossModule(TensorDictModuleBase):
     #: Entries without a name in :meth:`set_keys` that a call by keyword may give, too.
     optional_keys: ClassVar[tuple[NestedKey, ...]] = (NEXT_KNOWN,)
 
-    def __init__(self, *, reduction: Reduction | None = "mean", burn_in: int = 0) -> None:
+    def __init__(
+        self, *, reduction: Reduction | None = "mean", burn_in: int = 0, diagnostics: bool = True
+    ) -> None:
         super().__init__()
+        self.with_diagnostics = diagnostics
         reduction = "mean" if reduction is None else reduction
         one_of("reduction", reduction, ("mean", "sum", "none"))
         self.reduction: Reduction = reduction
@@ -241,7 +249,7 @@ class LossModule(TensorDictModuleBase):
         """
         if batch.batch_size.numel() == 0:  # TensorDict.numel() is at least 1
             raise ValueError(f"{type(self).__name__} needs at least one row, got a batch {list(batch.shape)}")
-        mask = self.real_rows(batch)
+        mask = real = self.real_rows(batch)
         if self.burn_in:
             # from the row number burn_in of each run on (the first one has number 0)
             warm = steps_into_run(run_starts(batch, **self.boundary_keys)) >= self.burn_in
@@ -251,9 +259,10 @@ class LossModule(TensorDictModuleBase):
                     f"no run of the batch has more than burn_in={self.burn_in} rows, so no row counts and the loss "
                     "is 0: draw longer slices or burn in fewer rows"
                 )
-        padded = batch.get(self.tensor_keys["mask"], None) is not None
-        work = without_rubbish(batch, self.tensor_keys["mask"], self.in_keys) if padded else batch.copy()
-        return LossInputs(batch, work, mask)
+        padding = self.tensor_keys["mask"]
+        padded = real is not None and batch.get(padding, None) is not None
+        work = without_rubbish(batch, padding, self.in_keys) if padded else shallow_copy(batch)
+        return LossInputs(batch, work, mask, real=real)
 
     def real_rows(self, batch: TensorDictBase) -> Tensor | None:
         """Return the rows that neither padding nor an estimator left out, bool ``[*B]``; None means all of them."""

@@ -34,8 +34,8 @@ class DQNLoss(OffPolicyLoss):
     Args:
         value_network: tensordict module that writes ``"action_value"`` ``[*B, A]``; or a plain module from
             ``"observation"`` to it.
-        loss_function, use_prioritized_weights, burn_in, reduction: see :class:`~flatroll.estimators.OffPolicyLoss`.
-            Default: ``"l2"``, ``"auto"``, 0, ``"mean"``.
+        loss_function, use_prioritized_weights, burn_in, reduction, diagnostics: see
+            :class:`~flatroll.estimators.OffPolicyLoss`. Default: ``"l2"``, ``"auto"``, 0, ``"mean"``, True.
         delay_value: whether targets come from a copy, ``target_value_network``, that only moves when
             :class:`~flatroll.estimators.SoftUpdate` or :class:`~flatroll.estimators.HardUpdate` moves it.
             Default: True.
@@ -85,12 +85,14 @@ class DQNLoss(OffPolicyLoss):
         use_prioritized_weights: bool | Literal["auto"] = "auto",
         burn_in: int = 0,
         reduction: Reduction = "mean",
+        diagnostics: bool = True,
     ) -> None:
         super().__init__(
             loss_function=loss_function,
             use_prioritized_weights=use_prioritized_weights,
             burn_in=burn_in,
             reduction=reduction,
+            diagnostics=diagnostics,
         )
         if double_dqn and not delay_value:
             raise ValueError("double_dqn=True needs delay_value=True: the copy says what the choice is worth")
@@ -115,7 +117,7 @@ class DQNLoss(OffPolicyLoss):
         read += [next_key(key) for key in self._network_inputs.observed]
         read += [self.key(name) for name in ("action", "reward", "terminated")]
         self.in_keys = read
-        self.out_keys = ["loss", "pred_value", "target_value"]
+        self.out_keys = ["loss", *(("pred_value", "target_value") if self.with_diagnostics else ())]
 
     @override
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
@@ -132,11 +134,12 @@ class DQNLoss(OffPolicyLoss):
         chosen = value_of_action(value, self.entry(inputs, "action"), self.action_space)
         target = self.target(inputs, next_value)
         loss = distance(chosen, target, self.loss_function)
-        means = {"pred_value": chosen.detach(), "target_value": target}
-        return TensorDict(
-            {"loss": self.reduce_and_write_priority(inputs, loss, chosen - target)}
-            | {name: masked_mean(column, inputs.mask) for name, column in means.items()}
-        )
+        error = chosen.detach() - target
+        losses = {"loss": self.reduce_and_write_priority(inputs, loss, error)}
+        if self.with_diagnostics:
+            losses["pred_value"] = masked_mean(chosen.detach(), inputs.mask)
+            losses["target_value"] = masked_mean(target, inputs.mask)
+        return TensorDict(losses)
 
     def _values(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
         """Values ``[*B, A]`` of each row, with gradients, and ``[*B]`` of its next state, without."""

@@ -50,6 +50,7 @@ class SACOptions(TypedDict, total=False):
     separate_losses: bool
     use_prioritized_weights: bool | Literal["auto"]
     reduction: Reduction
+    diagnostics: bool
     skip_done_states: bool
     deactivate_vmap: bool
 
@@ -80,11 +81,15 @@ class SoftActorCritic(OffPolicyLoss):
         separate_losses: bool = False,
         use_prioritized_weights: bool | Literal["auto"] = "auto",
         reduction: Reduction = "mean",
+        diagnostics: bool = True,
         skip_done_states: bool = False,
         deactivate_vmap: bool = False,
     ) -> None:
         super().__init__(
-            loss_function=loss_function, use_prioritized_weights=use_prioritized_weights, reduction=reduction
+            loss_function=loss_function,
+            use_prioritized_weights=use_prioritized_weights,
+            reduction=reduction,
+            diagnostics=diagnostics,
         )
         require_actor(actor_network)
         low, high = min_alpha or 0.0, math.inf if max_alpha is None else max_alpha
@@ -128,9 +133,9 @@ class SoftActorCritic(OffPolicyLoss):
         self._observed: list[Any] = [key for key in read if as_tuple(key) not in made]
         inputs: list[Any] = [*self._observed, *(next_key(key) for key in self._observed)]
         self.in_keys = inputs + [self.key(name) for name in ("action", "reward", "terminated")]
-        self.out_keys = ["loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy"]
-        if state_value is not None:
-            self.out_keys.append("loss_value")
+        written: list[Any] = ["loss_actor", "loss_qvalue", "loss_alpha"]
+        written += ["alpha", "entropy"] if self.with_diagnostics else []
+        self.out_keys = written + ([] if state_value is None else ["loss_value"])
 
     @property
     def alpha(self) -> Tensor:
@@ -168,17 +173,15 @@ class SoftActorCritic(OffPolicyLoss):
         entropy = -log_prob.detach()
         aim = self.target_entropy
         aim = self._entropy_aim(inputs, values[0]) if aim == "auto" else float(aim)
-        return TensorDict(
-            {
-                "loss_actor": self.reduce(inputs, loss_actor),
-                "loss_qvalue": self.reduce_and_write_priority(inputs, distances.sum(0), errors.abs().amax(0)),
-                # falls with log_alpha where the entropy is below its aim: alpha grows there
-                "loss_alpha": self.reduce(inputs, self.log_alpha * (entropy - aim)),
-                "alpha": self.alpha,
-                "entropy": masked_mean(entropy, inputs.mask),
-                **value_losses,
-            }
-        )
+        losses = {
+            "loss_actor": self.reduce(inputs, loss_actor),
+            "loss_qvalue": self.reduce_and_write_priority(inputs, distances.sum(0), errors.abs().amax(0)),
+            # falls with log_alpha where the entropy is below its aim: alpha grows there
+            "loss_alpha": self.reduce(inputs, self.log_alpha * (entropy - aim)),
+        }
+        if self.with_diagnostics:
+            losses |= {"alpha": self.alpha, "entropy": masked_mean(entropy, inputs.mask)}
+        return TensorDict(losses | value_losses)
 
     def _apart(self, network: nn.Module) -> AbstractContextManager[None]:
         """With ``separate_losses``: the loss of a network's values leaves a trunk that the actor has, too, alone."""
@@ -224,8 +227,8 @@ class SACLoss(SoftActorCritic):
         num_qvalue_nets: number of critics. One module is copied, with new initial weights (``reset_parameters``); a
             list is taken as it is. Critics may read what the actor writes (a shared trunk). Default: 2.
         value_network: tensordict module that writes ``"state_value"`` ``[*B, 1]``. Default: None, no such network.
-        loss_function, use_prioritized_weights, reduction: see :class:`~flatroll.estimators.OffPolicyLoss`. Default:
-            ``"smooth_l1"``, ``"auto"``, ``"mean"``.
+        loss_function, use_prioritized_weights, reduction, diagnostics: see
+            :class:`~flatroll.estimators.OffPolicyLoss`. Default: ``"smooth_l1"``, ``"auto"``, ``"mean"``, True.
         alpha_init: first factor of the entropy. Default: 1.
         min_alpha, max_alpha: bounds of it. Default: none.
         fixed_alpha: leave the factor as it is. Default: False.
