@@ -41,8 +41,8 @@ _SAMPLING_ACTOR: dict[str, Any] = {"inplace": None, "_requires_sample": True}
 _SELECTING_NOTHING = _PLAIN_SEQUENCE | {"_select_before_return": False}
 
 
-def nest(columns: Mapping[NestedKey, Tensor], rows: int) -> TensorDict:
-    """Build a tensordict ``[rows]`` from columns with nested keys; nothing is checked.
+def nest(columns: Mapping[NestedKey, Tensor], *rows: int) -> TensorDict:
+    """Build a tensordict ``[*rows]`` from columns with nested keys; nothing is checked.
 
     >>> nest({"a": torch.zeros(2), ("next", "a"): torch.ones(2)}, 2)["next", "a"]
     tensor([1., 1.])
@@ -56,7 +56,22 @@ def nest(columns: Mapping[NestedKey, Tensor], rows: int) -> TensorDict:
             key = key[-1]
         place[key] = value
     # The public constructor's checks take 40 µs of a small batch's 100, insertion by set 5 for each column.
-    return TensorDict._new_unsafe(tree, batch_size=torch.Size([rows]))
+    return TensorDict._new_unsafe(tree, batch_size=torch.Size(rows))
+
+
+def fetched(batch: TensorDictBase, key: NestedKey) -> Any:
+    """Return ``batch.get(key, None)``, in a tenth of its time where tensordicts are plain.
+
+    >>> batch = TensorDict({"next": {"reward": torch.ones(2)}}, [2])
+    >>> fetched(batch, ("next", "reward")), fetched(batch, ("next", "done"))
+    (tensor([1., 1.]), None)
+    """
+    place: Any = batch
+    for name in (key,) if type(key) is str else key:
+        if type(place) is not TensorDict:
+            return None if place is None else batch.get(key, None)
+        place = place._tensordict.get(name)
+    return place if place is None or isinstance(place, Tensor) else batch.get(key, None)
 
 
 def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
@@ -140,7 +155,7 @@ def before_sampling(
 def written(network: TensorDictModuleBase, batch: TensorDictBase, key: NestedKey) -> Tensor | None:
     """Return what the network writes under ``key``, or None if it does not write it; the batch stays as it is."""
     out_keys = cast(list[Any], network.out_keys)
-    if as_tuple(key) not in map(as_tuple, out_keys):
+    if key not in out_keys and as_tuple(key) not in map(as_tuple, out_keys):
         return None  # what the batch holds there is another's
     if len(out_keys) == 1:  # a plain function writes nothing into the batch, so no copy is needed
         outputs = _outputs(network, batch)
@@ -157,16 +172,16 @@ def _is_plain(network: TensorDictModuleBase, plain: Mapping[str, Any]) -> bool:
         return False
     own = network.__dict__
     # network.compile() sets _compiled_call_impl
-    if own.get("_compiled_call_impl") is not None or any(own[name] for name in _HOOKS):
+    if own.get("_compiled_call_impl") is not None or any([own[name] for name in _HOOKS]):
         return False
-    return all(own.get(name, value) == value for name, value in plain.items())
+    return all([own.get(name, value) == value for name, value in plain.items()])  # lists: faster for so few
 
 
 def _outputs(network: TensorDictModuleBase, batch: TensorDictBase) -> list[tuple[NestedKey, Any]] | None:
     """What the network's function returns, each with its key; None if the network is more than a function."""
     if type(network) is not TensorDictModule or not _is_plain(network, _PLAIN_MODULE):
         return None
-    inputs = [batch.get(key, None) for key in cast(list[Any], network.in_keys)]
+    inputs = [fetched(batch, key) for key in cast(list[Any], network.in_keys)]
     if not all(isinstance(column, Tensor) for column in inputs):
         return None
     try:

@@ -31,7 +31,7 @@ from flatroll.estimators.losses.base import (
 )
 from flatroll.estimators.masked import Distance, Reduction, distance, masked_mean
 from flatroll.estimators.values.options import NetworkInputs
-from flatroll.layout.fast_call import written
+from flatroll.layout.fast_call import nest, written
 from flatroll.layout.keys import NestedKey, as_tuple, flat_column, next_key
 
 
@@ -166,22 +166,20 @@ class SoftActorCritic(OffPolicyLoss):
         read = inputs.work.detach() if self.separate_losses else inputs.work
         with self._apart(critics):
             values = self.critic_values(critics, read)
-        chosen = torch.stack([self._of_action(value, action) for value in values])  # [K, *B]
-        errors = chosen - target
-        distances = distance(chosen, target.expand_as(chosen), self.loss_function)
+        chosen = [self._of_action(value, action) for value in values]  # of each critic, [*B]
         loss_actor, log_prob = self._actor_loss(inputs, dist, values)
         entropy = -log_prob.detach()
         aim = self.target_entropy
         aim = self._entropy_aim(inputs, values[0]) if aim == "auto" else float(aim)
         losses = {
             "loss_actor": self.reduce(inputs, loss_actor),
-            "loss_qvalue": self.reduce_and_write_priority(inputs, distances.sum(0), errors.abs().amax(0)),
+            "loss_qvalue": self.fit(inputs, chosen, target),
             # falls with log_alpha where the entropy is below its aim: alpha grows there
             "loss_alpha": self.reduce(inputs, self.log_alpha * (entropy - aim)),
         }
         if self.with_diagnostics:
             losses |= {"alpha": self.alpha, "entropy": masked_mean(entropy, inputs.mask)}
-        return TensorDict(losses | value_losses)
+        return nest(losses | value_losses)
 
     def _apart(self, network: nn.Module) -> AbstractContextManager[None]:
         """With ``separate_losses``: the loss of a network's values leaves a trunk that the actor has, too, alone."""
