@@ -181,7 +181,7 @@ def _outputs(network: TensorDictModuleBase, batch: TensorDictBase) -> list[tuple
     """What the network's function returns, each with its key; None if the network is more than a function."""
     if type(network) is not TensorDictModule or not _is_plain(network, _PLAIN_MODULE):
         return None
-    inputs = [fetched(batch, key) for key in cast(list[Any], network.in_keys)]
+    inputs = [batch.get(key, None) for key in cast(list[Any], network.in_keys)]
     if not all(isinstance(column, Tensor) for column in inputs):
         return None
     try:

@@ -53,7 +53,7 @@ _UNDER_NEXT = ("reward", "done", "terminated")
 
 @dataclass(frozen=True)
 class LossInputs:
-    """A batch prepared for a loss: the batch, a working copy, and the masks of its rows.
+    """A batch prepared for a loss: the batch, what networks read of it, and the masks of its rows.
 
     Attributes:
         batch: the batch as it came, ``[*B]``.
@@ -74,7 +74,7 @@ class LossInputs:
 
     @cached_property
     def work(self) -> TensorDictBase:
-        """A shallow copy of :attr:`readable`, into which networks write: a critic may read what the actor wrote."""
+        """A shallow copy of :attr:`readable`, into which networks may write: a critic may read what the actor wrote."""
         return shallow_copy(self.readable)
 
 

@@ -31,7 +31,7 @@ from flatroll.estimators.losses.base import (
 )
 from flatroll.estimators.masked import Distance, Reduction, distance, masked_mean
 from flatroll.estimators.values.options import NetworkInputs
-from flatroll.layout.fast_call import nest, written
+from flatroll.layout.fast_call import nest, shallow_copy, written
 from flatroll.layout.keys import NestedKey, as_tuple, flat_column, next_key
 
 
@@ -160,14 +160,15 @@ class SoftActorCritic(OffPolicyLoss):
             target = self.target(
                 inputs, self._next_value(dist, after, critics if targets is None else targets)
             )
-        dist = distribution(self.actor_network, inputs.work)
+        work = shallow_copy(inputs.readable)  # the actor writes into it, and critics may read that
+        dist = distribution(self.actor_network, work)
         action = self.entry(inputs, "action")
-        value_losses = self._value_losses(inputs, dist)
-        read = inputs.work.detach() if self.separate_losses else inputs.work
+        value_losses = self._value_losses(inputs, work, dist)
+        read = work.detach() if self.separate_losses else work
         with self._apart(critics):
             values = self.critic_values(critics, read)
         chosen = [self._of_action(value, action) for value in values]  # of each critic, [*B]
-        loss_actor, log_prob = self._actor_loss(inputs, dist, values)
+        loss_actor, log_prob = self._actor_loss(work, dist, values)
         entropy = -log_prob.detach()
         aim = self.target_entropy
         aim = self._entropy_aim(inputs, values[0]) if aim == "auto" else float(aim)
@@ -186,8 +187,10 @@ class SoftActorCritic(OffPolicyLoss):
         shared = self.separate_losses
         return frozen(shared_parameters(network, self.actor_network)) if shared else nullcontext()
 
-    def _value_losses(self, inputs: LossInputs, dist: Distribution) -> dict[str, Tensor]:
-        """Losses of further networks by name, reduced; ``dist`` is of the actor, at the rows of the batch."""
+    def _value_losses(
+        self, inputs: LossInputs, work: TensorDictBase, dist: Distribution
+    ) -> dict[str, Tensor]:
+        """Losses of further networks by name, reduced; ``dist`` is of the actor, which wrote into ``work``."""
         return {}
 
     def _next_value(self, dist: Distribution, after: TensorDict, critics: nn.ModuleList) -> Tensor:
@@ -199,7 +202,7 @@ class SoftActorCritic(OffPolicyLoss):
         return value
 
     def _actor_loss(
-        self, inputs: LossInputs, dist: Distribution, values: list[Tensor]
+        self, work: TensorDictBase, dist: Distribution, values: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Loss of the actor and (expected) log-probability of its actions, both ``[*B]``."""
         raise NotImplementedError(f"{type(self).__name__} must define _actor_loss")
@@ -308,14 +311,16 @@ class SACLoss(SoftActorCritic):
         return flat_column(value, batch, key)
 
     @override
-    def _value_losses(self, inputs: LossInputs, dist: Distribution) -> dict[str, Tensor]:
+    def _value_losses(
+        self, inputs: LossInputs, work: TensorDictBase, dist: Distribution
+    ) -> dict[str, Tensor]:
         if self.value_network is None:
             return {}
         with torch.no_grad():
-            delayed, work = self.target_actor_network, inputs.work.copy()
-            dist = dist if delayed is None else distribution(delayed, work)
-            target = self._soft_value(dist, work, self.target_qvalue_network or self.qvalue_network)
-        read = inputs.work.detach() if self.separate_losses else inputs.work
+            delayed, acted = self.target_actor_network, shallow_copy(work)
+            dist = dist if delayed is None else distribution(delayed, acted)
+            target = self._soft_value(dist, acted, self.target_qvalue_network or self.qvalue_network)
+        read = work.detach() if self.separate_losses else work
         with self._apart(self.value_network):
             value = self._state_value(self.value_network, read)
         return {"loss_value": self.reduce(inputs, distance(value, target, self.loss_function))}
@@ -334,12 +339,12 @@ class SACLoss(SoftActorCritic):
 
     @override
     def _actor_loss(
-        self, inputs: LossInputs, dist: Distribution, values: list[Tensor]
+        self, work: TensorDictBase, dist: Distribution, values: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        action, log_prob = sample_with_log_prob(dist, inputs.work)
+        action, log_prob = sample_with_log_prob(dist, work)
         # gradients flow through the critics into the action, and stop there
         with frozen(parameters_and_buffers(self.qvalue_network)[0]):
-            acted = inputs.work.copy().set(self.key("action"), action)
+            acted = shallow_copy(work).set(self.key("action"), action)
             value = self.minimum_value(self.qvalue_network, acted)
         return self.alpha * log_prob - value, log_prob
 
@@ -418,7 +423,7 @@ class DiscreteSACLoss(SoftActorCritic):
 
     @override
     def _actor_loss(
-        self, inputs: LossInputs, dist: Distribution, values: list[Tensor]
+        self, work: TensorDictBase, dist: Distribution, values: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
         log_prob = log_probabilities(dist)
         probability = log_prob.exp()
