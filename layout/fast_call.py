@@ -154,7 +154,7 @@ def before_sampling(
 
 def written(network: TensorDictModuleBase, batch: TensorDictBase, key: NestedKey) -> Tensor | None:
     """Return what the network writes under ``key``, or None if it does not write it; the batch stays as it is."""
-    out_keys = cast(list[Any], network.out_keys)
+    out_keys: list[Any] = network.out_keys
     if key not in out_keys and as_tuple(key) not in map(as_tuple, out_keys):
         return None  # what the batch holds there is another's
     if len(out_keys) == 1:  # a plain function writes nothing into the batch, so no copy is needed
@@ -189,7 +189,9 @@ def _outputs(network: TensorDictModuleBase, batch: TensorDictBase) -> list[tuple
     except Exception as error:
         error.add_note(f"In the network with in_keys {network.in_keys} and out_keys {network.out_keys}")
         raise
-    keys = cast(list[Any], network.out_keys)
+    keys: list[Any] = network.out_keys
+    if isinstance(out, Tensor) and len(keys) == 1:
+        return [(keys[0], out)]
     if isinstance(out, (dict, TensorDictBase)) and all(key in out for key in keys):
         out = tuple(out[key] for key in keys)
     elif not isinstance(out, tuple):

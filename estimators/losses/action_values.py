@@ -323,13 +323,16 @@ class OffPolicyLoss(LossModule):
         Returns:
             the reduced loss, see :meth:`reduce`.
         """
-        errors = [(value.detach() - target).abs() for value in values]
-        error, kind = reduce(torch.maximum, errors), self.loss_function
+        first, *others = values
+        error = (first.detach() - target).abs()
+        for value in others:
+            error = torch.maximum(error, (value.detach() - target).abs())
+        self.write_priority(inputs, error)
+        kind = self.loss_function
         if inputs.mask is None and self.reduction == "mean" and self.weights_of(inputs) is None:
-            self.write_priority(inputs, error)
-            return reduce(torch.add, [DISTANCES[kind](value, target) for value in values])  # one pass with the mean
-        loss = reduce(torch.add, [distance(value, target, kind) for value in values])
-        return self.reduce_and_write_priority(inputs, loss, error)
+            # the mean of all rows in one pass with the distance
+            return reduce(torch.add, [DISTANCES[kind](value, target) for value in others], DISTANCES[kind](first, target))
+        return self.reduce(inputs, reduce(torch.add, [distance(value, target, kind) for value in values]))
 
     def reduce_and_write_priority(self, inputs: LossInputs, loss: Tensor, error: Tensor) -> Tensor:
         """Reduce the loss, and write ``"td_error"``, the new priorities, into the batch.
@@ -351,8 +354,9 @@ class OffPolicyLoss(LossModule):
     def write_priority(self, inputs: LossInputs, error: Tensor) -> None:
         """Write the size ``[*B]`` of each row's error as its priority: see :meth:`reduce_and_write_priority`."""
         # rows without an error get the least priority: drawn again, they would count nowhere again
-        known = None if inputs.unknown is None else ~inputs.unknown
-        inputs.batch.set(self.key("priority"), zero_masked(error, mask_and(inputs.real, known)))
+        if inputs.unknown is not None:
+            error = zero_masked(error, ~inputs.unknown)
+        inputs.batch.set(self.key("priority"), zero_masked(error, inputs.real))
 
     def weights_of(self, inputs: LossInputs) -> Tensor | None:
         """Return the importance weights ``[*B]`` of prioritized sampling; None where none are wanted or there."""

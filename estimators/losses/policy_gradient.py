@@ -395,7 +395,7 @@ class PPOLoss(PolicyGradientLoss):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio = self.log_ratio(inputs, log_prob)
         numbers = ratio_statistics(log_ratio.detach(), inputs.mask) if self.with_diagnostics else {}
-        return -log_ratio.exp() * advantage, numbers
+        return log_ratio.exp() * -advantage, numbers
 
     def log_ratio(self, inputs: LossInputs, log_prob: Tensor) -> Tensor:
         """Return the log of the probability ratio new / old policy ``[*B]``; 0 where the mask is False.
@@ -497,10 +497,11 @@ class ClipPPOLoss(PPOLoss):
         # min(ratio * A, clip(ratio) * A) bounds the ratio on one side only: above if A >= 0, below if A < 0.
         # The logarithm is bounded, before exp: where the limit holds, a ratio that overflows leaves no NaN in the
         # gradient (inf * 0).
-        bounded = torch.where(advantage < 0, log_ratio.clamp(min=least), log_ratio.clamp(max=most))
-        loss = -bounded.exp() * advantage
+        free, negative = log_ratio.detach(), advantage < 0
+        lowest = torch.full_like(free, -math.inf).masked_fill_(negative, least)
+        highest = torch.full_like(free, most).masked_fill_(negative, math.inf)
+        loss = log_ratio.clamp(lowest, highest).exp() * -advantage
         if not self.with_diagnostics:
             return loss, {}
-        free = log_ratio.detach()
         fraction = masked_mean((free.clamp(least, most) != free).to(free.dtype), inputs.mask)
         return loss, ratio_statistics(free, inputs.mask) | {"clip_fraction": fraction}
