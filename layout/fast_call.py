@@ -41,7 +41,7 @@ _SAMPLING_ACTOR: dict[str, Any] = {"inplace": None, "_requires_sample": True}
 _SELECTING_NOTHING = _PLAIN_SEQUENCE | {"_select_before_return": False}
 
 
-def nest(columns: Mapping[NestedKey, Tensor], *rows: int) -> TensorDict:
+def nest(columns: Mapping[NestedKey, Tensor] | Mapping[str, Tensor], *rows: int) -> TensorDict:
     """Build a tensordict ``[*rows]`` from columns with nested keys; nothing is checked.
 
     >>> nest({"a": torch.zeros(2), ("next", "a"): torch.ones(2)}, 2)["next", "a"]
@@ -172,9 +172,9 @@ def _is_plain(network: TensorDictModuleBase, plain: Mapping[str, Any]) -> bool:
         return False
     own = network.__dict__
     # network.compile() sets _compiled_call_impl
-    if own.get("_compiled_call_impl") is not None or any([own[name] for name in _HOOKS]):
+    if own.get("_compiled_call_impl") is not None or any(own[name] for name in _HOOKS):
         return False
-    return all([own.get(name, value) == value for name, value in plain.items()])  # lists: faster for so few
+    return all(own.get(name, value) == value for name, value in plain.items())
 
 
 def _outputs(network: TensorDictModuleBase, batch: TensorDictBase) -> list[tuple[NestedKey, Any]] | None:

@@ -331,7 +331,11 @@ class OffPolicyLoss(LossModule):
         kind = self.loss_function
         if inputs.mask is None and self.reduction == "mean" and self.weights_of(inputs) is None:
             # the mean of all rows in one pass with the distance
-            return reduce(torch.add, [DISTANCES[kind](value, target) for value in others], DISTANCES[kind](first, target))
+            return reduce(
+                torch.add,
+                [DISTANCES[kind](value, target) for value in others],
+                DISTANCES[kind](first, target),
+            )
         return self.reduce(inputs, reduce(torch.add, [distance(value, target, kind) for value in values]))
 
     def reduce_and_write_priority(self, inputs: LossInputs, loss: Tensor, error: Tensor) -> Tensor:

@@ -138,8 +138,10 @@ def clip_distance(clip_value: bool | Coefficient | None) -> Coefficient | None:
     return clip_value
 
 
-def clip_limits(clip_epsilon: Coefficient | Sequence[float]) -> dict[str, Coefficient]:
+def clip_limits(clip_epsilon: Coefficient | Sequence[float], single: bool = False) -> dict[str, Coefficient]:
     """Return the limits of probability ratios by the names of their buffers: one of both sides, or a pair.
+
+    With ``single``, ``clip_value=True`` asks for one.
 
     Raises:
         ValueError: it is no number or pair, not above 0, or reaches 1 on the lower side.
@@ -155,6 +157,8 @@ def clip_limits(clip_epsilon: Coefficient | Sequence[float]) -> dict[str, Coeffi
     low, *_, high = 2 * (*numbers.values(),)  # one number is both
     if not (0.0 < low < 1.0 and high > 0.0):
         raise ValueError(f"clip_epsilon must be above 0, and below 1 on the lower side, got {clip_epsilon}")
+    if single and len(numbers) > 1:
+        raise ValueError("clip_value=True needs one clip_epsilon, not a pair: give clip_value a number")
     return numbers
 
 

@@ -13,13 +13,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 from typing_extensions import override
 
-from flatroll.estimators.distributions import (
-    components,
-    distribution,
-    entropy_of,
-    joint,
-    log_prob_of,
-)
+from flatroll.estimators.distributions import components, distribution, entropy_of, joint, log_prob_of
 from flatroll.estimators.losses.base import (
     LossInputs,
     LossModule,
@@ -183,8 +177,9 @@ class PolicyGradientLoss(LossModule):
         if self.critic_network is not None and self.critic_coeff is not None:
             written += [critic_name, "explained_variance"]
             written += [] if self.clip_value is None else ["value_clip_fraction"]
-        written += self.diagnostics
-        self.out_keys = [x for x in written if self.with_diagnostics or x.startswith("loss_")]
+        self.out_keys = [
+            x for x in (*written, *self.diagnostics) if self.with_diagnostics or x.startswith("loss_")
+        ]
 
     @override
     def set_keys(self, **keys: NestedKey | list[NestedKey] | None) -> None:
@@ -296,10 +291,9 @@ class PolicyGradientLoss(LossModule):
                     losses["loss_entropy"] = -self.reduce(inputs, weighted_entropy(entropies, factor))
                 if self.with_diagnostics:
                     diagnostics["entropy"] = masked_mean(entropy.detach(), inputs.mask)
-            coefficient = self.critic_coeff
-            if self.critic_network is not None and coefficient is not None:
+            if self.critic_network is not None and self.critic_coeff is not None:
                 critic_loss, of_critic = self._critic_loss(inputs, self.critic_network, work)
-                losses[critic_name] = as_number(coefficient) * critic_loss
+                losses[critic_name] = as_number(self.critic_coeff) * critic_loss
                 diagnostics |= of_critic
         if self.with_diagnostics:
             losses |= {name: number.detach() for name, number in diagnostics.items()}
@@ -463,12 +457,8 @@ class ClipPPOLoss(PPOLoss):
         clip_epsilon: Coefficient | Sequence[float] = 0.2,
         **options: Unpack[PolicyOptions],
     ) -> None:
-        numbers = clip_limits(clip_epsilon)
+        numbers = clip_limits(clip_epsilon, single=options.get("clip_value") is True)
         if options.get("clip_value") is True:
-            if len(numbers) > 1:
-                raise ValueError(
-                    "clip_value=True needs one clip_epsilon, not a pair: give clip_value a number"
-                )
             options["clip_value"] = numbers["clip_epsilon"]
         super().__init__(actor_network, critic_network, **options)
         for name, number in numbers.items():
@@ -499,7 +489,7 @@ class ClipPPOLoss(PPOLoss):
         # gradient (inf * 0).
         free, negative = log_ratio.detach(), advantage < 0
         lowest = torch.full_like(free, -math.inf).masked_fill_(negative, least)
-        highest = torch.full_like(free, most).masked_fill_(negative, math.inf)
+        highest = torch.full_like(free, math.inf).masked_fill_(~negative, most)
         loss = log_ratio.clamp(lowest, highest).exp() * -advantage
         if not self.with_diagnostics:
             return loss, {}
