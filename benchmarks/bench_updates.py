@@ -25,7 +25,7 @@ from flatroll.estimators import ClipPPOLoss, DQNLoss, LossModule, SACLoss
 
 OBSERVATIONS, ACTIONS, GAMMA = 8, 2, 0.99
 MINIBATCHES = 64, 128, 256, 512
-TURNS, CALLS = 60, 10
+TURNS, CALLS = 100, 5
 
 
 class Pair(NamedTuple):
