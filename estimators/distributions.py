@@ -1,10 +1,11 @@
 """Computes an actor's distributions and their log-probabilities, entropies and KL divergences."""
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import CompositeDistribution, TensorDictModuleBase
+from tensordict.nn import CompositeDistribution, ProbabilisticTensorDictModule, TensorDictModuleBase
 from torch import Tensor
 from torch.distributions import Distribution, kl_divergence
 
@@ -26,6 +27,13 @@ def distribution(actor_network: TensorDictModuleBase, batch: TensorDictBase) -> 
     ready = before_sampling(actor_network, batch)
     actor: Any
     actor, batch = (actor_network, batch) if ready is None else ready
+    if type(actor) is ProbabilisticTensorDictModule and actor.dist_keys == actor.in_keys:
+        columns = {key: batch.get(key, None) for key in actor.in_keys if type(key) is str}
+        if len(columns) == len(actor.in_keys):
+            # what get_dist() does in more steps; it finds the words for what goes wrong
+            with suppress(TypeError):
+                made: Distribution = actor.distribution_class(**columns, **actor.distribution_kwargs)
+                return made
     dist: Distribution = actor.get_dist(batch)
     return dist
 

@@ -166,7 +166,7 @@ def ratio_statistics(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor
 
 def on_host(column: Tensor) -> bool:
     """Return whether values of ``column`` can be read cheaply: on the CPU, outside ``torch.compile``."""
-    return column.device.type == "cpu" and not torch.compiler.is_compiling()
+    return column.is_cpu and not torch.compiler.is_compiling()
 
 
 def as_number(coefficient: Tensor) -> Any:
@@ -174,7 +174,7 @@ def as_number(coefficient: Tensor) -> Any:
 
     Arithmetic with a number costs half of that with a tensor, and a number has no device to differ.
     """
-    if coefficient.device.type == "cpu" and not torch.compiler.is_compiling():
+    if coefficient.is_cpu and not torch.compiler.is_compiling():
         return coefficient.item()
     return coefficient
 

@@ -41,8 +41,8 @@ _SAMPLING_ACTOR: dict[str, Any] = {"inplace": None, "_requires_sample": True}
 _SELECTING_NOTHING = _PLAIN_SEQUENCE | {"_select_before_return": False}
 
 
-def nest(columns: Mapping[NestedKey, Tensor], rows: int) -> TensorDict:
-    """Build a tensordict ``[rows]`` from columns with nested keys; nothing is checked.
+def nest(columns: Mapping[NestedKey, Tensor] | Mapping[str, Tensor], *rows: int) -> TensorDict:
+    """Build a tensordict ``[*rows]`` from columns with nested keys; nothing is checked.
 
     >>> nest({"a": torch.zeros(2), ("next", "a"): torch.ones(2)}, 2)["next", "a"]
     tensor([1., 1.])
@@ -56,7 +56,42 @@ def nest(columns: Mapping[NestedKey, Tensor], rows: int) -> TensorDict:
             key = key[-1]
         place[key] = value
     # The public constructor's checks take 40 µs of a small batch's 100, insertion by set 5 for each column.
-    return TensorDict._new_unsafe(tree, batch_size=torch.Size([rows]))
+    return TensorDict._new_unsafe(tree, batch_size=torch.Size(rows))
+
+
+def fetched(batch: TensorDictBase, key: NestedKey) -> Any:
+    """Return ``batch.get(key, None)``, in a tenth of its time where tensordicts are plain.
+
+    >>> batch = TensorDict({"next": {"reward": torch.ones(2)}}, [2])
+    >>> fetched(batch, ("next", "reward")), fetched(batch, ("next", "done"))
+    (tensor([1., 1.]), None)
+    """
+    place: Any = batch
+    for name in (key,) if type(key) is str else key:
+        if type(place) is not TensorDict:
+            return None if place is None else batch.get(key, None)
+        place = place._tensordict.get(name)
+    return place if place is None or isinstance(place, Tensor) else batch.get(key, None)
+
+
+def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
+    """Return ``batch.copy()``, nested tensordicts copied, too, in a quarter of its time.
+
+    >>> batch = TensorDict({"next": {"reward": torch.ones(2)}}, [2])
+    >>> copy = shallow_copy(batch)
+    >>> copy["next", "done"] = torch.zeros(2)
+    >>> list(batch["next"].keys()), copy["next", "reward"] is batch["next", "reward"]
+    (['reward'], True)
+    """
+    if type(batch) is not TensorDict or torch.compiler.is_compiling():
+        return batch.copy()
+    entries = {
+        key: value if isinstance(value, Tensor) else shallow_copy(cast(TensorDictBase, value))
+        for key, value in batch.items()
+    }
+    return TensorDict._new_unsafe(
+        entries, batch_size=batch.batch_size, device=batch.device, names=batch._maybe_names()
+    )
 
 
 def through(network: TensorDictModuleBase, batch: TensorDictBase) -> TensorDictBase:
@@ -119,8 +154,8 @@ def before_sampling(
 
 def written(network: TensorDictModuleBase, batch: TensorDictBase, key: NestedKey) -> Tensor | None:
     """Return what the network writes under ``key``, or None if it does not write it; the batch stays as it is."""
-    out_keys = cast(list[Any], network.out_keys)
-    if as_tuple(key) not in map(as_tuple, out_keys):
+    out_keys: list[Any] = network.out_keys
+    if key not in out_keys and as_tuple(key) not in map(as_tuple, out_keys):
         return None  # what the batch holds there is another's
     if len(out_keys) == 1:  # a plain function writes nothing into the batch, so no copy is needed
         outputs = _outputs(network, batch)
@@ -154,7 +189,9 @@ def _outputs(network: TensorDictModuleBase, batch: TensorDictBase) -> list[tuple
     except Exception as error:
         error.add_note(f"In the network with in_keys {network.in_keys} and out_keys {network.out_keys}")
         raise
-    keys = cast(list[Any], network.out_keys)
+    keys: list[Any] = network.out_keys
+    if isinstance(out, Tensor) and len(keys) == 1:
+        return [(keys[0], out)]
     if isinstance(out, (dict, TensorDictBase)) and all(key in out for key in keys):
         out = tuple(out[key] for key in keys)
     elif not isinstance(out, tuple):

@@ -1,5 +1,6 @@
 """Base class of the off-policy losses (DQN, SAC): next observations, critics, TD targets and priorities."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import reduce
@@ -21,6 +22,7 @@ from flatroll.estimators.masked import (
     DISTANCES,
     Distance,
     Reduction,
+    distance,
     mask_and,
     on_host,
     one_of,
@@ -29,8 +31,9 @@ from flatroll.estimators.masked import (
 from flatroll.estimators.values.base import ValueEstimator
 from flatroll.estimators.values.estimators import ValueEstimators, name_of
 from flatroll.estimators.values.evaluate import fill_missing
+from flatroll.kernels.scans.scan import readable
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.fast_call import written
+from flatroll.layout.fast_call import fetched, nest, written
 from flatroll.layout.keys import NEXT_KNOWN, KeyNames, NestedKey, flat_column, marker, next_key, require
 
 ActionSpace = Literal["categorical", "one-hot"]
@@ -53,7 +56,7 @@ class OffPolicyLoss(LossModule):
         loss_function: ``"l1"``, ``"l2"`` or ``"smooth_l1"``; kept as an attribute. Default: ``"l2"``.
         use_prioritized_weights: whether ``"priority_weight"`` (``[N]``) weights the rows: True, False, or
             ``"auto"``, if it is there. A mean is divided by the sum of the weights. Default: ``"auto"``.
-        burn_in, reduction: see :class:`LossModule`.
+        burn_in, reduction, diagnostics: see :class:`LossModule`.
 
     Raises:
         ValueError: unknown ``loss_function``, ``use_prioritized_weights`` or ``reduction``.
@@ -72,7 +75,7 @@ class OffPolicyLoss(LossModule):
         ...             after = self.next_entries(inputs, ["observation"])
         ...             after["action"] = torch.full((*after.shape, 1), 0.5)
         ...             target = self.target(inputs, self.minimum_value(self.qvalue_network, after))
-        ...         error = torch.stack(self.critic_values(self.qvalue_network, inputs.work)) - target   # [2, *B]
+        ...         error = torch.stack(self.critic_values(self.qvalue_network, inputs.readable)) - target   # [2, *B]
         ...         loss = self.reduce_and_write_priority(inputs, error.square().sum(0), error.abs().amax(0))
         ...         return TensorDict({"loss_qvalue": loss})
         >>> critic = TensorDictModule(lambda s, a: s + a, ["observation", "action"], ["state_action_value"])
@@ -103,8 +106,9 @@ class OffPolicyLoss(LossModule):
         use_prioritized_weights: bool | Literal["auto"] = "auto",
         burn_in: int = 0,
         reduction: Reduction = "mean",
+        diagnostics: bool = True,
     ) -> None:
-        super().__init__(reduction=reduction, burn_in=burn_in)
+        super().__init__(reduction=reduction, burn_in=burn_in, diagnostics=diagnostics)
         self.tensor_keys = KeyNames(self.tensor_keys, **{self.value_name: self.value_name})
         one_of("loss_function", loss_function, DISTANCES)
         if use_prioritized_weights not in (True, False, "auto"):
@@ -168,14 +172,18 @@ class OffPolicyLoss(LossModule):
             observed: keys of the observations whose next ones the loss evaluates.
         """
         inputs = self.inputs_of(batch)
-        unknown = None if batch.get(NEXT_KNOWN, None) is None else ~marker(batch, NEXT_KNOWN)
+        unknown, finite = None, []
+        if fetched(batch, NEXT_KNOWN) is not None:
+            unknown = ~marker(batch, NEXT_KNOWN)
         for key in observed:
-            column = inputs.work.get(next_key(key), None)
+            column = fetched(inputs.readable, next_key(key))
             bad = self.ends(inputs) if column is None else rows_with_nan(column, batch.batch_dims)
-            if bad is not None:
+            if bad is None:
+                finite.append(key)
+            else:
                 unknown = bad if unknown is None else unknown | bad
         if unknown is None:
-            return inputs
+            return LossInputs(batch, inputs.readable, inputs.mask, real=inputs.real, finite=(*finite,))
         unknown = unknown & ~self.terminated(inputs)
         lost = int(unknown.sum()) if on_host(unknown) else 0
         if 2 * lost > unknown.numel():  # more than half of the rows
@@ -184,12 +192,15 @@ class OffPolicyLoss(LossModule):
                 "known, and they count nowhere: draw slices (SliceSampler), whose rows hold each other's next "
                 "observations, or keep them (compact_obs=False)"
             )
-        return LossInputs(inputs.batch, inputs.work, mask_and(inputs.mask, ~unknown), unknown)
+        return LossInputs(
+            inputs.batch, inputs.readable, mask_and(inputs.mask, ~unknown), unknown, inputs.real
+        )
 
     def terminated(self, inputs: LossInputs) -> Tensor:
         """Return which rows are terminated, so that their next value is 0; bool ``[*B]``."""
-        self.entry(inputs, "terminated")  # raises with the name of who writes it
-        return marker(inputs.batch, self.key("terminated"))
+        flag = self.entry(inputs, "terminated")  # raises with the name of who writes it
+        key = self.key("terminated")
+        return flat_column(flag, inputs.batch, key) if flag.dtype is torch.bool else marker(inputs.batch, key)
 
     def ends(self, inputs: LossInputs) -> Tensor:
         """Return which rows are the last of their run; bool ``[*B]``."""
@@ -198,8 +209,7 @@ class OffPolicyLoss(LossModule):
     @staticmethod
     def root_entries(inputs: LossInputs, keys: Iterable[NestedKey]) -> TensorDict:
         """Return the entries ``keys`` of the batch in a new tensordict ``[*B]``."""
-        columns = {key: require(inputs.work, key) for key in keys}
-        return TensorDict(columns, batch_size=inputs.batch.batch_size)
+        return nest({key: require(inputs.readable, key) for key in keys}, *inputs.batch.batch_size)
 
     @staticmethod
     def next_entries(inputs: LossInputs, keys: Iterable[NestedKey]) -> TensorDict:
@@ -208,12 +218,13 @@ class OffPolicyLoss(LossModule):
         The row's own number stands in for NaN and where the next observation is unknown: such rows do not count, and
         no NaN reaches a network.
         """
-        batch = inputs.work
-        columns = {
-            key: fill_missing(require(batch, next_key(key)), require(batch, key), inputs.unknown)
-            for key in keys
-        }
-        return TensorDict(columns, batch_size=batch.batch_size)
+        batch, columns = inputs.readable, {}
+        for key in keys:
+            column = require(batch, next_key(key))
+            if key not in inputs.finite:
+                column = fill_missing(column, require(batch, key), inputs.unknown)
+            columns[key] = column
+        return nest(columns, *batch.batch_size)
 
     def critic_values(
         self, networks: Iterable[nn.Module], batch: TensorDictBase, argument: str = "qvalue_network"
@@ -272,7 +283,7 @@ class OffPolicyLoss(LossModule):
             raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
         reward = flat_column(reward, batch, self.key("reward"))
         terminated = self.terminated(inputs)
-        steps = batch.get(STEPS, None)
+        steps = fetched(batch, STEPS)
         if self.lmbda == 0.0:
             discount: float | Tensor = self.gamma
             if steps is not None:  # n-step rows: their next observation lies several steps ahead
@@ -281,8 +292,11 @@ class OffPolicyLoss(LossModule):
                     discount = flat_column(written_discount, batch, DISCOUNT)
                 else:
                     discount = self.gamma ** flat_column(steps, batch, STEPS)
-            returns = td0_return_estimate(discount, next_value, reward, terminated)
-            return zero_masked(returns, self.real_rows(batch))
+            if isinstance(discount, Tensor):
+                returns = td0_return_estimate(discount, next_value, reward, terminated)
+            else:  # the same of [*B] columns, which are known to match
+                returns = torch.add(reward, readable(next_value, discount, terminated), alpha=discount)
+            return zero_masked(returns, inputs.real)
         if steps is not None:
             raise ValueError(
                 f"batch[{STEPS!r}] says that its rewards span several rows, which a return along the run would "
@@ -296,7 +310,33 @@ class OffPolicyLoss(LossModule):
         returns = td_lambda_return_estimate(
             self.gamma, self.lmbda, next_value, reward, ends, terminated, time_dim=-1
         )
-        return zero_masked(returns, self.real_rows(batch))
+        return zero_masked(returns, inputs.real)
+
+    def fit(self, inputs: LossInputs, values: Sequence[Tensor], target: Tensor) -> Tensor:
+        """Reduce the distances of critics' values to their target, added up; write ``"td_error"``, the largest error.
+
+        Args:
+            inputs: the batch.
+            values: of each critic, ``[*B]``.
+            target: of all of them, see :meth:`target`.
+
+        Returns:
+            the reduced loss, see :meth:`reduce`.
+        """
+        first, *others = values
+        error = (first.detach() - target).abs()
+        for value in others:
+            error = torch.maximum(error, (value.detach() - target).abs())
+        self.write_priority(inputs, error)
+        kind = self.loss_function
+        if inputs.mask is None and self.reduction == "mean" and self.weights_of(inputs) is None:
+            # the mean of all rows in one pass with the distance
+            return reduce(
+                torch.add,
+                [DISTANCES[kind](value, target) for value in others],
+                DISTANCES[kind](first, target),
+            )
+        return self.reduce(inputs, reduce(torch.add, [distance(value, target, kind) for value in values]))
 
     def reduce_and_write_priority(self, inputs: LossInputs, loss: Tensor, error: Tensor) -> Tensor:
         """Reduce the loss, and write ``"td_error"``, the new priorities, into the batch.
@@ -312,11 +352,23 @@ class OffPolicyLoss(LossModule):
         Returns:
             the reduced loss, see :meth:`reduce`.
         """
-        # rows without an error get the least priority: drawn again, they would count nowhere again
-        known = None if inputs.unknown is None else ~inputs.unknown
-        priority = zero_masked(error.detach().abs(), mask_and(self.real_rows(inputs.batch), known))
-        inputs.batch.set(self.key("priority"), priority)
+        self.write_priority(inputs, error.detach().abs())
         return self.reduce(inputs, loss)
+
+    def write_priority(self, inputs: LossInputs, error: Tensor) -> None:
+        """Write the size ``[*B]`` of each row's error as its priority: see :meth:`reduce_and_write_priority`."""
+        # rows without an error get the least priority: drawn again, they would count nowhere again
+        if inputs.unknown is not None:
+            error = zero_masked(error, ~inputs.unknown)
+        inputs.batch.set(self.key("priority"), zero_masked(error, inputs.real))
+
+    def weights_of(self, inputs: LossInputs) -> Tensor | None:
+        """Return the importance weights ``[*B]`` of prioritized sampling; None where none are wanted or there."""
+        key = self.key("priority_weight")
+        column = fetched(inputs.batch, key) if self.use_prioritized_weights else None
+        if column is None and self.use_prioritized_weights is True:
+            column = require(inputs.batch, key)  # raises with the name of who writes it
+        return None if column is None else flat_column(column, inputs.batch, key)
 
     @override
     def reduce(self, inputs: LossInputs, loss: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -324,12 +376,7 @@ class OffPolicyLoss(LossModule):
 
         With weights ``w`` (importance weights of prioritized sampling), the mean is ``sum(w * loss) / sum(w)``.
         """
-        key = self.key("priority_weight")
-        is_there = inputs.batch.get(key, None) is not None
-        wanted = self.use_prioritized_weights is True or (self.use_prioritized_weights and is_there)
-        if weights is None and wanted:
-            weights = flat_column(require(inputs.batch, key), inputs.batch, key)
-        return super().reduce(inputs, loss, weights)
+        return super().reduce(inputs, loss, self.weights_of(inputs) if weights is None else weights)
 
 
 def critic_ensemble(
@@ -415,13 +462,17 @@ def value_of_action(value: Tensor, action: Tensor, space: ActionSpace | None) ->
         raise TypeError(
             f"an action that names one of {value.shape[-1]} must be an integer, got {action.dtype}"
         )
-    index = action.long().reshape(*value.shape[:-1], 1)
-    if on_host(index) and not bool(((index >= 0) & (index < value.shape[-1])).all()):
+    index = action.long()
+    index = index if action.ndim == value.ndim else index.unsqueeze(-1)
+    try:  # on the CPU, gather() looks at each index itself
+        return value.gather(-1, index).squeeze(-1)  # [*B, A] at [*B, 1] -> [*B, 1] -> [*B]
+    except RuntimeError as error:
+        if not on_host(index) or bool(((index >= 0) & (index < value.shape[-1])).all()):
+            raise
         raise ValueError(
             f"an action must be one of the {value.shape[-1]} that value_network judges, got actions from "
             f"{int(index.min())} to {int(index.max())}: give the network as many outputs as there are actions"
-        )
-    return value.gather(-1, index).squeeze(-1)  # [*B, A] at [*B, 1] -> [*B, 1] -> [*B]
+        ) from error
 
 
 def rows_with_nan(column: Tensor, batch_dims: int) -> Tensor | None:
@@ -429,6 +480,6 @@ def rows_with_nan(column: Tensor, batch_dims: int) -> Tensor | None:
     if not column.is_floating_point():
         return None
     # one pass where all is well: the sum of a column with NaN is NaN
-    if on_host(column) and bool(column.sum().isfinite()):
+    if on_host(column) and math.isfinite(column.sum().item()):
         return None
     return column.isnan().reshape(*column.shape[:batch_dims], -1).any(-1)  # [*B, *F] -> [*B, F] -> [*B]

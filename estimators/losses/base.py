@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
@@ -25,6 +26,7 @@ from flatroll.estimators.masked import (
 )
 from flatroll.layout.boundaries import run_starts, steps_into_run
 from flatroll.layout.checks import whole_number
+from flatroll.layout.fast_call import fetched, shallow_copy
 from flatroll.layout.keys import (
     ACTION,
     IS_INIT,
@@ -51,20 +53,29 @@ _UNDER_NEXT = ("reward", "done", "terminated")
 
 @dataclass(frozen=True)
 class LossInputs:
-    """A batch prepared for a loss: the batch, a working copy, and the masks of its rows.
+    """A batch prepared for a loss: the batch, what networks read of it, and the masks of its rows.
 
     Attributes:
         batch: the batch as it came, ``[*B]``.
-        work: a shallow copy, into which the networks write (a critic may read what the actor wrote). What they read in
-            padding is 0 there, whatever the batch holds.
+        readable: what networks read: the batch, or, if it has padding, a shallow copy with 0 there in what they read,
+            whatever the batch holds.
         mask: bool ``[*B]``, the rows that count; None means all True.
         unknown: bool ``[*B]``, the rows whose next observation nobody knows; None means all False.
+        real: bool ``[*B]``, the rows that neither padding nor an estimator left out; None means all True.
+        finite: next observations, by the key of their root entry, in which there is no NaN.
     """
 
     batch: TensorDictBase
-    work: TensorDictBase
+    readable: TensorDictBase
     mask: Tensor | None
     unknown: Tensor | None = None
+    real: Tensor | None = None
+    finite: tuple[NestedKey, ...] = ()
+
+    @cached_property
+    def work(self) -> TensorDictBase:
+        """A shallow copy of :attr:`readable`, into which networks may write: a critic may read what the actor wrote."""
+        return shallow_copy(self.readable)
 
 
 class NetworkParameters:
@@ -119,6 +130,8 @@ class LossModule(TensorDictModuleBase):
             0 in rows that do not count. Default: ``"mean"``, also for None.
         burn_in: rows at the beginning of each run (slice) that only warm up the memory of recurrent networks. They
             count nowhere in the loss, and no gradient flows through them. Default: 0.
+        diagnostics: whether to compute and return numbers to log besides the losses; kept as ``with_diagnostics``,
+            which may be changed between calls. Default: True.
 
     Raises:
         ValueError: unknown ``reduction``, or ``burn_in`` below 0.
@@ -155,8 +168,11 @@ class LossModule(TensorDictModuleBase):
     #: Entries without a name in :meth:`set_keys` that a call by keyword may give, too.
     optional_keys: ClassVar[tuple[NestedKey, ...]] = (NEXT_KNOWN,)
 
-    def __init__(self, *, reduction: Reduction | None = "mean", burn_in: int = 0) -> None:
+    def __init__(
+        self, *, reduction: Reduction | None = "mean", burn_in: int = 0, diagnostics: bool = True
+    ) -> None:
         super().__init__()
+        self.with_diagnostics = diagnostics
         reduction = "mean" if reduction is None else reduction
         one_of("reduction", reduction, ("mean", "sum", "none"))
         self.reduction: Reduction = reduction
@@ -241,7 +257,12 @@ class LossModule(TensorDictModuleBase):
         """
         if batch.batch_size.numel() == 0:  # TensorDict.numel() is at least 1
             raise ValueError(f"{type(self).__name__} needs at least one row, got a batch {list(batch.shape)}")
-        mask = self.real_rows(batch)
+        mask = None
+        for name in ("mask", "valid"):
+            key = self.tensor_keys[name]
+            if fetched(batch, key) is not None:
+                mask = mask_and(mask, marker(batch, key))
+        real = mask
         if self.burn_in:
             # from the row number burn_in of each run on (the first one has number 0)
             warm = steps_into_run(run_starts(batch, **self.boundary_keys)) >= self.burn_in
@@ -251,18 +272,10 @@ class LossModule(TensorDictModuleBase):
                     f"no run of the batch has more than burn_in={self.burn_in} rows, so no row counts and the loss "
                     "is 0: draw longer slices or burn in fewer rows"
                 )
-        padded = batch.get(self.tensor_keys["mask"], None) is not None
-        work = without_rubbish(batch, self.tensor_keys["mask"], self.in_keys) if padded else batch.copy()
-        return LossInputs(batch, work, mask)
-
-    def real_rows(self, batch: TensorDictBase) -> Tensor | None:
-        """Return the rows that neither padding nor an estimator left out, bool ``[*B]``; None means all of them."""
-        mask = None
-        for name in ("mask", "valid"):
-            key = self.tensor_keys[name]
-            if batch.get(key, None) is not None:
-                mask = mask_and(mask, marker(batch, key))
-        return mask
+        padding = self.tensor_keys["mask"]
+        padded = real is not None and fetched(batch, padding) is not None
+        readable = without_rubbish(batch, padding, self.in_keys) if padded else batch
+        return LossInputs(batch, readable, mask, real=real)
 
     @property
     def boundary_keys(self) -> dict[str, NestedKey]:
@@ -284,7 +297,7 @@ class LossModule(TensorDictModuleBase):
         Raises:
             KeyError: it is missing; the text names what writes it.
         """
-        value: Tensor | None = inputs.batch.get(self.key(name), None)
+        value: Tensor | None = fetched(inputs.batch, self.key(name))
         if value is None:
             default = self.default_keys.get(name, name)
             default = under_next(default) if name in _UNDER_NEXT else default

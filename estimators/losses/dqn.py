@@ -16,10 +16,11 @@ from flatroll.estimators.losses.action_values import (
     value_of_action,
 )
 from flatroll.estimators.losses.base import LossInputs, NetworkParameters, target_copy
-from flatroll.estimators.masked import Distance, Reduction, distance, masked_mean
+from flatroll.estimators.masked import Distance, Reduction, masked_mean
 from flatroll.estimators.values.evaluate import ValueInputs, Values, state_values
 from flatroll.estimators.values.extended_stream import Boundaries
 from flatroll.estimators.values.options import Evaluation, NetworkInputs
+from flatroll.layout.fast_call import fetched, nest
 from flatroll.layout.keys import OBSERVATION, NestedKey, next_key
 from flatroll.modules import set_recurrent_mode
 
@@ -34,8 +35,8 @@ class DQNLoss(OffPolicyLoss):
     Args:
         value_network: tensordict module that writes ``"action_value"`` ``[*B, A]``; or a plain module from
             ``"observation"`` to it.
-        loss_function, use_prioritized_weights, burn_in, reduction: see :class:`~flatroll.estimators.OffPolicyLoss`.
-            Default: ``"l2"``, ``"auto"``, 0, ``"mean"``.
+        loss_function, use_prioritized_weights, burn_in, reduction, diagnostics: see
+            :class:`~flatroll.estimators.OffPolicyLoss`. Default: ``"l2"``, ``"auto"``, 0, ``"mean"``, True.
         delay_value: whether targets come from a copy, ``target_value_network``, that only moves when
             :class:`~flatroll.estimators.SoftUpdate` or :class:`~flatroll.estimators.HardUpdate` moves it.
             Default: True.
@@ -85,12 +86,14 @@ class DQNLoss(OffPolicyLoss):
         use_prioritized_weights: bool | Literal["auto"] = "auto",
         burn_in: int = 0,
         reduction: Reduction = "mean",
+        diagnostics: bool = True,
     ) -> None:
         super().__init__(
             loss_function=loss_function,
             use_prioritized_weights=use_prioritized_weights,
             burn_in=burn_in,
             reduction=reduction,
+            diagnostics=diagnostics,
         )
         if double_dqn and not delay_value:
             raise ValueError("double_dqn=True needs delay_value=True: the copy says what the choice is worth")
@@ -115,7 +118,7 @@ class DQNLoss(OffPolicyLoss):
         read += [next_key(key) for key in self._network_inputs.observed]
         read += [self.key(name) for name in ("action", "reward", "terminated")]
         self.in_keys = read
-        self.out_keys = ["loss", "pred_value", "target_value"]
+        self.out_keys = ["loss", *(("pred_value", "target_value") if self.with_diagnostics else ())]
 
     @override
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
@@ -131,18 +134,17 @@ class DQNLoss(OffPolicyLoss):
             value, next_value = self._values(inputs)
         chosen = value_of_action(value, self.entry(inputs, "action"), self.action_space)
         target = self.target(inputs, next_value)
-        loss = distance(chosen, target, self.loss_function)
-        means = {"pred_value": chosen.detach(), "target_value": target}
-        return TensorDict(
-            {"loss": self.reduce_and_write_priority(inputs, loss, chosen - target)}
-            | {name: masked_mean(column, inputs.mask) for name, column in means.items()}
-        )
+        losses = {"loss": self.fit(inputs, [chosen], target)}
+        if self.with_diagnostics:
+            losses["pred_value"] = masked_mean(chosen.detach(), inputs.mask)
+            losses["target_value"] = masked_mean(target, inputs.mask)
+        return nest(losses)
 
     def _values(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
         """Values ``[*B, A]`` of each row, with gradients, and ``[*B]`` of its next state, without."""
         online, target = self.value_network, self.target_value_network or self.value_network
         observed, batch = self._network_inputs.observed, inputs.batch
-        complete = all(batch.get(next_key(key), None) is not None for key in observed)
+        complete = all(fetched(batch, next_key(key)) is not None for key in observed)
         if self._network_inputs.recurrent or not complete:
             return self._values_of_runs(inputs)
         (value,) = self.critic_values([online], self.root_entries(inputs, observed), "value_network")
@@ -161,11 +163,11 @@ class DQNLoss(OffPolicyLoss):
                 "transform out, and make_value_estimator('td_lambda') for longer returns"
             )
         at = Boundaries(self.ends(inputs), self.terminated(inputs), inputs.unknown)
-        online = self._over_stream(self.value_network, inputs.work, at)
+        online = self._over_stream(self.value_network, inputs.readable, at)
         choice = next_value = online.next_value.detach()  # [*B, A]
         if self.target_value_network is not None:
             with torch.no_grad():
-                next_value = self._over_stream(self.target_value_network, inputs.work, at).next_value
+                next_value = self._over_stream(self.target_value_network, inputs.readable, at).next_value
         return online.value, next_state_value(next_value, choice if self.double_dqn else None)
 
     def _over_stream(self, network: TensorDictModuleBase, batch: TensorDictBase, at: Boundaries) -> Values:

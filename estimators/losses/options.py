@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, TypeAlias, TypedDict, cast
@@ -32,6 +32,7 @@ class CriticOptions(TypedDict, total=False):
     separate_losses: bool
     burn_in: int
     reduction: Reduction | None
+    diagnostics: bool
     functional: bool
     device: torch.device | str | None
 
@@ -135,6 +136,30 @@ def clip_distance(clip_value: bool | Coefficient | None) -> Coefficient | None:
     if is_number and not clip_value > 0:
         raise ValueError(f"clip_value must be above 0, got {clip_value!r}; None leaves the value unclipped")
     return clip_value
+
+
+def clip_limits(clip_epsilon: Coefficient | Sequence[float], single: bool = False) -> dict[str, Coefficient]:
+    """Return the limits of probability ratios by the names of their buffers: one of both sides, or a pair.
+
+    With ``single``, ``clip_value=True`` asks for one.
+
+    Raises:
+        ValueError: it is no number or pair, not above 0, or reaches 1 on the lower side.
+
+    >>> clip_limits((0.2, 0.3))
+    {'clip_epsilon_low': 0.2, 'clip_epsilon_high': 0.3}
+    """
+    numbers: dict[str, Coefficient] = {"clip_epsilon": cast(Coefficient, clip_epsilon)}
+    if isinstance(clip_epsilon, Sequence):
+        if len(clip_epsilon) != 2:
+            raise ValueError(f"clip_epsilon must be a number or a pair, of length 2, got {clip_epsilon}")
+        numbers = {"clip_epsilon_low": clip_epsilon[0], "clip_epsilon_high": clip_epsilon[1]}
+    low, *_, high = 2 * (*numbers.values(),)  # one number is both
+    if not (0.0 < low < 1.0 and high > 0.0):
+        raise ValueError(f"clip_epsilon must be above 0, and below 1 on the lower side, got {clip_epsilon}")
+    if single and len(numbers) > 1:
+        raise ValueError("clip_value=True needs one clip_epsilon, not a pair: give clip_value a number")
+    return numbers
 
 
 def entropy_coefficients(coefficients: Mapping[NestedKey, float]) -> dict[NestedKey, float]:

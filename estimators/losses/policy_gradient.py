@@ -13,13 +13,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 from typing_extensions import override
 
-from flatroll.estimators.distributions import (
-    components,
-    distribution,
-    entropy_of,
-    joint,
-    log_prob_of,
-)
+from flatroll.estimators.distributions import components, distribution, entropy_of, joint, log_prob_of
 from flatroll.estimators.losses.base import (
     LossInputs,
     LossModule,
@@ -32,6 +26,7 @@ from flatroll.estimators.losses.options import (
     PolicyOptions,
     check_networks,
     clip_distance,
+    clip_limits,
     entropy_coefficients,
     keys_written_by,
     refuse_unknown,
@@ -52,7 +47,7 @@ from flatroll.estimators.masked import (
 )
 from flatroll.estimators.values.base import ValueEstimator
 from flatroll.estimators.values.estimators import Kind, ValueEstimators, make_estimator
-from flatroll.layout.fast_call import through
+from flatroll.layout.fast_call import fetched, shallow_copy, through
 from flatroll.layout.keys import ACTION, NestedKey, flat_column
 from flatroll.modules import set_recurrent_mode
 
@@ -76,7 +71,7 @@ class PolicyGradientLoss(LossModule):
             the plain critic loss counts. Default: None, no clipping; so does False.
         normalize_advantage: zero mean and unit deviation of the advantage over the rows that count. Default: False.
         separate_losses: the critic loss leaves parameters that the actor has, too, alone. Default: False.
-        burn_in, reduction: see :class:`~flatroll.estimators.LossModule`. Default: 0, ``"mean"``.
+        burn_in, reduction, diagnostics: see :class:`~flatroll.estimators.LossModule`. Default: 0, ``"mean"``, True.
         functional: kept as an attribute. The loss calls the networks themselves either way, so that they may be
             wrapped (DDP) or compiled, and has ``actor_network_params`` and ``critic_network_params`` either way.
         device: of the coefficients. Default: that of the first parameter.
@@ -148,12 +143,13 @@ class PolicyGradientLoss(LossModule):
         separate_losses: bool = False,
         burn_in: int = 0,
         reduction: Reduction | None = "mean",
+        diagnostics: bool = True,
         functional: bool = True,
         device: torch.device | str | None = None,
         **unknown: Any,
     ) -> None:
         refuse_unknown(self, unknown)
-        super().__init__(reduction=reduction, burn_in=burn_in)
+        super().__init__(reduction=reduction, burn_in=burn_in, diagnostics=diagnostics)
         networks = check_networks(self, actor_network, critic_network, actor, critic)
         one_of("loss_critic_type", loss_critic_type, DISTANCES)
         self.actor_network, self.critic_network = networks
@@ -181,7 +177,9 @@ class PolicyGradientLoss(LossModule):
         if self.critic_network is not None and self.critic_coeff is not None:
             written += [critic_name, "explained_variance"]
             written += [] if self.clip_value is None else ["value_clip_fraction"]
-        self.out_keys = [*written, *self.diagnostics]
+        self.out_keys = [
+            x for x in (*written, *self.diagnostics) if self.with_diagnostics or x.startswith("loss_")
+        ]
 
     @override
     def set_keys(self, **keys: NestedKey | list[NestedKey] | None) -> None:
@@ -258,25 +256,26 @@ class PolicyGradientLoss(LossModule):
             KeyError: an entry is missing; the text says what writes it.
         """
         batch = tensordict
-        if self.value_estimator is not None and batch.get(self.key("advantage"), None) is None:
+        if self.value_estimator is not None and fetched(batch, self.key("advantage")) is None:
             with torch.no_grad():
                 batch = self.value_estimator(tensordict.copy())
         inputs = self.inputs_of(batch)
         policy_name, critic_name = self.loss_names
         with set_recurrent_mode(True, burn_in=self.burn_in):
             advantage = self._advantage(inputs)
-            dist = distribution(self.actor_network, inputs.work)
+            work = shallow_copy(inputs.readable)  # the networks write into it
+            dist = distribution(self.actor_network, work)
             parts = components(dist)
             log_probs = []
             for key, part in parts.items():
-                action = self.entry(inputs, "action") if key is None else inputs.batch.get(key, None)
+                action = self.entry(inputs, "action") if key is None else fetched(inputs.batch, key)
                 if action is None:
                     raise self.missing(inputs, cast(NestedKey, key), ACTION)
                 log_probs.append(joint(log_prob_of(part, action), inputs.batch))
             # parts of an action are independent: their log-probabilities and entropies add up
             log_prob = reduce(torch.add, log_probs)
             loss, diagnostics = self.objective(inputs, dist, log_prob, advantage)
-            losses = {policy_name: loss}
+            losses = {policy_name: self.reduce(inputs, loss)}
             if self.entropy_bonus:
                 entropies: dict[Any, Tensor] = {
                     self.tensor_keys["action"] if key is None else key: joint(
@@ -287,21 +286,23 @@ class PolicyGradientLoss(LossModule):
                 entropy = reduce(torch.add, entropies.values())
                 factor = self.entropy_coeff
                 if isinstance(factor, Tensor):
-                    losses["loss_entropy"] = -as_number(factor) * entropy
+                    losses["loss_entropy"] = -as_number(factor) * self.reduce(inputs, entropy)
                 else:
-                    losses["loss_entropy"] = -weighted_entropy(entropies, factor)
-                diagnostics["entropy"] = masked_mean(entropy.detach(), inputs.mask)
+                    losses["loss_entropy"] = -self.reduce(inputs, weighted_entropy(entropies, factor))
+                if self.with_diagnostics:
+                    diagnostics["entropy"] = masked_mean(entropy.detach(), inputs.mask)
             if self.critic_network is not None and self.critic_coeff is not None:
-                critic_loss, of_critic = self._critic_loss(inputs, self.critic_network)
+                critic_loss, of_critic = self._critic_loss(inputs, self.critic_network, work)
                 losses[critic_name] = as_number(self.critic_coeff) * critic_loss
                 diagnostics |= of_critic
-        out = {name: self.reduce(inputs, loss) for name, loss in losses.items()}
-        return TensorDict(out | {name: number.detach() for name, number in diagnostics.items()})
+        if self.with_diagnostics:
+            losses |= {name: number.detach() for name, number in diagnostics.items()}
+        return TensorDict(losses)
 
     def _advantage(self, inputs: LossInputs) -> Tensor:
         """The advantage ``[*B]``, normalised over the rows that count if the loss is to."""
         key = self.key("advantage")
-        if inputs.batch.get(key, None) is None:
+        if fetched(inputs.batch, key) is None:
             hint = ". Or let the loss compute it: loss.make_value_estimator(...)"
             raise self.missing(inputs, key, self.default_keys["advantage"], hint)
         advantage = self.column(inputs, "advantage")
@@ -310,38 +311,43 @@ class PolicyGradientLoss(LossModule):
         return advantage
 
     def _critic_loss(
-        self, inputs: LossInputs, critic: TensorDictModuleBase
+        self, inputs: LossInputs, critic: TensorDictModuleBase, work: TensorDictBase
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of the critic in each row ``[*B]``, and diagnostics."""
+        """The loss of the critic, reduced, and diagnostics; the critic may read what the actor wrote into ``work``."""
         key = self.tensor_keys["value"]
         target = self.column(inputs, "value_target")
-        work = inputs.work.detach() if self.separate_losses else inputs.work
+        work = work.detach() if self.separate_losses else work
         alone = shared_parameters(critic, self.actor_network) if self.separate_losses else []
         with frozen(alone) if alone else nullcontext():
             work = through(critic, work)
         # a value that came with the batch is not the critic's: ask what the critic says that it writes
-        is_written = unravel_key(key) in unravel_key_list(list(critic.out_keys))
-        column = work.get(key, None) if is_written else None
+        out_keys: Any = critic.out_keys
+        is_written = key in out_keys or unravel_key(key) in unravel_key_list(list(out_keys))
+        column = fetched(work, key) if is_written else None
         if column is None:
             raise KeyError(
-                f"critic_network wrote no entry {key!r}: its out_keys are {list(critic.out_keys)}; name the one that "
+                f"critic_network wrote no entry {key!r}: its out_keys are {list(out_keys)}; name the one that "
                 "holds the value with set_keys(value=...)"
             )
         value = flat_column(column, inputs.batch, key)
+        diagnostics, most = {}, self.clip_value
+        if self.with_diagnostics:
+            # 1 - Var(target - value) / Var(target): 1 for a perfect critic, 0 for a constant one; eps: no division by 0
+            free, aim, tiny = value.detach(), target.detach(), torch.finfo(target.dtype).eps
+            left, total = (masked_variance(x, inputs.mask, correction=0) for x in (aim - free, aim))
+            diagnostics = {"explained_variance": 1.0 - left / (total + tiny)}
+        if most is None and inputs.mask is None and self.reduction == "mean":
+            return DISTANCES[self.loss_critic_type](value, target), diagnostics  # one pass with the mean
         loss = distance(value, target, self.loss_critic_type)
-        # 1 - Var(target - value) / Var(target): 1 for a perfect critic, 0 for a constant one; eps: no division by 0
-        free, aim, tiny = value.detach(), target.detach(), torch.finfo(target.dtype).eps
-        left, total = (masked_variance(x, inputs.mask, correction=0) for x in (aim - free, aim))
-        diagnostics = {"explained_variance": 1.0 - left / (total + tiny)}
-        if self.clip_value is not None:
+        if most is not None:
             # the larger of the two losses counts: moving further than clip_value from the sampled value earns nothing
             sampled = self.column(inputs, "value")
             moved = value - sampled
-            most = as_number(self.clip_value)
+            most = as_number(most)
             clipped = moved.clamp(-most, most)
             loss = torch.maximum(loss, distance(sampled + clipped, target, self.loss_critic_type))
             diagnostics["value_clip_fraction"] = masked_mean((moved != clipped).to(value.dtype), inputs.mask)
-        return loss, diagnostics
+        return self.reduce(inputs, loss), diagnostics
 
 
 class PPOLoss(PolicyGradientLoss):
@@ -382,7 +388,8 @@ class PPOLoss(PolicyGradientLoss):
         self, inputs: LossInputs, dist: Distribution, log_prob: Tensor, advantage: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio = self.log_ratio(inputs, log_prob)
-        return -log_ratio.exp() * advantage, ratio_statistics(log_ratio.detach(), inputs.mask)
+        numbers = ratio_statistics(log_ratio.detach(), inputs.mask) if self.with_diagnostics else {}
+        return log_ratio.exp() * -advantage, numbers
 
     def log_ratio(self, inputs: LossInputs, log_prob: Tensor) -> Tensor:
         """Return the log of the probability ratio new / old policy ``[*B]``; 0 where the mask is False.
@@ -391,10 +398,10 @@ class PPOLoss(PolicyGradientLoss):
         """
         key: Any = self.tensor_keys["sample_log_prob"]
         names = key if isinstance(key, list) else [key]
-        if len(names) == 1 and inputs.batch.get(names[0], None) is None:
+        if len(names) == 1 and fetched(inputs.batch, names[0]) is None:
             of_actor = getattr(self.actor_network, "log_prob_keys", None) or ()
             names = list(of_actor) if len(of_actor) > 1 else names
-        columns = [inputs.batch.get(name, None) for name in names]
+        columns = [fetched(inputs.batch, name) for name in names]
         for name, column in zip(names, columns, strict=True):
             if column is None:
                 raise self.missing(inputs, name, self.default_keys["sample_log_prob"])
@@ -450,22 +457,9 @@ class ClipPPOLoss(PPOLoss):
         clip_epsilon: Coefficient | Sequence[float] = 0.2,
         **options: Unpack[PolicyOptions],
     ) -> None:
-        numbers: dict[str, Coefficient] = {"clip_epsilon": cast(Coefficient, clip_epsilon)}
-        if isinstance(clip_epsilon, Sequence):
-            if len(clip_epsilon) != 2:
-                raise ValueError(f"clip_epsilon must be a number or a pair, of length 2, got {clip_epsilon}")
-            numbers = {"clip_epsilon_low": clip_epsilon[0], "clip_epsilon_high": clip_epsilon[1]}
-        low, *_, high = 2 * (*numbers.values(),)  # one number is both
-        if not (0.0 < low < 1.0 and high > 0.0):
-            raise ValueError(
-                f"clip_epsilon must be above 0, and below 1 on the lower side, got {clip_epsilon}"
-            )
+        numbers = clip_limits(clip_epsilon, single=options.get("clip_value") is True)
         if options.get("clip_value") is True:
-            if len(numbers) > 1:
-                raise ValueError(
-                    "clip_value=True needs one clip_epsilon, not a pair: give clip_value a number"
-                )
-            options["clip_value"] = low
+            options["clip_value"] = numbers["clip_epsilon"]
         super().__init__(actor_network, critic_network, **options)
         for name, number in numbers.items():
             self.register_coeff_buffer(name, number, device=options.get("device"))
@@ -493,7 +487,11 @@ class ClipPPOLoss(PPOLoss):
         # min(ratio * A, clip(ratio) * A) bounds the ratio on one side only: above if A >= 0, below if A < 0.
         # The logarithm is bounded, before exp: where the limit holds, a ratio that overflows leaves no NaN in the
         # gradient (inf * 0).
-        bounded = torch.where(advantage < 0, log_ratio.clamp(min=least), log_ratio.clamp(max=most))
-        free = log_ratio.detach()
+        free, negative = log_ratio.detach(), advantage < 0
+        lowest = torch.full_like(free, -math.inf).masked_fill_(negative, least)
+        highest = torch.full_like(free, math.inf).masked_fill_(~negative, most)
+        loss = log_ratio.clamp(lowest, highest).exp() * -advantage
+        if not self.with_diagnostics:
+            return loss, {}
         fraction = masked_mean((free.clamp(least, most) != free).to(free.dtype), inputs.mask)
-        return -bounded.exp() * advantage, ratio_statistics(free, inputs.mask) | {"clip_fraction": fraction}
+        return loss, ratio_statistics(free, inputs.mask) | {"clip_fraction": fraction}

@@ -31,7 +31,7 @@ from flatroll.estimators.losses.base import (
 )
 from flatroll.estimators.masked import Distance, Reduction, distance, masked_mean
 from flatroll.estimators.values.options import NetworkInputs
-from flatroll.layout.fast_call import written
+from flatroll.layout.fast_call import nest, shallow_copy, written
 from flatroll.layout.keys import NestedKey, as_tuple, flat_column, next_key
 
 
@@ -50,6 +50,7 @@ class SACOptions(TypedDict, total=False):
     separate_losses: bool
     use_prioritized_weights: bool | Literal["auto"]
     reduction: Reduction
+    diagnostics: bool
     skip_done_states: bool
     deactivate_vmap: bool
 
@@ -80,11 +81,15 @@ class SoftActorCritic(OffPolicyLoss):
         separate_losses: bool = False,
         use_prioritized_weights: bool | Literal["auto"] = "auto",
         reduction: Reduction = "mean",
+        diagnostics: bool = True,
         skip_done_states: bool = False,
         deactivate_vmap: bool = False,
     ) -> None:
         super().__init__(
-            loss_function=loss_function, use_prioritized_weights=use_prioritized_weights, reduction=reduction
+            loss_function=loss_function,
+            use_prioritized_weights=use_prioritized_weights,
+            reduction=reduction,
+            diagnostics=diagnostics,
         )
         require_actor(actor_network)
         low, high = min_alpha or 0.0, math.inf if max_alpha is None else max_alpha
@@ -128,9 +133,9 @@ class SoftActorCritic(OffPolicyLoss):
         self._observed: list[Any] = [key for key in read if as_tuple(key) not in made]
         inputs: list[Any] = [*self._observed, *(next_key(key) for key in self._observed)]
         self.in_keys = inputs + [self.key(name) for name in ("action", "reward", "terminated")]
-        self.out_keys = ["loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy"]
-        if state_value is not None:
-            self.out_keys.append("loss_value")
+        written: list[Any] = ["loss_actor", "loss_qvalue", "loss_alpha"]
+        written += ["alpha", "entropy"] if self.with_diagnostics else []
+        self.out_keys = written + ([] if state_value is None else ["loss_value"])
 
     @property
     def alpha(self) -> Tensor:
@@ -155,38 +160,37 @@ class SoftActorCritic(OffPolicyLoss):
             target = self.target(
                 inputs, self._next_value(dist, after, critics if targets is None else targets)
             )
-        dist = distribution(self.actor_network, inputs.work)
+        work = shallow_copy(inputs.readable)  # the actor writes into it, and critics may read that
+        dist = distribution(self.actor_network, work)
         action = self.entry(inputs, "action")
-        value_losses = self._value_losses(inputs, dist)
-        read = inputs.work.detach() if self.separate_losses else inputs.work
+        value_losses = self._value_losses(inputs, work, dist)
+        read = work.detach() if self.separate_losses else work
         with self._apart(critics):
             values = self.critic_values(critics, read)
-        chosen = torch.stack([self._of_action(value, action) for value in values])  # [K, *B]
-        errors = chosen - target
-        distances = distance(chosen, target.expand_as(chosen), self.loss_function)
-        loss_actor, log_prob = self._actor_loss(inputs, dist, values)
+        chosen = [self._of_action(value, action) for value in values]  # of each critic, [*B]
+        loss_actor, log_prob = self._actor_loss(work, dist, values)
         entropy = -log_prob.detach()
         aim = self.target_entropy
         aim = self._entropy_aim(inputs, values[0]) if aim == "auto" else float(aim)
-        return TensorDict(
-            {
-                "loss_actor": self.reduce(inputs, loss_actor),
-                "loss_qvalue": self.reduce_and_write_priority(inputs, distances.sum(0), errors.abs().amax(0)),
-                # falls with log_alpha where the entropy is below its aim: alpha grows there
-                "loss_alpha": self.reduce(inputs, self.log_alpha * (entropy - aim)),
-                "alpha": self.alpha,
-                "entropy": masked_mean(entropy, inputs.mask),
-                **value_losses,
-            }
-        )
+        losses = {
+            "loss_actor": self.reduce(inputs, loss_actor),
+            "loss_qvalue": self.fit(inputs, chosen, target),
+            # falls with log_alpha where the entropy is below its aim: alpha grows there
+            "loss_alpha": self.reduce(inputs, self.log_alpha * (entropy - aim)),
+        }
+        if self.with_diagnostics:
+            losses |= {"alpha": self.alpha, "entropy": masked_mean(entropy, inputs.mask)}
+        return nest(losses | value_losses)
 
     def _apart(self, network: nn.Module) -> AbstractContextManager[None]:
         """With ``separate_losses``: the loss of a network's values leaves a trunk that the actor has, too, alone."""
         shared = self.separate_losses
         return frozen(shared_parameters(network, self.actor_network)) if shared else nullcontext()
 
-    def _value_losses(self, inputs: LossInputs, dist: Distribution) -> dict[str, Tensor]:
-        """Losses of further networks by name, reduced; ``dist`` is of the actor, at the rows of the batch."""
+    def _value_losses(
+        self, inputs: LossInputs, work: TensorDictBase, dist: Distribution
+    ) -> dict[str, Tensor]:
+        """Losses of further networks by name, reduced; ``dist`` is of the actor, which wrote into ``work``."""
         return {}
 
     def _next_value(self, dist: Distribution, after: TensorDict, critics: nn.ModuleList) -> Tensor:
@@ -198,7 +202,7 @@ class SoftActorCritic(OffPolicyLoss):
         return value
 
     def _actor_loss(
-        self, inputs: LossInputs, dist: Distribution, values: list[Tensor]
+        self, work: TensorDictBase, dist: Distribution, values: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Loss of the actor and (expected) log-probability of its actions, both ``[*B]``."""
         raise NotImplementedError(f"{type(self).__name__} must define _actor_loss")
@@ -224,8 +228,8 @@ class SACLoss(SoftActorCritic):
         num_qvalue_nets: number of critics. One module is copied, with new initial weights (``reset_parameters``); a
             list is taken as it is. Critics may read what the actor writes (a shared trunk). Default: 2.
         value_network: tensordict module that writes ``"state_value"`` ``[*B, 1]``. Default: None, no such network.
-        loss_function, use_prioritized_weights, reduction: see :class:`~flatroll.estimators.OffPolicyLoss`. Default:
-            ``"smooth_l1"``, ``"auto"``, ``"mean"``.
+        loss_function, use_prioritized_weights, reduction, diagnostics: see
+            :class:`~flatroll.estimators.OffPolicyLoss`. Default: ``"smooth_l1"``, ``"auto"``, ``"mean"``, True.
         alpha_init: first factor of the entropy. Default: 1.
         min_alpha, max_alpha: bounds of it. Default: none.
         fixed_alpha: leave the factor as it is. Default: False.
@@ -307,14 +311,16 @@ class SACLoss(SoftActorCritic):
         return flat_column(value, batch, key)
 
     @override
-    def _value_losses(self, inputs: LossInputs, dist: Distribution) -> dict[str, Tensor]:
+    def _value_losses(
+        self, inputs: LossInputs, work: TensorDictBase, dist: Distribution
+    ) -> dict[str, Tensor]:
         if self.value_network is None:
             return {}
         with torch.no_grad():
-            delayed, work = self.target_actor_network, inputs.work.copy()
-            dist = dist if delayed is None else distribution(delayed, work)
-            target = self._soft_value(dist, work, self.target_qvalue_network or self.qvalue_network)
-        read = inputs.work.detach() if self.separate_losses else inputs.work
+            delayed, acted = self.target_actor_network, shallow_copy(work)
+            dist = dist if delayed is None else distribution(delayed, acted)
+            target = self._soft_value(dist, acted, self.target_qvalue_network or self.qvalue_network)
+        read = work.detach() if self.separate_losses else work
         with self._apart(self.value_network):
             value = self._state_value(self.value_network, read)
         return {"loss_value": self.reduce(inputs, distance(value, target, self.loss_function))}
@@ -333,12 +339,12 @@ class SACLoss(SoftActorCritic):
 
     @override
     def _actor_loss(
-        self, inputs: LossInputs, dist: Distribution, values: list[Tensor]
+        self, work: TensorDictBase, dist: Distribution, values: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        action, log_prob = sample_with_log_prob(dist, inputs.work)
+        action, log_prob = sample_with_log_prob(dist, work)
         # gradients flow through the critics into the action, and stop there
         with frozen(parameters_and_buffers(self.qvalue_network)[0]):
-            acted = inputs.work.copy().set(self.key("action"), action)
+            acted = shallow_copy(work).set(self.key("action"), action)
             value = self.minimum_value(self.qvalue_network, acted)
         return self.alpha * log_prob - value, log_prob
 
@@ -417,7 +423,7 @@ class DiscreteSACLoss(SoftActorCritic):
 
     @override
     def _actor_loss(
-        self, inputs: LossInputs, dist: Distribution, values: list[Tensor]
+        self, work: TensorDictBase, dist: Distribution, values: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
         log_prob = log_probabilities(dist)
         probability = log_prob.exp()

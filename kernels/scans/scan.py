@@ -303,7 +303,7 @@ def readable(x: Tensor, factor: Tensor | float, hidden: Tensor | None = None) ->
     if isinstance(factor, Tensor) or factor == 0.0:
         unread = ~x.isfinite() & (factor == 0.0)
         hidden = unread if hidden is None else hidden | unread
-    return x if hidden is None else torch.where(hidden, 0.0, x)
+    return x if hidden is None else x.masked_fill(hidden, 0.0)
 
 
 def zeroed(column: Tensor, flag: Tensor) -> Tensor:

@@ -1,0 +1,124 @@
+"""What makes an update cheap changes no number: no diagnostics, shorter ways to entries, one graph of torch.compile."""
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from flatroll.benchmarks import bench_updates
+from flatroll.estimators import (
+    A2CLoss,
+    ClipPPOLoss,
+    DiscreteSACLoss,
+    DQNLoss,
+    KLPENPPOLoss,
+    LossModule,
+    PPOLoss,
+    ReinforceLoss,
+    SACLoss,
+)
+from flatroll.layout.fast_call import fetched, shallow_copy
+
+POLICY = [ClipPPOLoss, PPOLoss, KLPENPPOLoss, A2CLoss, ReinforceLoss]
+
+
+def loss_of(kind: Any, **options: Any) -> LossModule:
+    """The loss on new networks, which are the same at each call."""
+    torch.manual_seed(0)
+    if kind in (DQNLoss, SACLoss):
+        ours = (bench_updates.dqn() if kind is DQNLoss else bench_updates.sac()).ours
+        network = ours.value_network if kind is DQNLoss else None
+        return kind(
+            *([ours.actor_network, [*ours.qvalue_network]] if network is None else [network]), **options
+        )
+    ours = bench_updates.ppo().ours
+    if kind is DiscreteSACLoss:
+        return kind(ours.actor_network, [bench_updates.dqn().ours.value_network for _ in range(2)], **options)
+    return kind(ours.actor_network, ours.critic_network, **options)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", [*POLICY, DQNLoss, SACLoss, DiscreteSACLoss])
+def test_without_diagnostics_losses_and_gradients_are_the_same(kind: Any, padded: bool) -> None:
+    torch.manual_seed(1)
+    batch = bench_updates.rows(16, continuous=kind is SACLoss)
+    batch["logits"] = torch.randn(16, 4)
+    if padded:
+        batch["collector"] = TensorDict({"mask": torch.arange(16) < 12}, [16])
+    found = []
+    for options in ({}, {"diagnostics": False}):
+        loss, given = loss_of(kind, **options), batch.clone()
+        torch.manual_seed(2)
+        out = loss(given)
+        assert sorted(loss.out_keys) == sorted(out.keys())
+        losses = {name: value for name, value in out.items() if name.startswith("loss")}
+        sum(losses.values()).backward()
+        gradients = {name: x.grad for name, x in loss.named_parameters() if x.grad is not None}
+        found.append((losses, gradients, fetched(given, "td_error"), set(out.keys())))
+    (losses, gradients, error, all_keys), (same, equal, again, fewer) = found
+    assert fewer == set(losses) < all_keys
+    torch.testing.assert_close(same, losses, rtol=0, atol=0)
+    torch.testing.assert_close(equal, gradients, rtol=0, atol=0)
+    assert error is again is None or torch.equal(error, again)
+
+
+@pytest.mark.parametrize("name", bench_updates.CASES)
+def test_the_benchmark_compares_equal_losses(name: str) -> None:
+    torch.manual_seed(0)
+    batch = bench_updates.rows(32, continuous=name == "SACLoss")
+    for update in bench_updates.updates(bench_updates.CASES[name](), batch).values():  # asserts it
+        update()
+
+
+@pytest.mark.parametrize("kind", [ClipPPOLoss, DQNLoss])
+def test_torch_compile_takes_a_loss_without_diagnostics_into_one_graph(kind: Any) -> None:
+    torch.manual_seed(1)
+    loss, batch = loss_of(kind, diagnostics=False), bench_updates.rows(16, continuous=False)
+    expected = loss(batch.copy())
+    torch.compiler.reset()
+    compiled: Any = torch.compile(loss, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(batch.copy()).to_dict(), expected.to_dict())
+
+
+def test_a_loss_leaves_the_batch_but_for_the_priority_as_it_is() -> None:
+    for kind in (ClipPPOLoss, DQNLoss, SACLoss):
+        batch = bench_updates.rows(8, continuous=kind is SACLoss)
+        before = {key: (value, value.clone()) for key, value in batch.items(True, True)}
+        loss_of(kind)(batch)
+        left = dict(batch.items(True, True))
+        assert set(left) - set(before) <= {"td_error"}
+        for key, (value, copy) in before.items():
+            assert left[key] is value and torch.equal(value, copy)
+
+
+def test_an_action_out_of_range_is_refused_with_its_range() -> None:
+    for action in (4, -1):
+        batch = bench_updates.rows(8, continuous=False)
+        batch["action"][3] = action
+        with pytest.raises(ValueError, match="one of the 4 that value_network judges"):
+            loss_of(DQNLoss)(batch)
+
+
+def test_entries_are_found_as_tensordict_finds_them(tmp_path: Any) -> None:
+    plain = TensorDict({"a": torch.ones(2), "next": {"a": torch.zeros(2)}}, [2], names=["time"])
+    stacked = torch.stack([TensorDict({"a": torch.ones(1)}), TensorDict({"a": torch.ones(1)})])
+    for batch in (plain, stacked, plain.clone().memmap(tmp_path), plain.clone().lock_()):
+        for key in ("a", ("a",), ("next", "a"), ("next",), "b", ("next", "b"), ("none", "b"), ("a", "b")):
+            if key == ("a", "b"):
+                continue
+            expected, found = batch.get(key, None), fetched(batch, key)
+            assert (expected is None) == (found is None)
+            assert expected is None or (expected == found).all()
+    copy = shallow_copy(plain)
+    assert copy.names == ["time"] and copy.batch_size == plain.batch_size
+    copy["next", "b"] = copy["a"]
+    assert ("next", "b") not in plain.keys(True) and copy["a"] is plain["a"]
+
+
+def test_a_wrong_keyword_of_a_distribution_is_told_by_tensordict() -> None:
+    head = bench_updates.actor(nn.Linear(8, 4), ["logitz"], torch.distributions.Categorical)
+    batch = bench_updates.rows(8, continuous=False)
+    with pytest.raises(TypeError, match="must match"):
+        ClipPPOLoss(head)(batch)
