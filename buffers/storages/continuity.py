@@ -190,7 +190,8 @@ class LinkCheck:
                 raise ValueError(
                     f"row {row} of the batch is of trajectory {traj} but does not continue it: its {key!r} is not "
                     f"what the last stored row of that id has as {next_key(key)!r}. Collectors that write into one "
-                    "buffer need numbers of their own: Collector(..., writer=1). Observations that change between "
+                    "buffer need numbers of their own: Collector(..., writer=1). A batch that was left out leaves a "
+                    "gap: store all, or collect with reset_at_each_iter=True. Observations that change between "
                     "two batches (normalised by what was seen so far, say) are to be changed by the inv of a "
                     "transform of the buffer, or in samples. Nothing was stored"
                 )
