@@ -1,4 +1,4 @@
-"""Times two checkouts of flatroll: ``python -m flatroll.benchmarks.compare_checkouts OTHER [CASE]``.
+"""Times two checkouts of flatroll: ``python -m flatroll.benchmarks.compare_checkouts OTHER [WORD...]``.
 
 One process per checkout holds the cases ready; they take turns. Times are the processor time of one thread. The
 least of all turns is what other programs on the machine disturbed least, and each round has new processes, since a
@@ -242,9 +242,8 @@ def main(other: Path, wanted: list[str]) -> None:
         least: dict[str, list[float]] = {}
         for _ in range(ROUNDS):
             workers = Worker(other, kind), Worker(SOURCE.parents[1], kind)
-            for name in workers[0].names:
-                if wanted and not any(word in name for word in wanted):
-                    continue
+            names = [name for name in workers[0].names if not wanted or any(word in name for word in wanted)]
+            for name in names:
                 for worker in workers:
                     worker.seconds(name, 3)
                 count = max(1, round(SECONDS / (workers[0].seconds(name, 3) / 3)))
@@ -254,6 +253,8 @@ def main(other: Path, wanted: list[str]) -> None:
                         best[i] = min(best[i], 1e6 * worker.seconds(name, count) / count)
             for worker in workers:
                 worker.close()
+            if not names:
+                break
         for name, (before, after) in least.items():
             print(f"| {name} | {before:,.1f} | {after:,.1f} | {after / before:.3f} |", flush=True)
 
