@@ -90,7 +90,7 @@ def test_a_link_is_relative_and_leads_to_the_real_folder(name: str) -> None:
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = names_in(wheel)
     package = {name for name in names if not name.partition("/")[0].endswith(".dist-info")}
-    expected = {"flatroll/__init__.py", "flatroll/__main__.py", "flatroll/py.typed"}
+    expected = {f"flatroll/{Path(name).name}" for name in SOURCE_FILES}
     assert package == expected.union(*(tracked(folder) for folder in FOLDERS))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from flatroll.wrappers import StepCounter, as_vector_env
 
 try:
-    from rsl_rl.env import VecEnv
+    from rsl_rl.env import VecEnv  # pyright: ignore[reportMissingImports]  # an extra that tests do without
 except ImportError as error:
     raise ImportError(
         f"flatroll.trainers.rsl_rl needs rsl_rl ({error}): pip install 'flatroll[rsl_rl]'"

@@ -291,7 +291,8 @@ class PrioritizedSampler(RandomSampler):
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
         priority, highest = state["priority"], state["highest"]
         alpha = _number("alpha", state["alpha"])
-        _number("beta", state["beta"]), _number("eps", state["eps"])
+        for name in ("beta", "eps"):
+            _number(name, state[name])
         count = check_values("priorities", priority, priority.dtype, ())
         self._check_fits(priority)
         head, written, most = state["head"], state["written"], self._priorities.most(alpha)
