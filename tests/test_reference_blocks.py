@@ -13,6 +13,7 @@ from typing import Any
 import gymnasium as gym
 import pytest
 import torch
+from memory_tutorial import collect, env_maker, sample_of
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import multiprocessing as mp
@@ -287,10 +288,6 @@ def test_data_layout_auto_discoverability_for_recurrent_policies() -> None:
 # -- memory-efficient training, from the fifth knob on ---------------------------------------------------------------
 
 
-def env_maker() -> gym.Env[Any, Any]:
-    return gym.make("CartPole-v1")
-
-
 def value_network() -> TensorDictModule:
     return TensorDictModule(
         lambda x: x.pow(2).sum(-1, keepdim=True).sqrt(), in_keys=["observation"], out_keys=["state_value"]
@@ -299,27 +296,12 @@ def value_network() -> TensorDictModule:
 
 @pytest.fixture(scope="module")
 def compact_data() -> TensorDict:
-    torch.manual_seed(0)
-    collector = Collector(
-        create_env_fn=env_maker, frames_per_batch=200, total_frames=200, compact_obs=True, seed=0
-    )
-    data = next(iter(collector))
-    collector.shutdown()
-    assert isinstance(data, TensorDict)
-    return data
+    return collect(env_maker, compact_obs=True)
 
 
 @pytest.fixture
 def sample(compact_data: TensorDict) -> TensorDict:
-    """Two slices of 20 rows; shorter ones, of shorter episodes, could not be reshaped as the document does."""
-    rb = ReplayBuffer(
-        storage=LazyTensorStorage(200),
-        sampler=SliceSampler(slice_len=20, traj_key=("collector", "traj_ids")),
-        transform=NextStateReconstructor(),
-        batch_size=40,
-    )
-    rb.extend(compact_data)
-    return next(drawn for drawn in rb if len(drawn) == 40)
+    return sample_of(compact_data)
 
 
 @pytest.mark.filterwarnings("ignore:.*stands in:UserWarning")

@@ -3,29 +3,16 @@
 import gymnasium as gym
 import pytest
 import torch
+from memory_tutorial import collect, env_maker, sample_of, two_whole_slices
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
-from flatroll.buffers import LazyTensorStorage, NextStateReconstructor, ReplayBuffer, SliceSampler
+from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.estimators import GAE
-from flatroll.rollouts import Collector
 from flatroll.wrappers import NextObservationDelta
 
 # Its samplers take no fill=, so they may warn of a short sample before a whole one is drawn.
 pytestmark = pytest.mark.filterwarnings("ignore:a sample of .* has only:UserWarning")
-
-
-def collect(env: object, **kwargs: object) -> TensorDict:
-    torch.manual_seed(0)
-    collector = Collector(create_env_fn=env, frames_per_batch=200, total_frames=200, seed=0, **kwargs)  # type: ignore[arg-type]
-    data = next(iter(collector))
-    collector.shutdown()
-    assert data is not None
-    return data
-
-
-def env_maker() -> gym.Env:
-    return gym.make("CartPole-v1")
 
 
 def env_maker_delta() -> NextObservationDelta:
@@ -47,23 +34,9 @@ def delta_data() -> TensorDict:
     return collect(env_maker_delta)
 
 
-def two_whole_slices(rb: ReplayBuffer) -> TensorDict:
-    """The first sample of 40 rows, which the tutorial's text is about; a slice of a shorter episode is shorter."""
-    drawn = next(drawn for drawn in rb if len(drawn) == 40)
-    assert isinstance(drawn, TensorDict)
-    return drawn
-
-
 @pytest.fixture
 def sample(compact_data: TensorDict) -> TensorDict:
-    rb = ReplayBuffer(
-        storage=LazyTensorStorage(200),
-        sampler=SliceSampler(slice_len=20, traj_key=("collector", "traj_ids")),
-        transform=NextStateReconstructor(),
-        batch_size=40,
-    )
-    rb.extend(compact_data)
-    return two_whole_slices(rb)
+    return sample_of(compact_data)
 
 
 def columns(batch: TensorDict) -> set[object]:
