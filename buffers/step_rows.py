@@ -162,6 +162,12 @@ class StepPositions:
         self._table[:, self._count] = step, number, steps
         self._count += 1
 
+    def row_numbers(self, steps: Array, envs: Array) -> Array:
+        """Return the numbers in the ring of the rows of stored steps; all int64 ``[N]``."""
+        table = self._table[:, : self._count]
+        first, number, length = table[:, np.searchsorted(table[0], steps, "right") - 1]
+        return np.asarray(number + envs * length + (steps - first))
+
     def _first(self) -> int:
         """The first window that is stored whole."""
         head = 0 if self.ring is None else self.ring.head
