@@ -162,11 +162,11 @@ class StepPositions:
         self._table[:, self._count] = step, number, steps
         self._count += 1
 
-    def row_numbers(self, steps: Array, envs: Array) -> Array:
-        """Return the numbers in the ring of the rows of stored steps; all int64 ``[N]``."""
-        table = self._table[:, : self._count]
-        first, number, length = table[:, np.searchsorted(table[0], steps, "right") - 1]
-        return np.asarray(number + envs * length + (steps - first))
+    @property
+    def windows(self) -> tuple[Array, int]:
+        """Of each window its first step, the number of its first row in the ring, and its steps; and how many windows
+        there are, which may be fewer than the columns: int64 ``[3, W]``."""
+        return self._table, self._count
 
     def _first(self) -> int:
         """The first window that is stored whole."""

@@ -38,12 +38,11 @@ class TrajectoryRows(Ring):
         """Return where the stored rows ``slots`` stand in their trajectories; int64 ``[3, N]``.
 
         Line 0 is each row's position among the stored rows of its trajectory, from 0; line 1 their number; line 2 the
-        trajectory, as a number for :meth:`rows_at` and :meth:`goes_on`.
+        trajectory, as a number for :meth:`rows_at`.
         """
         asked = np.ascontiguousarray(slots.numpy(force=True))
         found = np.empty((3, len(asked)), np.int64)
-        tables = self._state, self.capacity, self._fragments, self._chains
-        self._drawing.extents(*tables, asked, found)
+        self._drawing.extents(*self.tables, asked, found)
         return found
 
     def rows_at(self, chains: Array, positions: Array) -> Tensor:
@@ -60,11 +59,10 @@ class TrajectoryRows(Ring):
         self._drawing.walk(self._state, self.capacity, self._fragments, *stretches, slots, NONE, NO_PATCH)
         return torch.from_numpy(slots)
 
-    def goes_on(self, chains: Array, ids: Array) -> Array:
-        """Return where the trajectories ``chains`` (of :meth:`extents`) have these ids and are not done, bool ``[N]``:
-        where a next row that is not ``is_init`` would continue them."""
-        records = self._chains[chains]
-        return np.asarray((records["id"] == ids) & (records["open"] != 0))
+    @property
+    def tables(self) -> tuple[Array, int, Array, Array]:
+        """The tables ``state, capacity, fragments, chains`` that kernels take."""
+        return self._state, self.capacity, self._fragments, self._chains
 
     def choose(self, draw: Draw, choose: Choose) -> Tensor:
         """Let ``choose`` choose another row for some of the rows or slices of a draw; see `Draw.chosen`.

@@ -21,7 +21,6 @@ from flatroll.layout.keys import (
     TERMINATED,
     TRUNCATED,
     NestedKey,
-    as_tuple,
     missing_marker,
     next_key,
     under_next,
@@ -51,8 +50,8 @@ class HindsightTransform(Transform):
     `MultiStepTransform` beside it, in either order, the rewards of all n steps are those for the row's new goal.
 
     Args:
-        reward_fn: ``reward_fn(achieved_goal, desired_goal, info)`` for M rows at once: two tensors ``[M, *goal]``, and a
-            dict of the entries ``info_keys`` of the rows; returns ``[M]`` or ``[M, 1]``. That is the form of
+        reward_fn: ``reward_fn(achieved_goal, desired_goal, info)`` for M rows at once: two tensors ``[M, *goal]``, and
+            a dict of the entries ``info_keys`` of the rows; returns ``[M]`` or ``[M, 1]``. That is the form of
             ``compute_reward`` of Gymnasium-Robotics' envs (``as_numpy=True``).
         goal_selection_strategy: which row gives the goal: ``"future"``, uniform from the row itself to the last one of
             its trajectory; ``"final"``, the last one; ``"episode"``, uniform over all of them.
@@ -63,7 +62,7 @@ class HindsightTransform(Transform):
         goal_key: entry that holds the desired goal; default ``"desired_goal"``, at the root or under ``"observation"``.
         achieved_goal_key: entry that holds the achieved goal; default likewise.
         reward_key: entry to write, default ``("next", "reward")``.
-        generator: of the draws when called on a batch; in a buffer the buffer's is used. CPU; None is torch's global one.
+        generator: CPU generator of the draws when called on a batch, None is torch's global one; a buffer uses its own.
 
     Raises:
         ValueError: an unknown strategy, a negative ``n_sampled_goal``, or a generator that is not of the CPU.

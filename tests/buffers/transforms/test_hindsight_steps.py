@@ -26,7 +26,7 @@ def reached(achieved: Any, desired: Any, info: Any) -> Any:
 
 
 class Envs:
-    """E envs under same-step autoreset, whose achieved goal is (env, episode, step); now and then one is reset early."""
+    """E envs whose achieved goal is (env, episode, step); now and then one is reset early."""
 
     def __init__(self, count: int, seed: int = 0, abandon: float = 0.0) -> None:
         self.count, self.random, self.abandon = count, np.random.default_rng(seed), abandon
