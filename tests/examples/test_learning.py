@@ -62,6 +62,6 @@ def test_each_is_short_enough_to_read(name: str) -> None:
 def test_hindsight_goals_make_the_difference(capsys: pytest.CaptureFixture[str]) -> None:
     """With 10 bits random actions reach one goal in a hundred."""
     assert hindsight.train(10, 12_000, seed=1)["reached"] > 0.6
-    assert hindsight.main(["--bits", "10", "--frames", "6000", "--without"]) == 0
+    assert hindsight.main(["--bits", "10", "--frames", "2000", "--without"]) == 0
     printed = capsys.readouterr().out
     assert int(printed.split("seed 1: ")[1].split("%")[0]) < 10
