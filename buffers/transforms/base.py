@@ -20,7 +20,9 @@ class SampleTransform(Protocol):
     as ``forward(td, ends)``: ``ends``, bool ``[N]``, is True at rows that the next row of the sample does not follow
     in its trajectory. With ``look_ahead = n``, the buffer calls ``read(columns, ahead, get)`` on the columns of a
     sample before the sampler marks them: ``ahead``, int64 ``[N, n]``, holds the positions of each row and of those
-    after it in its trajectory, -1 where there is none, and ``get(positions, keys)`` reads columns of other rows.
+    after it in its trajectory, -1 where there is none, and ``get(positions, keys)`` reads columns of other rows (as
+    many for each of the N rows, side by side). With ``chooser``, a `RowChooser`, the buffer lets that one choose a row
+    of the trajectory for each row or slice, and read it.
     """
 
     def forward(self, td: TensorDictBase, /) -> TensorDictBase:
