@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from flatroll.benchmarks.measure import hindsight
 from flatroll.benchmarks.measure.timing import ratio, table, take_turns
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 
@@ -180,6 +181,13 @@ def main() -> None:
         print(f"**One step of {envs}, 17 + 6 floats, processor time of one thread**\n")
         header = ["buffer", "write a step, µs", "of the arrays", f"sample({SAMPLE}), µs", "of the arrays"]
         print(table([*header, "bytes per row"], measure(num_envs)) + "\n")
+    for num_envs in (1, 8):
+        print(
+            f"**Samples with hindsight goals, {num_envs} env(s), 10 + 3 + 3 + 4 floats, episodes of 50 steps**\n"
+        )
+        print(
+            table(["buffer", f"sample({SAMPLE}), µs", "of the first"], hindsight.rows(num_envs, TURNS)) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from flatroll.buffers.tensordict_buffers import (
 from flatroll.buffers.transforms.base import Transform
 from flatroll.buffers.transforms.compose import Compose
 from flatroll.buffers.transforms.entries import ExcludeTransform, RenameTransform, SelectTransform
+from flatroll.buffers.transforms.hindsight import HindsightTransform
 from flatroll.buffers.transforms.images import Resize, ToTensorImage
 from flatroll.buffers.transforms.n_step import MultiStep, MultiStepTransform
 from flatroll.buffers.transforms.next_state import NextStateReconstructor
@@ -58,6 +59,7 @@ __all__ = [
     "Compose",
     "Draw",
     "ExcludeTransform",
+    "HindsightTransform",
     "ImmutableDatasetWriter",
     "LambdaScheduler",
     "LazyMemmapStorage",

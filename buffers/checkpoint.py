@@ -11,7 +11,7 @@ from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.samplers.base import Sampler
 from flatroll.buffers.sharing import Shareable
-from flatroll.buffers.transforms.base import TransformLike, looks_ahead
+from flatroll.buffers.transforms.base import TransformLike, reads_others
 from flatroll.buffers.writers import Writer
 from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
@@ -55,7 +55,7 @@ class BufferState(Facts, Shareable):
         """Name of what needs a trajectory index (for errors); None for nothing."""
         if self.sampler.needs_index:
             return type(self.sampler).__name__
-        ahead = (type(transform).__name__ for transform in self._transforms if looks_ahead(transform))
+        ahead = (type(transform).__name__ for transform in self._transforms if reads_others(transform))
         return next(ahead, "compact_obs=True" if self.storage.compact_obs else None)
 
     def _unshareable_part(self, ring: Ring) -> str | None:

@@ -35,7 +35,10 @@ from flatroll.buffers.transforms.base import (
     apply,
     check_row_count,
     check_transform,
+    chooser_of,
     looks_ahead,
+    read_others,
+    reads_others,
 )
 from flatroll.buffers.writers import RoundRobinWriter, Writer, before_storing, check_rows
 from flatroll.layout.checks import whole_number
@@ -137,7 +140,7 @@ class ReplayBuffer(Transforming, StepWriting, BufferState):
     @override
     def insert_transform(self, index: int, transform: TransformLike, *, invert: bool = False) -> Self:
         check_transform(transform)
-        if not invert and looks_ahead(transform) and self._started and self.index is None:
+        if not invert and reads_others(transform) and self._started and self.index is None:
             raise RuntimeError(
                 f"{type(transform).__name__} follows trajectories, which the rows stored so far cannot: append it "
                 "before the first extend, or give it to ReplayBuffer(transform=...)"
@@ -395,6 +398,9 @@ class ReplayBuffer(Transforming, StepWriting, BufferState):
             steps = max(map(looks_ahead, self._transforms))
             if steps:
                 draw.ahead = ring.ahead(draw.slots, steps)
+            chooser = chooser_of(self._transforms)
+            if chooser is not None:
+                draw.chosen = ring.choose(draw, partial(chooser.choose, generator=self.generator))
         return draw
 
     def _finish_sample(self, ring: Ring, draw: Draw, size: int, ended: bool) -> Made:
@@ -476,9 +482,9 @@ class ReplayBuffer(Transforming, StepWriting, BufferState):
             return draw, self._gather(self._ring, draw)
 
     def _gather(self, ring: Ring, draw: Draw) -> Any:
-        """The drawn rows as the storage gives them, changed by the transforms that look ahead."""
+        """The drawn rows as the storage gives them, changed by the transforms that read other rows."""
         values = self.storage.read_rows(draw.slots, draw.follow, slices=draw.firsts is not None)
-        if draw.ahead is None:
+        if draw.ahead is None and draw.chosen is None:
             return values
 
         def get(slots: Tensor, keys: Iterable[NestedKey] | None = None) -> Any:
@@ -489,9 +495,4 @@ class ReplayBuffer(Transforming, StepWriting, BufferState):
                     follow = ring.follow(slots)
             return self.storage.read_rows(slots, follow, keys=asked)
 
-        for transform in self._transforms:
-            steps = looks_ahead(transform)
-            if steps:
-                reader: Any = transform
-                values = reader.read(values, draw.ahead[:, :steps], get)
-        return values
+        return read_others(self._transforms, values, draw.ahead, draw.chosen, get)

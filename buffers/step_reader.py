@@ -13,10 +13,18 @@ from torch import Tensor
 from flatroll.buffers.columns.base import Columns, put_rows, take_rows
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Array, Draw, Ring
+from flatroll.buffers.step_goals import choose_places
 from flatroll.buffers.step_rows import StagedColumn, StepPositions
 from flatroll.buffers.storages.base import Storage
 from flatroll.buffers.storages.item_kinds import leaves, nest
-from flatroll.buffers.transforms.base import Transform, TransformLike, apply, looks_ahead
+from flatroll.buffers.transforms.base import (
+    Transform,
+    TransformLike,
+    apply,
+    chooser_of,
+    looks_ahead,
+    read_others,
+)
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import IS_INIT, TRAJ_IDS, NestedKey, plain_key
 
@@ -175,6 +183,7 @@ class StepReader:
             self._store()
         values = self._take(places)
         n = max(map(looks_ahead, transforms), default=0)
+        ahead = None
         if n and len(places):
             ahead = places[:, None] + torch.arange(n) * self.num_envs
             ahead.masked_fill_(ahead >= self.steps * self.num_envs, -1)
@@ -182,15 +191,39 @@ class StepReader:
             ids, init = (marks[key].cpu().view(-1, n) for key in (TRAJ_IDS, IS_INIT))
             init[:, 0] = False  # a row that begins a trajectory may be the first of the n
             ahead[((ids != ids[:, :1]) | init | (ahead < 0)).cummax(1).values] = -1
-            for transform in transforms:
-                if looks_ahead(transform):
-                    reader: Any = transform
-                    values = reader.read(values, ahead[:, : looks_ahead(transform)], self._take)
+        chosen = self._choose(places)
+        read = None if chosen is None else partial(self._take_goals, values[TRAJ_IDS][chosen[0]])
+        values = read_others(transforms, values, ahead, chosen, self._take, read)
         data: Any = nest(values, places.shape)
         for transform in transforms:
             data = apply(transform, data, partial(row_ends, places, self.num_envs))
         result: TensorDict = data
         return result
+
+    def _choose(self, places: Tensor) -> Tensor | None:
+        """What a transform chooses that reads other rows of the trajectories: int64 ``[2, M]``, which of the places,
+        and the places of the rows; None without such a transform."""
+        buffer = self.buffer
+        chooser = chooser_of(buffer._transforms)
+        if chooser is None:
+            return None
+        choose = partial(chooser.choose, generator=buffer.generator)
+        with buffer._lock:
+            where = self.steps - self._filled, self.steps, buffer._ring, self._positions
+            chosen = choose_places(places, choose, self._staged, *where)
+        if chosen is None:
+            raise Overwritten("another writer has overwritten rows that goals are asked for")
+        return chosen
+
+    def _take_goals(self, ids: Tensor, places: Tensor, keys: Iterable[NestedKey]) -> Columns:
+        """Copies of entries of the rows at these places, which have to be of the trajectories ``ids``."""
+        rows = self._take(places, [*keys, TRAJ_IDS])
+        if not torch.equal(rows.pop(TRAJ_IDS), ids):
+            raise ValueError(
+                f"an env came back to a {TRAJ_IDS!r} that it had left, so that its goals cannot be found by step: say "
+                f"so with {IS_INIT!r} in the step in which it does, or give each episode an id of its own"
+            )
+        return rows
 
     def _take(self, places: Tensor, keys: Iterable[NestedKey] | None = None) -> Columns:
         """Copies of the entries ``keys`` (default: all) of the rows at these places; other threads may write to the

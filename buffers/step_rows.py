@@ -159,6 +159,12 @@ class StepPositions:
         self._table[:, self._count] = step, number, steps
         self._count += 1
 
+    @property
+    def windows(self) -> tuple[Array, int]:
+        """Of each window its first step, the number of its first row in the ring, and its steps; and how many windows
+        there are, which may be fewer than the columns: int64 ``[3, W]``."""
+        return self._table, self._count
+
     def _first(self) -> int:
         """The first window that is stored whole."""
         head = 0 if self.ring is None else self.ring.head

@@ -45,6 +45,8 @@ class Draw:
         info: further entries of the sample's info, one value per row.
         ahead: int64 ``[N, n]``, slots of each row and of the rows after it in its trajectory, -1 where there is
             none; set by the buffer for transforms that look ahead.
+        chosen: int64 ``[2, M]``, positions in ``slots`` and the slot of the row of the same trajectory that was chosen
+            for each; set by the buffer for a transform that chooses rows.
     """
 
     slots: Tensor
@@ -55,6 +57,7 @@ class Draw:
     version: tuple[int, int] = (0, 0)
     info: dict[str, Tensor] = field(default_factory=dict)
     ahead: Tensor | None = None
+    chosen: Tensor | None = None
 
     def ends(self) -> Tensor:
         """Return where a slice ends or a row is padding: bool ``[N]``; all True for single rows."""
@@ -214,7 +217,8 @@ class Ring:
         if head == drawn_head or not len(draw.slots):
             return True
         # Rows from head on still stand in their slots; one with a smaller number was given up since the draw.
-        return int(self.numbers(draw.slots, drawn_head).min()) >= head
+        read = draw.slots if draw.chosen is None else torch.cat([draw.slots, draw.chosen[1]])
+        return int(self.numbers(read, drawn_head).min()) >= head
 
     def state_dict(self) -> dict[str, Any]:
         """Counters for :meth:`load_state_dict`, in memory of their own."""

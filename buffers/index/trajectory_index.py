@@ -11,20 +11,19 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.buffers.index.fragments import Fragments
-from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
+from flatroll.buffers.index.ring import Array, Draw, Follow
 from flatroll.buffers.index.saved_fragments import SavedFragments
+from flatroll.buffers.index.trajectory_rows import NO_PATCH, NONE, TrajectoryRows
 from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, STATE
 
 By = Literal["trajectory", "start"]
 Compare: TypeAlias = tuple[Array, Array, int, bool]
 Way: TypeAlias = tuple[int, bool, bool, int]  # length, by start, strict, span
 
-_NONE = np.zeros(0, np.int64)
-_NO_PATCH = np.zeros((2, 0), np.int64)
-NOTHING: Compare = (np.zeros((0, 4), np.int64), _NONE, 0, False)
+NOTHING: Compare = (np.zeros((0, 4), np.int64), NONE, 0, False)
 
 
-class TrajectoryIndex(Ring):
+class TrajectoryIndex(TrajectoryRows):
     """A ring that also tracks which trajectory each stored row belongs to, and draws slices.
 
     A table of fragments (stretches of consecutive rows of one trajectory, linked in time order) is kept as rows
@@ -127,7 +126,7 @@ class TrajectoryIndex(Ring):
         self._changing = True
         self._claimed = -1, 0
         columns = fragments.rows, fragments.firsts, fragments.ids, fragments.done, fragments.step_last, before
-        entries = _NONE if pool is None else pool, self._spare, _NONE if released is None else released
+        entries = NONE if pool is None else pool, self._spare, NONE if released is None else released
         tables = self._state, self._fragments, self._chains, self._table
         self._publishing.publish(*tables, *columns, *entries, self._touched)
         self._update_weights(self._touched, count)
@@ -318,8 +317,8 @@ class TrajectoryIndex(Ring):
         # The kernel fills these from the front, as far as the slices reach, and returns how far it came.
         slots = np.empty(most, np.int64)
         firsts, lasts = np.empty(count, np.int64), np.empty(count, np.int64)
-        following = np.empty(most, np.int64) if follow else _NONE
-        patch = np.empty((2, most), np.int64) if follow else _NO_PATCH
+        following = np.empty(most, np.int64) if follow else NONE
+        patch = np.empty((2, most), np.int64) if follow else NO_PATCH
         tables = self._state, self.capacity, self._fragments, self._chains
         rows, patched = kernel(*tables, *arguments, slots, firsts, lasts, following, patch)
         if rows < 0:
@@ -335,7 +334,7 @@ class TrajectoryIndex(Ring):
         """Return the slots (int64) of rows at which a slice of ``length`` rows can start only since the rows
         from number ``first`` on were written. With the oldest row as ``first``, these are all starts."""
         if not len(self):  # no fragment to look at: before the first write, or while one overwrites all rows
-            return _NONE
+            return NONE
         slots = np.empty(self.written - max(first, self.head), np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
         # The kernel fills slots from the front and returns how many it found.
@@ -370,7 +369,7 @@ class TrajectoryIndex(Ring):
         # A pool entry given back may hold another row's observation as soon as entries were taken.
         if int(state["taken"]) != drawn_taken:
             in_pool = draw.follow is not None and draw.follow.patch.shape[1] > 0
-            if in_pool or draw.ahead is not None:
+            if in_pool or draw.ahead is not None or draw.chosen is not None:
                 return False
         return int(state["head"]) == drawn_head or super().unchanged_since(draw)
 
@@ -386,37 +385,6 @@ class TrajectoryIndex(Ring):
     def next_row(self, slots: Tensor) -> Tensor:
         """Return the slot (int64) of the row after each of ``slots`` in its trajectory, -1 for none."""
         return self.follow(slots).slots
-
-    def ahead(self, slots: Tensor, n: int) -> Tensor:
-        """Return the slots of the stored rows ``slots`` and of the n - 1 rows after each; int64 ``[N, n]``.
-
-        Column 0 is ``slots``, column j the row j steps later in the same trajectory, -1 where none is stored.
-        """
-        asked = np.ascontiguousarray(slots.numpy(force=True))
-        ahead = np.empty((len(asked), n), np.int64)
-        self._drawing.ahead_rows(self._state, self.capacity, self._fragments, asked, ahead)
-        return torch.from_numpy(ahead)
-
-    def rows_of(self, traj: int) -> Tensor:
-        """Return the slots (int64) of the stored rows of trajectory ``traj`` in time order; if several
-        trajectories used this id, one after the other. Without ids, they are numbered as they begin.
-
-        Raises:
-            KeyError: no row of it is stored.
-        """
-        chains = self._chains[: int(self._state["slots"][0])]
-        length = chains["total"] - chains["dropped"]
-        chosen = np.flatnonzero((chains["id"] == traj) & (length > 0))  # several, if the id was used again
-        if not len(chosen):
-            raise KeyError(f"no row of trajectory {traj} is stored")
-        chosen = chosen[np.argsort(chains["last"][chosen])]  # in the order in which they were written
-        rows = length[chosen]
-        slots = np.empty(rows.sum(), np.int64)
-        # From the first stored row on of each, to the position behind the rows of those before it.
-        stretches = chains["last"][chosen], chains["dropped"][chosen], rows, np.cumsum(rows) - rows
-        tables = self._state, self.capacity, self._fragments
-        self._drawing.walk(*tables, *stretches, slots, _NONE, _NO_PATCH)
-        return torch.from_numpy(slots)
 
     _TABLES = ("_state", "_fragments", "_chains", "_table", "_spare")
 

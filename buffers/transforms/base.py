@@ -3,9 +3,12 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, Self, TypeAlias, cast, runtime_checkable
 
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from flatroll.buffers.columns.base import Columns
+from flatroll.buffers.index.ring import Array
 from flatroll.layout.keys import NestedKey, missing_marker, plain_key, without_next
 
 
@@ -17,7 +20,9 @@ class SampleTransform(Protocol):
     as ``forward(td, ends)``: ``ends``, bool ``[N]``, is True at rows that the next row of the sample does not follow
     in its trajectory. With ``look_ahead = n``, the buffer calls ``read(columns, ahead, get)`` on the columns of a
     sample before the sampler marks them: ``ahead``, int64 ``[N, n]``, holds the positions of each row and of those
-    after it in its trajectory, -1 where there is none, and ``get(positions, keys)`` reads columns of other rows.
+    after it in its trajectory, -1 where there is none, and ``get(positions, keys)`` reads columns of other rows (as
+    many for each of the N rows, side by side). With ``chooser``, a `RowChooser`, the buffer lets that one choose a row
+    of the trajectory for each row or slice, and read it.
     """
 
     def forward(self, td: TensorDictBase, /) -> TensorDictBase:
@@ -26,6 +31,28 @@ class SampleTransform(Protocol):
 
 
 TransformLike: TypeAlias = SampleTransform | Callable[[TensorDictBase], TensorDictBase]
+
+#: ``get(positions, keys)``: the named columns of the rows at ``positions`` (int64 ``[M]``).
+Get: TypeAlias = Callable[[Tensor, Sequence[NestedKey]], Columns]
+
+
+class RowChooser(Protocol):
+    """The transform of a buffer that reads a chosen row of the same trajectory for some rows: `HindsightTransform`."""
+
+    def choose(self, at: Array, count: Array, generator: torch.Generator | None) -> tuple[Array, Array]:
+        """Choose rows when a sample is drawn, see `TrajectoryRows.choose`."""
+        ...
+
+    def relabel(self, columns: Columns, chosen: Tensor, read: Get, get: Get) -> tuple[Columns, Get]:
+        """Return the columns as the chosen rows change them, and ``get`` for the transforms that look ahead.
+
+        Args:
+            columns: of the N sampled rows, which may be changed in place.
+            chosen: int64 ``[2, M]``, which of the rows, and the positions of the chosen ones.
+            read: reads chosen rows by position.
+            get: reads other rows by position.
+        """
+        ...
 
 
 def key_list(name: str, keys: NestedKey | Sequence[NestedKey] | None) -> list[NestedKey]:
@@ -232,6 +259,54 @@ def looks_ahead(transform: TransformLike) -> int:
     return int(getattr(transform, "look_ahead", 0))
 
 
+def chooser_of(transforms: Iterable[object]) -> RowChooser | None:
+    """Return the transform that chooses rows of trajectories, which may stand in a `Compose`; None without one.
+
+    Raises:
+        ValueError: there are two.
+    """
+    choosers = [found for each in transforms if (found := getattr(each, "chooser", None)) is not None]
+    if len(choosers) > 1:
+        raise ValueError(
+            f"there are two {name_of(choosers[0])}, and a sample gets the goals of one: leave one out"
+        )
+    return choosers[0] if choosers else None
+
+
+def reads_others(transform: TransformLike) -> bool:
+    """Return whether the transform reads other rows of the trajectories of sampled rows."""
+    return looks_ahead(transform) > 0 or chooser_of([transform]) is not None
+
+
+def read_others(
+    transforms: Sequence[TransformLike],
+    columns: Columns,
+    ahead: Tensor | None,
+    chosen: Tensor | None,
+    get: Get,
+    read: Get | None = None,
+) -> Columns:
+    """Return the columns of a sample as the transforms change them that read other rows: first the one that chooses
+    rows, then those that look ahead, in order.
+
+    Args:
+        transforms: of the buffer.
+        columns: of the sampled rows.
+        ahead: int64 ``[N, n]``, positions of each row and those after it, -1 for none; None if nobody looks ahead.
+        chosen: int64 ``[2, M]``, see `Draw.chosen`; None if nobody chooses.
+        get: reads rows by position.
+        read: reads chosen rows, default ``get``.
+    """
+    if chosen is not None and (chooser := chooser_of(transforms)) is not None:
+        columns, get = chooser.relabel(columns, chosen, read or get, get)
+    if ahead is not None:
+        for transform in transforms:
+            if steps := looks_ahead(transform):
+                reader: Any = transform
+                columns = reader.read(columns, ahead[:, :steps], get)
+    return columns
+
+
 def check_row_count(transforms: Iterable[object], data: Any, rows: int) -> None:
     """ValueError unless ``data``, if it is a tensordict, still has the ``rows`` rows that transforms were given."""
     if isinstance(data, TensorDictBase) and data.batch_size[:1] != (rows,):
@@ -293,9 +368,10 @@ class Transforming:
         """Add a transform before the one at ``index``; the rest as for :meth:`append_transform`.
 
         Raises:
-            ValueError: fewer than ``index`` transforms.
+            ValueError: fewer than ``index`` transforms, or a second `HindsightTransform`.
         """
         check_transform(transform)
+        chooser_of([*self._transforms, transform])
         if not -len(self._transforms) <= index <= len(self._transforms):
             raise ValueError(f"index must be within the {len(self._transforms)} transforms, got {index}")
         self._transforms.insert(index, Inverted(transform) if invert else transform)

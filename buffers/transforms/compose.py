@@ -8,12 +8,15 @@ from torch import Tensor, nn
 
 from flatroll.buffers.columns.base import Columns
 from flatroll.buffers.transforms.base import (
+    RowChooser,
     Transform,
     TransformLike,
     apply,
     apply_inverses,
     check_transform,
+    chooser_of,
     looks_ahead,
+    read_others,
 )
 
 
@@ -78,11 +81,12 @@ class Compose(Transform):
 
     def read(self, columns: Columns, ahead: Tensor, get: Callable[..., Any]) -> Columns:
         """The columns of a sample as the members that look ahead change them, see `MultiStepTransform.read`."""
-        for transform in self._transforms:
-            if steps := looks_ahead(transform):
-                reader: Any = transform
-                columns = reader.read(columns, ahead[:, :steps], get)
-        return columns
+        return read_others(self._transforms, columns, ahead, None, get)
+
+    @property
+    def chooser(self) -> RowChooser | None:
+        """The member that chooses rows of trajectories, `HindsightTransform`; None without one."""
+        return chooser_of(self._transforms)
 
     def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
         """Apply the members in order; ``ends`` (bool ``[N]``), given by a buffer, goes to those that want it.

@@ -1,7 +1,7 @@
 """n-step transitions of a batch or of samples: the rewards of n steps summed, next entries n steps later."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flatroll.buffers.columns.base import Columns, take_rows
 from flatroll.buffers.storages.next_pool import check_final_covers, next_columns
-from flatroll.buffers.transforms.base import Transform
+from flatroll.buffers.transforms.base import Get, Transform
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
 from flatroll.layout.delta import decode_delta
@@ -29,9 +29,6 @@ from flatroll.layout.keys import (
     plain_key,
     under_next,
 )
-
-#: ``get(positions, keys)``: the named columns of the rows at ``positions`` (int64 ``[M]``).
-Get: TypeAlias = Callable[[Tensor, Sequence[NestedKey]], Columns]
 
 STEPS, GAMMA, NONTERMINAL = "steps_to_next_obs", "gamma", "nonterminal"
 

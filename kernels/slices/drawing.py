@@ -276,3 +276,18 @@ def ahead_rows(state: Records, capacity: Int, fragments: Records, slots: Array, 
                 stop = fragment_stop(state, fragments, number)
             ahead[i, j] = slot_of(row, slot_0, capacity)
             row += 1
+
+
+@compiled()
+def extents(
+    state: Records, capacity: Int, fragments: Records, chains: Records, slots: Array, found: Array
+) -> None:
+    """Write to ``found[:, i]`` of the stored row in ``slots[i]``: its position among the stored rows of its trajectory,
+    their number, and its chain; int64 ``[3, len(slots)]``."""
+    rows, numbers = rows_in_slots(state, capacity, fragments, slots)
+    for i in range(len(slots)):
+        f = fragments[numbers[i] & (len(fragments) - 1)]
+        chain = chains[f.chain]
+        found[0, i] = f.offset + rows[i] - f.first - chain.dropped
+        found[1, i] = chain.total - chain.dropped
+        found[2, i] = f.chain

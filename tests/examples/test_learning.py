@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flatroll.benchmarks import learning
-from flatroll.examples import ppo, recurrent_dqn, sac
+from flatroll.examples import hindsight, ppo, recurrent_dqn, sac
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +54,14 @@ def test_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
         learning.main(["chess"])
 
 
-@pytest.mark.parametrize("name", ["ppo", "recurrent_dqn", "sac"])
+@pytest.mark.parametrize("name", ["hindsight", "ppo", "recurrent_dqn", "sac"])
 def test_each_is_short_enough_to_read(name: str) -> None:
     assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) <= 150
+
+
+def test_hindsight_goals_make_the_difference(capsys: pytest.CaptureFixture[str]) -> None:
+    """With 10 bits random actions reach one goal in a hundred."""
+    assert hindsight.train(10, 12_000, seed=1)["reached"] > 0.6
+    assert hindsight.main(["--bits", "10", "--frames", "2000", "--without"]) == 0
+    printed = capsys.readouterr().out
+    assert int(printed.split("seed 1: ")[1].split("%")[0]) < 10

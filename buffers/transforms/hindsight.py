@@ -1,0 +1,306 @@
+"""Hindsight experience replay: sampled rows get goals that their trajectory reached, and the rewards for them."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self, TypeAlias, get_args
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from typing_extensions import override
+
+from flatroll.buffers.columns.base import Columns, put_rows, take_rows
+from flatroll.buffers.index.ring import Array
+from flatroll.buffers.transforms.base import Get, Transform, batch_of, key_list
+from flatroll.layout.boundaries import run_ends, starts_from, steps_into_run
+from flatroll.layout.keys import (
+    DONE,
+    OBSERVATION,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    NestedKey,
+    missing_marker,
+    next_key,
+    under_next,
+)
+
+Strategy: TypeAlias = Literal["future", "final", "episode"]
+GoalFunction: TypeAlias = Callable[[Any, Any, Mapping[NestedKey, Any]], Any]
+
+RELABELLED = "relabelled"
+
+
+class HindsightTransform(Transform):
+    """Gives sampled rows another goal, one that their trajectory reached, and computes the reward for it.
+
+    For observations with ``"achieved_goal"`` and ``"desired_goal"``, as Gymnasium-Robotics' envs have. The buffer
+    stores what happened. In a sample, each row (each slice, if slices are drawn) is relabelled with probability
+    ``n_sampled_goal / (n_sampled_goal + 1)``, independently: a row of its trajectory is drawn through the trajectory
+    index, and its ``("next", "achieved_goal")`` becomes ``"desired_goal"`` and ``("next", "desired_goal")``. Then
+    ``("next", "reward")`` is ``reward_fn`` of the row's own next achieved goal and the new goal. ``"relabelled"``, bool
+    ``[N, 1]``, says which rows these are; the others are as stored.
+
+    Goals come from the rows of the trajectory that are stored when the sample is drawn: an unfinished one takes part
+    with the rows it has so far, one whose head was overwritten with those that are left. All rows of a slice get one
+    goal; ``"future"`` then counts from the slice's first row.
+
+    ``done``, ``truncated`` and ``terminated`` stay as stored, unless ``terminated_fn`` is given. With
+    `MultiStepTransform` beside it, in either order, the rewards of all n steps are those for the row's new goal.
+
+    Args:
+        reward_fn: ``reward_fn(achieved_goal, desired_goal, info)`` for M rows at once: two tensors ``[M, *goal]``, and
+            a dict of the entries ``info_keys`` of the rows; returns ``[M]`` or ``[M, 1]``. That is the form of
+            ``compute_reward`` of Gymnasium-Robotics' envs (``as_numpy=True``).
+        goal_selection_strategy: which row gives the goal: ``"future"``, uniform from the row itself to the last one of
+            its trajectory; ``"final"``, the last one; ``"episode"``, uniform over all of them.
+        n_sampled_goal: relabelled rows for each row with its own goal; ``math.inf`` relabels all.
+        terminated_fn: the same for ``("next", "terminated")``, bool; ``done`` follows. Default: flags stay as stored.
+        info_keys: entries to hand over as ``info``, such as ``["action"]``.
+        as_numpy: hand NumPy arrays to both functions.
+        goal_key: entry that holds the desired goal; default ``"desired_goal"``, at the root or under ``"observation"``.
+        achieved_goal_key: entry that holds the achieved goal; default likewise.
+        reward_key: entry to write, default ``("next", "reward")``.
+        generator: CPU generator of the draws when called on a batch, None is torch's global one; a buffer uses its own.
+
+    Raises:
+        ValueError: an unknown strategy, a negative ``n_sampled_goal``, or a generator that is not of the CPU.
+
+    Reference: Andrychowicz et al. 2017, Hindsight Experience Replay.
+
+    >>> from tensordict import TensorDict
+    >>> now = {"achieved_goal": torch.arange(3.0)[:, None], "desired_goal": torch.full((3, 1), 9.0)}
+    >>> later = {"achieved_goal": now["achieved_goal"] + 1, "reward": torch.zeros(3, 1)}
+    >>> done = torch.tensor([[False], [False], [True]])
+    >>> batch = TensorDict({**now, "next": {**later, "done": done}}, [3])
+    >>> hindsight = HindsightTransform(lambda achieved, desired, info: (achieved == desired).float(),
+    ...     goal_selection_strategy="final", n_sampled_goal=math.inf)
+    >>> batch = hindsight(batch)
+    >>> batch["desired_goal"].flatten(), batch["next", "reward"].flatten()
+    (tensor([3., 3., 3.]), tensor([0., 0., 1.]))
+    """
+
+    wants_ends = True
+
+    def __init__(
+        self,
+        reward_fn: GoalFunction,
+        *,
+        goal_selection_strategy: Strategy = "future",
+        n_sampled_goal: float = 4,
+        terminated_fn: GoalFunction | None = None,
+        info_keys: NestedKey | Sequence[NestedKey] = (),
+        as_numpy: bool = False,
+        goal_key: NestedKey | None = None,
+        achieved_goal_key: NestedKey | None = None,
+        reward_key: NestedKey = REWARD,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        if goal_selection_strategy not in get_args(Strategy):
+            raise ValueError(
+                f"goal_selection_strategy must be 'future', 'final' or 'episode', got {goal_selection_strategy!r}"
+            )
+        if not n_sampled_goal >= 0:
+            raise ValueError(f"n_sampled_goal must be 0 or more, got {n_sampled_goal!r}")
+        if generator is not None and generator.device.type != "cpu":
+            raise ValueError(
+                f"generator must be a CPU generator (goals are drawn on the host), got {generator.device}"
+            )
+        for name, function in (("reward_fn", reward_fn), ("terminated_fn", terminated_fn)):
+            if not callable(function) and (function is not None or name == "reward_fn"):
+                raise TypeError(
+                    f"{name} must be a function of (achieved_goal, desired_goal, info), got {function!r}"
+                )
+        self.reward_fn, self.terminated_fn, self.as_numpy = reward_fn, terminated_fn, as_numpy
+        self.goal_selection_strategy, self.n_sampled_goal = goal_selection_strategy, n_sampled_goal
+        self.info_keys = key_list("info_keys", info_keys)
+        self.goal_key, self.achieved_goal_key = goal_key, achieved_goal_key
+        self.reward_key, self.generator = under_next(reward_key), generator
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.goal_selection_strategy!r}, n_sampled_goal={self.n_sampled_goal}, "
+            f"reward_fn={getattr(self.reward_fn, '__name__', self.reward_fn)})"
+        )
+
+    @property
+    def her_ratio(self) -> float:
+        """Probability that a row is relabelled."""
+        return 1.0 - 1.0 / (1.0 + self.n_sampled_goal)
+
+    @property
+    def chooser(self) -> Self:
+        """Itself: the buffer lets it choose rows."""
+        return self
+
+    def choose(self, at: Array, count: Array, generator: torch.Generator | None) -> tuple[Array, Array]:
+        """Choose which rows to relabel, and the rows of their trajectories that give the goals.
+
+        Args:
+            at: int64 ``[S]``, position of each row among the rows of its trajectory, from 0.
+            count: int64 ``[S]``, number of these.
+            generator: CPU random generator of the draws.
+
+        Returns:
+            which of the S rows, ascending, and the positions that give their goals; both int64 ``[M]``.
+        """
+        uniform = torch.rand(2, len(at), dtype=torch.float64, generator=generator).numpy()
+        which = np.flatnonzero(uniform[0] < self.her_ratio)
+        at, count = at[which], count[which]
+        lowest = {"future": at, "final": count - 1, "episode": np.zeros_like(at)}[
+            self.goal_selection_strategy
+        ]
+        choices = count - lowest
+        # uniform * choices may round up to choices
+        return which, lowest + np.minimum((uniform[1, which] * choices).astype(np.int64), choices - 1)
+
+    def relabel(self, columns: Columns, chosen: Tensor, read: Get, get: Get) -> tuple[Columns, Get]:
+        """Return the columns of N rows with new goals, and ``get`` with these goals; a buffer calls it on a sample.
+
+        Args:
+            columns: of the rows; those that change, change in place.
+            chosen: int64 ``[2, M]``, which of the N rows, and the positions of the rows that give the goals.
+            read: reads the latter.
+            get: reads other rows: P for each of the N, those of a row side by side, ``[N * P]``.
+
+        Raises:
+            KeyError: a goal, the reward or another entry that is needed is missing.
+            ValueError: goals of different dtypes or shapes, or a function that does not return one number per row.
+            TypeError: ``terminated_fn`` does not return bool.
+        """
+        goal_key, achieved = self._goal_keys(columns)
+        device = columns[self.reward_key].device
+        rows, count = chosen[0].to(device), len(columns[self.reward_key])
+        columns[RELABELLED] = torch.zeros((count, 1), dtype=torch.bool, device=device).index_fill_(
+            0, rows, True
+        )
+        if not len(rows):
+            return columns, get
+        goals = read(chosen[1], [achieved])[achieved]
+        self._set_goals(columns, rows, goals, goal_key, achieved)
+        changed = {goal_key, next_key(goal_key), self.reward_key, TERMINATED, DONE} & columns.keys()
+
+        def get_relabelled(positions: Tensor, keys: Sequence[NestedKey]) -> Columns:
+            if changed.isdisjoint(keys):
+                return get(positions, keys)
+            each, rest = divmod(len(positions), count)
+            if rest:
+                raise ValueError(
+                    f"a transform asks for {len(positions)} rows beside the {count} of a sample with hindsight goals: "
+                    "it has to ask for as many of each row, side by side"
+                )
+            present = {TRUNCATED, *self.info_keys} & columns.keys()
+            others = get(positions, list({*keys, *changed, achieved, *present}))
+            # Row i's are the rows i * each ... i * each + each - 1 of what was read.
+            at = (rows[:, None] * each + torch.arange(each, device=device)).flatten()
+            self._set_goals(others, at, goals.repeat_interleave(each, 0), goal_key, achieved)
+            return {key: others[key] for key in keys}
+
+        return columns, get_relabelled
+
+    @override
+    def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
+        """Return a sample from a buffer unchanged, since :meth:`relabel` has done it; relabel any other batch.
+
+        Args:
+            td: a sample; or a flat batch ``[N]``, whose goals then come from each row's own run
+                (`flatroll.layout.run_ends`). It stays unchanged.
+            ends: given by a buffer.
+
+        Raises:
+            ValueError: the buffer does not follow trajectories (`ReplayBufferEnsemble`), or a batch is not flat.
+        """
+        if batch_of(self, td).get(RELABELLED, None) is not None:
+            return td
+        if ends is not None:
+            raise ValueError(
+                "HindsightTransform draws goals when a ReplayBuffer draws rows, and this sample was not: give it to "
+                "ReplayBuffer(transform=...), in an ensemble to each member"
+            )
+        if td.batch_dims != 1:
+            raise ValueError(
+                f"HindsightTransform needs a flat batch [N], got {list(td.batch_size)}: flatten it first"
+            )
+        ends = run_ends(td).cpu()
+        at, lasts = steps_into_run(starts_from(ends)), ends.nonzero().squeeze(1)
+        rows = torch.arange(len(td))
+        left = lasts[torch.searchsorted(lasts, rows)] - rows  # rows that follow in the run
+        which, positions = self.choose(at.numpy(), (at + left + 1).numpy(), self.generator)
+        goals = torch.from_numpy(positions - at.numpy()[which] + which)
+        columns: Columns = {key: column.clone() for key, column in td.items(True, True)}
+
+        def get(positions: Tensor, keys: Sequence[NestedKey]) -> Columns:
+            return {key: take_rows(columns[key], positions.to(columns[key].device)) for key in keys}
+
+        changed, _ = self.relabel(columns, torch.stack([torch.from_numpy(which), goals]), get, get)
+        result = td.clone(recurse=False)
+        for key, column in changed.items():
+            result.set(key, column)
+        return result
+
+    def _goal_keys(self, columns: Columns) -> tuple[NestedKey, NestedKey]:
+        """The entries of the desired goal and of the next achieved goal; KeyError if one is missing, or the reward."""
+        found: list[NestedKey] = []
+        for name, given in (("desired_goal", self.goal_key), ("achieved_goal", self.achieved_goal_key)):
+            nested: NestedKey = (OBSERVATION, name)
+            found.append(given if given is not None else nested if nested in columns else name)
+        goal, achieved = found[0], next_key(found[1])
+        for key in (goal, achieved, self.reward_key, *self.info_keys):
+            if key not in columns:
+                error = missing_marker(key, columns)
+                if key == achieved:
+                    error.args = (
+                        f"{error.args[0]}. Hindsight goals are next observations: store batches with them, or compact "
+                        "ones with LazyTensorStorage(..., compact_obs=True)",
+                    )
+                raise error
+        return goal, achieved
+
+    def _set_goals(
+        self, columns: Columns, rows: Tensor, goals: Tensor, goal_key: NestedKey, achieved: NestedKey
+    ) -> None:
+        """Write the goals ``[M, *goal]`` of ``rows``, and the rewards and flags that go with them, in place."""
+        desired = columns[goal_key]
+        if desired.shape[1:] != goals.shape[1:] or desired.dtype != goals.dtype:
+            raise ValueError(
+                f"batch[{goal_key!r}] holds {desired.dtype} {list(desired.shape[1:])}, batch[{achieved!r}] "
+                f"{goals.dtype} {list(goals.shape[1:])}: one cannot take the place of the other"
+            )
+        for key in (goal_key, next_key(goal_key)):
+            if key in columns:
+                put_rows(columns[key], rows, goals)
+        reached: Any = take_rows(columns[achieved], rows)
+        info: dict[NestedKey, Any] = {key: take_rows(columns[key], rows) for key in self.info_keys}
+        if self.as_numpy:
+            reached, goals = reached.numpy(force=True), goals.numpy(force=True)
+            info = {key: values.numpy(force=True) for key, values in info.items()}
+        reward = columns[self.reward_key]
+        values = self._checked("reward_fn", self.reward_fn(reached, goals, info), reward, len(rows))
+        put_rows(reward, rows, values.to(reward.dtype))
+        if self.terminated_fn is None:
+            return
+        for key in (TERMINATED, DONE):
+            if key not in columns:
+                raise missing_marker(key, columns)
+        terminated, done = columns[TERMINATED], columns[DONE]
+        # Of a row without a truncated flag, done says so if it was not terminated.
+        truncated = columns[TRUNCATED] if TRUNCATED in columns else done & ~terminated
+        flags = self._checked(
+            "terminated_fn", self.terminated_fn(reached, goals, info), terminated, len(rows)
+        )
+        if flags.dtype is not torch.bool:
+            raise TypeError(f"terminated_fn must return bool, got {flags.dtype}")
+        put_rows(terminated, rows, flags)
+        put_rows(done, rows, flags | take_rows(truncated, rows))
+
+    def _checked(self, name: str, returned: Any, column: Tensor, rows: int) -> Tensor:
+        """What a function of the caller returned for ``rows`` rows, in the shape and on the device of ``column``."""
+        values = torch.as_tensor(returned, device=column.device)
+        if values.shape not in ((rows,), (rows, 1)) or math.prod(column.shape[1:]) != 1:
+            raise ValueError(
+                f"{name} must return one number for each of the {rows} rows it is given, [{rows}], got "
+                f"{list(values.shape)} for rows of {list(column.shape[1:])}: it is called once for many rows"
+            )
+        return values.reshape(rows, *column.shape[1:])

@@ -1,0 +1,109 @@
+"""A compiled kernel that finds the trajectories of a step writer's rows, of which some wait to be stored.
+
+The index is the tables ``state, fragments, chains`` (`flatroll.kernels.rows.records`) of a ring of ``capacity`` rows.
+
+This module imports numba: import it inside the function that needs it.
+"""
+
+import numba
+import numpy as np
+
+from flatroll.kernels.compiled import Array, Int, Records, compiled
+from flatroll.kernels.slices.links import rows_in_slots
+
+
+@numba.njit(nogil=True)
+def _starts(init: Array, ids: Array, done: Array, env: Int, at: Int) -> bool:
+    """Whether a waiting row does not go on from the waiting row before it."""
+    return bool(at == 0 or init[env, at] or ids[env, at] != ids[env, at - 1] or done[env, at - 1])
+
+
+@numba.njit(nogil=True)
+def _run_stop(init: Array, ids: Array, done: Array, env: Int, at: Int, filled: Int) -> Int:
+    """The waiting row after the last one of the run of row ``at``."""
+    at += 1
+    while at < filled and not _starts(init, ids, done, env, at):
+        at += 1
+    return at
+
+
+@compiled()
+def step_spans(
+    places: Array,
+    num_envs: Int,
+    windows: Array,
+    used: Int,
+    oldest: Int,
+    stored: Int,
+    filled: Int,
+    init: Array,
+    ids: Array,
+    done: Array,
+    state: Records,
+    capacity: Int,
+    fragments: Records,
+    chains: Records,
+    spans: Array,
+) -> bool:
+    """Find the first step of the trajectory of each row, and the one after its last, as far as the rows are there.
+
+    Args:
+        places: step * E + env of each row, int64 ``[N]``.
+        num_envs: E.
+        windows: int64 ``[3, >= used]``, of each stored window its first step, the number of its first row in the ring,
+            and its steps; an env's rows stand next to each other.
+        used: number of windows.
+        oldest: first step that is stored whole; -1 if none is.
+        stored: number of the first step that waits.
+        filled: steps that wait.
+        init, ids, done: markers of the waiting rows, ``[E, >= filled]``.
+        spans: int64 ``[2, N]``, the result.
+
+    Returns:
+        False if one of the rows was overwritten.
+    """
+    mask, count = len(fragments) - 1, len(places)
+    slots = np.zeros(count, np.int64)
+    for i in range(count):
+        step = places[i] // num_envs
+        if oldest < 0:
+            if step < stored:
+                return False
+            continue
+        # the row, or if it waits, its env's last stored one, which may be of the same trajectory
+        env, step = places[i] - step * num_envs, min(step, stored - 1)
+        low, high = 0, used
+        while low < high:
+            middle = (low + high) // 2
+            if windows[0, middle] <= step:
+                low = middle + 1
+            else:
+                high = middle
+        number = windows[1, low - 1] + env * windows[2, low - 1] + step - windows[0, low - 1]
+        if low == 0 or number < state[0].head:
+            return False
+        slots[i] = number % capacity
+    rows, numbers = rows_in_slots(state, capacity, fragments, slots)
+    for i in range(count):
+        step = places[i] // num_envs
+        env, at = places[i] - step * num_envs, step - stored
+        joined = False
+        if oldest >= 0:
+            f = fragments[numbers[i] & mask]
+            chain = chains[f.chain]
+            known = min(step, stored - 1)
+            before = f.offset + rows[i] - f.first - chain.dropped
+            spans[0, i] = known - min(before, known - oldest)
+            stop = known + chain.total - chain.dropped - before
+            # does the trajectory go on in the first run of the waiting rows?
+            if filled and stop == stored and chain.open:
+                joined = chain.id == ids[env, 0] and not init[env, 0]
+            spans[1, i] = stored + _run_stop(init, ids, done, env, 0, filled) if joined else stop
+        if at >= 0:
+            first = at
+            while not _starts(init, ids, done, env, first):
+                first -= 1
+            if first > 0 or not joined:
+                spans[0, i] = stored + first
+                spans[1, i] = stored + _run_stop(init, ids, done, env, at, filled)
+    return True
