@@ -164,7 +164,7 @@ class StepReader:
         if chooser is None:
             return None
         choose = partial(chooser.choose, generator=buffer.generator)
-        kinds = {IS_INIT: np.bool_, TRAJ_IDS: np.int64, DONE: np.bool_}
+        kinds: dict[NestedKey, Any] = {IS_INIT: np.bool_, TRAJ_IDS: np.int64, DONE: np.bool_}
         marks: list[Array] = [
             self._staged[key].rows if self._filled else np.zeros((1, 1), kind) for key, kind in kinds.items()
         ]
