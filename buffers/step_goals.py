@@ -1,26 +1,41 @@
 """Finds other rows of the trajectories of a step writer's rows, whether they are stored or wait to be stored."""
 
-from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flatroll.buffers.index.ring import Array, Ring
-from flatroll.buffers.index.trajectory_index import TrajectoryIndex
-from flatroll.buffers.index.trajectory_rows import Choose
-from flatroll.buffers.step_rows import StagedColumn, StepPositions
-from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey
+from flatroll.buffers.index.trajectory_rows import Choose, TrajectoryRows
+from flatroll.kernels.rows.records import CHAIN, FRAGMENT, STATE
+
+
+class StepTables(NamedTuple):
+    """Where the rows of a step writer are.
+
+    Attributes:
+        windows: int64 ``[3, >= used]``, of each stored window its first step, the number of its first row in the ring,
+            and its steps.
+        used: number of windows.
+        oldest: first step that is stored whole; -1 if none is.
+        stored: number of the first step that waits.
+        filled: steps that wait.
+        init, ids, done: markers of the waiting rows, ``[E, >= filled]``.
+    """
+
+    windows: Array
+    used: int
+    oldest: int
+    stored: int
+    filled: int
+    init: Array
+    ids: Array
+    done: Array
 
 
 def choose_places(
-    places: Tensor,
-    choose: Choose,
-    staged: Mapping[NestedKey, StagedColumn],
-    stored: int,
-    steps: int,
-    ring: Ring,
-    positions: StepPositions,
+    places: Tensor, num_envs: int, choose: Choose, tables: StepTables, ring: Ring
 ) -> Tensor | None:
     """Let ``choose`` choose another row of the same trajectory for some rows; see `TrajectoryRows.choose`.
 
@@ -30,12 +45,10 @@ def choose_places(
 
     Args:
         places: int64 ``[N]``, step * E + env of each row.
+        num_envs: E.
         choose: see `TrajectoryRows.choose`.
-        staged: the waiting rows.
-        stored: number of the first step that waits.
-        steps: number of steps written.
+        tables: where the rows are.
         ring: that of the buffer, whose lock is held.
-        positions: where the stored rows are.
 
     Returns:
         int64 ``[2, M]``, which of the places, and the places of the rows chosen for them; None if another writer has
@@ -43,21 +56,14 @@ def choose_places(
     """
     from flatroll.kernels.slices.step_spans import step_spans  # numba
 
-    index = (
-        ring if isinstance(ring, TrajectoryIndex) else TrajectoryIndex(1)
-    )  # a buffer without rows has no index yet
-    table, used = positions.windows
-    oldest = positions.oldest() if positions.ring is index else None
-    if steps > stored:
-        markers = tuple(staged[key].rows for key in (IS_INIT, TRAJ_IDS, DONE))
-    else:
-        markers = tuple(np.zeros((1, 1), kind) for kind in (np.bool_, np.int64, np.bool_))
+    # A buffer without rows has no index yet.
+    nothing = np.zeros(1, STATE), 1, np.zeros(1, FRAGMENT), np.zeros(1, CHAIN)
+    index = ring.tables if isinstance(ring, TrajectoryRows) else nothing
     asked, spans = np.ascontiguousarray(places.numpy()), np.empty((2, len(places)), np.int64)
-    where = asked, positions.num_envs, table, used, -1 if oldest is None else oldest, stored, steps - stored
-    if not step_spans(*where, *markers, *index.tables, spans):
+    if not step_spans(asked, num_envs, *tables, *index, spans):
         return None
-    step = asked // positions.num_envs
+    step = asked // num_envs
     which, chosen = choose(step - spans[0], spans[1] - spans[0])
     # From the row's own step to the chosen one, of the same env.
-    goals: Array = asked[which] + (spans[0, which] + chosen - step[which]) * positions.num_envs
+    goals: Array = asked[which] + (spans[0, which] + chosen - step[which]) * num_envs
     return torch.from_numpy(np.stack([which, goals]))

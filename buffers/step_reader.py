@@ -13,7 +13,7 @@ from torch import Tensor
 from flatroll.buffers.columns.base import Columns, put_rows, take_rows
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Array, Draw, Ring
-from flatroll.buffers.step_goals import choose_places
+from flatroll.buffers.step_goals import StepTables, choose_places
 from flatroll.buffers.step_rows import StagedColumn, StepPositions
 from flatroll.buffers.storages.base import Storage
 from flatroll.buffers.storages.item_kinds import leaves, nest
@@ -26,7 +26,7 @@ from flatroll.buffers.transforms.base import (
     read_others,
 )
 from flatroll.layout.checks import whole_number
-from flatroll.layout.keys import IS_INIT, TRAJ_IDS, NestedKey, plain_key
+from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, plain_key
 
 if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
@@ -208,9 +208,16 @@ class StepReader:
         if chooser is None:
             return None
         choose = partial(chooser.choose, generator=buffer.generator)
+        kinds: dict[NestedKey, Any] = {IS_INIT: np.bool_, TRAJ_IDS: np.int64, DONE: np.bool_}
+        marks: list[Array] = [
+            self._staged[key].rows if self._filled else np.zeros((1, 1), kind) for key, kind in kinds.items()
+        ]
         with buffer._lock:
-            where = self.steps - self._filled, self.steps, buffer._ring, self._positions
-            chosen = choose_places(places, choose, self._staged, *where)
+            positions, ring = self._positions, buffer._ring
+            oldest = positions.oldest() if positions.ring is ring else None
+            begin = -1 if oldest is None else oldest
+            tables = StepTables(*positions.windows, begin, self.steps - self._filled, self._filled, *marks)
+            chosen = choose_places(places, self.num_envs, choose, tables, ring)
         if chosen is None:
             raise Overwritten("another writer has overwritten rows that goals are asked for")
         return chosen

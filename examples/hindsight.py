@@ -79,9 +79,9 @@ def explore(values: Tensor) -> Tensor:
 def train(n: int, frames: int, seed: int, hindsight: bool = True) -> dict[str, float]:
     """Train for ``frames`` frames; return the share of the last 200 episodes that reached their goal."""
     torch.manual_seed(seed)
-    goals = ["achieved_goal", "desired_goal"]
-    value = TensorDictModule(Values(n), goals, ["action_value"])
-    policy = TensorDictSequential(value, TensorDictModule(explore, ["action_value"], ["action"]))
+    value = TensorDictModule(Values(n), ["achieved_goal", "desired_goal"], ["action_value"])
+    parts: list[Any] = [value, TensorDictModule(explore, ["action_value"], ["action"])]
+    policy = TensorDictSequential(*parts)
     collector = Collector(
         SyncVectorEnv([lambda: BitFlip(n)] * NUM_ENVS),
         policy.select_out_keys("action"),

@@ -49,9 +49,8 @@ def fill(buffers: dict[str, Any], num_envs: int) -> None:
                 infos = [{"TimeLimit.truncated": bool(end)} for end in ended]
                 buffer.add(now, later, action, reward, ended, infos)
                 continue
-            flags = {("next", "truncated"): ended, ("next", "terminated"): np.zeros_like(ended)}
-            after = {("next", key): values for key, values in later.items()}
-            buffer.write({**now, **after, **flags, "action": action, ("next", "reward"): reward})
+            flags = {"truncated": ended, "terminated": np.zeros_like(ended)}
+            buffer.write({**now, "action": action, "next": {**later, **flags, "reward": reward}})
 
 
 def rows(num_envs: int, turns: int) -> list[list[str]]:
@@ -66,12 +65,12 @@ def rows(num_envs: int, turns: int) -> list[list[str]]:
         buffers["stable-baselines3"] = her.HerReplayBuffer(
             size, *spaces, env=env, device="cpu", n_envs=num_envs
         )
-    for kind, options in {"full": {}, "compact": {"compact_obs": True}}.items():
+    for kind in ("full", "compact"):
         for name, transform in {
             "": HindsightTransform(sparse_reward, as_numpy=True),
             ", no goals": None,
         }.items():
-            storage = LazyTensorStorage(STEPS * num_envs, **options)
+            storage = LazyTensorStorage(STEPS * num_envs, compact_obs=kind == "compact")
             buffers[kind + name] = ReplayBuffer(storage=storage, transform=transform).writer_for(num_envs)
     fill(buffers, num_envs)
     samples = {name: partial(buffer.sample, SAMPLE) for name, buffer in buffers.items()}

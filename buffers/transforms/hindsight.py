@@ -272,12 +272,13 @@ class HindsightTransform(Transform):
             if key in columns:
                 put_rows(columns[key], rows, goals)
         reached: Any = take_rows(columns[achieved], rows)
+        wanted: Any = goals
         info: dict[NestedKey, Any] = {key: take_rows(columns[key], rows) for key in self.info_keys}
         if self.as_numpy:
-            reached, goals = reached.numpy(force=True), goals.numpy(force=True)
+            reached, wanted = reached.numpy(force=True), goals.numpy(force=True)
             info = {key: values.numpy(force=True) for key, values in info.items()}
         reward = columns[self.reward_key]
-        values = self._checked("reward_fn", self.reward_fn(reached, goals, info), reward, len(rows))
+        values = self._checked("reward_fn", self.reward_fn(reached, wanted, info), reward, len(rows))
         put_rows(reward, rows, values.to(reward.dtype))
         if self.terminated_fn is None:
             return
@@ -288,7 +289,7 @@ class HindsightTransform(Transform):
         # Of a row without a truncated flag, done says so if it was not terminated.
         truncated = columns[TRUNCATED] if TRUNCATED in columns else done & ~terminated
         flags = self._checked(
-            "terminated_fn", self.terminated_fn(reached, goals, info), terminated, len(rows)
+            "terminated_fn", self.terminated_fn(reached, wanted, info), terminated, len(rows)
         )
         if flags.dtype is not torch.bool:
             raise TypeError(f"terminated_fn must return bool, got {flags.dtype}")
