@@ -8,7 +8,6 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.columns.base import take_rows
 from flatroll.buffers.index.ring import Array, Ring
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import DONE, IS_INIT, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, NestedKey, as_tuple
@@ -18,7 +17,8 @@ _MOST_STEPS, _MOST_ROWS, _FEWEST_STEPS = 64, 8192, 8  # of a window, unless the 
 
 
 class StagedColumn:
-    """One entry of the waiting rows: ``data`` ``[E, L, *shape]``, which NumPy writes as ``rows``.
+    """One entry of the waiting rows: ``data`` ``[E, L, *shape]``, which NumPy writes as ``rows``; and as ``flat``,
+    ``[E * L, *shape]``.
 
     Args:
         key: of the entry.
@@ -39,7 +39,7 @@ class StagedColumn:
     ) -> None:
         self.key, self.dtype = key, dtype
         self.data = torch.empty((num_envs, window, *shape), dtype=dtype)
-        self._flat = self.data.flatten(0, 1)  # row (env, step) is row env * L + step
+        self.flat = self.data.flatten(0, 1)  # row (env, step) is row env * L + step
         # NumPy writes small arrays in a fraction of torch's time; it lacks a few dtypes, whose bits it writes.
         self._word = None
         try:
@@ -121,11 +121,7 @@ class StagedColumn:
 
     def window(self, steps: int) -> Tensor:
         """Return the first ``steps`` waiting steps env after env, ``[E * steps, *shape]``; if all, without a copy."""
-        return self._flat if steps == self.data.shape[1] else self.data[:, :steps].flatten(0, 1)
-
-    def take(self, rows: Tensor) -> Tensor:
-        """Return copies of waiting rows, ``[N, *shape]``, given env * L + step of each."""
-        return take_rows(self._flat, rows)
+        return self.flat if steps == self.data.shape[1] else self.data[:, :steps].flatten(0, 1)
 
 
 class StepPositions:
@@ -138,8 +134,9 @@ class StepPositions:
     >>> for window in range(3):  # of two steps each; the third overwrites the first
     ...     _ = ring.claim(4), ring.publish(4)
     ...     positions.append(ring, 2 * window, 4 * window % 8, 2)
-    >>> positions.oldest(), positions.numbers(torch.tensor([4, 5, 5]), torch.tensor([0, 0, 1]))
-    (2, tensor([ 8,  9, 11]))
+    >>> places = torch.tensor([4, 5, 5]) * 2 + torch.tensor([0, 0, 1])  # of env 0, env 0 and env 1
+    >>> positions.oldest(), positions.find(places, ring, stored=6, window=2)
+    (2, (tensor([0, 1, 3]), array([], shape=(2, 0), dtype=int64)))
     """
 
     def __init__(self, num_envs: int) -> None:
@@ -172,12 +169,27 @@ class StepPositions:
         first = self._first()
         return int(self._table[0, first]) if first < self._count else None
 
-    def numbers(self, steps: Tensor, envs: Tensor) -> Tensor:
-        """Return the numbers in the ring of the rows of stored steps; all int64 ``[N]``."""
-        table = self._table[:, : self._count]
-        asked = steps.numpy()
-        first, number, length = table[:, np.searchsorted(table[0], asked, "right") - 1]
-        return torch.from_numpy(number + envs.numpy() * length + (asked - first))
+    def find(self, places: Tensor, ring: Ring, stored: int, window: int) -> tuple[Tensor, Array] | None:
+        """Find rows by their places step * E + env, int64 ``[N]``; None if one was overwritten.
+
+        Args:
+            places: of the rows, in host memory.
+            ring: that of the buffer now.
+            stored: number of the first step that waits.
+            window: L.
+
+        Returns:
+            slots, int64 ``[N]``, of some other row where one waits; and int64 ``[2, M]``, of the M that wait their
+            positions among the places, and their rows env * L + step among the waiting ones.
+        """
+        from flatroll.kernels.rows.steps import locate  # numba
+
+        slots, waiting = np.empty(len(places), np.int64), np.empty((2, len(places)), np.int64)
+        windows = self._table, self._count if ring is self.ring else 0
+        stands = *windows, ring.head, ring.capacity, stored, window
+        asked = np.ascontiguousarray(places.numpy())
+        count = locate(asked, self.num_envs, *stands, slots, waiting)
+        return None if count < 0 else (torch.from_numpy(slots), waiting[:, :count])
 
 
 def entries(step: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[NestedKey, Any]]:

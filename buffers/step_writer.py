@@ -68,7 +68,7 @@ class StepWriter(StepReader):
 
     def _forget(self) -> None:
         """Begin as after the last stored row, with entries to be named by the next step."""
-        self._staged: dict[NestedKey, StagedColumn] = {}
+        self._staged, self._tails = {}, {}
         self._given = 0  # entries of a step; the others are filled in
         self._filled, self._limit = 0, self.window - self.steps % self.window
         self._last = -1  # where the row before stands in the arrays
@@ -156,7 +156,7 @@ class StepWriter(StepReader):
             blank = {key: torch.zeros_like(column.window(1)) for key, column in staged.items()}
             with self.buffer._write_lock:
                 storage.prepare(nest(blank, torch.Size([self.num_envs])), None, self.buffer._keys)
-        self._staged = staged
+        self._staged, self._tails = staged, {}
 
     @override
     def _store(self) -> None:
@@ -223,7 +223,7 @@ class StepWriter(StepReader):
             state = self.__dict__.copy()
             if self._positions.ring is not self.buffer._ring:
                 state["_positions"] = StepPositions(self.num_envs)
-        del state["_lock"], state["_staged"]
+        del state["_lock"], state["_staged"], state["_tails"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -92,6 +92,14 @@ def copy(source: Array, target: Array, size: Array, first: Int, slot: Int, rows:
         copy_bytes(target[k] + slot * size[k], source[k] + first * size[k], rows * size[k])
 
 
+@compiled()
+def scatter(source: Array, target: Array, size: Array, rows: Array, at: Array) -> None:
+    """Copy row ``rows[j]`` of each column at address ``source[k]`` over row ``at[j]`` of the one at ``target[k]``."""
+    for k in range(len(source)):
+        for j in range(len(rows)):
+            copy_bytes(target[k] + at[j] * size[k], source[k] + rows[j] * size[k], size[k])
+
+
 class Block:
     """Equally long columns in host memory that one compiled call reads or writes together.
 
@@ -259,6 +267,18 @@ class HostColumns(Generic[K]):
                 return None
             addresses.append(value.data_ptr())
         return np.array(addresses, np.int64)
+
+    def put_found(self, target: Array, rows: Array, at: Array) -> None:
+        """Copy ``rows`` over the rows ``at`` of tensors whose addresses :meth:`find` returned; both int64 ``[M]``,
+        of rows that are there: nothing is checked.
+
+        >>> columns, values = HostColumns({"x": torch.arange(5)}), {"x": torch.zeros(3, dtype=torch.int64)}
+        >>> columns.put_found(columns.find(values, 3), np.array([4, 2]), np.array([0, 1]))
+        >>> values["x"]
+        tensor([4, 2, 0])
+        """
+        assert self._all is not None  # or find had found nothing
+        scatter(self._all.address, target, self._all.size, rows, at)
 
     def pair(self, key: K, later: K) -> tuple[int, int, int, int]:
         """The address of the column ``later``, the bytes of its rows, and the numbers of the columns ``key`` and

@@ -1,0 +1,81 @@
+"""Compiled kernels that find the rows of a step writer by the numbers of their steps and envs.
+
+A row's *place* is the number step * E + env, for E envs.
+
+This module imports numba: import it inside the function that needs it.
+"""
+
+import numpy as np
+
+from flatroll.kernels.compiled import Array, Int, compiled
+
+
+@compiled()
+def number_places(steps: Array, envs: Array, num_envs: Int, first: Int, stop: Int, places: Array) -> bool:
+    """Fill ``places`` (int64 ``[N]``); return whether all steps are from ``first`` to ``stop - 1``, and all envs from
+    0 to ``num_envs - 1``."""
+    for i in range(len(steps)):
+        if steps[i] < first or steps[i] >= stop or envs[i] < 0 or envs[i] >= num_envs:
+            return False
+        places[i] = steps[i] * num_envs + envs[i]
+    return True
+
+
+@compiled()
+def locate(
+    places: Array,
+    num_envs: Int,
+    windows: Array,
+    used: Int,
+    head: Int,
+    capacity: Int,
+    stored: Int,
+    length: Int,
+    slots: Array,
+    waiting: Array,
+) -> Int:
+    """Find the rows at ``places``: the stored ones in a ring, the others in arrays ``[E, length]``.
+
+    Args:
+        places: int64 ``[N]``.
+        num_envs: E.
+        windows: int64 ``[3, >= W]``, of each stored window its first step, the number of its first row in the ring, and
+            its steps; an env's rows stand next to each other.
+        used: W; ``windows`` may have more columns.
+        head: number of the oldest row that may be read.
+        capacity: of the ring.
+        stored: number of the first step that waits; all from there on do.
+        length: steps that the arrays have room for.
+        slots: int64 ``[N]``, becomes the slot of each row, and of some other one where the row waits.
+        waiting: int64 ``[2, N]``, becomes (position among the places, row env * length + step of the arrays) of the
+            rows that wait.
+
+    Returns:
+        how many rows wait; -1 if one of the others was overwritten.
+    """
+    count, known = 0, np.int64(0)
+    for i in range(len(places)):
+        step = places[i] // num_envs
+        env = places[i] - step * num_envs
+        if step >= stored:
+            waiting[0, count], waiting[1, count] = i, env * length + step - stored
+            count += 1
+            continue
+        # the last window that begins at or before the step: windows 0 ... low - 1 do, those from high on do not
+        low, high = 0, used
+        while low < high:
+            middle = (low + high) // 2
+            if windows[0, middle] <= step:
+                low = middle + 1
+            else:
+                high = middle
+        if low == 0:
+            return -1
+        number = windows[1, low - 1] + env * windows[2, low - 1] + step - windows[0, low - 1]
+        if number < head:
+            return -1
+        known = number % capacity
+        slots[i] = known
+    for j in range(count):
+        slots[waiting[0, j]] = known
+    return count
