@@ -3,12 +3,11 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from gymnasium import spaces
-from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
@@ -17,20 +16,18 @@ from flatroll.buffers import ReplayBuffer as FlatBuffer
 from flatroll.buffers.columns.base import Columns
 from flatroll.buffers.step_rows import window_of
 from flatroll.buffers.transforms.base import TransformLike
-from flatroll.buffers.transforms.n_step import Get
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import (
     ACTION,
     IS_INIT,
-    NEXT,
     OBSERVATION,
     REWARD,
     TERMINATED,
     TRUNCATED,
     NestedKey,
-    as_tuple,
     next_key,
 )
+from flatroll.trainers.sb3_rows import DISCOUNTS, Entry, NStepReturns
 
 try:
     import stable_baselines3
@@ -49,72 +46,6 @@ except ImportError as error:
     ) from error
 
 Array: TypeAlias = np.ndarray[Any, Any]
-
-_DISCOUNTS = "discounts"
-
-
-class Entry(NamedTuple):
-    """What is stored of one space, observations or actions, of E envs.
-
-    Attributes:
-        name: for errors.
-        given: shape of a step's values, ``[E, ...]``.
-        stored: their shape in the buffer.
-        dtype: their dtype there.
-    """
-
-    name: str
-    given: tuple[int, ...]
-    stored: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    def checked(self, value: Any) -> Array:
-        """Return a step's values as they are stored; ValueError or TypeError if the space has no such values."""
-        array = np.asarray(value)
-        if array.shape != self.stored or array.dtype != self.dtype:
-            if array.shape not in (self.given, self.stored):
-                raise ValueError(
-                    f"{self.name} must be {list(self.given)}, envs first, as the model's spaces say, got "
-                    f"{list(array.shape)}"
-                )
-            if not np.can_cast(array.dtype, self.dtype, "same_kind"):
-                raise TypeError(f"{self.name} must be {self.dtype}, as its space says, got {array.dtype}")
-            array = array.astype(self.dtype, copy=False).reshape(self.stored)
-        return array
-
-
-class NStepReturns:
-    """A transform that makes n-step transitions by the same float32 operations as SB3's ``NStepReplayBuffer``.
-
-    `MultiStepTransform` computes the same with discounts in float64, so that the last bits may differ.
-    """
-
-    def __init__(self, n_steps: int, gamma: float) -> None:
-        if not 0.0 <= gamma <= 1.0:
-            raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
-        self.look_ahead, self.gamma = n_steps, gamma
-        self.env: VecNormalize | None = None  # by which rewards are normalized, before they are summed
-
-    def read(self, columns: Columns, ahead: Tensor, get: Get) -> Columns:
-        """The columns of N rows as n-step transitions; ``ahead``, ``[N, n]``: the rows of each, -1 from its end on."""
-        used = ahead >= 0
-        device = columns[REWARD].device
-        rewards = get(torch.where(used, ahead, ahead[:, :1]).flatten(), [REWARD])[REWARD]
-        each = BaseBuffer._normalize_reward(rewards.view(used.shape).cpu().numpy(), self.env)
-        mask = used.cpu().numpy()
-        steps = mask.sum(1, keepdims=True)
-        sums = (each * self.gamma ** np.arange(self.look_ahead, dtype=np.float32) * mask).sum(
-            1, keepdims=True
-        )
-        last = ahead.gather(1, torch.from_numpy(steps - 1).to(ahead.device)).squeeze(1)
-        changed = {**columns, **get(last, [key for key in columns if as_tuple(key)[0] == NEXT])}
-        changed[REWARD] = torch.from_numpy(sums).to(device)
-        changed[_DISCOUNTS] = torch.from_numpy(self.gamma ** steps.astype(np.float32)).to(device)
-        return changed
-
-    def forward(self, td: TensorDictBase) -> TensorDictBase:
-        """Return the sample: :meth:`read` has done it."""
-        return td
 
 
 class FlatReplayBuffer(ReplayBuffer):
@@ -136,8 +67,8 @@ class FlatReplayBuffer(ReplayBuffer):
         frame_stack: frames per stack, for observations ``[frames, ...]`` whose frames are to be kept once; a dict by
             key for Dict spaces.
         codec: ``"zstd"`` compresses observations; a dict by key for Dict spaces.
-        memmap: folder of files that hold the rows, instead of memory; a pickle then names the files.
-        storage: what makes the storage, given the rows and options: ``partial(LazyTensorStorage, device="cuda")``.
+        storage: folder of files that hold the rows (a pickle then names them), or what makes the storage, such as
+            ``partial(LazyTensorStorage, device="cuda")``. Default: in memory.
         n_steps, gamma: steps whose rewards are summed, and their discount. Give both: SB3's ``n_steps=`` is for its own
             buffer, and has to stay 1 here.
         window: steps that are stored at a time, default up to 64.
@@ -168,8 +99,7 @@ class FlatReplayBuffer(ReplayBuffer):
         compact: bool = True,
         frame_stack: int | Mapping[str, int] | None = None,
         codec: str | Mapping[str, str] | None = None,
-        memmap: str | os.PathLike[str] | None = None,
-        storage: Callable[..., Storage] | None = None,
+        storage: str | os.PathLike[str] | Callable[..., Storage] = LazyTensorStorage,
         n_steps: int = 1,
         gamma: float = 0.99,
         window: int | None = None,
@@ -191,59 +121,60 @@ class FlatReplayBuffer(ReplayBuffer):
                 f"buffer_size={buffer_size} holds {steps} steps of {n_envs} envs, less than a window of {window}: "
                 f"make it {window * n_envs} or more, or give a smaller window"
             )
-        nested = isinstance(observation_space, spaces.Dict)
-        parts = {(OBSERVATION, key): space for key, space in observation_space.items()} if nested else {}
-        self._observations = {
-            key: self._entry(key, space) for key, space in (parts or {OBSERVATION: observation_space}).items()
-        }
-        dtype = self._maybe_cast_dtype(action_space.dtype)
-        shape = action_space.shape or ()
-        self._action = Entry("action", (n_envs, *shape), (n_envs, self.action_dim), np.dtype(dtype))
-        options = {
-            name: self._by_entry(name, value)
-            for name, value in (("frame_stack", frame_stack), ("codec", codec))
-            if value is not None
-        }
-        for key, frames in options.get("frame_stack", {}).items():
-            if (shape := self._observations[key].stored[1:])[:1] != (frames,):
-                raise ValueError(
-                    f"frame_stack={frames} needs observations [{frames}, ...], those of {key!r} are {list(shape)}: "
-                    "stack frames in front (SB3's VecTransposeImage moves them there)"
-                )
-        if storage is not None and memmap is not None:
-            raise ValueError("give storage or memmap, not both: partial(LazyMemmapStorage, scratch_dir=...)")
-        if storage is None:
-            storage = LazyTensorStorage if memmap is None else partial(LazyMemmapStorage, scratch_dir=memmap)
-        # A pickle stores a window that is not full, for which the ring gives up a whole one: that must be to spare.
-        windows = -(-(steps + window - 1) // window)
-        self.flat = FlatBuffer(
-            storage=storage(windows * window * n_envs, compact_obs=compact, **options), sampler=sampler
+        parts: dict[NestedKey, spaces.Space[Any]] = {OBSERVATION: observation_space}
+        self._names: list[str] = []  # of the observations in a Dict space
+        if isinstance(observation_space, spaces.Dict):
+            self._names = list(observation_space)
+            parts = {(OBSERVATION, name): observation_space[name] for name in self._names}
+        self._observations = {key: self._entry(key, space) for key, space in parts.items()}
+        dtype = np.dtype(self._maybe_cast_dtype(action_space.dtype))
+        self._action = Entry(
+            "action", (n_envs, *(action_space.shape or ())), (n_envs, self.action_dim), dtype
         )
         self._n_step = NStepReturns(n_steps, gamma) if whole_number("n_steps", n_steps) > 1 else None
+        later = [next_key(key) for key in self._observations]
+        discounts = [] if self._n_step is None else [DISCOUNTS]
+        self._keys = [*self._observations, *later, ACTION, REWARD, TERMINATED, *discounts]
+        make: Callable[..., Storage] = (
+            storage if callable(storage) else partial(LazyMemmapStorage, scratch_dir=storage)
+        )
+        # A pickle stores a window that is not full, for which the ring gives up a whole one: that must be to spare.
+        rows = -(-(steps + window - 1) // window) * window * n_envs
+        options = self._encodings(frame_stack, codec)
+        self.flat = FlatBuffer(storage=make(rows, compact_obs=compact, **options), sampler=sampler)
         for each in (self._n_step, transform):
             if each is not None:
                 self.flat.append_transform(each)
         self.writer = self.flat.writer_for(n_envs, window=window)
         self.last_info: dict[str, Tensor] | None = None if sampler is None else {}
-        self._fresh: Array | None = np.zeros(n_envs, np.bool_)
+        self._none, self._loaded = np.zeros(n_envs, np.bool_), False
 
     def _entry(self, key: NestedKey, space: spaces.Space[Any]) -> Entry:
         """What is stored of an observation, or of one in a Dict space."""
-        shape: Any = get_obs_shape(space)
-        name = "obs" if isinstance(key, str) else f"obs[{key[1]!r}]"
-        return Entry(name, (self.n_envs, *(space.shape or ())), (self.n_envs, *shape), np.dtype(space.dtype))
+        name, shape = ("obs" if isinstance(key, str) else f"obs[{key[1]!r}]"), space.shape or ()
+        stored: Any = get_obs_shape(space)
+        return Entry(name, (self.n_envs, *shape), (self.n_envs, *stored), np.dtype(space.dtype))
 
-    def _by_entry(self, name: str, value: Any) -> dict[NestedKey, Any]:
-        """An option by entry: given by key of a Dict space, or once for all observations."""
-        if not isinstance(value, Mapping):
-            return dict.fromkeys(self._observations, value)
-        chosen: dict[NestedKey, Any] = {(OBSERVATION, key): one for key, one in value.items()}
-        if unknown := [key[1] for key in chosen if key not in self._observations]:
-            names = [key[1] for key in self._observations if not isinstance(key, str)]
-            raise ValueError(
-                f"{name} names {unknown}, which the observation space does not have: it has {names}"
-            )
-        return chosen
+    def _encodings(self, frame_stack: Any, codec: Any) -> dict[str, Any]:
+        """The options of the storage, by entry; given by key of a Dict space, or once for all observations."""
+        options: dict[str, Any] = {}
+        for name, value in (("frame_stack", frame_stack), ("codec", codec)):
+            if isinstance(value, Mapping):
+                if unknown := [key for key in value if key not in self._names]:
+                    raise ValueError(
+                        f"{name} names {unknown}, the observation space has the keys {self._names}"
+                    )
+                options[name] = {(OBSERVATION, key): one for key, one in value.items()}
+            elif value is not None:
+                options[name] = dict.fromkeys(self._observations, value)
+        for key, frames in options.get("frame_stack", {}).items():
+            shape = self._observations[key].stored[1:]
+            if shape[:1] != (frames,):
+                raise ValueError(
+                    f"frame_stack={frames} needs observations [{frames}, ...], those of {key!r} are {list(shape)}: "
+                    "stack frames in front (SB3's VecTransposeImage moves them there)"
+                )
+        return options
 
     # --- writing --------------------------------------------------------------------------------------------------
 
@@ -266,26 +197,27 @@ class FlatReplayBuffer(ReplayBuffer):
             step[key], step[next_key(key)] = entry.checked(now), entry.checked(later)
         step[ACTION], step[REWARD] = self._action.checked(action), reward
         ended = np.asarray(done, np.bool_)
-        timeouts = np.zeros_like(ended)
+        timeouts = self._none
         if self.handle_timeout_termination:
-            timeouts[:] = [info.get("TimeLimit.truncated", False) for info in infos]
+            timeouts = np.array([info.get("TimeLimit.truncated", False) for info in infos], np.bool_)
         step[TERMINATED], step[TRUNCATED] = ended & ~timeouts, timeouts
-        # A row that does not go on from the one before, as after an early reset, begins a trajectory. The writer finds
-        # it, but for the first row after a load.
-        step[IS_INIT] = self._left(step) if self._fresh is None else self._fresh
+        # Rows that do not go on from the one before, as after an early reset, begin a trajectory. The writer finds
+        # them, but for the first one after a load.
+        step[IS_INIT] = self._left(step) if self._loaded else self._none
         self.writer.write(step)
+        self._loaded = False
         self.pos += 1
         if self.pos == self.buffer_size:
             self.full, self.pos = True, 0
 
     def _left(self, step: Mapping[NestedKey, Any]) -> Array:
-        """Which envs do not go on from the last row stored, bool ``[E]``."""
-        self._fresh = np.zeros(self.n_envs, np.bool_)
-        left = np.zeros(self.n_envs, np.bool_)
-        if self.writer.steps > self.writer.oldest:
-            last = self.writer.read([self.writer.steps - 1] * self.n_envs, range(self.n_envs))
+        """Which envs do not go on from the last row written, bool ``[E]``."""
+        left = self._none.copy()
+        if len(self.writer):
+            later = [next_key(key) for key in self._observations]
+            last = self.writer.read_columns([self.writer.steps - 1] * self.n_envs, range(self.n_envs), later)
             for key in self._observations:
-                differs = last.get(next_key(key)).cpu().numpy() != step[key]
+                differs = last[next_key(key)].numpy(force=True) != step[key]
                 left |= differs.reshape(self.n_envs, -1).any(1)
         return left
 
@@ -296,8 +228,12 @@ class FlatReplayBuffer(ReplayBuffer):
         self.flat.empty()
         super().reset()
 
+    def __getstate__(self) -> dict[str, Any]:
+        self.writer.flush()  # before the pickle takes the rows of ``flat``
+        return dict(vars(self))
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _fresh=None)
+        vars(self).update(state, _loaded=True)
 
     # --- reading --------------------------------------------------------------------------------------------------
 
@@ -311,65 +247,54 @@ class FlatReplayBuffer(ReplayBuffer):
         """
         if self.last_info is None:
             return super().sample(batch_size, env)
+        if self._n_step is not None:
+            self._n_step.env = env
         if not len(self.flat):
             self.writer.flush()
-        rows, self.last_info = self._with(env, partial(self.flat.sample, batch_size, return_info=True))
-        return self._samples(rows, env)
+        rows, self.last_info = self.flat.sample(batch_size, return_info=True)
+        return self._samples({key: rows.get(key) for key in self._keys}, env)
 
     @override
     def _get_samples(self, batch_inds: Array, env: VecNormalize | None = None) -> Any:
         """The rows at these positions of SB3's ring, each of a random env."""
+        if self._n_step is not None:
+            self._n_step.env = env
         envs = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
-        # Position p was written in the present lap of the ring, or if it is pos or above, in the one before.
+        # Position p was written in the present lap of the ring or, from pos on, in the one before.
         steps = batch_inds + (self.writer.steps - self.pos)
         steps[batch_inds >= self.pos] -= self.buffer_size
-        return self._samples(self._with(env, partial(self.writer.read, steps, envs)), env)
+        return self._samples(self.writer.read_columns(steps, envs, self._keys), env)
 
-    def _with(self, env: VecNormalize | None, read: Callable[[], Any]) -> Any:
-        """``read()``, in which n-step returns are of rewards that ``env`` normalizes."""
-        if self._n_step is None:
-            return read()
-        self._n_step.env = env
-        try:
-            return read()
-        finally:
-            self._n_step.env = None  # a pickle would hold it
-
-    def _samples(self, rows: TensorDictBase, env: VecNormalize | None) -> Any:
-        """Rows as SB3's algorithms read them."""
-        now, later, rewards = rows.get(OBSERVATION), rows.get((NEXT, OBSERVATION)), rows.get(REWARD)
-        discounts = rows.get(_DISCOUNTS, None)
-        if env is not None:
-            now, later = self._normalized(now, env), self._normalized(later, env)
-            if discounts is None:
-                rewards = torch.from_numpy(self._normalize_reward(rewards.cpu().numpy(), env))
-        dones = rows.get(TERMINATED).float()
-        parts = [part.to(self.device) for part in (now, rows.get(ACTION), later, dones, rewards)]
-        if discounts is not None:
-            parts.append(discounts.to(self.device))
-        if isinstance(self.observation_space, spaces.Dict):
-            parts[0], parts[2] = (dict(part.items()) for part in (parts[0], parts[2]))
-            return DictReplayBufferSamples(*parts)
-        return ReplayBufferSamples(*parts)
-
-    def _normalized(self, observations: Any, env: VecNormalize) -> Any:
-        """Observations as ``env`` normalizes them: a tensor, or a tensordict of a Dict space."""
-        if isinstance(observations, Tensor):
-            return torch.from_numpy(self._normalize_obs(observations.cpu().numpy(), env))
-        arrays: Any = {key: values.cpu().numpy() for key, values in observations.items()}
-        arrays = self._normalize_obs(arrays, env)
-        return TensorDict(
-            {key: torch.from_numpy(array) for key, array in arrays.items()}, observations.batch_size
+    def _samples(self, columns: Columns, env: VecNormalize | None) -> Any:
+        """Columns of rows as SB3's algorithms read them."""
+        rewards, discounts = columns[REWARD], columns.get(DISCOUNTS)
+        if env is not None and discounts is None:
+            rewards = torch.from_numpy(env.normalize_reward(rewards.numpy(force=True)))
+        make: Any = DictReplayBufferSamples if self._names else ReplayBufferSamples
+        return make(
+            self._observed([columns[key] for key in self._observations], env),
+            columns[ACTION].to(self.device),
+            self._observed([columns[next_key(key)] for key in self._observations], env),
+            columns[TERMINATED].to(self.device, torch.float32),
+            rewards.to(self.device),
+            discounts if discounts is None else discounts.to(self.device),
         )
 
+    def _observed(self, values: list[Tensor], env: VecNormalize | None) -> Any:
+        """Observations, a dict of them for a Dict space, as ``env`` normalizes them."""
+        named: Any = dict(zip(self._names or [""], values, strict=True))
+        if env is not None:
+            arrays: Any = {name: value.numpy(force=True) for name, value in named.items()}
+            arrays = env.normalize_obs(arrays) if self._names else {"": env.normalize_obs(arrays[""])}
+            named = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        named = {name: value.to(self.device) for name, value in named.items()}
+        return named if self._names else named[""]
+
     def update_priority(self, priority: Tensor | float) -> None:
-        """Set the priorities of the rows of the last sample, with a ``sampler`` that has some.
+        """Set the priorities of the rows of the last sample: one for all or one per row, not negative.
 
-        SB3 hands out no errors of rows: a callback or a subclass's ``train`` has to compute them. Its losses do not
-        weigh rows either; ``last_info["priority_weight"]`` has the weights.
-
-        Args:
-            priority: one value for all rows or one per row, not negative.
+        SB3 hands out no errors of rows, so a callback or a subclass's ``train`` computes them. Nor do its losses weigh
+        rows; ``last_info["priority_weight"]`` has the weights.
 
         Raises:
             RuntimeError: nothing was sampled, or there is no ``sampler``.
