@@ -125,7 +125,9 @@ def test_the_weights_are_those_with_sb3_s_buffer(name: str) -> None:
     )
     if name != "time limits are ends":
         timeouts = expected.replay_buffer.timeouts
-        assert timeouts.any() and ("SAC" in str(type(model)) or (expected.replay_buffer.dones > timeouts).any())
+        assert timeouts.any() and (
+            "SAC" in str(type(model)) or (expected.replay_buffer.dones > timeouts).any()
+        )
 
 
 @pytest.mark.parametrize("name", ["n-step", "Dict", "SAC, 4 envs"])
@@ -189,7 +191,9 @@ def test_every_row_of_a_scripted_env_is_right(compact: bool) -> None:
     """Observations are (env, episode, step): each row says by itself what it must be."""
     buffer_kwargs = {"compact": compact, "window": 8}
     model = with_ours(
-        lambda **more: dqn(FlatVecEnv(make_scripted(SCRIPT)), learning_starts=10_000, **more), {}, buffer_kwargs
+        lambda **more: dqn(FlatVecEnv(make_scripted(SCRIPT)), learning_starts=10_000, **more),
+        {},
+        buffer_kwargs,
     )
     model.learn(2 * 100)
     buffer = model.replay_buffer
