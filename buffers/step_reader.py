@@ -113,10 +113,8 @@ class StepReader:
         names = None if keys is None else tuple(map(plain_key, keys))
         with self._lock:
             places = self._places(steps, envs)
-            if self.buffer._transforms:
-                columns = leaves(self._rows(places))
-            else:
-                columns = self._take(places, names)
+            changed = self.buffer._transforms
+            columns = leaves(self._rows(places)) if changed else self._take(places, names)
         if names is None:
             return columns
         if missing := [name for name in names if name not in columns]:
@@ -125,7 +123,7 @@ class StepReader:
 
     def _places(self, steps: Any, envs: Any) -> Tensor:
         """The places step * E + env of rows that are there, int64 ``[N]``."""
-        from flatroll.kernels.rows.steps import number_places  # numba
+        from flatroll.kernels.slices.steps import number_places  # numba
 
         step, env = (
             part if isinstance(part, np.ndarray) else torch.as_tensor(part).numpy(force=True)
@@ -217,11 +215,9 @@ class StepReader:
                 if ring is buffer._ring and ring.unchanged_since(Draw(slots, follow=follow, version=version)):
                     break
         if len(at):  # these were read as some stored row: replace them
-            tail = self._tail(names)
-            target = tail.find(columns, len(places))
-            if target is not None:
-                tail.put_found(target, rows, at)
-            else:  # not all are plain numbers in host memory
+            if storage.copies_bytes:
+                self._tail(names).copy_into(columns, at, rows)
+            else:
                 for key, values in self._waiting(rows, names).items():
                     put_rows(columns[key], torch.from_numpy(at).to(values.device), values)
         return columns

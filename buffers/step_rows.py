@@ -162,7 +162,7 @@ class StepPositions:
     def _first(self) -> int:
         """The first window that is stored whole."""
         head = 0 if self.ring is None else self.ring.head
-        return int(np.searchsorted(self._table[1, : self._count], head))
+        return int(self._table[1, : self._count].searchsorted(head))
 
     def oldest(self) -> int | None:
         """Return the first step that is stored whole; None if there is none."""
@@ -182,7 +182,7 @@ class StepPositions:
             slots, int64 ``[N]``, of some other row where one waits; and int64 ``[2, M]``, of the M that wait their
             positions among the places, and their rows env * L + step among the waiting ones.
         """
-        from flatroll.kernels.rows.steps import locate  # numba
+        from flatroll.kernels.slices.steps import locate  # numba
 
         slots, waiting = np.empty(len(places), np.int64), np.empty((2, len(places)), np.int64)
         windows = self._table, self._count if ring is self.ring else 0

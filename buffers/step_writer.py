@@ -60,6 +60,7 @@ class StepWriter(StepReader):
             )
         if type(writer) is not int or not 0 <= writer < 2**23:
             raise ValueError(f"writer must be in [0, 2**23), got {writer!r}")
+        buffer.storage.compiled = True
         self.window = window_of(buffer.storage.capacity, num_envs, window)
         self.writer, self.steps, self._closed = writer, 0, False
         self._positions = StepPositions(num_envs)

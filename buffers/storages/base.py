@@ -83,6 +83,7 @@ class Storage(Facts, ABC):
         columns: the stored entries by key, each a `Column`; empty before the first batch and without columns.
         loose: root keys whose next values need not be those of the following rows: they are not compared.
         compared: what :meth:`link` compares; None until that is known.
+        compiled: whether compiled kernels copy rows: where there is a trajectory index or a step writer.
     """
 
     ndim: int = 1
@@ -92,6 +93,7 @@ class Storage(Facts, ABC):
     structure: Any = None
     own_column: str | None = None
     by_reference: bool = False
+    compiled: bool = False
 
     def __init__(self, max_size: int, compilable: bool = False) -> None:
         self.max_size = whole_number("max_size", max_size)
@@ -273,6 +275,11 @@ class Storage(Facts, ABC):
             pool entry per fragment, -1 for none, int64 ``[F]``; chains whose last entry is now spare, int64.
         """
         raise NotImplementedError
+
+    @property
+    def copies_bytes(self) -> bool:
+        """Whether all columns of :meth:`read_rows` are copied as bytes: contiguous, in host memory, kept as they are."""
+        return False
 
     def needs_follow(self, keys: Iterable[NestedKey] | None) -> bool:
         """Return whether reading the columns ``keys`` (None: all) requires `Ring.follow`."""

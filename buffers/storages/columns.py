@@ -76,7 +76,6 @@ class ColumnStorage(ByPosition):
         self.compact_obs = compact_obs
         self.pool: NextPool | None = None  # the next observations that no row holds, if compact
         self._plain: HostColumns[NestedKey] | None = None
-        self._indexed = False
 
     @abstractmethod
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
@@ -149,7 +148,7 @@ class ColumnStorage(ByPosition):
         if not columns:
             raise ValueError("the batch has no entries to store")
         if isinstance(batch, TensorDictBase):
-            self._indexed = keys is not None or self.compact_obs
+            self.compiled = self.compiled or keys is not None or self.compact_obs
         elif final is not None:
             raise ValueError("final comes with a compact tensordict batch only")
         elif self.compact_obs:
@@ -376,7 +375,7 @@ class ColumnStorage(ByPosition):
         later: Columns = {}
         if plain is not None and follow is not None and pairs:
             later = plain.take_next(slots, follow.slots, columns, pairs)
-        if len(columns) < len(self.columns):
+        if len(columns) < len(self.columns if keys is None else self.columns.keys() & keys):
             slots = slots.to(self.device)
             taken, columns = columns, {}
             for key, column in self.columns.items():
@@ -399,10 +398,16 @@ class ColumnStorage(ByPosition):
                 columns[names[key]] = rows
         return columns
 
+    @property
+    @override
+    def copies_bytes(self) -> bool:
+        rows = self._plain is not None and len(self._plain.columns) == len(self.columns)
+        return rows and (self.pool is None or self.pool.plain)
+
     def _plain_columns(self) -> "HostColumns[NestedKey] | None":
-        """The columns that are copied by one call; None if the storage is not on the host, or where there is no
-        trajectory index, so that random sampling does without numba."""
-        if self._indexed and self.columns and self.device.type == "cpu":
+        """The columns that are copied by one call; None if the storage is not on the host, or not ``compiled``, so
+        that random sampling does without numba."""
+        if self.compiled and self.columns and self.device.type == "cpu":
             self._plain = plain_columns(self.columns)
         return self._plain
 

@@ -268,17 +268,20 @@ class HostColumns(Generic[K]):
             addresses.append(value.data_ptr())
         return np.array(addresses, np.int64)
 
-    def put_found(self, target: Array, rows: Array, at: Array) -> None:
-        """Copy ``rows`` over the rows ``at`` of tensors whose addresses :meth:`find` returned; both int64 ``[M]``,
-        of rows that are there: nothing is checked.
+    def copy_into(self, values: Mapping[K, Tensor], at: Array, rows: Array) -> None:
+        """Copy ``rows`` over the rows ``at`` of ``values``, both int64 ``[M]``. Nothing is checked: ``values`` are
+        contiguous, in host memory, and have each column's dtype and row shape; all rows are there.
 
         >>> columns, values = HostColumns({"x": torch.arange(5)}), {"x": torch.zeros(3, dtype=torch.int64)}
-        >>> columns.put_found(columns.find(values, 3), np.array([4, 2]), np.array([0, 1]))
+        >>> columns.copy_into(values, np.array([0, 1]), np.array([4, 2]))
         >>> values["x"]
         tensor([4, 2, 0])
         """
-        assert self._all is not None  # or find had found nothing
-        scatter(self._all.address, target, self._all.size, rows, at)
+        names = tuple(self.columns)
+        block = self._blocks[names] if names in self._blocks else self._new_block(names)
+        if block is not None:
+            target = np.array([values[key].data_ptr() for key in names], np.int64)
+            scatter(block.address, target, block.size, rows, at)
 
     def pair(self, key: K, later: K) -> tuple[int, int, int, int]:
         """The address of the column ``later``, the bytes of its rows, and the numbers of the columns ``key`` and

@@ -8,6 +8,7 @@ This module imports numba: import it inside the function that needs it.
 import numpy as np
 
 from flatroll.kernels.compiled import Array, Int, compiled
+from flatroll.kernels.slices.links import slot_of
 
 
 @compiled()
@@ -54,6 +55,7 @@ def locate(
         how many rows wait; -1 if one of the others was overwritten.
     """
     count, known = 0, np.int64(0)
+    slot_0 = head - head % capacity  # number of the row that slot 0 held when the oldest row was written
     for i in range(len(places)):
         step = places[i] // num_envs
         env = places[i] - step * num_envs
@@ -61,20 +63,23 @@ def locate(
             waiting[0, count], waiting[1, count] = i, env * length + step - stored
             count += 1
             continue
-        # the last window that begins at or before the step: windows 0 ... low - 1 do, those from high on do not
-        low, high = 0, used
-        while low < high:
-            middle = (low + high) // 2
-            if windows[0, middle] <= step:
-                low = middle + 1
-            else:
-                high = middle
+        # The last window that begins at or before the step: where it stands if all have ``length`` steps, else windows
+        # 0 ... low - 1 begin there, those from high on do not.
+        low, high = min((step - windows[0, 0]) // length + 1, used), used
+        if not (low > 0 and windows[0, low - 1] <= step and (low == used or windows[0, low] > step)):
+            low = 0
+            while low < high:
+                middle = (low + high) // 2
+                if windows[0, middle] <= step:
+                    low = middle + 1
+                else:
+                    high = middle
         if low == 0:
             return -1
         number = windows[1, low - 1] + env * windows[2, low - 1] + step - windows[0, low - 1]
         if number < head:
             return -1
-        known = number % capacity
+        known = slot_of(number, slot_0, capacity)
         slots[i] = known
     for j in range(count):
         slots[waiting[0, j]] = known
