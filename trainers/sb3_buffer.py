@@ -60,7 +60,11 @@ class FlatReplayBuffer(ReplayBuffer):
         last_info: with a ``sampler``, the info of the last sample: ``"index"``, and what the sampler adds.
 
     Args:
-        buffer_size, observation_space, action_space, device, n_envs: given by SB3's model.
+        buffer_size: rows of all envs together; this and the next four are given by SB3's model.
+        observation_space: of one env; a Dict space, too.
+        action_space: of one env.
+        device: of the samples.
+        n_envs: number of envs E.
         optimize_memory_usage: must stay False.
         handle_timeout_termination: rows that end by ``"TimeLimit.truncated"`` in their info are not terminal.
         compact: keep observations once (see `LazyTensorStorage`); False keeps next observations apart.
@@ -69,8 +73,8 @@ class FlatReplayBuffer(ReplayBuffer):
         codec: ``"zstd"`` compresses observations; a dict by key for Dict spaces.
         storage: folder of files that hold the rows (a pickle then names them), or what makes the storage, such as
             ``partial(LazyTensorStorage, device="cuda")``. Default: in memory.
-        n_steps, gamma: steps whose rewards are summed, and their discount. Give both: SB3's ``n_steps=`` is for its own
-            buffer, and has to stay 1 here.
+        n_steps: steps whose rewards are summed. SB3's own ``n_steps=`` is for its own buffer, and stays 1.
+        gamma: discount of those rewards: that of the model.
         window: steps that are stored at a time, default up to 64.
         sampler: draws the rows, such as `PrioritizedSampler`, instead of SB3's uniform draws; it sees stored rows.
         transform: changes sampled rows, a tensordict ``[N]`` (see `Transform`), before they are normalized.
