@@ -136,9 +136,9 @@ class FlatReplayBuffer(ReplayBuffer):
             "action", (n_envs, *(action_space.shape or ())), (n_envs, self.action_dim), dtype
         )
         self._n_step = NStepReturns(n_steps, gamma) if whole_number("n_steps", n_steps) > 1 else None
-        later = [next_key(key) for key in self._observations]
+        self._later = {key: next_key(key) for key in self._observations}
         discounts = [] if self._n_step is None else [DISCOUNTS]
-        self._keys = [*self._observations, *later, ACTION, REWARD, TERMINATED, *discounts]
+        self._keys = [*self._observations, *self._later.values(), ACTION, REWARD, TERMINATED, *discounts]
         make: Callable[..., Storage] = (
             storage if callable(storage) else partial(LazyMemmapStorage, scratch_dir=storage)
         )
@@ -198,7 +198,7 @@ class FlatReplayBuffer(ReplayBuffer):
         step: dict[NestedKey, Any] = {}
         for key, entry in self._observations.items():
             now, later = (obs, next_obs) if isinstance(key, str) else (obs[key[1]], next_obs[key[1]])
-            step[key], step[next_key(key)] = entry.checked(now), entry.checked(later)
+            step[key], step[self._later[key]] = entry.checked(now), entry.checked(later)
         step[ACTION], step[REWARD] = self._action.checked(action), reward
         ended = np.asarray(done, np.bool_)
         timeouts = self._none
@@ -218,10 +218,10 @@ class FlatReplayBuffer(ReplayBuffer):
         """Which envs do not go on from the last row written, bool ``[E]``."""
         left = self._none.copy()
         if len(self.writer):
-            later = [next_key(key) for key in self._observations]
-            last = self.writer.read_columns([self.writer.steps - 1] * self.n_envs, range(self.n_envs), later)
-            for key in self._observations:
-                differs = last[next_key(key)].numpy(force=True) != step[key]
+            at = [self.writer.steps - 1] * self.n_envs
+            last = self.writer.read_columns(at, range(self.n_envs), self._later.values())
+            for key, later in self._later.items():
+                differs = last[later].numpy(force=True) != step[key]
                 left |= differs.reshape(self.n_envs, -1).any(1)
         return left
 
@@ -278,7 +278,7 @@ class FlatReplayBuffer(ReplayBuffer):
         return make(
             self._observed([columns[key] for key in self._observations], env),
             columns[ACTION].to(self.device),
-            self._observed([columns[next_key(key)] for key in self._observations], env),
+            self._observed([columns[key] for key in self._later.values()], env),
             columns[TERMINATED].to(self.device, torch.float32),
             rewards.to(self.device),
             discounts if discounts is None else discounts.to(self.device),
