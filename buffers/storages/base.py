@@ -278,7 +278,7 @@ class Storage(Facts, ABC):
 
     @property
     def copies_bytes(self) -> bool:
-        """Whether all columns of :meth:`read_rows` are copied as bytes: contiguous, in host memory, kept as they are."""
+        """Whether all columns that :meth:`read_rows` gives are copied as bytes: contiguous, in host memory."""
         return False
 
     def needs_follow(self, keys: Iterable[NestedKey] | None) -> bool:

@@ -21,14 +21,14 @@ from flatroll.buffers.columns.base import (
 )
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
-from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import NOTHING, TrajectoryIndex
+from flatroll.buffers.storages import saved_columns
 from flatroll.buffers.storages.base import Links, Rows
 from flatroll.buffers.storages.by_position import ByPosition
 from flatroll.buffers.storages.continuity import Compared, LinkCheck, find_pairs, state_pairs
 from flatroll.buffers.storages.item_kinds import Structure, check_kinds, like, shown
 from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, next_columns
-from flatroll.buffers.storages.saved_columns import check_columns, check_like, check_same_kinds, kind_of
+from flatroll.kernels.rows.spans import Spans
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
 from flatroll.layout.final import Final, check_final, read_final
@@ -76,6 +76,7 @@ class ColumnStorage(ByPosition):
         self.compact_obs = compact_obs
         self.pool: NextPool | None = None  # the next observations that no row holds, if compact
         self._plain: HostColumns[NestedKey] | None = None
+        self._spans: Spans | None = None
 
     @abstractmethod
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
@@ -161,7 +162,7 @@ class ColumnStorage(ByPosition):
         # Most batches are what one call copies, and nothing else: they need no other checks.
         usual = source is not None and len(source) == len(columns) == len(self.columns)
         if not usual:
-            check_kinds(columns)
+            check_kinds(columns, self._spans or self._own_spans())
         final_rows = None if final is None else read_final(final)
         row = None if final_rows is None else check_final(final_rows, columns, count)
         # Where lanes make the capacity less than max_size, count is a multiple of them too.
@@ -324,7 +325,7 @@ class ColumnStorage(ByPosition):
         # A tensordict may have some of the entries only.
         assert self.structure is not None
         columns = self.structure.columns_of_rows(data, shape)
-        check_kinds(columns)
+        check_kinds(columns, self._spans or self._own_spans())
         fixed = (
             set() if keys is None else {keys.is_init, keys.done, *keys.more_done, keys.traj, keys.step_count}
         )
@@ -411,6 +412,12 @@ class ColumnStorage(ByPosition):
             self._plain = plain_columns(self.columns)
         return self._plain
 
+    def _own_spans(self) -> Spans:
+        """The memory of the columns that are tensors."""
+        tensors = [column.data for column in self.columns.values() if isinstance(column, TensorColumn)]
+        self._spans = Spans.of(tensors) if tensors else None
+        return self._spans or Spans()
+
     @override
     def build(self, values: Any, shape: torch.Size) -> Any:
         assert self.structure is not None
@@ -423,7 +430,7 @@ class ColumnStorage(ByPosition):
             "lanes": self.lanes,
             "structure": self.structure,
             "like": self._like(),
-            "kinds": {key: kind_of(column) for key, column in self.columns.items()},
+            "kinds": {key: saved_columns.kind_of(column) for key, column in self.columns.items()},
             "columns": {key: column.state_dict(rows) for key, column in self.columns.items()},
             "pool": {key: column.state_dict(pool_rows) for key, column in entries.items()},
         }
@@ -435,31 +442,23 @@ class ColumnStorage(ByPosition):
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
         if "columns" not in state:
             raise ValueError(f"the state is of a ListStorage, this is a {type(self).__name__}")
-        lanes, rows = torch.Size(state["lanes"]), ring.capacity
-        if min(lanes, default=1) < 1:
-            raise damaged(f"it has the lanes {list(lanes)}")
-        if len(lanes) != self.ndim - 1 or (self.columns and lanes != self.lanes):
-            raise ValueError(
-                f"the state is of a storage with lanes {list(lanes)} after the time, this one has ndim={self.ndim}"
-                f"{f' and lanes {list(self.lanes)}' if self.columns else ''}"
-            )
-        room = self.max_size // lanes.numel() * lanes.numel()
-        if rows != room:
-            raise ValueError(
-                f"the state has room for {rows} rows, this storage for {room}: make it with max_size={rows}"
-            )
+        saved_columns.check_lanes(
+            state["lanes"], self.lanes if self.columns else None, self.ndim, ring.capacity, self.max_size
+        )
         if state["like"] and bool(state["pool"]) != self.compact_obs:
             raise ValueError(
                 f"the state is of a storage with compact_obs={bool(state['pool'])}, this one has "
                 f"compact_obs={self.compact_obs}"
             )
-        check_like(state["like"], state["structure"])
+        saved_columns.check_like(state["like"], state["structure"])
         columns = self.columns or {
             key: self.make_column(key, *kind) or self._blank_column(key, *kind)
             for key, kind in state["like"].items()
         }
-        check_same_kinds(state, columns)
-        check_columns(state, columns, ring.used, ring.pool_size if isinstance(ring, TrajectoryIndex) else 0)
+        saved_columns.check_same_kinds(state, columns)
+        saved_columns.check_columns(
+            state, columns, ring.used, ring.pool_size if isinstance(ring, TrajectoryIndex) else 0
+        )
 
     def _blank_column(self, key: NestedKey, dtype: torch.dtype, shape: torch.Size) -> Column:
         """A column without rows in the form that `_allocate` gives this entry, to check a state by."""
@@ -494,4 +493,7 @@ class ColumnStorage(ByPosition):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_plain": None}  # of memory that a copy would not share
+        return super().__getstate__() | {
+            "_plain": None,
+            "_spans": None,
+        }  # of memory that a copy would not share

@@ -5,6 +5,7 @@ A `Structure` turns a batch of its kind into columns, tensors ``[N, ...]`` by ke
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from flatroll.buffers.columns.base import Columns
+from flatroll.kernels.rows.spans import Spans
 from flatroll.layout.keys import NestedKey, plain_key
 
 VALUE: NestedKey = "_value"  # the one column of data that are single tensors
@@ -140,17 +142,24 @@ class Trees(Structure):
         return Structure.of, (pytree.tree_unflatten(list(range(self.spec.num_leaves)), self.spec),)
 
 
-def check_kinds(columns: Columns) -> None:
-    """Detach the ``columns`` of a batch that require gradients, in the dict.
+def check_kinds(columns: Columns, own: Spans) -> None:
+    """Detach the ``columns`` of a batch that require gradients, in the dict, and copy views of the storage's ``own``
+    memory, which would be written while they are read.
 
     TypeError for sparse tensors and others without memory for each row.
 
-    >>> check_kinds({"x": torch.eye(2).to_sparse()})
+    >>> check_kinds({"x": torch.eye(2).to_sparse()}, Spans())
     Traceback (most recent call last):
     TypeError: batch['x'] is a tensor of layout torch.sparse_coo, this storage takes dense ones: give x.to_dense()
     """
+    low, high, starts, stops = own
     for key, column in columns.items():
         if column.layout is torch.strided and not (column.requires_grad or column.is_meta):
+            address = column.data_ptr()
+            if (
+                low <= address < high and address < stops[bisect(starts, address) - 1]
+            ):  # `Spans.hold`, inlined
+                columns[key] = column.clone()
             continue  # what nearly all are
         if column.is_meta:
             raise TypeError(
@@ -160,7 +169,7 @@ def check_kinds(columns: Columns) -> None:
             raise TypeError(
                 f"{shown(key)} is a tensor of layout {column.layout}, this storage takes dense ones: give x.to_dense()"
             )
-        columns[key] = column.detach()
+        columns[key] = column.detach().clone() if own.hold(column.data_ptr()) else column.detach()
 
 
 def batched(items: list[Any]) -> Any:

@@ -14,6 +14,24 @@ from flatroll.layout.keys import NestedKey, next_key
 Like = Mapping[NestedKey, tuple[torch.dtype, torch.Size]]
 
 
+def check_lanes(saved: Any, lanes: torch.Size | None, ndim: int, rows: int, max_size: int) -> None:
+    """Raise ValueError unless a state of ``rows`` rows in the lanes ``saved`` fits a storage of ``max_size`` rows with
+    ``ndim`` batch dimensions and these ``lanes`` (None before its first batch)."""
+    given = torch.Size(saved)
+    if min(given, default=1) < 1:
+        raise damaged(f"it has the lanes {list(given)}")
+    if len(given) != ndim - 1 or lanes not in (None, given):
+        raise ValueError(
+            f"the state is of a storage with lanes {list(given)} after the time, this one has ndim={ndim}"
+            f"{'' if lanes is None else f' and lanes {list(lanes)}'}"
+        )
+    room = max_size // given.numel() * given.numel()
+    if rows != room:
+        raise ValueError(
+            f"the state has room for {rows} rows, this storage for {room}: make it with max_size={rows}"
+        )
+
+
 def check_like(saved: Any, structure: Any) -> None:
     """Raise ValueError unless ``saved`` says dtypes and shapes by key, of data that ``structure`` can build."""
     for key, kind in saved.items():

@@ -7,6 +7,7 @@ at once and asks for the next ones ahead of time: 0.45 of the time for 32 slices
 This module imports numba: import it inside the function that needs it.
 """
 
+from bisect import bisect
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Generic, TypeVar
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from flatroll.kernels.compiled import Array, Int, compiled
 from flatroll.kernels.rows.raw_memory import ask, copy_bytes
+from flatroll.kernels.rows.spans import Spans
 
 K = TypeVar("K", bound=Hashable)
 
@@ -199,6 +201,7 @@ class HostColumns(Generic[K]):
         names = tuple(self.columns)
         plain = names and not any(column.is_complex() for column in self.columns.values())
         self._all = self._new_block(names) if plain else None
+        self._spans = Spans.of(self.columns.values())
         self._forms: list[
             tuple[K, torch.dtype, torch.Size]
         ] = []  # of batches of so many rows as the last one
@@ -244,7 +247,7 @@ class HostColumns(Generic[K]):
 
         Returns:
             None unless each column here has ``rows`` rows of its dtype and shape in ``values``, plain numbers in host
-            memory, which may require gradients.
+            memory, none of it that of the columns, which may require gradients.
         """
         if self._all is None:
             return None
@@ -252,7 +255,7 @@ class HostColumns(Generic[K]):
             forms = [(key, column.dtype, column.shape[1:]) for key, column in self.columns.items()]
             self._forms = [(key, dtype, torch.Size((rows, *shape))) for key, dtype, shape in forms]
             self._form_rows = rows
-        addresses = []
+        addresses, (low, high, starts, stops) = [], self._spans
         for key, dtype, shape in self._forms:
             value = values.get(key)
             # sparse tensors raise an error when asked what comes after their layout
@@ -265,7 +268,12 @@ class HostColumns(Generic[K]):
                 return None
             if not value.is_cpu or not value.is_contiguous() or value.is_neg():
                 return None
-            addresses.append(value.data_ptr())
+            address = value.data_ptr()
+            if (
+                low <= address < high and address < stops[bisect(starts, address) - 1]
+            ):  # `Spans.hold`, inlined
+                return None
+            addresses.append(address)
         return np.array(addresses, np.int64)
 
     def copy_into(self, values: Mapping[K, Tensor], at: Array, rows: Array) -> None:

@@ -1,0 +1,52 @@
+"""The memory that tensors take: tells a view of it from a tensor with memory of its own."""
+
+from bisect import bisect
+from collections.abc import Iterable
+from typing import NamedTuple, Self
+
+from torch import Tensor
+
+
+class Spans(NamedTuple):
+    """Stretches of memory in ascending order, no two of which touch; addresses in bytes.
+
+    Attributes:
+        low, high: address of the first byte of all, and that behind the last one.
+        starts, stops: of each stretch.
+
+    >>> x, y = torch.zeros(4, 3), torch.zeros(5)
+    >>> spans = Spans.of([x, y[::2]])
+    >>> [spans.hold(part.data_ptr()) for part in (x, x[3, 2:], y[4:], x.clone())]
+    [True, True, True, False]
+    """
+
+    low: int = 0
+    high: int = 0
+    starts: tuple[int, ...] = ()
+    stops: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor]) -> Self:
+        """Return the memory of dense tensors, gaps between the values of one included."""
+        spans: list[tuple[int, int]] = []
+        for tensor in tensors:
+            if tensor.numel():
+                # from the first value to the last one, whose place is the sum over the dimensions
+                last = sum(
+                    (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+                )
+                start = tensor.data_ptr()
+                spans.append((start, start + (last + 1) * tensor.element_size()))
+        joined: list[tuple[int, int]] = []
+        for start, stop in sorted(spans):
+            if joined and start <= joined[-1][1]:
+                start, stop = joined[-1][0], max(stop, joined.pop()[1])
+            joined.append((start, stop))
+        if not joined:
+            return cls()
+        starts, stops = zip(*joined, strict=True)
+        return cls(starts[0], stops[-1], starts, stops)
+
+    def hold(self, address: int) -> bool:
+        """Return whether the byte at ``address`` belongs to one of the stretches."""
+        return self.low <= address < self.high and address < self.stops[bisect(self.starts, address) - 1]
