@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Self, TypeAlias, overload
 
@@ -222,7 +223,9 @@ class ReplayBuffer(Transforming, StepWriting, BufferState):
         if isinstance(data, TensorDictBase):
             self._keys = self.sampler.boundary_keys(data)
             if self._keys is None and needs_index is not None:
-                self._keys = BoundaryKeys.probe(data)
+                # Where compact_obs alone needs the index, trajectories are not followed: any order of rows will do.
+                followed = self.sampler.needs_index or any(map(looks_ahead, self._transforms))
+                self._keys = replace(BoundaryKeys.probe(data), in_order=followed)
             if self._keys is not None and data.batch_dims != 1:
                 raise not_flat(data)
         elif needs_index is not None and not self.storage.compact_obs:

@@ -19,7 +19,8 @@ Batch: TypeAlias = TensorDictBase | Mapping[NestedKey, Tensor]
 class BoundaryKeys:
     """Names the columns that mark trajectory boundaries; those that a batch lacks are ignored.
 
-    A trajectory ends where ``done`` or one of ``more_done`` is True.
+    A trajectory ends where ``done`` or one of ``more_done`` is True. ``in_order`` says that rows of a batch that do not
+    follow one another, by their ``step_count``, are an error, since slices would join them.
     """
 
     is_init: NestedKey = IS_INIT
@@ -27,6 +28,7 @@ class BoundaryKeys:
     traj: NestedKey = TRAJ_IDS
     step_count: NestedKey = STEP_COUNT
     more_done: tuple[NestedKey, ...] = ()
+    in_order: bool = True
 
     @classmethod
     def probe(
@@ -78,7 +80,7 @@ class Fragments(NamedTuple):
         Raises:
             KeyError: the batch has no marker at all.
             TypeError: a marker has the wrong dtype.
-            ValueError: a marker has the wrong shape.
+            ValueError: a marker has the wrong shape, or a run's step counts do not go up by one (``keys.in_order``).
         """
         from flatroll.kernels.rows.run_marks import fragments  # numba
 
@@ -103,7 +105,15 @@ class Fragments(NamedTuple):
         addresses = [0 if column is None else column.data_ptr() for column in columns]
         # One line per field of F numbers or flags; there are at most as many fragments as rows.
         numbers, marks = np.empty((5, rows), np.int64), np.empty((3, rows), np.bool_)
-        count = fragments(rows, *addresses, numbers, marks)
+        count = fragments(rows, *addresses, keys.in_order, numbers, marks)
+        if count < 0 and step is not None:
+            before, now = step.view(-1)[-count - 1 : -count + 1].tolist()
+            raise ValueError(
+                f"row {-count} of the batch does not follow row {-count - 1} in its trajectory: {keys.step_count!r} is "
+                f"{now} after {before}, and slices would join the two. Give all rows of a trajectory in order (no "
+                f"batch[::2]), or say that another one begins there, by {keys.is_init!r} or another id. "
+                "Nothing was stored"
+            )
         firsts, lasts, names, step_first, step_last = numbers[:, :count]
         joined, first_init, last_done = marks[:, :count]
         if ids is None:

@@ -13,7 +13,16 @@ from flatroll.kernels.rows.raw_memory import flags, numbers
 
 @compiled()
 def fragments(
-    rows: Int, done: Int, init: Int, ids: Int, step: Int, mask: Int, cuts: Int, whole: Array, marks: Array
+    rows: Int,
+    done: Int,
+    init: Int,
+    ids: Int,
+    step: Int,
+    mask: Int,
+    cuts: Int,
+    in_order: bool,
+    whole: Array,
+    marks: Array,
 ) -> Int:
     """Split ``rows`` rows at run ends (as `layout.run_ends` does) and ``cuts``; return the number of pieces.
 
@@ -21,9 +30,12 @@ def fragments(
         rows: at least 1.
         done, init, mask, cuts: addresses of bool columns.
         ids, step: addresses of int64 columns.
+        in_order: whether a run's step counts must go up by one.
         whole: int64 ``[5, rows]``, becomes per piece its first and last row, id, first and last step count.
         marks: bool ``[3, rows]``, becomes per piece whether it goes on within the run of the piece before it, whether
             its first row is ``init``, and whether its last one is ``done``.
+
+    If they do not go up by one, it returns the first such row as its negative.
     """
     is_done, is_init = flags(done, rows), flags(init, rows)
     real, cut = flags(mask, rows), flags(cuts, rows)
@@ -36,6 +48,9 @@ def fragments(
         if not end:
             end = (done != 0 and is_done[i]) or (init != 0 and is_init[i + 1])
             end = end or (ids != 0 and number[i] != number[i + 1]) or (mask != 0 and real[i] != real[i + 1])
+            jumps = in_order and step != 0 and steps[i + 1] != steps[i] + 1
+            if jumps and not end and (mask == 0 or real[i]):
+                return -(i + 1)
         if not end and not (cuts and cut[i]):
             continue
         whole[0, count], whole[1, count] = first, i

@@ -301,3 +301,44 @@ def test_no_order_of_writers_and_threads_gives_an_impossible_slice(seed: int, co
     for thread in threads:
         thread.join()
     assert not failed
+
+
+# --- rows of one batch that do not follow one another ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_rows_left_out_of_a_batch_are_not_joined(compact: bool) -> None:
+    def buffer_of(sampler: Any) -> ReplayBuffer:
+        return ReplayBuffer(storage=LazyTensorStorage(100, compact_obs=compact), sampler=sampler)
+
+    buffer = buffer_of(SliceSampler(slice_len=2))
+    batch = steps(7, 0, 9, step_count=True)
+    buffer.extend(batch[:3])
+    before = buffer.state_dict()
+    for wrong, row, count, last in (
+        (batch[3:][::2], 1, 5, 3),
+        (batch[[3, 4, 6]], 2, 6, 4),
+        (batch[[4, 3]], 1, 3, 4),
+        (batch[[3, 3]], 1, 3, 3),
+    ):
+        text = f"row {row} of the batch does not follow row {row - 1} in its trajectory: 'step_count' is {count} after"
+        with pytest.raises(ValueError, match=f"{text} {last}.*batch.*is_init.*Nothing was stored"):
+            buffer.extend(wrong)
+        assert len(buffer) == 3
+    after = buffer.state_dict()
+    assert all(
+        torch.equal(after["storage"]["columns"][key]["values"], value["values"])
+        for key, value in before["storage"]["columns"].items()
+    )
+    buffer.extend(batch[3:])
+    assert buffer.index is not None and buffer.index.longest == 9
+    # With is_init or ids of their own they are trajectories; and without slices any rows will do.
+    gap = batch[::2].clone()
+    gap["is_init"] = torch.ones(5, 1, dtype=torch.bool)
+    buffer_of(SliceSampler(slice_len=1)).extend(gap)
+    gap = batch[::2].clone()
+    gap["collector", "traj_ids"] = torch.arange(5)
+    buffer_of(SliceSampler(slice_len=1)).extend(gap)
+    single = buffer_of(None)
+    single.extend(batch[torch.randperm(9)])
+    assert len(single.sample(4)) == 4

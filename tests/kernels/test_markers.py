@@ -1,6 +1,7 @@
 """The compiled boundary rule is the rule of the layout; the compiled marks are those in torch."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,6 +38,7 @@ def test_pieces_end_where_runs_end_and_where_they_are_cut(data: st.DataObject) -
         *(address[name] for name in ("done", "init", "ids")),
         step.data_ptr(),
         *(address[name] for name in ("mask", "cuts")),
+        True,
         whole,
         marks,
     )
@@ -51,6 +53,21 @@ def test_pieces_end_where_runs_end_and_where_they_are_cut(data: st.DataObject) -
     assert marks[0, :count].tolist() == [i > 0 and not bool(ends[i - 1]) for i in firsts]
     assert marks[1, :count].tolist() == ["init" in present and bool(columns["init"][i]) for i in firsts]
     assert marks[2, :count].tolist() == ["done" in present and bool(columns["done"][i]) for i in lasts]
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_step_counts_that_do_not_go_up_by_one(in_order: bool) -> None:
+    #                    a run,   a done row, is_init,   padding,   a row missing
+    step = torch.tensor([4, 5, 6, 9, 10, 3, 4, 0, 0, 0, 20, 22])
+    done, init, mask = (torch.zeros(12, dtype=torch.bool) for _ in range(3))
+    done[2], init[5], mask[:] = True, True, True
+    mask[7:10] = False
+    whole, marks = np.empty((5, 12), np.int64), np.empty((3, 12), np.bool_)
+    addresses = done.data_ptr(), init.data_ptr(), 0, step.data_ptr(), mask.data_ptr(), 0
+    count = fragments(12, *addresses, in_order, whole, marks)
+    assert count == (-11 if in_order else 5)
+    step[11] = 21
+    assert fragments(12, *addresses, in_order, whole, marks) == 5
 
 
 def test_marks_at_both_ends_of_slices() -> None:
