@@ -324,6 +324,22 @@ def test_a_window_takes_no_more_bytes_than_a_collectors() -> None:
     assert stepped.stats()["bytes"] <= 1.1 * collected.stats()["bytes"]
 
 
+@pytest.mark.parametrize("codec", [False, True])
+def test_frames_take_no_more_bytes_than_a_collectors(codec: bool) -> None:
+    """The same with stacks of frames, plain and compressed: frames are shared in a window and with the one before."""
+    options: dict[str, Any] = {"compact_obs": True, "frame_stack": {"observation": 4}}
+    options |= {"codec": {"observation": "zstd"}} if codec else {}
+    collected, stepped = (buffer_of(4 * 160, **options) for _ in range(2))
+    writer = stepped.writer_for(4, window=16)
+    for step in stacks(4, 160):
+        writer.write(step)
+    for first in range(0, 160, 16):
+        steps = torch.arange(first, first + 16).repeat(4)
+        collected.extend(writer.read(steps, torch.arange(4).repeat_interleave(16)))
+    assert len(stepped) == len(collected) == 640
+    assert stepped.stats()["bytes"] <= 1.1 * collected.stats()["bytes"]
+
+
 def test_stepping_allocates_nothing_per_row() -> None:
     buffer = buffer_of(8 * 64 * 4, compact_obs=True)
     writer, envs = buffer.writer_for(8), Envs(8)
