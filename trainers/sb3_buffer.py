@@ -11,8 +11,7 @@ from gymnasium import spaces
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers import LazyMemmapStorage, LazyTensorStorage, Sampler, Storage
-from flatroll.buffers import ReplayBuffer as FlatBuffer
+from flatroll import buffers
 from flatroll.buffers.columns.base import Columns
 from flatroll.buffers.step_rows import window_of
 from flatroll.buffers.transforms.base import TransformLike
@@ -103,11 +102,11 @@ class FlatReplayBuffer(ReplayBuffer):
         compact: bool = True,
         frame_stack: int | Mapping[str, int] | None = None,
         codec: str | Mapping[str, str] | None = None,
-        storage: str | os.PathLike[str] | Callable[..., Storage] = LazyTensorStorage,
+        storage: str | os.PathLike[str] | Callable[..., buffers.Storage] = buffers.LazyTensorStorage,
         n_steps: int = 1,
         gamma: float = 0.99,
         window: int | None = None,
-        sampler: Sampler | None = None,
+        sampler: buffers.Sampler | None = None,
         transform: TransformLike | None = None,
     ) -> None:
         if optimize_memory_usage:
@@ -139,13 +138,13 @@ class FlatReplayBuffer(ReplayBuffer):
         self._later = {key: next_key(key) for key in self._observations}
         discounts = [] if self._n_step is None else [DISCOUNTS]
         self._keys = [*self._observations, *self._later.values(), ACTION, REWARD, TERMINATED, *discounts]
-        make: Callable[..., Storage] = (
-            storage if callable(storage) else partial(LazyMemmapStorage, scratch_dir=storage)
+        make: Callable[..., buffers.Storage] = (
+            storage if callable(storage) else partial(buffers.LazyMemmapStorage, scratch_dir=storage)
         )
         # A pickle stores a window that is not full, for which the ring gives up a whole one: that must be to spare.
         rows = -(-(steps + window - 1) // window) * window * n_envs
         options = self._encodings(frame_stack, codec)
-        self.flat = FlatBuffer(storage=make(rows, compact_obs=compact, **options), sampler=sampler)
+        self.flat = buffers.ReplayBuffer(storage=make(rows, compact_obs=compact, **options), sampler=sampler)
         for each in (self._n_step, transform):
             if each is not None:
                 self.flat.append_transform(each)

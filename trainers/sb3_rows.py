@@ -1,5 +1,6 @@
 """What `FlatReplayBuffer` stores of a step, and the n-step returns of its samples."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,7 +9,6 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers.columns.base import Columns
-from flatroll.buffers.transforms.n_step import Get
 from flatroll.layout.keys import NEXT, REWARD, as_tuple
 
 DISCOUNTS = "discounts"  # entry of n-step rows
@@ -49,7 +49,7 @@ class NStepReturns:
         self.look_ahead, self.gamma = n_steps, gamma
         self.env: Any = None  # SB3's VecNormalize, by which rewards are normalized, before they are summed
 
-    def read(self, columns: Columns, ahead: Tensor, get: Get) -> Columns:
+    def read(self, columns: Columns, ahead: Tensor, get: Callable[..., Columns]) -> Columns:
         """The columns of N rows as n-step transitions; ``ahead``, ``[N, n]``: the rows of each, -1 from its end on."""
         used = ahead >= 0
         column = get(torch.where(used, ahead, ahead[:, :1]).flatten(), [REWARD])[REWARD]
