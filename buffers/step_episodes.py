@@ -78,7 +78,7 @@ class Episodes:
         self.fresh = np.array(arrays[DONE])
         if fresh.any():
             self.ids = self.ids + fresh * self.num_envs
-        arrays.setdefault(IS_INIT, fresh)
+        arrays[IS_INIT] = fresh  # those that the step says among them
         arrays.setdefault(TRAJ_IDS, self.ids)
 
     def _starts(self, arrays: Arrays, staged: Staged, last: int) -> Array:

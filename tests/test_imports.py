@@ -70,6 +70,12 @@ def test_importing_the_rooms_loads_nothing_heavy(before: dict[str, Any], after: 
     assert not loaded & (HEAVY | TRAINERS)
 
 
+def test_a_trainer_s_file_loads_that_trainer_alone() -> None:
+    pytest.importorskip("stable_baselines3")
+    loaded = state_after("from flatroll.trainers import sb3_buffer")["modules"]
+    assert TRAINERS & set(loaded) == {"stable_baselines3"}
+
+
 @pytest.mark.parametrize(
     "part",
     [

@@ -21,6 +21,8 @@ except ImportError as error:
         f"flatroll.trainers.sb3 needs Stable-Baselines3 ({error}): pip install 'flatroll[sb3]'"
     ) from error
 
+from flatroll.trainers.sb3_buffer import FlatReplayBuffer as FlatReplayBuffer  # both under one name
+
 Indices = None | int | Iterable[int]
 _PASSED_APART = {
     "final_obs",

@@ -1,0 +1,310 @@
+"""`FlatReplayBuffer`: Stable-Baselines3 keeps its transitions in a replay buffer of flatroll."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+from typing_extensions import override
+
+from flatroll import buffers
+from flatroll.buffers.columns.base import Columns
+from flatroll.buffers.step_rows import window_of
+from flatroll.buffers.transforms.base import TransformLike
+from flatroll.layout.checks import whole_number
+from flatroll.layout.keys import (
+    ACTION,
+    IS_INIT,
+    OBSERVATION,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    NestedKey,
+    next_key,
+)
+from flatroll.trainers.sb3_rows import DISCOUNTS, Entry, NStepReturns
+
+try:
+    import stable_baselines3
+
+    if not (2, 7) <= tuple(map(int, stable_baselines3.__version__.split(".")[:2])) < (3, 0):
+        raise ImportError(
+            f"version {stable_baselines3.__version__} is installed, 2.7 or a later 2.x is needed"
+        )
+    from stable_baselines3.common.buffers import BaseBuffer, ReplayBuffer
+    from stable_baselines3.common.preprocessing import get_obs_shape
+    from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
+    from stable_baselines3.common.vec_env import VecNormalize
+except ImportError as error:
+    raise ImportError(
+        f"flatroll.trainers.sb3_buffer needs Stable-Baselines3 ({error}): pip install --upgrade 'flatroll[sb3]'"
+    ) from error
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+
+class FlatReplayBuffer(ReplayBuffer):
+    """A ``replay_buffer_class`` that keeps observations once, and stacked frames once, in a `flatroll` buffer.
+
+    It takes what SB3's own buffers take, draws the same rows by the same random numbers, and gives the same bits: a
+    model has the same weights with either. In place of SB3's arrays it has
+
+    Attributes:
+        flat: the `flatroll.buffers.ReplayBuffer`; ``flat.stats()["bytes"]`` is its size.
+        writer: its `StepWriter`, which holds up to a window of steps that wait to be stored.
+        last_info: with a ``sampler``, the info of the last sample: ``"index"``, and what the sampler adds.
+
+    Args:
+        buffer_size: rows of all envs together; this and the next four are given by SB3's model.
+        observation_space: of one env; a Dict space, too.
+        action_space: of one env.
+        device: of the samples.
+        n_envs: number of envs E.
+        optimize_memory_usage: must stay False.
+        handle_timeout_termination: rows that end by ``"TimeLimit.truncated"`` in their info are not terminal.
+        compact: keep observations once (see `LazyTensorStorage`); False keeps next observations apart.
+        frame_stack: frames per stack, for observations ``[frames, ...]`` whose frames are to be kept once; a dict by
+            key for Dict spaces.
+        codec: ``"zstd"`` compresses observations; a dict by key for Dict spaces.
+        storage: folder of files that hold the rows (a pickle then names them), or what makes the storage, such as
+            ``partial(LazyTensorStorage, device="cuda")``. Default: in memory.
+        n_steps: steps whose rewards are summed. SB3's own ``n_steps=`` is for its own buffer, and stays 1.
+        gamma: discount of those rewards: that of the model.
+        window: steps that are stored at a time, default up to 64.
+        sampler: draws the rows, such as `PrioritizedSampler`, instead of SB3's uniform draws; it sees stored rows.
+        transform: changes sampled rows, a tensordict ``[N]`` (see `Transform`), before they are normalized.
+
+    Raises:
+        ValueError: ``optimize_memory_usage``, a ``buffer_size`` below a window, a ``frame_stack`` that is not the
+            observation's first dimension, or a key that the space does not have.
+
+    >>> from stable_baselines3 import DQN
+    >>> model = DQN("MlpPolicy", "CartPole-v1", replay_buffer_class=FlatReplayBuffer, buffer_size=1000, device="cpu",
+    ...     replay_buffer_kwargs={"n_steps": 3, "gamma": 0.99})
+    >>> model.learn(200).replay_buffer.sample(32).discounts.shape
+    torch.Size([32, 1])
+    """
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        device: torch.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+        *,
+        compact: bool = True,
+        frame_stack: int | Mapping[str, int] | None = None,
+        codec: str | Mapping[str, str] | None = None,
+        storage: str | os.PathLike[str] | Callable[..., buffers.Storage] = buffers.LazyTensorStorage,
+        n_steps: int = 1,
+        gamma: float = 0.99,
+        window: int | None = None,
+        sampler: buffers.Sampler | None = None,
+        transform: TransformLike | None = None,
+    ) -> None:
+        if optimize_memory_usage:
+            raise ValueError(
+                "optimize_memory_usage=True is not needed: FlatReplayBuffer keeps each observation once already, and "
+                "the last ones of episodes, too, which SB3's option loses. Leave it out"
+            )
+        BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs)
+        self.buffer_size = steps = max(buffer_size // whole_number("n_envs", n_envs), 1)
+        self.optimize_memory_usage = False
+        self.handle_timeout_termination = handle_timeout_termination
+        window = min(steps, window_of(64 * n_envs, n_envs, None)) if window is None else window
+        if steps < whole_number("window", window):
+            raise ValueError(
+                f"buffer_size={buffer_size} holds {steps} steps of {n_envs} envs, less than a window of {window}: "
+                f"make it {window * n_envs} or more, or give a smaller window"
+            )
+        parts: dict[NestedKey, spaces.Space[Any]] = {OBSERVATION: observation_space}
+        self._names: list[str] = []  # of the observations in a Dict space
+        if isinstance(observation_space, spaces.Dict):
+            self._names = list(observation_space)
+            parts = {(OBSERVATION, name): observation_space[name] for name in self._names}
+        self._observations = {key: self._entry(key, space) for key, space in parts.items()}
+        dtype = np.dtype(self._maybe_cast_dtype(action_space.dtype))
+        self._action = Entry(
+            "action", (n_envs, *(action_space.shape or ())), (n_envs, self.action_dim), dtype
+        )
+        self._n_step = NStepReturns(n_steps, gamma) if whole_number("n_steps", n_steps) > 1 else None
+        self._later = {key: next_key(key) for key in self._observations}
+        discounts = [] if self._n_step is None else [DISCOUNTS]
+        self._keys = [*self._observations, *self._later.values(), ACTION, REWARD, TERMINATED, *discounts]
+        make: Callable[..., buffers.Storage] = (
+            storage if callable(storage) else partial(buffers.LazyMemmapStorage, scratch_dir=storage)
+        )
+        # A pickle stores a window that is not full, for which the ring gives up a whole one: that must be to spare.
+        rows = -(-(steps + window - 1) // window) * window * n_envs
+        options = self._encodings(frame_stack, codec)
+        self.flat = buffers.ReplayBuffer(storage=make(rows, compact_obs=compact, **options), sampler=sampler)
+        for each in (self._n_step, transform):
+            if each is not None:
+                self.flat.append_transform(each)
+        self.writer = self.flat.writer_for(n_envs, window=window)
+        self.last_info: dict[str, Tensor] | None = None if sampler is None else {}
+        self._none, self._loaded = np.zeros(n_envs, np.bool_), False
+
+    def _entry(self, key: NestedKey, space: spaces.Space[Any]) -> Entry:
+        """What is stored of an observation, or of one in a Dict space."""
+        name, shape = ("obs" if isinstance(key, str) else f"obs[{key[1]!r}]"), space.shape or ()
+        stored: Any = get_obs_shape(space)
+        return Entry(name, (self.n_envs, *shape), (self.n_envs, *stored), np.dtype(space.dtype))
+
+    def _encodings(self, frame_stack: Any, codec: Any) -> dict[str, Any]:
+        """The options of the storage, by entry; given by key of a Dict space, or once for all observations."""
+        options: dict[str, Any] = {}
+        for name, value in (("frame_stack", frame_stack), ("codec", codec)):
+            if isinstance(value, Mapping):
+                if unknown := [key for key in value if key not in self._names]:
+                    raise ValueError(
+                        f"{name} names {unknown}, the observation space has the keys {self._names}"
+                    )
+                options[name] = {(OBSERVATION, key): one for key, one in value.items()}
+            elif value is not None:
+                options[name] = dict.fromkeys(self._observations, value)
+        for key, frames in options.get("frame_stack", {}).items():
+            shape = self._observations[key].stored[1:]
+            if shape[:1] != (frames,):
+                raise ValueError(
+                    f"frame_stack={frames} needs observations [{frames}, ...], those of {key!r} are {list(shape)}: "
+                    "stack frames in front (SB3's VecTransposeImage moves them there)"
+                )
+        return options
+
+    # --- writing --------------------------------------------------------------------------------------------------
+
+    @override
+    def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Sequence[Any]) -> None:
+        """Write one step of all envs, as SB3 hands it over: ``next_obs`` has the true last observations of episodes.
+
+        Raises:
+            ValueError: another number of envs, or observations or actions of other shapes than the spaces say.
+            TypeError: values that the dtype of their space cannot hold.
+        """
+        if len(infos) != self.n_envs:
+            raise ValueError(
+                f"the step is one of {len(infos)} envs, this buffer was made for n_envs={self.n_envs}: use it with a "
+                "model of as many"
+            )
+        step: dict[NestedKey, Any] = {}
+        for key, entry in self._observations.items():
+            now, later = (obs, next_obs) if isinstance(key, str) else (obs[key[1]], next_obs[key[1]])
+            step[key], step[self._later[key]] = entry.checked(now), entry.checked(later)
+        step[ACTION], step[REWARD] = self._action.checked(action), reward
+        ended = np.asarray(done, np.bool_)
+        timeouts = self._none
+        if self.handle_timeout_termination:
+            timeouts = np.array([info.get("TimeLimit.truncated", False) for info in infos], np.bool_)
+        step[TERMINATED], step[TRUNCATED] = ended & ~timeouts, timeouts
+        # Rows that do not go on from the one before, as after an early reset, begin a trajectory. The writer finds
+        # them, but for the first one after a load.
+        step[IS_INIT] = self._left(step) if self._loaded else self._none
+        self.writer.write(step)
+        self._loaded = False
+        self.pos += 1
+        if self.pos == self.buffer_size:
+            self.full, self.pos = True, 0
+
+    def _left(self, step: Mapping[NestedKey, Any]) -> Array:
+        """Which envs do not go on from the last row written, bool ``[E]``."""
+        left = self._none.copy()
+        if len(self.writer):
+            at = [self.writer.steps - 1] * self.n_envs
+            last = self.writer.read_columns(at, range(self.n_envs), self._later.values())
+            for key, later in self._later.items():
+                differs = last[later].numpy(force=True) != step[key]
+                left |= differs.reshape(self.n_envs, -1).any(1)
+        return left
+
+    @override
+    def reset(self) -> None:
+        """Remove all rows."""
+        self.writer.flush()
+        self.flat.empty()
+        super().reset()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.writer.flush()  # before the pickle takes the rows of ``flat``
+        return dict(vars(self))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _loaded=True)
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    @override
+    def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
+        """Draw rows as SB3 does, or by the ``sampler``; ``env`` normalizes them.
+
+        Returns:
+            ``ReplayBufferSamples``, or for Dict spaces ``DictReplayBufferSamples``; ``discounts`` float32 ``[B, 1]``
+            with n-step returns, else None.
+        """
+        if self.last_info is None:
+            return super().sample(batch_size, env)
+        if self._n_step is not None:
+            self._n_step.env = env
+        if not len(self.flat):
+            self.writer.flush()
+        rows, self.last_info = self.flat.sample(batch_size, return_info=True)
+        return self._samples({key: rows.get(key) for key in self._keys}, env)
+
+    @override
+    def _get_samples(self, batch_inds: Array, env: VecNormalize | None = None) -> Any:
+        """The rows at these positions of SB3's ring, each of a random env."""
+        if self._n_step is not None:
+            self._n_step.env = env
+        envs = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
+        # Position p was written in the present lap of the ring or, from pos on, in the one before.
+        steps = batch_inds + (self.writer.steps - self.pos)
+        steps[batch_inds >= self.pos] -= self.buffer_size
+        return self._samples(self.writer.read_columns(steps, envs, self._keys), env)
+
+    def _samples(self, columns: Columns, env: VecNormalize | None) -> Any:
+        """Columns of rows as SB3's algorithms read them."""
+        rewards, discounts = columns[REWARD], columns.get(DISCOUNTS)
+        if env is not None and discounts is None:
+            rewards = torch.from_numpy(env.normalize_reward(rewards.numpy(force=True)))
+        make: Any = DictReplayBufferSamples if self._names else ReplayBufferSamples
+        return make(
+            self._observed([columns[key] for key in self._observations], env),
+            columns[ACTION].to(self.device),
+            self._observed([columns[key] for key in self._later.values()], env),
+            columns[TERMINATED].to(self.device, torch.float32),
+            rewards.to(self.device),
+            discounts if discounts is None else discounts.to(self.device),
+        )
+
+    def _observed(self, values: list[Tensor], env: VecNormalize | None) -> Any:
+        """Observations, a dict of them for a Dict space, as ``env`` normalizes them."""
+        named: Any = dict(zip(self._names or [""], values, strict=True))
+        if env is not None:
+            arrays: Any = {name: value.numpy(force=True) for name, value in named.items()}
+            arrays = env.normalize_obs(arrays) if self._names else {"": env.normalize_obs(arrays[""])}
+            named = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        named = {name: value.to(self.device) for name, value in named.items()}
+        return named if self._names else named[""]
+
+    def update_priority(self, priority: Tensor | float) -> None:
+        """Set the priorities of the rows of the last sample: one for all or one per row, not negative.
+
+        SB3 hands out no errors of rows, so a callback or a subclass's ``train`` computes them. Nor do its losses weigh
+        rows; ``last_info["priority_weight"]`` has the weights.
+
+        Raises:
+            RuntimeError: nothing was sampled, or there is no ``sampler``.
+        """
+        if not self.last_info:
+            raise RuntimeError(
+                "there is no sample whose priorities could be set: give the buffer a sampler "
+                "(replay_buffer_kwargs={'sampler': PrioritizedSampler(...)}), and sample first"
+            )
+        self.flat.update_priority(self.last_info["index"], priority, self.last_info.get("index_generation"))
