@@ -2,9 +2,8 @@
 
 import ast
 import re
-import tomllib
+import runpy
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -44,3 +43,8 @@ def test_a_quoted_message_is_in_the_sources(message: str) -> None:
 
 def test_there_are_enough_messages() -> None:
     assert len(quoted_messages()) >= 20
+
+
+def test_the_table_of_versions_is_what_the_project_says() -> None:
+    """Else: ``python docs/versions.py`` writes it anew."""
+    assert runpy.run_path(str(DOCS / "versions.py"))["table"]() in (DOCS / "compatibility.md").read_text()
