@@ -13,16 +13,18 @@
 # %% [markdown]
 # # From Stable-Baselines3
 #
-# In three steps: SB3's algorithm on flatroll's environments; what SB3's numbers are called here; the same algorithm as a
-# loop of your own. Needs `pip install "flatroll[sb3]"`.
+# In three steps: SB3's algorithm on flatroll's environments; what SB3's numbers are called here; the same algorithm as
+# a loop of your own. Needs `pip install "flatroll[sb3]"`.
 
 # %% [markdown]
 # ## 1. SB3's algorithm, any environment
 #
-# `FlatVecEnv` makes a `VecEnv` of Gymnasium's vector envs, of envpool and of simulators that return torch tensors. The rest
-# of an SB3 program stays as it is.
+# `FlatVecEnv` makes a `VecEnv` of Gymnasium's vector envs, of envpool and of simulators that return torch tensors. The
+# rest of an SB3 program stays as it is.
 
 # %%
+from typing import Any
+
 import gymnasium as gym
 import numpy as np
 import torch
@@ -39,14 +41,21 @@ def cartpoles(num_envs: int) -> gym.vector.VectorEnv:
     return gym.make_vec("CartPole-v1", num_envs=num_envs, vectorization_mode="sync")
 
 
-settings = {"n_steps": 64, "batch_size": 128, "n_epochs": 4, "learning_rate": 2e-3, "gae_lambda": 0.9}
+settings: dict[str, Any] = {
+    "n_steps": 64,
+    "batch_size": 128,
+    "n_epochs": 4,
+    "learning_rate": 2e-3,
+    "gae_lambda": 0.9,
+}
 model = PPO("MlpPolicy", FlatVecEnv(cartpoles(8)), seed=0, device="cpu", **settings)
 model.learn(6144)
 mean, deviation = evaluate_policy(model, FlatVecEnv(cartpoles(4)), n_eval_episodes=8)
 print(f"SB3's PPO: return {mean:.0f} +- {deviation:.0f}")
 
 # %% [markdown]
-# An ended row shows the first observation of the next episode, as with `DummyVecEnv`, and its info has the true last one:
+# An ended row shows the first observation of the next episode, as with `DummyVecEnv`, and its info has the true last
+# one:
 
 # %%
 env = FlatVecEnv(cartpoles(2))
@@ -56,7 +65,7 @@ dones = np.zeros(2, bool)
 while not dones.any():
     observations, rewards, dones, infos = env.step(np.ones(2, np.int64))
 i = int(dones.argmax())
-print("next episode begins at", observations[i].round(2))
+print("next episode begins at", np.asarray(observations)[i].round(2))
 print("this one ended at     ", infos[i]["terminal_observation"].round(2), infos[i]["episode"]["l"], "steps")
 
 # %% [markdown]
@@ -130,7 +139,7 @@ collector = Collector(cartpoles(8), actor, frames_per_batch=512, total_frames=61
 for batch in collector:
     gae(batch)
     for _ in range(4):  # n_epochs
-        for rows in torch.randperm(len(batch)).split(128):  # batch_size
+        for rows in torch.randperm(len(batch)).chunk(len(batch) // 128):  # batch_size
             losses = loss(batch[rows])
             optimizer.zero_grad()
             (losses["loss_objective"] + losses["loss_critic"]).backward()

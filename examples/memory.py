@@ -49,7 +49,7 @@ class Positions(gym.vector.VectorObservationWrapper):
 
 torch.set_num_threads(1)  # the networks are small: two threads would wait for each other
 torch.manual_seed(0)
-env = RewardSum(Positions(as_vector_env(gym.make_vec("CartPole-v1", num_envs=32))))
+env: Any = RewardSum(Positions(as_vector_env(gym.make_vec("CartPole-v1", num_envs=32))))
 env = gym.wrappers.vector.TransformReward(env, lambda reward: 0.1 * reward)  # values near 10, not 100
 
 # %% [markdown]
@@ -77,7 +77,9 @@ acting = actor.select_out_keys("action", "action_log_prob", ("next", "recurrent_
 
 # %%
 frames, steps = 32 * 64, 64
-collector = Collector(env, acting, frames_per_batch=frames, total_frames=16 * frames, compact_obs=True, seed=0)
+collector = Collector(
+    env, acting, frames_per_batch=frames, total_frames=16 * frames, compact_obs=True, seed=0
+)
 batch = next(collector)
 describe(batch)
 
@@ -85,8 +87,8 @@ describe(batch)
 timeline_svg(batch[:512], title="512 rows of the first batch: the pole falls soon")
 
 # %% [markdown]
-# Training does not step through time once more. It runs the GRU over all runs at once, without padding, each from the state
-# stored in its first row, and gets what the collector got.
+# Training does not step through time once more. It runs the GRU over all runs at once, without padding, each from the
+# state stored in its first row, and gets what the collector got.
 
 # %%
 with torch.no_grad(), set_recurrent_mode("recurrent"):

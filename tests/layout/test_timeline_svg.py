@@ -58,7 +58,9 @@ def test_the_scale_stands_in_one_line(batch):
     batch["value"] = torch.arange(14.0) / 7
     svg = timeline_svg(batch, color_by="value")
     heights = {
-        text.get("y") for text in ElementTree.fromstring(svg).iter(f"{SPACE}text") if text.text in ("value 0", "1.857")
+        text.get("y")
+        for text in ElementTree.fromstring(svg).iter(f"{SPACE}text")
+        if text.text in ("value 0", "1.857")
     }
     assert heights == {"17"}
 
