@@ -61,9 +61,10 @@ print(f"SB3's PPO: return {mean:.0f} +- {deviation:.0f}")
 env = FlatVecEnv(cartpoles(2))
 env.seed(0)
 env.reset()
-dones = np.zeros(2, bool)
+push = np.ones(2, np.int64)
+observations, rewards, dones, infos = env.step(push)
 while not dones.any():
-    observations, rewards, dones, infos = env.step(np.ones(2, np.int64))
+    observations, rewards, dones, infos = env.step(push)
 i = int(dones.argmax())
 print("next episode begins at", np.asarray(observations)[i].round(2))
 print("this one ended at     ", infos[i]["terminal_observation"].round(2), infos[i]["episode"]["l"], "steps")
@@ -116,12 +117,11 @@ def network(outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs))
 
 
-actor = ProbabilisticTensorDictSequential(
-    TensorDictModule(network(2), ["observation"], ["logits"]),
-    ProbabilisticTensorDictModule(
-        ["logits"], ["action"], distribution_class=Categorical, return_log_prob=True
-    ),
+choose = ProbabilisticTensorDictModule(
+    ["logits"], ["action"], distribution_class=Categorical, return_log_prob=True
 )
+act: list[Any] = [TensorDictModule(network(2), ["observation"], ["logits"]), choose]
+actor = ProbabilisticTensorDictSequential(*act)
 critic = TensorDictModule(network(1), ["observation"], ["state_value"])
 gae = GAE(gamma=0.99, lmbda=0.9, value_network=critic)
 loss = ClipPPOLoss(

@@ -65,8 +65,9 @@ logits = TensorDictModule(nn.Linear(64, 2), ["features"], ["logits"])
 choose = Sampler(["logits"], ["action"], distribution_class=Categorical, return_log_prob=True)
 value = TensorDictModule(nn.Linear(64, 1), ["features"], ["state_value"])
 
-actor = ProbabilisticTensorDictSequential(encoder, gru, logits, choose)
-critic = TensorDictSequential(encoder, gru, value)
+act: list[Any] = [encoder, gru, logits, choose]
+judge: list[Any] = [encoder, gru, value]
+actor, critic = ProbabilisticTensorDictSequential(*act), TensorDictSequential(*judge)
 acting = actor.select_out_keys("action", "action_log_prob", ("next", "recurrent_state"))
 
 # %% [markdown]
