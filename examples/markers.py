@@ -26,7 +26,7 @@ env = gym.make_vec("CartPole-v1", num_envs=4)
 env = RewardSum(InitTracker(StepCounter(TrajId(env))))
 
 obs, info = env.reset(seed=0)
-print({name: info[name] for name in ("is_init", "step_count", "traj_ids", "episode_reward")})
+print({name: info[name].tolist() for name in ("is_init", "step_count", "traj_ids", "episode_reward")})
 
 # %% [markdown]
 # `is_init`, `step_count` and `traj_ids` describe the observation that came with them; `episode_reward` belongs

@@ -13,3 +13,6 @@ NEEDS = {
 collect_ignore = [
     f"flatroll/trainers/{name}.py" for name, package in NEEDS.items() if find_spec(package) is None
 ]
+# Importing a notebook runs it, and notebooks hold no doctests: tests/examples executes them.
+NOTEBOOKS = ("first_rollout", "frames", "from_sb3", "markers", "memory", "own_env")
+collect_ignore += [f"flatroll/examples/{name}.py" for name in NOTEBOOKS]

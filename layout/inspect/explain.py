@@ -11,11 +11,13 @@ from flatroll.layout.keys import (
     IS_INIT,
     MASK,
     NEXT_KNOWN,
+    OBSERVATION,
     STEP_COUNT,
     TERMINATED,
     TRAJ_IDS,
     TRUNCATED,
     NestedKey,
+    as_tuple,
     flat_column,
     next_key,
     observation_keys,
@@ -159,7 +161,10 @@ class _Row:
         """Where it is: in a column, as a difference, in the row after, or in ``final``."""
         i, batch = self.i, self.batch
         after = f"observation of row {i + 1}"
-        keys = [key for key in observation_keys(batch) if batch.get(next_key(key), None) is not None]
+        roots = observation_keys(batch)
+        # What else "next" has too, such as values, is no observation where one goes by that name.
+        roots = [key for key in roots if as_tuple(key)[0] == OBSERVATION] or roots
+        keys = [key for key in roots if batch.get(next_key(key), None) is not None]
         if keys:
             if self.flag(NEXT_KNOWN, i) is False:
                 return f"Its next observation is unknown: the env hides it ({NEXT_KNOWN!r} is False)."

@@ -38,7 +38,13 @@ SCALE = (
     "#e0d05f",
     "#f2df3b",
 )  # low to high
-MARK_COLOURS = ("currentColor", "currentColor", "#e0631a", "#2489d0", "currentColor")
+MARK_STYLES = (
+    'fill="none" stroke="currentColor"',
+    'fill="#fff" stroke="#333"',
+    'fill="#e0631a"',
+    'fill="#2489d0"',
+    'fill="#fff" stroke="#333"',
+)
 MARK_PATHS = {  # from the edge of the run inwards: beginnings to the right of it, ends to the left
     BEGINS: "v{h}",
     RESUMES: "m1-4l6 4l-6 4z",
@@ -206,15 +212,16 @@ class _Picture:
         low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
         parts = np.nan_to_num((values - low) / ((high - low) or 1.0), nan=0.0, posinf=1.0, neginf=0.0)
         shade = np.minimum((parts * len(SCALE)).astype(np.int64), len(SCALE) - 1)
-        x = WIDTH - RIGHT - 14 * len(SCALE)
+        highest = f"{high:.4g}"
+        x = WIDTH - RIGHT - 14 * len(SCALE) - 6.5 * len(highest) - 6
         boxes = "".join(
-            f'<rect x="{x + 14 * k}" y="8" width="14" height="10" fill="{c}"/>' for k, c in enumerate(SCALE)
+            f'<rect x="{x + 14 * k:g}" y="8" width="14" height="10" fill="{c}"/>' for k, c in enumerate(SCALE)
         )
-        label = f'<text x="{x - 6}" y="17" text-anchor="end">{escape(name)} {low:.4g}</text>'
+        label = f'<text x="{x - 6:g}" y="17" text-anchor="end">{escape(name)} {low:.4g}</text>'
         return shade, [
             boxes,
             label,
-            f'<text x="{WIDTH - RIGHT}" y="30" text-anchor="end">{high:.4g}</text>',
+            f'<text x="{WIDTH - RIGHT}" y="17" text-anchor="end">{highest}</text>',
         ]
 
     def marks(self) -> list[str]:
@@ -238,9 +245,7 @@ class _Picture:
     def _mark_path(self, kind: int, points: Any, height: float) -> str:
         mark = MARK_PATHS[kind].replace("{h}", f"{height:g}")
         path = "".join(point + mark for point in ([points] if isinstance(points, str) else points))
-        filled, colour = kind in (TERMINATES, TRUNCATES), MARK_COLOURS[kind]
-        style = f'fill="{colour}"' if filled else f'fill="none" stroke="{colour}"'
-        return f'<path d="{path}" {style}/>'
+        return f'<path d="{path}" {MARK_STYLES[kind]}/>'
 
     def tooltips(self, trajectories: Ints | None) -> list[str]:
         """An unseen stroke over each run (all its pieces), which tells about it."""

@@ -8,6 +8,9 @@ import pytest
 from flatroll.examples import recurrent_ppo
 
 needs_zstd = pytest.mark.skipif(importlib.util.find_spec("zstandard") is None, reason="needs zstandard")
+needs_sb3 = pytest.mark.skipif(
+    importlib.util.find_spec("stable_baselines3") is None, reason="needs stable_baselines3"
+)
 ROOT = Path(__file__).parents[2]
 
 
@@ -71,6 +74,8 @@ def test_the_training_script_is_short_enough_to_read() -> None:
         ("first_rollout", "row 14 [done] terminated is True but done is False", "text/html"),
         ("own_env", "obs has values outside its space", "text/html"),
         pytest.param("frames", "and compressed", "", marks=needs_zstd),
+        ("memory", "mean return of the last 50 episodes", "text/html"),
+        pytest.param("from_sb3", "our loop: return", "text/html", marks=needs_sb3),
     ],
 )
 def test_the_notebooks_run(

@@ -92,6 +92,8 @@ def test_where_the_next_observation_is(batch):
         == "Its next observation is unknown: final has no entry for this row."
     )
     assert says(compact, 4, final=final)[-1] == "Its next observation is the observation of row 5."
+    compact["state_value"] = compact["next", "state_value"] = torch.zeros(14, 1)  # as GAE writes them
+    assert says(compact, 4)[-1] == "Its next observation is the observation of row 5."
     compact["next", "delta", "observation"] = torch.ones(14, 3, dtype=torch.float16)
     assert says(compact, 6)[-1] == (
         "Its next observation is its observation plus the float16 difference in ('next', 'delta')."

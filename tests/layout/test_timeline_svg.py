@@ -47,6 +47,24 @@ def test_title_legend_and_row_numbers(batch):
     assert texts(timeline_svg(batch, max_runs=2))[0] == "14 rows in 4 runs, the first 2 shown"
 
 
+def test_marks_over_ribbons_do_not_take_the_colour_of_the_page(batch):
+    """On a dark page they would be light on a light ribbon."""
+    marks = [line for line in timeline_svg(batch).splitlines() if 'fill="none"' in line or "#333" in line]
+    rings = [line for line in marks if "a3.5 3.5" in line or "l6 4l-6 4z" in line]
+    assert len(rings) == 4 and all('fill="#fff" stroke="#333"' in line for line in rings)  # and in the legend
+
+
+def test_the_scale_stands_in_one_line(batch):
+    batch["value"] = torch.arange(14.0) / 7
+    svg = timeline_svg(batch, color_by="value")
+    heights = {
+        text.get("y")
+        for text in ElementTree.fromstring(svg).iter(f"{SPACE}text")
+        if text.text in ("value 0", "1.857")
+    }
+    assert heights == {"17"}
+
+
 def test_4096_rows_are_small(make):
     lengths = [10 + (7 * k) % 23 for k in range(196)]
     batch = make([(0, k, 0, length, "terminated") for k, length in enumerate(lengths)])[:4096]

@@ -1,0 +1,50 @@
+"""What pages say of the sources stays true: quoted messages, versions, arguments."""
+
+import ast
+import re
+import runpy
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+ROOMS = ("layout", "kernels", "wrappers", "rollouts", "buffers", "modules", "estimators", "trainers")
+MESSAGE = re.compile(r"^```text\n(.*?)^```", re.M | re.S)
+
+
+@cache
+def literals() -> str:
+    """All string literals of the rooms, one a line; what is put into them is a NUL."""
+    found = []
+    for room in ROOMS:
+        for path in (ROOT / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+                elif isinstance(node, ast.JoinedStr):
+                    found.append("".join(str(getattr(part, "value", "\0")) for part in node.values))
+    return "\n".join(" ".join(text.split()) for text in found)
+
+
+def quoted_messages() -> list[str]:
+    return [" ".join(text.split()) for text in MESSAGE.findall((DOCS / "faq.md").read_text())]
+
+
+@pytest.mark.parametrize("message", quoted_messages())
+def test_a_quoted_message_is_in_the_sources(message: str) -> None:
+    """Each stretch between two ellipses; a few, like the writers of missing entries, come from a table."""
+    stretches = [text.strip(" .,:()") for text in message.split("…")]
+    long_enough = [text for text in stretches if len(text) > 8]
+    assert long_enough
+    assert [text for text in long_enough if text not in literals()] == []
+
+
+def test_there_are_enough_messages() -> None:
+    assert len(quoted_messages()) >= 20
+
+
+def test_the_table_of_versions_is_what_the_project_says() -> None:
+    """Else: ``python docs/versions.py`` writes it anew."""
+    assert runpy.run_path(str(DOCS / "versions.py"))["table"]() in (DOCS / "compatibility.md").read_text()
