@@ -82,7 +82,7 @@ class FlatVecEnv(VecEnv):
         self.episode_length_buf = info["step_count"]
         extras = {
             "time_outs": (truncated & ~terminated).float(),
-            "final_obs": self._as_groups(info["final_obs"]),
+            "final_obs": self._as_groups(info.get("final_obs", observations)),
         }
         dones: Any = terminated | truncated
         return self._observations, reward, dones.long(), extras
