@@ -89,7 +89,10 @@ class FlatVecEnv(IVecEnv):
             the last observations, meaningful where a row has ended.
         """
         observations, rewards, terminated, truncated, info = self.env.step(actions)
-        infos = {"time_outs": truncated & ~terminated, "final_obs": _single(info.get("final_obs", observations))}
+        infos = {
+            "time_outs": truncated & ~terminated,
+            "final_obs": _single(info.get("final_obs", observations)),
+        }
         dones: Any = terminated | truncated
         return _single(observations), rewards, dones.to(torch.uint8), infos
 

@@ -28,6 +28,7 @@ ENVS: dict[str, Any] = {
         for mode in ("NextStep", "SameStep", "Disabled")
     },
     "torch": lambda: ScriptedTorchEnv(SCRIPT),
+    "torch, last observations by env id": lambda: ScriptedTorchEnv(SCRIPT, final_obs="ids"),
     "torch Disabled": lambda: ScriptedTorchEnv(SCRIPT, autoreset=False, reuse_obs=True),
 }
 
