@@ -26,10 +26,10 @@ test: $(VENV)/.dev
 
 # Trainers whose pins clash with those in .venv. rl_games warns while it is imported (through torch.compile).
 TRAINERS := .venv-trainers
-trainers: $(TRAINERS)/tianshou/.ready $(TRAINERS)/rl_games/.ready
+trainers: $(TRAINERS)/tianshou/.ready $(TRAINERS)/rl-games/.ready
 	OMP_NUM_THREADS=1 $(TRAINERS)/tianshou/bin/python -m pytest tests/trainers/test_tianshou.py \
 		src/flatroll/trainers/tianshou.py $(ARGS)
-	OMP_NUM_THREADS=1 $(TRAINERS)/rl_games/bin/python -m pytest -W ignore::DeprecationWarning \
+	OMP_NUM_THREADS=1 $(TRAINERS)/rl-games/bin/python -m pytest -W ignore::DeprecationWarning \
 		tests/trainers/test_rl_games.py src/flatroll/trainers/rl_games.py $(ARGS)
 
 lint: $(VENV)/.dev
@@ -68,7 +68,7 @@ $(VENV)/.dev: $(VENV)/.user
 
 # The pins of constraints.txt but those that clash.
 $(TRAINERS)/tianshou/.ready: CLASHES := filelock|pandas
-$(TRAINERS)/rl_games/.ready: CLASHES := psutil
+$(TRAINERS)/rl-games/.ready: CLASHES := psutil
 $(TRAINERS)/%/.ready: pyproject.toml constraints.txt | $(BIN)/pip
 	$(BIN)/python -m venv --clear $(@D)
 	grep -Ev '^($(CLASHES))==' constraints.txt > $(@D)/constraints.txt

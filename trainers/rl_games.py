@@ -16,7 +16,7 @@ try:
     from rl_games.common.ivecenv import IVecEnv  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise ImportError(
-        f"flatroll.trainers.rl_games needs rl_games ({error}): pip install 'flatroll[rl_games]', in an environment "
+        f"flatroll.trainers.rl_games needs rl_games ({error}): pip install 'flatroll[rl-games]', in an environment "
         "of its own"
     ) from error
 

@@ -15,7 +15,7 @@ try:
     from rsl_rl.env import VecEnv  # pyright: ignore[reportMissingImports]  # an extra
 except ImportError as error:
     raise ImportError(
-        f"flatroll.trainers.rsl_rl needs rsl_rl ({error}): pip install 'flatroll[rsl_rl]'"
+        f"flatroll.trainers.rsl_rl needs rsl_rl ({error}): pip install 'flatroll[rsl-rl]'"
     ) from error
 
 

@@ -14,8 +14,8 @@ from flatroll.trainers import versions
 ROOT = Path(__file__).parents[2]
 # File of trainers: (extra, distribution on PyPI, package).
 ADAPTERS = {
-    "rl_games": ("rl_games", "rl-games", "rl_games"),
-    "rsl_rl": ("rsl_rl", "rsl-rl-lib", "rsl_rl"),
+    "rl_games": ("rl-games", "rl-games", "rl_games"),
+    "rsl_rl": ("rsl-rl", "rsl-rl-lib", "rsl_rl"),
     "sb3": ("sb3", "stable-baselines3", "stable_baselines3"),
     "sb3_recurrent": ("sb3", "sb3-contrib", "sb3_contrib"),
     "skrl": ("skrl", "skrl", "skrl"),
