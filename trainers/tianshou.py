@@ -8,7 +8,6 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers import ReplayBuffer
-from flatroll.export import to_numpy
 from flatroll.layout import (
     ACTION,
     DONE,
@@ -32,6 +31,7 @@ from flatroll.layout import (
     require,
     run_ends,
 )
+from flatroll.layout.export import to_numpy
 from flatroll.layout.final import check_final, read_final
 from flatroll.trainers.versions import require_version
 
