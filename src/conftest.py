@@ -10,6 +10,7 @@ NEEDS = {
     "rl_games": "rl_games",
     "skrl": "skrl",
     "tianshou": "tianshou",
+    "torchrl": "torchrl",
 }
 
 collect_ignore = [

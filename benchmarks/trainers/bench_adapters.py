@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from flatroll.benchmarks.measure.timing import table
-from flatroll.rollouts import rollout
+from flatroll.layout import run_ends
+from flatroll.rollouts import Collector, rollout
 from flatroll.wrappers import as_vector_env
 from flatroll.wrappers.testing import (
     Script,
@@ -225,16 +226,21 @@ def rl_games(env: Any, steps: int) -> Iterator[Row]:
 # --- Tianshou -------------------------------------------------------------------------------------------------------
 
 
+def windows(env: Any, steps: int) -> Any:
+    """A data set of eight windows, each of which cuts the trajectories."""
+    collector = Collector(env, frames_per_batch=2 * steps // 8, total_frames=2 * steps, seed=0)
+    return torch.cat(list(collector))
+
+
 def tianshou(env: Any, steps: int) -> Iterator[Row]:
     """`to_buffer`: what its `next` leads to."""
-    yield from followed(
-        import_module("flatroll.trainers.tianshou").to_buffer(rollout(env, num_steps=steps, seed=0))
-    )
+    batch = windows(env, steps)
+    yield from followed(import_module("flatroll.trainers.tianshou").to_buffer(batch), batch)
 
 
 def tianshou_own(env: Any, steps: int) -> Iterator[Row]:
     """`ReplayBuffer.from_data` of the batch's own columns."""
-    batch = rollout(env, num_steps=steps, seed=0)
+    batch = windows(env, steps)
     flags = [batch["next", name].flatten().numpy() for name in ("reward", "terminated", "truncated", "done")]
     columns = (
         batch["observation"].numpy(),
@@ -242,17 +248,17 @@ def tianshou_own(env: Any, steps: int) -> Iterator[Row]:
         *flags,
         batch["next", "observation"].numpy(),
     )
-    yield from followed(import_module("tianshou.data").ReplayBuffer.from_data(*columns))
+    yield from followed(import_module("tianshou.data").ReplayBuffer.from_data(*columns), batch)
 
 
-def followed(buffer: Any) -> Iterator[Row]:
+def followed(buffer: Any, batch: Any) -> Iterator[Row]:
     """Rows whose next observation is that of the row which n-step returns go on to, where they go on."""
     index = np.arange(len(buffer))
     rows, following = buffer[index], buffer.next(index)
     after = np.where((following == index)[:, None], rows.obs_next, rows.obs[following])
     # A cut that is marked as truncated is right: its returns stop there and go on from the next observation.
-    last = np.array([row == STEPS - 1 for row in np.arange(len(index)) % STEPS])
-    yield from rows_of(rows.obs, after, rows.rew, rows.terminated, rows.truncated & ~last)
+    cut = (run_ends(batch) & ~batch["next", "done"].flatten()).numpy()
+    yield from rows_of(rows.obs, after, rows.rew, rows.terminated, rows.truncated & ~cut)
 
 
 class Way(NamedTuple):

@@ -20,6 +20,7 @@ ADAPTERS = {
     "sb3_recurrent": ("sb3", "sb3-contrib", "sb3_contrib"),
     "skrl": ("skrl", "skrl", "skrl"),
     "tianshou": ("tianshou", "tianshou", "tianshou"),
+    "torchrl": ("torchrl", "torchrl", "torchrl"),
 }
 
 
