@@ -11,7 +11,7 @@ from flatroll.wrappers import as_vector_env, map_tree
 
 try:
     require_version("rl-games", "1.6", "1.7")
-    # pyright: its pins clash with ours, so it is not installed beside them
+    # Its pins clash with ours, so the linters do without it.
     from rl_games.common import env_configurations, vecenv  # pyright: ignore[reportMissingImports]
     from rl_games.common.ivecenv import IVecEnv  # pyright: ignore[reportMissingImports]
 except ImportError as error:

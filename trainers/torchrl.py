@@ -44,8 +44,9 @@ def specs(env: Any) -> Any:
     """
     adapted = as_vector_env(env)
     observation = spec_of(adapted.single_observation_space)
-    entries = dict(observation.items()) if isinstance(observation, Composite) else {OBSERVATION: observation}
-    return Composite({**entries, ACTION: spec_of(adapted.single_action_space)})
+    found: Any = observation if isinstance(observation, Composite) else Composite({OBSERVATION: observation})
+    found[ACTION] = spec_of(adapted.single_action_space)
+    return found
 
 
 def spec_of(space: Any) -> Any:
