@@ -225,7 +225,7 @@ def from_buffer(buffer: Any, *, writer: int = 0) -> TensorDict:
             batch.set((*root, *names), column)
     for names, column in _columns(rows.act, "act"):
         batch.set((ACTION, *names), column)
-    for key, flag in {**flags, IS_INIT: is_init}.items():
+    for key, flag in (*flags.items(), (IS_INIT, is_init)):
         batch.set(key, torch.from_numpy(flag).unsqueeze(-1))
     batch.set(REWARD, torch.from_numpy(reward.astype(np.float32)).unsqueeze(-1))
     ids = (first | after_end).cumsum() - 1 + writer * 2**40
@@ -246,9 +246,9 @@ def _add_next_observations(batch: TensorDictBase, final: TensorDictBase | None) 
         )
     known = batch.get(NEXT_KNOWN, None)
     if known is not None and bool((~known & ~marker(batch, TERMINATED)).any()):
-        row = int((~known & ~marker(batch, TERMINATED)).nonzero()[0])
+        hidden = int((~known & ~marker(batch, TERMINATED)).nonzero()[0])
         raise ValueError(
-            f"row {row} was not terminated and its next observation is unknown, as the env hides it: "
+            f"row {hidden} was not terminated and its next observation is unknown, as the env hides it: "
             "let the env show its last observations"
         )
     if missing:
