@@ -1,6 +1,7 @@
 # Every target does its own set-up: on a fresh machine Python 3.11 or newer and make are enough.
 #   make demo     train the recurrent demo policy       (ARGS="--frames 200000 --seed 3")
 #   make test     run the tests and doctests            (ARGS="-k sampler -x")
+#   make trainers  run the tests of Tianshou and rl_games, each in an environment of its own
 #   make lint     ruff, mypy --strict, pyright
 #   make bench    run the benchmarks, tables to out/bench   (ARGS="collector scan" picks some)
 #   make format   let ruff sort imports and lay out the code
@@ -13,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test lint bench format constraints clean setup
+.PHONY: demo test trainers lint bench format constraints clean setup
 
 demo: $(VENV)/.user
 	$(BIN)/python -m flatroll demo $(ARGS)
@@ -22,6 +23,14 @@ demo: $(VENV)/.user
 # of the tests in order, so a fixture of a module is mostly made once.
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+# Trainers whose pins clash with those in .venv. rl_games warns while it is imported (through torch.compile).
+TRAINERS := .venv-trainers
+trainers: $(TRAINERS)/tianshou/.ready $(TRAINERS)/rl-games/.ready
+	OMP_NUM_THREADS=1 $(TRAINERS)/tianshou/bin/python -m pytest tests/trainers/test_tianshou.py \
+		src/flatroll/trainers/tianshou.py $(ARGS)
+	OMP_NUM_THREADS=1 $(TRAINERS)/rl-games/bin/python -m pytest -W ignore::DeprecationWarning \
+		tests/trainers/test_rl_games.py src/flatroll/trainers/rl_games.py $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
@@ -44,7 +53,7 @@ constraints: $(VENV)/.dev
 	mv constraints.new constraints.txt
 
 clean:
-	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRAINERS) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Set-up. torch comes first, so that its pin decides for everything that depends on it.
@@ -55,6 +64,17 @@ $(VENV)/.user: pyproject.toml constraints.txt | $(BIN)/pip
 
 $(VENV)/.dev: $(VENV)/.user
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+# The pins of constraints.txt but those that clash.
+$(TRAINERS)/tianshou/.ready: CLASHES := filelock|pandas
+$(TRAINERS)/rl-games/.ready: CLASHES := psutil
+$(TRAINERS)/%/.ready: pyproject.toml constraints.txt | $(BIN)/pip
+	$(BIN)/python -m venv --clear $(@D)
+	grep -Ev '^($(CLASHES))==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip --disable-pip-version-check install -c $(@D)/constraints.txt torch hatchling
+	$(@D)/bin/python -m pip --disable-pip-version-check install -c $(@D)/constraints.txt --no-build-isolation \
+		-e '.[$*]' pytest
 	@touch $@
 
 # The first interpreter that is new enough and can make environments. A name on PATH may be a stub that

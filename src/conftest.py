@@ -7,7 +7,10 @@ NEEDS = {
     "rsl_rl": "rsl_rl",
     "sb3": "stable_baselines3",
     "sb3_recurrent": "sb3_contrib",
+    "rl_games": "rl_games",
     "skrl": "skrl",
+    "tianshou": "tianshou",
+    "torchrl": "torchrl",
 }
 
 collect_ignore = [

@@ -107,7 +107,7 @@ def test_bench_lists_every_benchmark_file(capsys: pytest.CaptureFixture[str]) ->
     folder = Path(__file__).parents[1] / "benchmarks"
     assert main(["bench", "--list"]) == 0
     listed = capsys.readouterr().out.split()
-    assert listed == sorted(path.stem.removeprefix("bench_") for path in folder.glob("bench_*.py"))
+    assert listed == sorted(path.stem.removeprefix("bench_") for path in folder.rglob("bench_*.py"))
 
 
 def test_bench_prints_and_keeps_what_a_benchmark_prints(

@@ -25,7 +25,7 @@ HEAVY = {
     "triton",
 }
 HEAVY |= {"zstandard"}
-TRAINERS = {"stable_baselines3", "sb3_contrib", "skrl", "rsl_rl", "rl_games"}
+TRAINERS = {"stable_baselines3", "sb3_contrib", "skrl", "rsl_rl", "rl_games", "tianshou"}
 SOURCE = Path(__file__).parents[1] / "src"
 
 SEED = "import random, numpy, torch; torch.manual_seed(0), numpy.random.seed(0), random.seed(0)"

@@ -7,13 +7,15 @@ from gymnasium import spaces
 from tensordict import TensorDict
 from torch import Tensor
 
+from flatroll.trainers.versions import require_version
 from flatroll.wrappers import StepCounter, as_vector_env
 
 try:
-    from rsl_rl.env import VecEnv  # pyright: ignore[reportMissingImports]  # an extra that tests do without
+    require_version("rsl-rl-lib", "5.5", "6")
+    from rsl_rl.env import VecEnv  # pyright: ignore[reportMissingImports]  # an extra
 except ImportError as error:
     raise ImportError(
-        f"flatroll.trainers.rsl_rl needs rsl_rl ({error}): pip install 'flatroll[rsl_rl]'"
+        f"flatroll.trainers.rsl_rl needs rsl_rl ({error}): pip install 'flatroll[rsl-rl]'"
     ) from error
 
 
@@ -82,7 +84,7 @@ class FlatVecEnv(VecEnv):
         self.episode_length_buf = info["step_count"]
         extras = {
             "time_outs": (truncated & ~terminated).float(),
-            "final_obs": self._as_groups(info["final_obs"]),
+            "final_obs": self._as_groups(info.get("final_obs", observations)),
         }
         dones: Any = terminated | truncated
         return self._observations, reward, dones.long(), extras

@@ -10,9 +10,11 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from typing_extensions import override
 
+from flatroll.trainers.versions import require_version
 from flatroll.wrappers import as_vector_env, find_stream, map_tree
 
 try:
+    require_version("stable-baselines3", "2.7", "3")
     from stable_baselines3.common.env_util import is_wrapped
     from stable_baselines3.common.monitor import Monitor
     from stable_baselines3.common.vec_env import VecEnv

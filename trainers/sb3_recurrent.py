@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from flatroll.modules import LSTMModule
 from flatroll.modules.networks import with_weights_of
+from flatroll.trainers.versions import require_version
 
 try:
+    require_version("sb3-contrib", "2.7", "3")
     from sb3_contrib.common.recurrent.buffers import RecurrentDictRolloutBuffer, RecurrentRolloutBuffer
     from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
     from sb3_contrib.common.recurrent.type_aliases import (

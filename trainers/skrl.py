@@ -5,9 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatroll.trainers.versions import require_version
 from flatroll.wrappers import as_vector_env, find_stream
 
 try:
+    require_version("skrl", "2.1", "3")
     from skrl.envs.wrappers.torch import wrap_env as wrap_adapted
     from skrl.utils.spaces.torch import flatten_tensorized_space, tensorize_space
 except ImportError as error:

@@ -116,7 +116,7 @@ def save_timeline(batch: TensorDictBase, file: Path) -> None:
 
 def run_bench(arguments: argparse.Namespace) -> int:
     """Run benchmark modules one after the other, each in a process of its own; 1 when one fails."""
-    known = benchmark_names()
+    known = list(benchmarks_by_name())
     names = [name.removeprefix(BENCH_PREFIX) for name in arguments.names] or known
     unknown = sorted(set(names) - set(known))
     if unknown:
@@ -167,17 +167,23 @@ def run_compile(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def benchmark_names() -> list[str]:
-    """The benchmarks in ``flatroll.benchmarks``, without their prefix."""
+def benchmarks_by_name() -> dict[str, str]:
+    """The modules of the benchmarks in ``flatroll.benchmarks`` and its folders, by their names without the prefix."""
     from flatroll import benchmarks
 
-    found = (module.name for module in pkgutil.iter_modules(benchmarks.__path__))
-    return sorted(name.removeprefix(BENCH_PREFIX) for name in found if name.startswith(BENCH_PREFIX))
+    found = pkgutil.walk_packages(benchmarks.__path__, f"{benchmarks.__name__}.")
+    modules = {module.name.rpartition(".")[2]: module.name for module in found}
+    return {
+        name.removeprefix(BENCH_PREFIX): module
+        for name, module in sorted(modules.items())
+        if name.startswith(BENCH_PREFIX)
+    }
 
 
 def benchmark_command(name: str) -> list[str]:
     """The command that runs one benchmark in a process of its own."""
-    return [sys.executable, "-m", f"flatroll.benchmarks.{BENCH_PREFIX}{name}"]
+    module = benchmarks_by_name().get(name, f"flatroll.benchmarks.{BENCH_PREFIX}{name}")
+    return [sys.executable, "-m", module]
 
 
 def run_and_keep(name: str, command: list[str], out: Path | None) -> bool:

@@ -23,6 +23,7 @@ ENVS: dict[str, Any] = {
         for mode in ("NextStep", "SameStep", "Disabled")
     },
     "torch": lambda: ScriptedTorchEnv(SCRIPT),
+    "torch, last observations by env id": lambda: ScriptedTorchEnv(SCRIPT, final_obs="ids"),
     "torch Disabled": lambda: ScriptedTorchEnv(SCRIPT, autoreset=False, reuse_obs=True),
 }
 
@@ -109,6 +110,10 @@ def test_what_is_refused(capsys: Any) -> None:
         FlatVecEnv(make_scripted(Script(2)))
     with pytest.raises(ValueError, match="max_episode_length is needed"):
         FlatVecEnv(make_scripted(SCRIPT))
+    hiding = FlatVecEnv(ScriptedTorchEnv(SCRIPT, final_obs="absent"), max_episode_length=100)
+    with pytest.raises(ValueError, match="does not show their last observations"):
+        for _ in range(5):
+            hiding.step(torch.zeros(2, 2))
     algorithm = runner(ExactPPO).alg
     flags = torch.zeros(2)
     with pytest.raises(KeyError, match="extras has no 'final_obs'"):

@@ -1,0 +1,1 @@
+"""Benchmarks of what other libraries' trainers get from flatroll."""

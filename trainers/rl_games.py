@@ -1,0 +1,182 @@
+"""`FlatVecEnv` and `register`: any environment for rl_games, and `FinalObservations` for its PPO."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatroll.trainers.versions import require_version
+from flatroll.wrappers import as_vector_env, map_tree
+
+try:
+    require_version("rl-games", "1.6", "1.7")
+    # Its pins clash with ours, so the linters do without it.
+    from rl_games.common import env_configurations, vecenv  # pyright: ignore[reportMissingImports]
+    from rl_games.common.ivecenv import IVecEnv  # pyright: ignore[reportMissingImports]
+except ImportError as error:
+    raise ImportError(
+        f"flatroll.trainers.rl_games needs rl_games ({error}): pip install 'flatroll[rl-games]', in an environment "
+        "of its own"
+    ) from error
+
+_KIND = "flatroll"  # the type of vector env that `register` makes known
+
+
+def register(name: str, make_env: Callable[..., Any]) -> None:
+    """Let rl_games train on an environment: ``"env_name": name`` in its configuration.
+
+    Args:
+        name: of the environment; registering a name again replaces it.
+        make_env: called as ``make_env(num_envs, **env_config)``, without the ``seed`` that rl_games puts into
+            ``env_config``, which the env is reset with. It returns anything `as_vector_env` takes, of ``num_envs``
+            sub-envs. A player of rl_games needs ``"player": {"use_vecenv": True}``.
+
+    >>> import gymnasium as gym
+    >>> register("pendulums", lambda num_envs: gym.make_vec("Pendulum-v1", num_envs, "sync"))
+    >>> env = vecenv.create_vec_env("pendulums", 3, seed=0)
+    >>> env.reset().shape, env.get_env_info()["agents"]
+    (torch.Size([3, 3]), 1)
+    """
+
+    def make(config_name: str, num_actors: int, **env_config: Any) -> FlatVecEnv:
+        seed = env_config.pop("seed", None)
+        made = env_configurations.configurations[config_name]["env_creator"](num_actors, **env_config)
+        env = FlatVecEnv(made, seed=seed)
+        if env.num_envs != num_actors:
+            env.close()
+            raise ValueError(
+                f"make_env of {config_name!r} must make num_actors={num_actors} envs, got {env.num_envs}"
+            )
+        return env
+
+    vecenv.register(_KIND, make)
+    env_configurations.register(name, {"vecenv_type": _KIND, "env_creator": make_env})
+
+
+class FlatVecEnv(IVecEnv):
+    """Makes any environment an `IVecEnv` of rl_games, in torch tensors; see `register`.
+
+    Args:
+        env: anything `as_vector_env` takes; it must not have been reset yet.
+        seed: of the first reset.
+        **options: further arguments of `as_vector_env`.
+
+    Raises:
+        ValueError: the env hides its last observations (raised where it does), or cannot reset chosen rows.
+
+    >>> import gymnasium as gym
+    >>> env = FlatVecEnv(gym.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync"), seed=0)
+    >>> _ = env.reset()
+    >>> observations, rewards, dones, infos = env.step(torch.zeros(2, dtype=torch.int64))
+    >>> rewards.tolist(), dones, infos["time_outs"]
+    ([1.0, 1.0], tensor([0, 0], dtype=torch.uint8), tensor([False, False]))
+    """
+
+    def __init__(self, env: Any, *, seed: int | None = None, **options: Any) -> None:
+        self.env = as_vector_env(env, autoreset="same_step", framework="torch", **options)
+        self.num_envs = self.env.num_envs
+        self.observation_space = self.env.single_observation_space
+        self.action_space = self.env.single_action_space
+        self._seed = seed
+
+    def step(self, actions: Tensor) -> tuple[Any, Tensor, Tensor, dict[str, Any]]:
+        """Step all envs.
+
+        Returns:
+            Observations ``[E, ...]`` (of ended rows the next episode's first), rewards float32 ``[E]``, dones uint8
+            ``[E]``, and a dict: ``"time_outs"`` bool ``[E]``, truncated and not terminated, and ``"final_obs"``,
+            the last observations, meaningful where a row has ended.
+        """
+        observations, rewards, terminated, truncated, info = self.env.step(actions)
+        infos = {
+            "time_outs": truncated & ~terminated,
+            "final_obs": _single(info.get("final_obs", observations)),
+        }
+        dones: Any = terminated | truncated
+        return _single(observations), rewards, dones.to(torch.uint8), infos
+
+    def reset(self) -> Any:
+        """Reset all envs; with the seed, the first time and after `seed`."""
+        observations, _ = self.env.reset(seed=self._seed)
+        self._seed = None
+        return _single(observations)
+
+    def seed(self, seed: int | None) -> None:
+        """Use a seed at the next reset."""
+        self._seed = seed
+
+    def get_env_info(self) -> dict[str, Any]:
+        """The spaces of one env, and that each is one agent."""
+        return {
+            "observation_space": self.observation_space,
+            "action_space": self.action_space,
+            "agents": 1,
+            "value_size": 1,
+        }
+
+    def close(self) -> None:
+        """Close the env."""
+        self.env.close()
+
+
+class FinalObservations:
+    """Base for rl_games' PPO, in front of it: truncated rows are bootstrapped from their true last observations.
+
+    Its PPO is `A2CAgent` and `DiscreteA2CAgent`.
+
+    rl_games adds ``gamma * V(s_t)``, the value before the last step; this adds ``gamma * V(s_T)``, of
+    ``infos["final_obs"]``, and only to what the agent learns from, not to the returns it reports. An agent with
+    ``value_bootstrap: False`` stays without.
+
+    >>> from rl_games.algos_torch.a2c_continuous import A2CAgent
+    >>> from rl_games.torch_runner import Runner
+    >>> class ExactPPO(FinalObservations, A2CAgent): ...
+    >>> Runner().algo_factory.register_builder("exact_ppo", lambda **given: ExactPPO(**given))
+
+    Raises:
+        TypeError: the agent is none of the two, or has a central value network, which needs states.
+    """
+
+    gamma: float
+    value_bootstrap: bool
+    rewards_shaper: Any
+
+    def __init__(self, base_name: str, params: Any) -> None:
+        parent: Any = super()
+        parent.__init__(base_name, params)
+        agent: Any = self
+        if not hasattr(agent, "get_values") or agent.has_central_value:
+            raise TypeError(
+                f"FinalObservations is for A2CAgent and DiscreteA2CAgent without a central value, not for "
+                f"{type(self).__name__}"
+            )
+        shaper = self.rewards_shaper
+        self._worth: Any = 0.0  # [E, 1], what the last observations of the newest step are worth
+        self.rewards_shaper = lambda rewards: shaper(rewards) + self._worth
+
+    def env_step(self, actions: Tensor) -> tuple[Any, Tensor, Tensor, dict[str, Any]]:
+        """Step the envs, see `rl_games.common.a2c_common.A2CBase`.
+
+        Raises:
+            KeyError: the envs show no ``"final_obs"``.
+        """
+        parent: Any = super()
+        observations, rewards, dones, infos = parent.env_step(actions)
+        if "final_obs" not in infos:
+            raise KeyError("infos has no 'final_obs': make the env with flatroll.trainers.rl_games.register")
+        # Without "time_outs" the agent adds nothing of its own.
+        time_outs = infos["time_outs"].to(rewards.device).unsqueeze(1)
+        infos = {key: value for key, value in infos.items() if key != "time_outs"}
+        self._worth = torch.zeros_like(rewards)
+        if self.value_bootstrap and time_outs.any():
+            agent: Any = self
+            values = agent.get_values(agent.obs_to_tensors(infos["final_obs"]))
+            # Not a product: what the critic says of other rows must not count, not even NaN.
+            self._worth = torch.where(time_outs, self.gamma * values, self._worth)
+        return observations, rewards, dones, infos
+
+
+def _single(observations: Any) -> Any:
+    """Observations as rl_games takes them: float64 as float32."""
+    return map_tree(lambda leaf: leaf.float() if leaf.dtype is torch.float64 else leaf, observations)

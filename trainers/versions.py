@@ -1,0 +1,35 @@
+"""Which versions of a trainer an adapter works with."""
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+
+def require_version(distribution: str, at_least: str, below: str) -> None:
+    """Raise ImportError if the installed version of a trainer is outside of the range that is supported.
+
+    A trainer without metadata (a folder on the path) is let through: its import tells.
+
+    Args:
+        distribution: its name on PyPI.
+        at_least, below: the range, as in flatroll's extras: ``at_least <= version < below``.
+
+    >>> require_version("torch", "2.7", "99")
+    >>> require_version("torch", "98", "99")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    ImportError: torch>=98,<99 is supported, and version ... is installed
+    """
+    try:
+        installed = version(distribution)
+    except PackageNotFoundError:
+        return
+    if not _release(at_least) <= _release(installed) < _release(below):
+        raise ImportError(
+            f"{distribution}>={at_least},<{below} is supported, and version {installed} is installed"
+        )
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """The numbers at the front of a version: (2, 13, 0) of 2.13.0+cpu, (2, 1) of 2.1rc1."""
+    found = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, found[0].split("."))) if found else ()
