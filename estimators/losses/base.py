@@ -51,7 +51,7 @@ N = TypeVar("N", bound=nn.Module)
 _UNDER_NEXT = ("reward", "done", "terminated")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LossInputs:
     """A batch prepared for a loss: the batch, what networks read of it, and the masks of its rows.
 
@@ -257,9 +257,8 @@ class LossModule(TensorDictModuleBase):
         """
         if batch.batch_size.numel() == 0:  # TensorDict.numel() is at least 1
             raise ValueError(f"{type(self).__name__} needs at least one row, got a batch {list(batch.shape)}")
-        mask = None
-        for name in ("mask", "valid"):
-            key = self.tensor_keys[name]
+        keys, mask = self.tensor_keys, None
+        for key in (keys["mask"], keys["valid"]):
             if fetched(batch, key) is not None:
                 mask = mask_and(mask, marker(batch, key))
         real = mask
@@ -272,9 +271,8 @@ class LossModule(TensorDictModuleBase):
                     f"no run of the batch has more than burn_in={self.burn_in} rows, so no row counts and the loss "
                     "is 0: draw longer slices or burn in fewer rows"
                 )
-        padding = self.tensor_keys["mask"]
-        padded = real is not None and fetched(batch, padding) is not None
-        readable = without_rubbish(batch, padding, self.in_keys) if padded else batch
+        padded = real is not None and fetched(batch, keys["mask"]) is not None
+        readable = without_rubbish(batch, keys["mask"], self.in_keys) if padded else batch
         return LossInputs(batch, readable, mask, real=real)
 
     @property
@@ -420,13 +418,22 @@ def target_copy(network: N) -> N:
 
 def parameters_and_buffers(network: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """List the parameters and buffers of a network, each once."""
-    modules = list(network.modules())  # Module.parameters() walks, too, but makes names on the way
-    kinds = [m._parameters for m in modules], [m._buffers for m in modules]
-    # by id: a tensor that two modules share is listed once, where it comes first
-    parameters, buffers = (
-        list({id(x): x for own in kind for x in own.values() if x is not None}.values()) for kind in kinds
-    )
-    return parameters, buffers
+    # by identity: what two modules share is listed once. Module.parameters() walks, too, but makes names on the way
+    modules: dict[nn.Module, None] = {}
+    parameters: dict[int, Tensor] = {}
+    buffers: dict[int, Tensor] = {}
+    left: list[nn.Module | None] = [network]
+    while left:
+        module = left.pop()
+        if module is None or module in modules:
+            continue
+        modules[module] = None
+        for own, found in ((module._parameters, parameters), (module._buffers, buffers)):
+            for tensor in own.values():
+                if tensor is not None:
+                    found[id(tensor)] = tensor
+        left += module._modules.values()
+    return list(parameters.values()), list(buffers.values())
 
 
 @contextmanager
