@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection, unravel_key_list
 from tensordict.nn import TensorDictModuleBase, TensorDictParams, dispatch
 from torch import Tensor, nn
+from torch.func import functional_call
 from typing_extensions import override
 
 from flatroll.estimators.masked import (
@@ -458,6 +459,19 @@ def frozen(parameters: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for parameter in learning:
             parameter.requires_grad_(True)
+
+
+class Frozen:
+    """A network that trains none of its parameters, inside ``torch.compile``, which cannot follow :func:`frozen`."""
+
+    def __init__(self, network: TensorDictModuleBase) -> None:
+        self.network, self.out_keys = network, network.out_keys
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """Call the network with its parameters detached."""
+        parameters = {name: parameter.detach() for name, parameter in self.network.named_parameters()}
+        out: TensorDictBase = functional_call(self.network, parameters, (batch,))
+        return out
 
 
 def shared_parameters(network: nn.Module, other: nn.Module) -> list[nn.Parameter]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import Any, ClassVar, Literal, TypedDict, Unpack
+from typing import Any, ClassVar, Literal, TypedDict, Unpack, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -22,6 +22,7 @@ from flatroll.estimators.losses.action_values import (
     value_of_action,
 )
 from flatroll.estimators.losses.base import (
+    Frozen,
     LossInputs,
     NetworkParameters,
     frozen,
@@ -356,9 +357,13 @@ class SACLoss(SoftActorCritic):
         self, work: TensorDictBase, dist: Distribution, values: list[Tensor], alpha: float
     ) -> tuple[Tensor, Tensor]:
         action, log_prob = sample_with_log_prob(dist, work)
+        acted, critics = self._with_action(work, action), self.qvalue_network
         # gradients flow through the critics into the action, and stop there
-        with frozen(parameters_and_buffers(self.qvalue_network)[0]):
-            value = self.minimum_value(self.qvalue_network, self._with_action(work, action))
+        if torch.compiler.is_compiling():
+            value = self.minimum_value([cast(Any, Frozen(critic)) for critic in critics], acted)
+        else:
+            with frozen(parameters_and_buffers(critics)[0]):
+                value = self.minimum_value(critics, acted)
         return alpha * log_prob - value, log_prob
 
     @override
