@@ -218,7 +218,11 @@ class OffPolicyLoss(LossModule):
     @staticmethod
     def root_entries(inputs: LossInputs, keys: Iterable[NestedKey]) -> TensorDict:
         """Return the entries ``keys`` of the batch in a new tensordict ``[*B]``."""
-        return nest({key: require(inputs.readable, key) for key in keys}, *inputs.batch.batch_size)
+        batch, columns = inputs.readable, {}
+        for key in keys:
+            column = fetched(batch, key)
+            columns[key] = require(batch, key) if column is None else column  # require() says who writes it
+        return nest(columns, *batch.batch_size)
 
     @staticmethod
     def next_entries(inputs: LossInputs, keys: Iterable[NestedKey]) -> TensorDict:
@@ -229,7 +233,10 @@ class OffPolicyLoss(LossModule):
         """
         batch, columns = inputs.readable, {}
         for key in keys:
-            column = require(batch, next_key(key))
+            column = fetched(batch, next_key(key))
+            column = (
+                require(batch, next_key(key)) if column is None else column
+            )  # require() says who writes it
             if key not in inputs.finite:
                 column = fill_missing(column, require(batch, key), inputs.unknown)
             columns[key] = column

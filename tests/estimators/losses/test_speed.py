@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
 from flatroll.benchmarks import bench_updates
@@ -146,6 +147,30 @@ def test_a_loss_leaves_the_batch_but_for_the_priority_as_it_is() -> None:
         assert set(left) - set(before) <= {"td_error"}
         for key, (value, copy) in before.items():
             assert left[key] is value and torch.equal(value, copy)
+
+
+def test_a_critic_reads_what_the_actor_writes_now_and_not_what_the_batch_holds() -> None:
+    """Of an actor whose outputs nobody reads, nothing is written; any other critic must find them."""
+    batch = bench_updates.rows(8, continuous=False)
+    batch["logits"] = torch.full((8, 4), torch.nan)  # written when the policy acted
+    actor = bench_updates.ppo().ours.actor_network
+    expected = actor(batch.copy())["logits"].detach()
+    read: list[Any] = []
+
+    class Whole(TensorDictModule):
+        def forward(self, tensordict: Any, *args: Any, **kwargs: Any) -> Any:
+            read.append(tensordict["logits"].detach())
+            return tensordict.set("state_value", tensordict["observation"][:, :1])
+
+    plain = TensorDictModule(
+        lambda logits: read.append(logits.detach()) or logits[:, :1], ["logits"], ["state_value"]
+    )
+    chain = TensorDictSequential(plain)
+    whole = Whole(nn.Identity(), ["observation"], ["state_value"])  # reads what it does not name
+    for critic in (plain, chain, whole):
+        ClipPPOLoss(actor, critic)(batch)
+        torch.testing.assert_close(read.pop(), expected)
+        assert bool(batch["logits"].isnan().all()) and "state_value" not in batch
 
 
 def test_an_action_out_of_range_is_refused_with_its_range() -> None:
