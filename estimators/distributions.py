@@ -1,5 +1,6 @@
 """Computes an actor's distributions and their log-probabilities, entropies and KL divergences."""
 
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -9,7 +10,7 @@ from tensordict.nn import CompositeDistribution, ProbabilisticTensorDictModule, 
 from torch import Tensor
 from torch.distributions import Distribution, kl_divergence
 
-from flatroll.layout.fast_call import before_sampling
+from flatroll.layout.fast_call import before_sampling, fetched, shallow_copy
 from flatroll.layout.keys import NestedKey
 
 
@@ -24,18 +25,38 @@ def require_actor(actor_network: TensorDictModuleBase) -> None:
 
 def distribution(actor_network: TensorDictModuleBase, batch: TensorDictBase) -> Distribution:
     """Return the actor's action distribution for each row; the actor's outputs are written to ``batch``."""
-    ready = before_sampling(actor_network, batch)
-    actor: Any
-    actor, batch = (actor_network, batch) if ready is None else ready
-    if type(actor) is ProbabilisticTensorDictModule and actor.dist_keys == actor.in_keys:
-        columns = {key: batch.get(key, None) for key in actor.in_keys if type(key) is str}
-        if len(columns) == len(actor.in_keys):
+    return distribution_for(None, actor_network, batch)[0]
+
+
+def distribution_for(
+    readers: Iterable[Any] | None, actor_network: TensorDictModuleBase, batch: TensorDictBase
+) -> tuple[Distribution, TensorDictBase]:
+    """Return the actor's action distribution for each row, and the batch with the actor's outputs.
+
+    Args:
+        readers: the networks that read the actor's outputs afterwards; then ``batch`` stays as it is, and the second
+            result is a copy with the outputs, or ``batch`` itself where no reader reads them. None, anybody: then the
+            outputs are written to ``batch``.
+        actor_network: has ``get_dist``.
+        batch: what it reads.
+    """
+    ready = before_sampling(actor_network, batch, readers)
+    if ready is None:
+        whole: Any = actor_network
+        work = batch if readers is None else shallow_copy(batch)
+        return whole.get_dist(work), work
+    head, work, outputs = ready
+    if type(head) is ProbabilisticTensorDictModule and head.dist_keys == head.in_keys:
+        columns: dict[str, Any] = {}
+        for key in head.in_keys:
+            if type(key) is str:
+                columns[key] = outputs[key] if key in outputs else fetched(work, key)
+        if len(columns) == len(head.in_keys):
             # what get_dist() does in more steps; it finds the words for what goes wrong
             with suppress(TypeError):
-                made: Distribution = actor.distribution_class(**columns, **actor.distribution_kwargs)
-                return made
-    dist: Distribution = actor.get_dist(batch)
-    return dist
+                return head.distribution_class(**columns, **head.distribution_kwargs), work
+    read = shallow_copy(work).update(outputs) if outputs else work
+    return head.get_dist(read), work
 
 
 def components(dist: Distribution) -> dict[NestedKey | None, Distribution]:

@@ -4,7 +4,7 @@ A :class:`~tensordict.nn.TensorDictModule` that is nothing but a function of ten
 others (a subclass, hooks, arguments by name, ``skip_existing``, inside ``torch.compile``) are called as ever.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -74,6 +74,22 @@ def fetched(batch: TensorDictBase, key: NestedKey) -> Any:
     return place if place is None or isinstance(place, Tensor) else batch.get(key, None)
 
 
+def put(batch: TensorDictBase, key: NestedKey, value: Tensor) -> None:
+    """Do ``batch.set(key, value)``, in a third of its time where the tensordict is plain and the value fits in.
+
+    >>> batch = TensorDict({"reward": torch.ones(2)}, [2])
+    >>> put(batch, "td_error", torch.zeros(2))
+    >>> batch["td_error"]
+    tensor([0., 0.])
+    """
+    if type(batch) is TensorDict and type(key) is str and not batch.is_locked:
+        rows, device = batch.batch_size, batch.device
+        if value.shape[: len(rows)] == rows and (device is None or device == value.device):
+            batch._tensordict[key] = value
+            return
+    batch.set(key, value)
+
+
 def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
     """Return ``batch.copy()``, nested tensordicts copied, too, in a quarter of its time.
 
@@ -85,10 +101,10 @@ def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
     """
     if type(batch) is not TensorDict or torch.compiler.is_compiling():
         return batch.copy()
-    entries = {
-        key: value if isinstance(value, Tensor) else shallow_copy(cast(TensorDictBase, value))
-        for key, value in batch.items()
-    }
+    entries = dict(batch._tensordict)
+    for key, value in entries.items():
+        if not isinstance(value, Tensor):
+            entries[key] = shallow_copy(cast(TensorDictBase, value))
     return TensorDict._new_unsafe(
         entries, batch_size=batch.batch_size, device=batch.device, names=batch._maybe_names()
     )
@@ -125,31 +141,64 @@ def acted(policy: Any, batch: TensorDictBase) -> Any:
     if type(policy) is ProbabilisticTensorDictSequential and _is_plain(policy, _SAMPLING_ACTOR):
         ready = before_sampling(policy, batch)
         if ready is not None:
-            sampler, batch = ready
+            sampler, batch, _ = ready
             return sampler(batch)
     return through(policy, batch)
 
 
 def before_sampling(
-    actor: TensorDictModuleBase, batch: TensorDictBase
-) -> tuple[ProbabilisticTensorDictModule, TensorDictBase] | None:
-    """Run an actor up to its last, sampling part; return that part and the batch.
+    actor: TensorDictModuleBase, batch: TensorDictBase, readers: Iterable[Any] | None = None
+) -> tuple[ProbabilisticTensorDictModule, TensorDictBase, dict[NestedKey, Any]] | None:
+    """Run an actor up to its last, sampling part.
+
+    Args:
+        actor: any; one that is no plain sequence, or samples in other parts, too, is left alone.
+        batch: what it reads.
+        readers: the networks that read the batch afterwards; then it stays as it is, and its copy, into which the
+            actor's parts write, is only made where one of them may read that. Default: None, anybody; then the parts
+            write into the batch itself.
 
     Returns:
-        that last part, and the batch, into which the others have written; None, and nothing has run, if the actor is
-        no such sequence or samples in other parts, too.
+        the last part; the batch, or its copy; and all that the last part reads, by key, where that was not written
+        there, else nothing. None, and nothing has run, if the actor is another one.
     """
     if type(actor) is not ProbabilisticTensorDictSequential or not _is_plain(actor, _PLAIN_ACTOR):
         return None
-    *parts, last = cast(Any, actor).module._modules.values()
-    sampling = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)
-    if not isinstance(last, ProbabilisticTensorDictModule) or any(isinstance(x, sampling) for x in parts):
+    *parts, last = cast(Any, actor)._modules["module"]._modules.values()
+    if not isinstance(last, ProbabilisticTensorDictModule):
         return None
+    for part in parts:
+        if isinstance(part, (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)):
+            return None
+    outputs = None
     # parts may ask how the actor samples: as the block around the call says, or else as the last part does
     with set_interaction_type(interaction_type() or last.default_interaction_type):
+        if readers is not None:
+            made: list[Any] = parts[0].out_keys if len(parts) == 1 else []
+            if made and all(key in made for key in last.in_keys) and not _reads_any(readers, made):
+                outputs = _outputs(parts[0], batch)
+            if outputs is not None:
+                return (
+                    last,
+                    batch,
+                    {k: x if isinstance(x, Tensor) else TensorDict.from_any(x) for k, x in outputs},
+                )
+            batch = shallow_copy(batch)
         for part in parts:
             batch = through(part, batch)
-    return last, batch
+    return last, batch, {}
+
+
+def _reads_any(networks: Iterable[Any], keys: Iterable[NestedKey]) -> bool:
+    """Whether one of the networks may read one of the entries: one that is more than a function may read all."""
+    roots = {key if type(key) is str else key[0] for key in keys}
+    for network in networks:
+        if type(network) is not TensorDictModule or not _is_plain(network, _PLAIN_MODULE):
+            return True
+        for key in cast(list[Any], network.in_keys):
+            if (key if type(key) is str else key[0]) in roots:
+                return True
+    return False
 
 
 def written(network: TensorDictModuleBase, batch: TensorDictBase, key: NestedKey) -> Tensor | None:
@@ -157,10 +206,9 @@ def written(network: TensorDictModuleBase, batch: TensorDictBase, key: NestedKey
     out_keys: list[Any] = network.out_keys
     if key not in out_keys and as_tuple(key) not in map(as_tuple, out_keys):
         return None  # what the batch holds there is another's
-    if len(out_keys) == 1:  # a plain function writes nothing into the batch, so no copy is needed
-        outputs = _outputs(network, batch)
-        if outputs is not None and isinstance(outputs[0][1], Tensor):
-            return outputs[0][1]
+    outputs = _outputs(network, batch) if len(out_keys) == 1 else None
+    if outputs is not None and isinstance(outputs[0][1], Tensor):
+        return outputs[0][1]  # a plain function writes nothing into the batch, so no copy is needed
     value: Tensor | None = through(network, batch.copy()).get(key, None)
     return value
 
@@ -171,21 +219,32 @@ def _is_plain(network: TensorDictModuleBase, plain: Mapping[str, Any]) -> bool:
     if torch.compiler.is_compiling() or skip_existing() or any(_GLOBAL_HOOKS):
         return False
     own = network.__dict__
-    # network.compile() sets _compiled_call_impl
-    if own.get("_compiled_call_impl") is not None or any(own[name] for name in _HOOKS):
+    if (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+    ):
         return False
-    return all(own.get(name, value) == value for name, value in plain.items())
+    # network.compile() sets _compiled_call_impl
+    return own.get("_compiled_call_impl") is None and plain.items() <= own.items()
 
 
 def _outputs(network: TensorDictModuleBase, batch: TensorDictBase) -> list[tuple[NestedKey, Any]] | None:
     """What the network's function returns, each with its key; None if the network is more than a function."""
     if type(network) is not TensorDictModule or not _is_plain(network, _PLAIN_MODULE):
         return None
-    inputs = [batch.get(key, None) for key in cast(list[Any], network.in_keys)]
-    if not all(isinstance(column, Tensor) for column in inputs):
-        return None
+    inputs = []
+    for key in cast(list[Any], network.in_keys):
+        is_root = type(batch) is TensorDict and type(key) is str
+        column = batch._tensordict.get(key) if is_root else batch.get(key, None)
+        if not isinstance(column, Tensor):
+            return None
+        inputs.append(column)
+    own = network.__dict__  # network.module takes longer than all else here
+    function = own["module"] if "module" in own else own["_modules"]["module"]
     try:
-        out = network.module(*inputs)
+        out = function(*inputs)
     except Exception as error:
         error.add_note(f"In the network with in_keys {network.in_keys} and out_keys {network.out_keys}")
         raise

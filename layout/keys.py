@@ -124,7 +124,7 @@ def under_next(key: NestedKey) -> tuple[str, ...]:
     (('next', 'reward'), ('next', 'reward'))
     """
     names = as_tuple(key)
-    return names if names[0] == NEXT else next_key(names)
+    return names if names[0] == NEXT else (NEXT, *names)
 
 
 def without_next(key: NestedKey) -> NestedKey:

@@ -33,8 +33,16 @@ from flatroll.estimators.values.estimators import ValueEstimators, name_of
 from flatroll.estimators.values.evaluate import fill_missing
 from flatroll.kernels.scans.scan import readable
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.fast_call import fetched, nest, written
-from flatroll.layout.keys import NEXT_KNOWN, KeyNames, NestedKey, flat_column, marker, next_key, require
+from flatroll.layout.fast_call import fetched, nest, put, written
+from flatroll.layout.keys import (
+    NEXT_KNOWN,
+    KeyNames,
+    NestedKey,
+    flat_column,
+    marker,
+    next_key,
+    require,
+)
 
 ActionSpace = Literal["categorical", "one-hot"]
 
@@ -183,7 +191,8 @@ class OffPolicyLoss(LossModule):
             else:
                 unknown = bad if unknown is None else unknown | bad
         if unknown is None:
-            return LossInputs(batch, inputs.readable, inputs.mask, real=inputs.real, finite=(*finite,))
+            inputs.finite = (*finite,)
+            return inputs
         unknown = unknown & ~self.terminated(inputs)
         lost = int(unknown.sum()) if on_host(unknown) else 0
         if 2 * lost > unknown.numel():  # more than half of the rows
@@ -209,7 +218,11 @@ class OffPolicyLoss(LossModule):
     @staticmethod
     def root_entries(inputs: LossInputs, keys: Iterable[NestedKey]) -> TensorDict:
         """Return the entries ``keys`` of the batch in a new tensordict ``[*B]``."""
-        return nest({key: require(inputs.readable, key) for key in keys}, *inputs.batch.batch_size)
+        batch, columns = inputs.readable, {}
+        for key in keys:
+            column = fetched(batch, key)
+            columns[key] = require(batch, key) if column is None else column  # require() says who writes it
+        return nest(columns, *batch.batch_size)
 
     @staticmethod
     def next_entries(inputs: LossInputs, keys: Iterable[NestedKey]) -> TensorDict:
@@ -220,7 +233,10 @@ class OffPolicyLoss(LossModule):
         """
         batch, columns = inputs.readable, {}
         for key in keys:
-            column = require(batch, next_key(key))
+            column = fetched(batch, next_key(key))
+            column = (
+                require(batch, next_key(key)) if column is None else column
+            )  # require() says who writes it
             if key not in inputs.finite:
                 column = fill_missing(column, require(batch, key), inputs.unknown)
             columns[key] = column
@@ -244,7 +260,7 @@ class OffPolicyLoss(LossModule):
             KeyError: a critic writes no such entry.
             ValueError: it has another shape.
         """
-        key, values = self.key(self.value_name), []
+        key, values = self.tensor_keys[self.value_name], []
         per_action = self.value_name == "action_value"
         for network in cast(Iterable[Any], networks):
             value = written(network, batch, key)
@@ -266,7 +282,6 @@ class OffPolicyLoss(LossModule):
         """Return the elementwise minimum of the :meth:`critic_values`, against overestimation."""
         return reduce(torch.minimum, self.critic_values(networks, batch))
 
-    @torch.no_grad()
     def target(self, inputs: LossInputs, next_value: Tensor) -> Tensor:
         """Return each row's regression target ``[*B]``, without gradient (see :meth:`make_value_estimator`).
 
@@ -276,7 +291,7 @@ class OffPolicyLoss(LossModule):
             inputs: the batch.
             next_value: value of the next state, ``[*B]``; any number where terminated or unknown.
         """
-        batch = inputs.batch
+        batch, next_value = inputs.batch, next_value.detach()
         reward = self.entry(inputs, "reward")
         if not reward.is_floating_point():
             key = self.key("reward")
@@ -323,19 +338,12 @@ class OffPolicyLoss(LossModule):
         Returns:
             the reduced loss, see :meth:`reduce`.
         """
-        first, *others = values
-        error = (first.detach() - target).abs()
-        for value in others:
-            error = torch.maximum(error, (value.detach() - target).abs())
-        self.write_priority(inputs, error)
+        errors = [(value.detach() - target).abs_() for value in values]
+        self.write_priority(inputs, reduce(torch.maximum, errors))
         kind = self.loss_function
         if inputs.mask is None and self.reduction == "mean" and self.weights_of(inputs) is None:
             # the mean of all rows in one pass with the distance
-            return reduce(
-                torch.add,
-                [DISTANCES[kind](value, target) for value in others],
-                DISTANCES[kind](first, target),
-            )
+            return reduce(torch.add, [DISTANCES[kind](value, target) for value in values])
         return self.reduce(inputs, reduce(torch.add, [distance(value, target, kind) for value in values]))
 
     def reduce_and_write_priority(self, inputs: LossInputs, loss: Tensor, error: Tensor) -> Tensor:
@@ -360,7 +368,7 @@ class OffPolicyLoss(LossModule):
         # rows without an error get the least priority: drawn again, they would count nowhere again
         if inputs.unknown is not None:
             error = zero_masked(error, ~inputs.unknown)
-        inputs.batch.set(self.key("priority"), zero_masked(error, inputs.real))
+        put(inputs.batch, self.key("priority"), zero_masked(error, inputs.real))
 
     def weights_of(self, inputs: LossInputs) -> Tensor | None:
         """Return the importance weights ``[*B]`` of prioritized sampling; None where none are wanted or there."""

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection, unravel_key_list
 from tensordict.nn import TensorDictModuleBase, TensorDictParams, dispatch
 from torch import Tensor, nn
+from torch.func import functional_call
 from typing_extensions import override
 
 from flatroll.estimators.masked import (
@@ -51,7 +52,7 @@ N = TypeVar("N", bound=nn.Module)
 _UNDER_NEXT = ("reward", "done", "terminated")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LossInputs:
     """A batch prepared for a loss: the batch, what networks read of it, and the masks of its rows.
 
@@ -257,9 +258,8 @@ class LossModule(TensorDictModuleBase):
         """
         if batch.batch_size.numel() == 0:  # TensorDict.numel() is at least 1
             raise ValueError(f"{type(self).__name__} needs at least one row, got a batch {list(batch.shape)}")
-        mask = None
-        for name in ("mask", "valid"):
-            key = self.tensor_keys[name]
+        keys, mask = self.tensor_keys, None
+        for key in (keys["mask"], keys["valid"]):
             if fetched(batch, key) is not None:
                 mask = mask_and(mask, marker(batch, key))
         real = mask
@@ -272,9 +272,8 @@ class LossModule(TensorDictModuleBase):
                     f"no run of the batch has more than burn_in={self.burn_in} rows, so no row counts and the loss "
                     "is 0: draw longer slices or burn in fewer rows"
                 )
-        padding = self.tensor_keys["mask"]
-        padded = real is not None and fetched(batch, padding) is not None
-        readable = without_rubbish(batch, padding, self.in_keys) if padded else batch
+        padded = real is not None and fetched(batch, keys["mask"]) is not None
+        readable = without_rubbish(batch, keys["mask"], self.in_keys) if padded else batch
         return LossInputs(batch, readable, mask, real=real)
 
     @property
@@ -420,13 +419,22 @@ def target_copy(network: N) -> N:
 
 def parameters_and_buffers(network: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """List the parameters and buffers of a network, each once."""
-    modules = list(network.modules())  # Module.parameters() walks, too, but makes names on the way
-    kinds = [m._parameters for m in modules], [m._buffers for m in modules]
-    # by id: a tensor that two modules share is listed once, where it comes first
-    parameters, buffers = (
-        list({id(x): x for own in kind for x in own.values() if x is not None}.values()) for kind in kinds
-    )
-    return parameters, buffers
+    # by identity: what two modules share is listed once. Module.parameters() walks, too, but makes names on the way
+    modules: dict[nn.Module, None] = {}
+    parameters: dict[int, Tensor] = {}
+    buffers: dict[int, Tensor] = {}
+    left: list[nn.Module | None] = [network]
+    while left:
+        module = left.pop()
+        if module is None or module in modules:
+            continue
+        modules[module] = None
+        for own, found in ((module._parameters, parameters), (module._buffers, buffers)):
+            for tensor in own.values():
+                if tensor is not None:
+                    found[id(tensor)] = tensor
+        left += module._modules.values()
+    return list(parameters.values()), list(buffers.values())
 
 
 @contextmanager
@@ -451,6 +459,19 @@ def frozen(parameters: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for parameter in learning:
             parameter.requires_grad_(True)
+
+
+class Frozen:
+    """A network that trains none of its parameters, inside ``torch.compile``, which cannot follow :func:`frozen`."""
+
+    def __init__(self, network: TensorDictModuleBase) -> None:
+        self.network, self.out_keys = network, network.out_keys
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """Call the network with its parameters detached."""
+        parameters = {name: parameter.detach() for name, parameter in self.network.named_parameters()}
+        out: TensorDictBase = functional_call(self.network, parameters, (batch,))
+        return out
 
 
 def shared_parameters(network: nn.Module, other: nn.Module) -> list[nn.Parameter]:

@@ -142,10 +142,9 @@ class DQNLoss(OffPolicyLoss):
 
     def _values(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
         """Values ``[*B, A]`` of each row, with gradients, and ``[*B]`` of its next state, without."""
-        online, target = self.value_network, self.target_value_network or self.value_network
-        observed, batch = self._network_inputs.observed, inputs.batch
-        complete = all(fetched(batch, next_key(key)) is not None for key in observed)
-        if self._network_inputs.recurrent or not complete:
+        online, target, reads = self.value_network, self.target_value_network, self._network_inputs
+        target, observed = online if target is None else target, reads.observed
+        if reads.recurrent or any(fetched(inputs.batch, key) is None for key in reads.next_observed):
             return self._values_of_runs(inputs)
         (value,) = self.critic_values([online], self.root_entries(inputs, observed), "value_network")
         with torch.no_grad():  # double DQN: the network chooses the next action, its copy says its value

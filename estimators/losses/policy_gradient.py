@@ -7,13 +7,13 @@ from functools import reduce
 from typing import Any, ClassVar, Self, Unpack, cast
 
 import torch
-from tensordict import TensorDict, TensorDictBase, unravel_key, unravel_key_list
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torch.distributions import Distribution
 from typing_extensions import override
 
-from flatroll.estimators.distributions import components, distribution, entropy_of, joint, log_prob_of
+from flatroll.estimators.distributions import components, distribution_for, entropy_of, joint, log_prob_of
 from flatroll.estimators.losses.base import (
     LossInputs,
     LossModule,
@@ -47,7 +47,7 @@ from flatroll.estimators.masked import (
 )
 from flatroll.estimators.values.base import ValueEstimator
 from flatroll.estimators.values.estimators import Kind, ValueEstimators, make_estimator
-from flatroll.layout.fast_call import fetched, shallow_copy, through
+from flatroll.layout.fast_call import fetched, nest, written
 from flatroll.layout.keys import ACTION, NestedKey, flat_column
 from flatroll.modules import set_recurrent_mode
 
@@ -261,10 +261,17 @@ class PolicyGradientLoss(LossModule):
                 batch = self.value_estimator(tensordict.copy())
         inputs = self.inputs_of(batch)
         policy_name, critic_name = self.loss_names
+        if fetched(batch, self.key("advantage")) is None:
+            hint = ". Or let the loss compute it: loss.make_value_estimator(...)"
+            raise self.missing(inputs, self.key("advantage"), self.default_keys["advantage"], hint)
+        advantage = self.column(inputs, "advantage")
+        if self.normalize_advantage and advantage.numel() > 1:
+            advantage = standardized(advantage, inputs.mask)
         with set_recurrent_mode(True, burn_in=self.burn_in):
-            advantage = self._advantage(inputs)
-            work = shallow_copy(inputs.readable)  # the networks write into it
-            dist = distribution(self.actor_network, work)
+            # the critic may read what the actor wrote
+            critic = None if self.critic_coeff is None else self.critic_network
+            readers = () if critic is None else (critic,)
+            dist, work = distribution_for(readers, self.actor_network, inputs.readable)
             parts = components(dist)
             log_probs = []
             for key, part in parts.items():
@@ -291,24 +298,15 @@ class PolicyGradientLoss(LossModule):
                     losses["loss_entropy"] = -self.reduce(inputs, weighted_entropy(entropies, factor))
                 if self.with_diagnostics:
                     diagnostics["entropy"] = masked_mean(entropy.detach(), inputs.mask)
-            if self.critic_network is not None and self.critic_coeff is not None:
-                critic_loss, of_critic = self._critic_loss(inputs, self.critic_network, work)
-                losses[critic_name] = as_number(self.critic_coeff) * critic_loss
+            if critic is not None:
+                critic_loss, of_critic = self._critic_loss(inputs, critic, work)
+                weight = as_number(self.critic_coeff)
+                is_one = isinstance(weight, float) and weight == 1.0  # a device is not asked
+                losses[critic_name] = critic_loss if is_one else weight * critic_loss
                 diagnostics |= of_critic
         if self.with_diagnostics:
             losses |= {name: number.detach() for name, number in diagnostics.items()}
-        return TensorDict(losses)
-
-    def _advantage(self, inputs: LossInputs) -> Tensor:
-        """The advantage ``[*B]``, normalised over the rows that count if the loss is to."""
-        key = self.key("advantage")
-        if fetched(inputs.batch, key) is None:
-            hint = ". Or let the loss compute it: loss.make_value_estimator(...)"
-            raise self.missing(inputs, key, self.default_keys["advantage"], hint)
-        advantage = self.column(inputs, "advantage")
-        if self.normalize_advantage and advantage.numel() > 1:
-            return standardized(advantage, inputs.mask)
-        return advantage
+        return nest(losses)
 
     def _critic_loss(
         self, inputs: LossInputs, critic: TensorDictModuleBase, work: TensorDictBase
@@ -317,16 +315,14 @@ class PolicyGradientLoss(LossModule):
         key = self.tensor_keys["value"]
         target = self.column(inputs, "value_target")
         work = work.detach() if self.separate_losses else work
-        alone = shared_parameters(critic, self.actor_network) if self.separate_losses else []
-        with frozen(alone) if alone else nullcontext():
-            work = through(critic, work)
-        # a value that came with the batch is not the critic's: ask what the critic says that it writes
-        out_keys: Any = critic.out_keys
-        is_written = key in out_keys or unravel_key(key) in unravel_key_list(list(out_keys))
-        column = fetched(work, key) if is_written else None
+        apart = (
+            frozen(shared_parameters(critic, self.actor_network)) if self.separate_losses else nullcontext()
+        )
+        with apart:
+            column = written(critic, work, key)  # a value that came with the batch is not the critic's
         if column is None:
             raise KeyError(
-                f"critic_network wrote no entry {key!r}: its out_keys are {list(out_keys)}; name the one that "
+                f"critic_network wrote no entry {key!r}: its out_keys are {list(critic.out_keys)}; name the one that "
                 "holds the value with set_keys(value=...)"
             )
         value = flat_column(column, inputs.batch, key)
@@ -479,9 +475,10 @@ class ClipPPOLoss(PPOLoss):
         self, inputs: LossInputs, dist: Distribution, log_prob: Tensor, advantage: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio = self.log_ratio(inputs, log_prob)
-        both = self._buffers.get("clip_epsilon")
-        pair = (self.clip_epsilon_low, self.clip_epsilon_high) if both is None else (both, both)
-        low, high = map(as_number, pair)
+        if "clip_epsilon" in self._buffers:
+            low = high = as_number(self.clip_epsilon)
+        else:
+            low, high = as_number(self.clip_epsilon_low), as_number(self.clip_epsilon_high)
         log1p: Any = math.log1p if isinstance(low, float) else torch.log1p
         least, most = log1p(-low), log1p(high)  # log(1 - low), log(1 + high)
         # min(ratio * A, clip(ratio) * A) bounds the ratio on one side only: above if A >= 0, below if A < 0.

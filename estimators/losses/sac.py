@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import Any, ClassVar, Literal, TypedDict, Unpack
+from typing import Any, ClassVar, Literal, TypedDict, Unpack, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -22,6 +22,7 @@ from flatroll.estimators.losses.action_values import (
     value_of_action,
 )
 from flatroll.estimators.losses.base import (
+    Frozen,
     LossInputs,
     NetworkParameters,
     frozen,
@@ -29,9 +30,9 @@ from flatroll.estimators.losses.base import (
     shared_parameters,
     target_copy,
 )
-from flatroll.estimators.masked import Distance, Reduction, distance, masked_mean
+from flatroll.estimators.masked import Distance, Reduction, as_number, distance, masked_mean
 from flatroll.estimators.values.options import NetworkInputs
-from flatroll.layout.fast_call import nest, shallow_copy, written
+from flatroll.layout.fast_call import nest, put, shallow_copy, written
 from flatroll.layout.keys import NestedKey, as_tuple, flat_column, next_key
 
 
@@ -152,23 +153,24 @@ class SoftActorCritic(OffPolicyLoss):
             KeyError: an entry is missing; the text says what writes it.
         """
         inputs = self.transitions(tensordict, self._observed)
-        critics, targets = self.qvalue_network, self.target_qvalue_network
+        actor, critics, targets = self.actor_network, self.qvalue_network, self.target_qvalue_network
+        targets = critics if targets is None else targets
         with torch.no_grad():
-            self.log_alpha.clamp_(*self._bounds)  # the optimizer may have left min_alpha, max_alpha
-            after = self.next_entries(inputs, self._observed)
-            dist = distribution(self.target_actor_network or self.actor_network, after)
-            target = self.target(
-                inputs, self._next_value(dist, after, critics if targets is None else targets)
-            )
+            if self._bounds != (-math.inf, math.inf):
+                self.log_alpha.clamp_(*self._bounds)  # the optimizer may have left min_alpha, max_alpha
+            alpha = as_number(self.alpha)
+            after, delayed = self.next_entries(inputs, self._observed), self.target_actor_network
+            dist = distribution(actor if delayed is None else delayed, after)
+            target = self.target(inputs, self._next_value(dist, after, targets, alpha))
         work = shallow_copy(inputs.readable)  # the actor writes into it, and critics may read that
-        dist = distribution(self.actor_network, work)
+        dist = distribution(actor, work)
         action = self.entry(inputs, "action")
-        value_losses = self._value_losses(inputs, work, dist)
+        value_losses = self._value_losses(inputs, work, dist, alpha)
         read = work.detach() if self.separate_losses else work
         with self._apart(critics):
             values = self.critic_values(critics, read)
         chosen = [self._of_action(value, action) for value in values]  # of each critic, [*B]
-        loss_actor, log_prob = self._actor_loss(work, dist, values)
+        loss_actor, log_prob = self._actor_loss(work, dist, values, alpha)
         entropy = -log_prob.detach()
         aim = self.target_entropy
         aim = self._entropy_aim(inputs, values[0]) if aim == "auto" else float(aim)
@@ -176,7 +178,7 @@ class SoftActorCritic(OffPolicyLoss):
             "loss_actor": self.reduce(inputs, loss_actor),
             "loss_qvalue": self.fit(inputs, chosen, target),
             # falls with log_alpha where the entropy is below its aim: alpha grows there
-            "loss_alpha": self.reduce(inputs, self.log_alpha * (entropy - aim)),
+            "loss_alpha": self.log_alpha * self.reduce(inputs, entropy - aim),
         }
         if self.with_diagnostics:
             losses |= {"alpha": self.alpha, "entropy": masked_mean(entropy, inputs.mask)}
@@ -188,12 +190,14 @@ class SoftActorCritic(OffPolicyLoss):
         return frozen(shared_parameters(network, self.actor_network)) if shared else nullcontext()
 
     def _value_losses(
-        self, inputs: LossInputs, work: TensorDictBase, dist: Distribution
+        self, inputs: LossInputs, work: TensorDictBase, dist: Distribution, alpha: float
     ) -> dict[str, Tensor]:
         """Losses of further networks by name, reduced; ``dist`` is of the actor, which wrote into ``work``."""
         return {}
 
-    def _next_value(self, dist: Distribution, after: TensorDict, critics: nn.ModuleList) -> Tensor:
+    def _next_value(
+        self, dist: Distribution, after: TensorDictBase, critics: nn.ModuleList, alpha: float
+    ) -> Tensor:
         """Soft value of the next state, ``[*B]``: expected value of the actor's action, plus ``alpha * entropy``."""
         raise NotImplementedError(f"{type(self).__name__} must define _next_value")
 
@@ -202,7 +206,7 @@ class SoftActorCritic(OffPolicyLoss):
         return value
 
     def _actor_loss(
-        self, work: TensorDictBase, dist: Distribution, values: list[Tensor]
+        self, work: TensorDictBase, dist: Distribution, values: list[Tensor], alpha: float
     ) -> tuple[Tensor, Tensor]:
         """Loss of the actor and (expected) log-probability of its actions, both ``[*B]``."""
         raise NotImplementedError(f"{type(self).__name__} must define _actor_loss")
@@ -312,41 +316,55 @@ class SACLoss(SoftActorCritic):
 
     @override
     def _value_losses(
-        self, inputs: LossInputs, work: TensorDictBase, dist: Distribution
+        self, inputs: LossInputs, work: TensorDictBase, dist: Distribution, alpha: float
     ) -> dict[str, Tensor]:
         if self.value_network is None:
             return {}
         with torch.no_grad():
-            delayed, acted = self.target_actor_network, shallow_copy(work)
+            delayed, critics = self.target_actor_network, self.target_qvalue_network
+            critics = self.qvalue_network if critics is None else critics
+            acted = work if delayed is None else shallow_copy(work)
             dist = dist if delayed is None else distribution(delayed, acted)
-            target = self._soft_value(dist, acted, self.target_qvalue_network or self.qvalue_network)
+            target = self._soft_value(dist, acted, critics, alpha)
         read = work.detach() if self.separate_losses else work
         with self._apart(self.value_network):
             value = self._state_value(self.value_network, read)
         return {"loss_value": self.reduce(inputs, distance(value, target, self.loss_function))}
 
     @override
-    def _next_value(self, dist: Distribution, after: TensorDict, critics: nn.ModuleList) -> Tensor:
+    def _next_value(
+        self, dist: Distribution, after: TensorDictBase, critics: nn.ModuleList, alpha: float
+    ) -> Tensor:
         if self.value_network is not None:
             return self._state_value(self.target_value_network or self.value_network, after)
-        return self._soft_value(dist, after, critics)
+        return self._soft_value(dist, after, critics, alpha)
 
-    def _soft_value(self, dist: Distribution, after: TensorDictBase, critics: nn.ModuleList) -> Tensor:
+    def _soft_value(
+        self, dist: Distribution, work: TensorDictBase, critics: nn.ModuleList, alpha: float
+    ) -> Tensor:
         """Smallest value of an action drawn from ``dist``, plus ``alpha`` times its surprise, ``[*B]``."""
-        action, log_prob = sample_with_log_prob(dist, after)  # one sample for the expectation over actions
-        value = self.minimum_value(critics, after.set(self.key("action"), action))
-        return value - self.alpha * log_prob
+        action, log_prob = sample_with_log_prob(dist, work)  # one sample for the expectation over actions
+        return self.minimum_value(critics, self._with_action(work, action)) - alpha * log_prob
+
+    def _with_action(self, work: TensorDictBase, action: Tensor) -> TensorDictBase:
+        """A shallow copy of the batch with another action."""
+        copy = shallow_copy(work)
+        put(copy, self.key("action"), action)
+        return copy
 
     @override
     def _actor_loss(
-        self, work: TensorDictBase, dist: Distribution, values: list[Tensor]
+        self, work: TensorDictBase, dist: Distribution, values: list[Tensor], alpha: float
     ) -> tuple[Tensor, Tensor]:
         action, log_prob = sample_with_log_prob(dist, work)
+        acted, critics = self._with_action(work, action), self.qvalue_network
         # gradients flow through the critics into the action, and stop there
-        with frozen(parameters_and_buffers(self.qvalue_network)[0]):
-            acted = shallow_copy(work).set(self.key("action"), action)
-            value = self.minimum_value(self.qvalue_network, acted)
-        return self.alpha * log_prob - value, log_prob
+        if torch.compiler.is_compiling():
+            value = self.minimum_value([cast(Any, Frozen(critic)) for critic in critics], acted)
+        else:
+            with frozen(parameters_and_buffers(critics)[0]):
+                value = self.minimum_value(critics, acted)
+        return alpha * log_prob - value, log_prob
 
     @override
     def _entropy_aim(self, inputs: LossInputs, value: Tensor) -> float:
@@ -412,10 +430,12 @@ class DiscreteSACLoss(SoftActorCritic):
         self.target_entropy_weight = target_entropy_weight
 
     @override
-    def _next_value(self, dist: Distribution, after: TensorDict, critics: nn.ModuleList) -> Tensor:
+    def _next_value(
+        self, dist: Distribution, after: TensorDictBase, critics: nn.ModuleList, alpha: float
+    ) -> Tensor:
         log_prob = log_probabilities(dist)
         value = self.minimum_value(critics, after)
-        return (log_prob.exp() * (value - self.alpha * log_prob)).sum(-1)  # the expectation, exactly
+        return (log_prob.exp() * (value - alpha * log_prob)).sum(-1)  # the expectation, exactly
 
     @override
     def _of_action(self, value: Tensor, action: Tensor) -> Tensor:
@@ -423,12 +443,12 @@ class DiscreteSACLoss(SoftActorCritic):
 
     @override
     def _actor_loss(
-        self, work: TensorDictBase, dist: Distribution, values: list[Tensor]
+        self, work: TensorDictBase, dist: Distribution, values: list[Tensor], alpha: float
     ) -> tuple[Tensor, Tensor]:
         log_prob = log_probabilities(dist)
         probability = log_prob.exp()
         value = reduce(torch.minimum, values).detach()  # the actor moves probabilities, not values
-        loss = (probability * (self.alpha * log_prob - value)).sum(-1)
+        loss = (probability * (alpha * log_prob - value)).sum(-1)
         return loss, (probability * log_prob).sum(-1)
 
     @override

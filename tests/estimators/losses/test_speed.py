@@ -1,10 +1,12 @@
 """What makes an update cheap changes no number: no diagnostics, shorter ways to entries, one graph of torch.compile."""
 
+from functools import reduce
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
 from flatroll.benchmarks import bench_updates
@@ -82,6 +84,60 @@ def test_torch_compile_takes_a_loss_without_diagnostics_into_one_graph(kind: Any
     torch.testing.assert_close(compiled(batch.copy()).to_dict(), expected.to_dict())
 
 
+def weights_after_updates(kind: Any, batch: TensorDict, compiled: bool) -> dict[str, Any]:
+    """A loss's parameters after two updates; torch takes the backward pass along with the loss that it compiles."""
+    loss = loss_of(kind, diagnostics=False)
+    optimizer = torch.optim.Adam([x for x in loss.parameters() if x.requires_grad])
+    total: Any = lambda given: reduce(torch.add, loss(given).values())  # noqa: E731
+    step: Any = optimizer.step
+    if compiled:
+        total = torch.compile(total, fullgraph=True, backend="aot_eager")
+        if (
+            kind is DQNLoss
+        ):  # torch breaks the graph of an optimizer's step by itself, so no fullgraph; once will do
+            step = torch.compile(step, backend="eager")
+    torch.manual_seed(3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        total(batch.copy()).backward()
+        step()
+    return {name: x.detach() for name, x in loss.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile
+@pytest.mark.parametrize("kind", [ClipPPOLoss, DQNLoss, SACLoss])
+def test_torch_compile_takes_an_update_in_whole_graphs(kind: Any) -> None:
+    torch.manual_seed(1)
+    batch = bench_updates.rows(16, continuous=kind is SACLoss)
+    torch.compiler.reset()
+    expected, found = (weights_after_updates(kind, batch, compiled) for compiled in (False, True))
+    torch.testing.assert_close(found, expected)
+    first = {name: x.detach() for name, x in loss_of(kind).named_parameters()}
+    assert any(not torch.equal(found[name], first[name]) for name in first)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", [ClipPPOLoss, DQNLoss])
+def test_a_loss_is_recorded_in_a_cuda_graph(kind: Any) -> None:
+    torch.manual_seed(1)
+    loss, batch = (
+        loss_of(kind, diagnostics=False).cuda(),
+        bench_updates.rows(16, continuous=False).to("cuda"),
+    )
+    compute: Any = lambda: reduce(torch.add, loss(batch).values())  # noqa: E731
+    expected, graph, aside = compute().detach(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(aside):  # type: ignore[no-untyped-call]
+        for _ in range(3):
+            compute().backward()
+    torch.cuda.current_stream().wait_stream(aside)
+    loss.zero_grad()
+    with torch.cuda.graph(graph):
+        total = compute()
+        total.backward()
+    graph.replay()
+    torch.testing.assert_close(total.detach(), expected)
+
+
 def test_a_loss_leaves_the_batch_but_for_the_priority_as_it_is() -> None:
     for kind in (ClipPPOLoss, DQNLoss, SACLoss):
         batch = bench_updates.rows(8, continuous=kind is SACLoss)
@@ -91,6 +147,30 @@ def test_a_loss_leaves_the_batch_but_for_the_priority_as_it_is() -> None:
         assert set(left) - set(before) <= {"td_error"}
         for key, (value, copy) in before.items():
             assert left[key] is value and torch.equal(value, copy)
+
+
+def test_a_critic_reads_what_the_actor_writes_now_and_not_what_the_batch_holds() -> None:
+    """Of an actor whose outputs nobody reads, nothing is written; any other critic must find them."""
+    batch = bench_updates.rows(8, continuous=False)
+    batch["logits"] = torch.full((8, 4), torch.nan)  # written when the policy acted
+    actor = bench_updates.ppo().ours.actor_network
+    expected = actor(batch.copy())["logits"].detach()
+    read: list[Any] = []
+
+    class Whole(TensorDictModule):
+        def forward(self, tensordict: Any, *args: Any, **kwargs: Any) -> Any:
+            read.append(tensordict["logits"].detach())
+            return tensordict.set("state_value", tensordict["observation"][:, :1])
+
+    plain = TensorDictModule(
+        lambda logits: read.append(logits.detach()) or logits[:, :1], ["logits"], ["state_value"]
+    )
+    chain = TensorDictSequential(plain)
+    whole = Whole(nn.Identity(), ["observation"], ["state_value"])  # reads what it does not name
+    for critic in (plain, chain, whole):
+        ClipPPOLoss(actor, critic)(batch)
+        torch.testing.assert_close(read.pop(), expected)
+        assert bool(batch["logits"].isnan().all()) and "state_value" not in batch
 
 
 def test_an_action_out_of_range_is_refused_with_its_range() -> None:
