@@ -27,7 +27,7 @@ TRUNCATED = ("next", "truncated")  #: Bool: the episode was stopped from outside
 DONE = ("next", "done")  #: Bool: terminated or truncated.
 TRAJ_IDS = ("collector", "traj_ids")  #: The number of the trajectory.
 MASK = ("collector", "mask")  #: Bool: False at padded rows.
-NEXT_KNOWN = ("collector", "next_known")  #: Bool: the row has a next observation of its own.
+NEXT_KNOWN = ("collector", "next_known")  #: Bool: False where the env hid the last observation.
 HAS_STATE = ("collector", "has_state")  #: Bool: the row keeps its recurrent state.
 #: Rows that a loss may use, as an estimator that leaves some out says (the references' name for it).
 VALID = "shifted_valid"

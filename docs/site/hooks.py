@@ -9,6 +9,7 @@ import os.path
 import posixpath
 import re
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -39,6 +40,19 @@ def on_config(config: MkDocsConfig) -> None:
     """Each version has a folder of its own, so that the chooser in the header can lead from one to another."""
     config.site_dir = os.path.join(config.site_dir, version())
     config.copyright = f"flatroll {version()}"
+    config.nav = [whole(entry, Path(config.docs_dir)) for entry in config.nav or []]
+
+
+def whole(entry: Any, docs: Path) -> Any:
+    """A part of the navigation, without pages that do not exist, with all notebooks and programs."""
+    if isinstance(entry, str):
+        return entry
+    ((title, below),) = entry.items()
+    if isinstance(below, str):
+        return entry
+    kept = [part for part in below if not isinstance(part, str) or part in SHOWN or (docs / part).exists()]
+    kept += [uri for uri in SHOWN if uri.startswith(f"{title.lower()}/") and uri not in kept]
+    return {title: [whole(part, docs) for part in kept]}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
