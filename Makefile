@@ -2,6 +2,7 @@
 #   make demo     train the recurrent demo policy       (ARGS="--frames 200000 --seed 3")
 #   make test     run the tests and doctests            (ARGS="-k sampler -x")
 #   make lint     ruff, mypy --strict, pyright
+#   make docs     build the documentation site into out/site, strictly
 #   make bench    run the benchmarks, tables to out/bench   (ARGS="collector scan" picks some)
 #   make format   let ruff sort imports and lay out the code
 #   make clean    remove .venv and everything that was built
@@ -13,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test lint bench format constraints clean setup
+.PHONY: demo test lint docs bench format constraints clean setup
 
 demo: $(VENV)/.user
 	$(BIN)/python -m flatroll demo $(ARGS)
@@ -28,6 +29,11 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/pyright
+
+# Any warning is an error. The variable leaves out a notice that Material for MkDocs prints at each build.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "built; to read it: $(BIN)/python -m http.server --directory out/site"
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m flatroll bench --out out/bench $(ARGS)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from notebooks import executed, is_notebook, notebook_page
@@ -20,6 +21,9 @@ ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"(^(?P<fence>```+).*?^(?P=fence)[ \t]*$)", re.M | re.S)
 LINK = re.compile(r"(\]\()([^)\s:#]+)")
 COMMENT = re.compile(r"^<!-- (?:not run|run by .*?) -->\n", re.M)
+FOREIGN = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=[\"']?(?:https?:)?//[^>]*>")
+
+documented: set[str] = set()  # names that the pages of this build have anchors for
 
 #: Page of the site -> file of the repository it shows.
 SHOWN = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"} | {
@@ -38,6 +42,7 @@ def version() -> str:
 
 def on_config(config: MkDocsConfig) -> None:
     """Each version has a folder of its own, so that the chooser in the header can lead from one to another."""
+    documented.clear()
     config.site_dir = os.path.join(config.site_dir, version())
     config.copyright = f"flatroll {version()}"
     config.nav = [whole(entry, Path(config.docs_dir)) for entry in config.nav or []]
@@ -79,6 +84,8 @@ def program_page(source: str, code: str) -> str:
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     uri = page.file.src_uri
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation"]  # it stands alone in its part of the navigation
     source = SHOWN.get(uri, f"docs/{uri}")
     prose_and_code = FENCE.split(markdown)  # prose, block, its fence, prose, ...
     prose_and_code[::3] = [COMMENT.sub("", site_links(text, source, uri)) for text in prose_and_code[::3]]
@@ -99,8 +106,20 @@ def site_links(prose: str, source: str, uri: str) -> str:
     return LINK.sub(moved, prose)
 
 
+def on_post_page(output: str, page: Page, **_: object) -> None:
+    """Refuse a page that would load something from another host, and note which names it documents."""
+    if foreign := FOREIGN.search(output):
+        raise PluginError(f"{page.file.src_uri} loads from another host: {foreign[0]}")
+    documented.update(re.findall(r'id="(flatroll\.[\w.]+)"', output))
+
+
 def on_post_build(config: MkDocsConfig) -> None:
-    """Beside the versions: the list that the chooser reads, and a page that leads to this one."""
+    """Refuse an API without one of the public names; write the list that the chooser of versions reads.
+
+    Beside the versions a page leads to the newest.
+    """
+    if missing := set((ROOT / "tests" / "public_names.txt").read_text().split()) - documented:
+        raise PluginError(f"the API pages lack {', '.join(sorted(missing))}")
     folder = Path(config.site_dir).parent
     built = sorted((path.parent.name for path in folder.glob("*/index.html")), key=numbers, reverse=True)
     entries = [{"version": name, "title": name, "aliases": []} for name in built]

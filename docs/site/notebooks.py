@@ -40,7 +40,8 @@ def executed(sources: Sequence[Path], cache: Path) -> dict[Path, Any]:
             return nbformat.read(kept, as_version=4)
         notebook = jupytext.read(source)
         with TemporaryDirectory() as folder:
-            NotebookClient(notebook, timeout=300, resources={"metadata": {"path": folder}}).execute()
+            options = {"timeout": 300, "resources": {"metadata": {"path": folder}}}
+            NotebookClient(notebook, **options).execute(extra_arguments=["--log-level=ERROR"])
         nbformat.write(notebook, kept)
         return notebook
 
