@@ -40,8 +40,9 @@ def executed(sources: Sequence[Path], cache: Path) -> dict[Path, Any]:
             return nbformat.read(kept, as_version=4)
         notebook = jupytext.read(source)
         with TemporaryDirectory() as folder:
-            options = {"timeout": 300, "resources": {"metadata": {"path": folder}}}
-            NotebookClient(notebook, **options).execute(extra_arguments=["--log-level=ERROR"])
+            place = {"metadata": {"path": folder}}
+            quiet = ["--log-level=ERROR"]
+            NotebookClient(notebook, timeout=300, resources=place, extra_arguments=quiet).execute()
         nbformat.write(notebook, kept)
         return notebook
 
