@@ -124,7 +124,9 @@ def on_post_build(config: MkDocsConfig) -> None:
     built = sorted((path.parent.name for path in folder.glob("*/index.html")), key=numbers, reverse=True)
     entries = [{"version": name, "title": name, "aliases": []} for name in built]
     (folder / "versions.json").write_text(json.dumps(entries, indent=1))
-    newest = f'<!doctype html><title>flatroll</title><meta http-equiv="refresh" content="0; url={built[0]}/">\n'
+    newest = (
+        f'<!doctype html><title>flatroll</title><meta http-equiv="refresh" content="0; url={built[0]}/">\n'
+    )
     (folder / "index.html").write_text(newest)
 
 
