@@ -1,7 +1,7 @@
 """What MkDocs does for the site besides rendering docs/: pages made of other files, links to them, versions.
 
-Programs and notebooks of examples/, the changelog and the contributor's page become pages of the site. A link that leads
-to such a file in the repository leads to its page in the site.
+Programs and notebooks of examples/, the changelog and the contributor's page become pages of the site. A link that
+leads to such a file in the repository leads to its page in the site.
 """
 
 import json
