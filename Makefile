@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test lint docs bench format constraints clean setup
+.PHONY: demo test lint bench format constraints clean setup
 
 demo: $(VENV)/.user
 	$(BIN)/python -m flatroll demo $(ARGS)
@@ -31,6 +31,7 @@ lint: $(VENV)/.dev
 	$(BIN)/pyright
 
 # Any warning is an error. The variable leaves out a notice that Material for MkDocs prints at each build.
+.PHONY: docs
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "built; to read it: $(BIN)/python -m http.server --directory out/site"
