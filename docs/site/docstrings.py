@@ -9,6 +9,7 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import griffe
 
@@ -59,9 +60,10 @@ def unshadow(room: griffe.Module) -> None:
 
 def comment_of(attribute: griffe.Object) -> str:
     """What the ``#:`` comment of an attribute says: behind it, or in the lines above it."""
-    lines = attribute.parent.lines_collection[attribute.filepath] if attribute.parent else []
-    if not attribute.lineno:
+    file = attribute.filepath
+    if not attribute.lineno or not isinstance(file, Path):  # a list where a package has several folders
         return ""
+    lines = attribute.lines_collection[file]
     if "#: " in (line := lines[attribute.lineno - 1]):
         return line.partition("#: ")[2]
     first = attribute.lineno - 1
