@@ -3,6 +3,7 @@
 #   make test     run the tests and doctests            (ARGS="-k sampler -x")
 #   make trainers  run the tests of Tianshou and rl_games, each in an environment of its own
 #   make lint     ruff, mypy --strict, pyright
+#   make docs     build the documentation site into out/site, strictly
 #   make bench    run the benchmarks, tables to out/bench   (ARGS="collector scan" picks some)
 #   make format   let ruff sort imports and lay out the code
 #   make clean    remove .venv and everything that was built
@@ -37,6 +38,12 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/pyright
+
+# Any warning is an error. The variable leaves out a notice that Material for MkDocs prints at each build.
+.PHONY: docs
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "built; to read it: $(BIN)/python -m http.server --directory out/site"
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m flatroll bench --out out/bench $(ARGS)

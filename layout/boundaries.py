@@ -1,4 +1,4 @@
-"""The boundary rule: where the runs of a flat batch begin and end (docs/layout.md)."""
+"""The boundary rule: where the runs of a flat batch begin and end."""
 
 import torch
 from tensordict import TensorDictBase

@@ -1,4 +1,4 @@
-"""The names of a flat batch's columns, and the functions that read a column by its name (docs/layout.md).
+"""The names of a flat batch's columns, and the functions that read a column by its name.
 
 A key is a string, or a tuple of strings for an entry of a nested tensordict. What the environment gives back after a
 row's action (reward, terminated, truncated, done, the next observation) stands under ``"next"``.
@@ -11,23 +11,24 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
+#: The name of an entry: a string, or a tuple of strings for an entry of a nested tensordict.
 NestedKey: TypeAlias = str | tuple[str, ...]
 
-NEXT = "next"
-OBSERVATION = "observation"
-ACTION = "action"
-IS_INIT = "is_init"
-STEP_COUNT = "step_count"
-EPISODE_REWARD = "episode_reward"
-DELTA = ("next", "delta")
-REWARD = ("next", "reward")
-TERMINATED = ("next", "terminated")
-TRUNCATED = ("next", "truncated")
-DONE = ("next", "done")
-TRAJ_IDS = ("collector", "traj_ids")
-MASK = ("collector", "mask")
-NEXT_KNOWN = ("collector", "next_known")
-HAS_STATE = ("collector", "has_state")
+NEXT = "next"  #: What came back after the action: reward, flags and next observation stand under it.
+OBSERVATION = "observation"  #: What the policy saw; under ``"next"`` what it saw after the action.
+ACTION = "action"  #: What the policy did.
+IS_INIT = "is_init"  #: Bool: the row is the first of its episode.
+STEP_COUNT = "step_count"  #: Rows of the episode before this one.
+EPISODE_REWARD = "episode_reward"  #: Under ``"next"``: the sum of rewards of the episode so far.
+DELTA = ("next", "delta")  #: Differences of observations, stored in place of next observations.
+REWARD = ("next", "reward")  #: The reward of the action.
+TERMINATED = ("next", "terminated")  #: Bool: the episode ended, and its next value is 0.
+TRUNCATED = ("next", "truncated")  #: Bool: the episode was stopped from outside, and its next value counts.
+DONE = ("next", "done")  #: Bool: terminated or truncated.
+TRAJ_IDS = ("collector", "traj_ids")  #: The number of the trajectory.
+MASK = ("collector", "mask")  #: Bool: False at padded rows.
+NEXT_KNOWN = ("collector", "next_known")  #: Bool: False where the env hid the last observation.
+HAS_STATE = ("collector", "has_state")  #: Bool: the row keeps its recurrent state.
 #: Rows that a loss may use, as an estimator that leaves some out says (the references' name for it).
 VALID = "shifted_valid"
 

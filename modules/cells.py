@@ -21,11 +21,8 @@ def _reset(state: Tensor, is_init: Tensor | None) -> Tensor:
 class GRUCell(nn.GRUCell):
     """A :class:`torch.nn.GRUCell` that resets the state to zeros in the rows where ``is_init`` is True.
 
-    Args:
-        input_size, hidden_size, bias, device, dtype: as in the stock cell.
-
-    Called with rows ``[B, input_size]``, state ``[B, hidden_size]`` (default zeros) and ``is_init``, bool ``[B]`` or
-    ``[B, 1]`` (default: nowhere), it gives the next state ``[B, hidden_size]``.
+    It is made as the stock cell is. Called with rows ``[B, input_size]``, state ``[B, hidden_size]`` (default zeros)
+    and ``is_init``, bool ``[B]`` or ``[B, 1]`` (default: nowhere), it gives the next state ``[B, hidden_size]``.
 
     Raises:
         TypeError: ``is_init`` is not bool.

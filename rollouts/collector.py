@@ -28,9 +28,9 @@ class Collector(Facts):
     """Steps an env with a policy and yields flat marked batches of exactly ``frames_per_batch`` rows.
 
     Each batch is a plain tensordict ``[frames_per_batch]``: the rows of each trajectory stand together in time
-    order, env after env, with the columns of docs/layout.md. Rows on which an env only resets never appear;
-    rows beyond ``frames_per_batch`` come first in the next batch. Cutting the stream into other windows changes
-    no row, flag or id of it. Yielded batches own their memory.
+    order, env after env, with the columns that `flatroll.layout.describe` lists. Rows on which an env only
+    resets never appear; rows beyond ``frames_per_batch`` come first in the next batch. Cutting the stream into other
+    windows changes no row, flag or id of it. Yielded batches own their memory.
 
     InitTracker and TrajId are added where the env's stack lacks them; a recurrent policy (one with parts that
     have ``make_tensordict_primer()``) gets its states and ``is_init`` without a word.

@@ -46,7 +46,7 @@ def rollout(
             env's.
 
     Returns:
-        A flat batch ``[num_steps * E]`` (docs/layout.md), env after env. It has its next observations with
+        A flat batch ``[num_steps * E]``, env after env. It has its next observations with
         a CompactObs in the stack too: there is no second result to put the final ones in.
 
     >>> import gymnasium as gym

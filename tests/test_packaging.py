@@ -108,7 +108,7 @@ def test_the_sdist_holds_what_a_build_and_a_reader_need(built: Path) -> None:
     assert not [member.name for member in members if member.issym()]
     assert names >= SOURCE_FILES | {f"{folder}/__init__.py" for folder in FOLDERS}
     assert names >= {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"}
-    assert names >= {"constraints.txt", "tests/test_packaging.py"}
+    assert names >= {"constraints.txt", "tests/test_packaging.py", "CITATION.cff", "mkdocs.yml"}
     assert not [name for name in names if name.startswith(".venv")]
 
 

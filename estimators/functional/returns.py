@@ -322,11 +322,11 @@ def td_lambda_advantage_estimate(
     return returns - state_value
 
 
-vec_generalized_advantage_estimate = generalized_advantage_estimate
-vec_td1_return_estimate = td1_return_estimate
-vec_td1_advantage_estimate = td1_advantage_estimate
-vec_td_lambda_return_estimate = td_lambda_return_estimate
-vec_td_lambda_advantage_estimate = td_lambda_advantage_estimate
+vec_generalized_advantage_estimate = generalized_advantage_estimate  #: The references' name.
+vec_td1_return_estimate = td1_return_estimate  #: The references' name.
+vec_td1_advantage_estimate = td1_advantage_estimate  #: The references' name.
+vec_td_lambda_return_estimate = td_lambda_return_estimate  #: The references' name.
+vec_td_lambda_advantage_estimate = td_lambda_advantage_estimate  #: The references' name.
 
 
 class TimeColumns:

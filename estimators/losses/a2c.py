@@ -12,7 +12,7 @@ class A2CLoss(PolicyGradientLoss):
     """Advantage actor-critic: ``-log_prob * advantage`` per row.
 
     Args:
-        actor_network, critic_network, entropy_bonus, ...: see :class:`~flatroll.estimators.PolicyGradientLoss`.
+        actor_network, critic_network, options: see :class:`~flatroll.estimators.PolicyGradientLoss`.
 
     Writes ``loss_objective``, ``loss_critic``, ``loss_entropy``, and detached ``entropy``,
     ``explained_variance``.

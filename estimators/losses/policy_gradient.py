@@ -353,7 +353,7 @@ class PPOLoss(PolicyGradientLoss):
     goes through recurrent actors and critics as it is.
 
     Args:
-        actor_network, critic_network, entropy_bonus, ...: see :class:`~flatroll.estimators.PolicyGradientLoss`.
+        actor_network, critic_network, options: see :class:`~flatroll.estimators.PolicyGradientLoss`.
 
     Writes ``loss_objective``, ``loss_critic``, ``loss_entropy``, and detached ``kl_approx``, ``ESS`` (effective
     sample size over the rows, in [0, 1]), ``max_ratio``, ``mean_ratio``, ``entropy``, ``explained_variance``.

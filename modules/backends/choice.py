@@ -20,7 +20,7 @@ WIDE = 128
 
 
 def fastest_backend(net: nn.RNNBase, rows: Tensor, index: RunIndex) -> str:
-    """The backend that ``"auto"`` takes, ``"packed"`` or ``"scan"``, by the measurements in docs/benchmarks.md.
+    """The backend that ``"auto"`` takes, ``"packed"`` or ``"scan"``, by the measurements of the benchmarks.
 
     Off the CPU and in two directions packed; ``"triton"`` is never taken, as nobody has measured it on a GPU yet. On
     the CPU scan, except packed where a step has many rows, and for an LSTM where long runs make most steps part of a

@@ -1,0 +1,203 @@
+"""The documentation site: its pages and links, the docstrings and notebooks as it shows them, CITATION.cff.
+
+`make docs` builds the whole site, strictly; here are the parts that it is made with.
+"""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import flatroll
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+def site_part(name: str) -> Any:
+    """A module of docs/site, whose modules are no package and import one another by name."""
+    sys.path.insert(0, str(DOCS / "site"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(DOCS / "site"))
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def hooks() -> Any:
+    for needed in ("mkdocs", "jupytext", "nbclient"):
+        pytest.importorskip(needed)
+    return site_part("hooks")
+
+
+@pytest.fixture(scope="module")
+def docstrings() -> Any:
+    pytest.importorskip("griffe")
+    return site_part("docstrings")
+
+
+def entry(key: str) -> str:
+    """The value of a line ``key: value`` of CITATION.cff."""
+    match = re.search(rf"^{key}: *(.+)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    assert match, f"CITATION.cff has no {key}"
+    return match[1].strip('"')
+
+
+def test_the_citation_names_this_version_and_license() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    assert entry("cff-version") == "1.2.0"
+    assert entry("version") == flatroll.__version__
+    assert f'license = "{entry("license")}"' in project
+    assert f'name = "{entry("  - name")}"' in project
+    assert entry("message") and entry("title").startswith("flatroll")
+
+
+def test_every_page_stands_in_the_navigation() -> None:
+    named = set(re.findall(r"^ +- (?:\w+: )?([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
+    assert {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - named == set()
+
+
+def test_every_room_has_a_page_of_its_names() -> None:
+    documented = set(
+        re.findall(r"^::: (\S+)$", "\n".join(p.read_text() for p in DOCS.glob("api/*.md")), re.M)
+    )
+    public = {line.rpartition(".")[0] for line in (ROOT / "tests" / "public_names.txt").read_text().split()}
+    assert documented == public | {"flatroll.trainers"}
+
+
+def test_nothing_is_fetched_from_elsewhere(hooks: Any) -> None:
+    assert "font: false" in (ROOT / "mkdocs.yml").read_text()
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="page.md"))
+    own = '<script src="../assets/a.js"></script><a href="https://example.org">there</a>'
+    hooks.on_post_page(own, page=page)
+    for foreign in ('<script defer src="https://cdn.example/a.js">', '<img alt="" src=//example.org/a.png>'):
+        with pytest.raises(hooks.PluginError, match=r"page\.md loads from another host: <"):
+            hooks.on_post_page(own + foreign, page=page)
+
+
+@pytest.mark.parametrize(
+    ("source", "uri", "link", "moved"),
+    [
+        ("docs/index.md", "index.md", "../examples/sac.py", "programs/sac.md"),
+        ("docs/index.md", "index.md", "layout.md#the-keys", "layout.md#the-keys"),
+        (
+            "docs/howto/own_loss.md",
+            "howto/own_loss.md",
+            "../../examples/markers.py",
+            "../notebooks/markers.md",
+        ),
+        ("docs/howto/own_loss.md", "howto/own_loss.md", "../losses.md", "../losses.md"),
+        ("CONTRIBUTING.md", "contributing.md", "docs/img/rooms.png", "img/rooms.png"),
+        ("docs/gallery.md", "gallery.md", "../CONTRIBUTING.md#rooms", "contributing.md#rooms"),
+        ("docs/index.md", "index.md", "https://example.org/docs/a.md", "https://example.org/docs/a.md"),
+    ],
+)
+def test_links_lead_to_the_page_of_a_file(hooks: Any, source: str, uri: str, link: str, moved: str) -> None:
+    assert hooks.site_links(f"[text]({link})", source, uri) == f"[text]({moved})"
+
+
+def test_code_keeps_what_looks_like_a_link(hooks: Any) -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"), is_homepage=False, meta={})
+    code = "```python\nf[0](../CHANGELOG.md)\n```\n"
+    text = f"[a](../CHANGELOG.md)\n\n<!-- not run -->\n{code}\n[b](../CHANGELOG.md)\n"
+    shown = f"[a](changelog.md)\n\n{code}\n[b](changelog.md)\n"
+    assert hooks.on_page_markdown(text, page=page) == shown
+
+
+def test_the_navigation_leaves_out_what_is_missing_and_adds_examples(hooks: Any) -> None:
+    nav = {"Part": ["layout.md", "no_such_page.md", {"Notebooks": ["notebooks/frames.md"]}]}
+    part = hooks.whole(nav, DOCS)["Part"]
+    assert part[0] == "layout.md"
+    notebooks = part[1]["Notebooks"]
+    assert notebooks[0] == "notebooks/frames.md"
+    sources = {p.stem for p in (ROOT / "examples").glob("*.py") if p.read_text().startswith("# ---")}
+    assert sorted(notebooks) == sorted(f"notebooks/{name}.md" for name in sources)
+
+
+def test_versions_are_listed_newest_first(hooks: Any, tmp_path: Path) -> None:
+    for name in ("0.9.0", "0.10.0", "assets"):
+        (tmp_path / name).mkdir()
+        if name != "assets":
+            (tmp_path / name / "index.html").touch()
+    hooks.documented.update((ROOT / "tests" / "public_names.txt").read_text().split())
+    hooks.on_post_build(SimpleNamespace(site_dir=str(tmp_path / "0.10.0")))
+    listed = (tmp_path / "versions.json").read_text()
+    assert re.findall(r'"version": "(.*?)"', listed) == ["0.10.0", "0.9.0"]
+    assert "url=0.10.0/" in (tmp_path / "index.html").read_text()
+    hooks.documented.discard("flatroll.layout.audit")
+    with pytest.raises(hooks.PluginError, match=r"the API pages lack flatroll\.layout\.audit$"):
+        hooks.on_post_build(SimpleNamespace(site_dir=str(tmp_path / "0.10.0")))
+
+
+def test_a_program_is_shown_below_its_first_sentence(hooks: Any) -> None:
+    page = hooks.program_page("examples/a.py", '"""Trains."""\n\nx = 1\n')
+    assert page == '# a.py\n\nTrains.\n\n```python\n"""Trains."""\n\nx = 1\n```\n'
+
+
+def test_a_notebook_is_shown_with_its_outputs(hooks: Any) -> None:
+    nbformat = pytest.importorskip("nbformat.v4")
+    outputs = [
+        nbformat.new_output("stream", text="\x1b[31mred\x1b[0m\n"),
+        nbformat.new_output("display_data", data={"image/png": "AAEC", "text/plain": "<Figure>"}),
+        nbformat.new_output("execute_result", data={"text/html": "<svg>\n\n</svg>", "text/plain": "svg"}),
+        nbformat.new_output("execute_result", data={"text/plain": "3"}),
+    ]
+    cells = [nbformat.new_markdown_cell("# Title"), nbformat.new_code_cell("run()", outputs=outputs)]
+    page, pictures = hooks.notebook_page(nbformat.new_notebook(cells=cells), "name")
+    assert page.split("\n\n") == [
+        "# Title",
+        "```python\nrun()\n```",
+        "```text\nred\n```",
+        "![What the cell above draws](name-0.png)",
+        '<div class="output"><svg> </svg></div>',
+        "```text\n3\n```\n",
+    ]
+    assert pictures == {"name-0.png": b"\0\1\2"}
+
+
+DOCSTRING = """Draws `rows` like `Sampler` or :class:`~flatroll.buffers.Ring`.
+
+Args:
+    a, b: numbers ``[2]``,
+        both.
+    c: another.
+
+>>> draw(1)  # doctest: +ELLIPSIS
+[1.0, `Ring`]
+
+More, see `draw_rows`."""
+
+MENDED = """Draws `rows` like `Sampler` or [`Ring`][flatroll.buffers.Ring].
+
+Args:
+    a: numbers ``[2]``,
+        both.
+    b: numbers ``[2]``,
+        both.
+    c: another.
+
+```pycon
+>>> draw(1)
+[1.0, `Ring`]
+```
+
+More, see [`draw_rows`][flatroll.buffers.draw_rows]."""
+
+
+def test_docstrings_are_made_fit_for_the_renderer(docstrings: Any) -> None:
+    public = dict.fromkeys(("rows", "Sampler", "Ring", "draw_rows"), "flatroll.buffers")
+    assert docstrings.mended(DOCSTRING, public, "Sampler") == MENDED
+
+
+def test_a_function_is_not_hidden_by_its_file_and_comments_are_read(docstrings: Any) -> None:
+    griffe = pytest.importorskip("griffe")
+    extensions = griffe.load_extensions(docstrings.SiteDocstrings())
+    package = griffe.load("flatroll.layout", search_paths=[ROOT / "src"], extensions=extensions)
+    assert package["step_mdp"].is_function
+    assert package["IS_INIT"].docstring.value == "Bool: the row is the first of its episode."
+    assert package["RESERVED"].docstring.value.startswith("Root names that the package writes itself.")
