@@ -163,7 +163,7 @@ def recorded(env: Any, steps: int, bases: tuple[type, ...]) -> Iterator[Row]:
     base = import_module("skrl.agents.torch.base")
     rows: list[Row] = []
 
-    class Recorder(base.Agent):  # type: ignore[misc, name-defined]  # of skrl, which has no types
+    class Recorder(base.Agent):  # type: ignore[name-defined]  # of skrl, which has no types
         def act(self, observations: Any, states: Any, **others: Any) -> Any:
             return torch.zeros(len(observations), 1, dtype=torch.int64), {}
 
