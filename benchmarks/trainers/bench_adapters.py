@@ -25,7 +25,8 @@ from flatroll.wrappers.testing import (
     make_scripted,
 )
 
-SCRIPT = Script(2, lengths=[[3, 1, 4], [2, 5]], ends=[["terminated", "truncated", "both"], ["truncated"]])
+ENDS: Any = [["terminated", "truncated", "both"], ["truncated"]]
+SCRIPT = Script(2, lengths=[[3, 1, 4], [2, 5]], ends=ENDS)
 STEPS = 96
 MODES: dict[str, Callable[[Script], Any]] = {
     "NextStep": lambda script: make_scripted(script, autoreset_mode="NextStep"),
