@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import torch
 
-from flatroll.benchmarks import learning_peers
 from flatroll.benchmarks.measure.timing import table
+from flatroll.benchmarks.peers import learning as peers
 from flatroll.examples import ppo, recurrent_dqn, sac
 
 Outcome = dict[str, float]
@@ -34,7 +34,7 @@ OURS: dict[str, tuple[Callable[[int, int], Outcome], int]] = {
 
 def peer(task: str) -> Callable[[int, int], Outcome]:
     """Return a function that learns the same task with stable-baselines3."""
-    return lambda frames, seed: learning_peers.run(task, frames, seed)
+    return lambda frames, seed: peers.run(task, frames, seed)
 
 
 def outcome(run: Callable[[int, int], Outcome], frames: int, seed: int, who: str) -> Outcome:

@@ -1,0 +1,1 @@
+"""Benchmarks of learning beside stable-baselines3, an optional package."""
