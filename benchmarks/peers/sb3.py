@@ -55,7 +55,7 @@ class Task(NamedTuple):
 TASKS = {
     "ppo": Task(
         "CartPole-v1",
-        100_000,
+        50_000,
         1,
         475.0,
         {
@@ -85,13 +85,12 @@ TASKS = {
     ),
     "sac": Task(
         "Pendulum-v1",
-        6_000,
+        4_000,
         1,
         -200.0,
         {"learning_rate": 3e-4, "batch_size": 256, "learning_starts": 100, "gamma": 0.99, "tau": 0.005},
     ),
 }
-TASKS["sac-zoo"] = TASKS["sac"]._replace(options={**TASKS["sac"].options, "learning_rate": 1e-3})
 
 
 class Progress:
