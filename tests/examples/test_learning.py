@@ -41,7 +41,7 @@ def test_ppo_of_continuous_actions() -> None:
 
 
 def test_recurrent_dqn(capsys: pytest.CaptureFixture[str]) -> None:
-    assert recurrent_dqn.main(["--frames", "11000"]) == 0
+    assert recurrent_dqn.main(["--frames", "6000"]) == 0
     assert "seed 1: return" in capsys.readouterr().out
 
 
