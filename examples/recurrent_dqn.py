@@ -26,7 +26,7 @@ from flatroll.rollouts import Collector, rollout
 NUM_ENVS, FRAMES_PER_BATCH, START = 16, 256, 5_000
 KEPT = 30_000  # the newest rows: the states stored in older ones are those of weights long gone
 SLICE, ROWS, BURN_IN = 20, 640, 4
-UPDATES = 8  # after each batch
+UPDATES = 12  # after each batch
 STATE: Any = ("next", "recurrent_state")
 
 
