@@ -4,7 +4,8 @@
 after the other, each on one thread, ours and the peer's in turn: about an hour in all. The peer has the same frames,
 envs, networks and hyperparameters, but for PPO the usual minibatches, of 128 rows at 2.5e-4 on CartPole and of 64 at
 3e-4 on HalfCheetah; ours are twice as large, at 5e-4. It has no recurrent Q-learning: its DQN sees the last four
-observations instead, with the settings that its own collection of tuned hyperparameters has for CartPole.
+observations instead, with the settings that its own collection of tuned hyperparameters has for CartPole. Returns are
+those of the last training episodes, of the recurrent DQN that of the kept weights, without exploration.
 """
 
 import argparse

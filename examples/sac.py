@@ -5,8 +5,9 @@ reaches its own networks only.
 """
 
 import argparse
+import math
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -14,7 +15,8 @@ import torch
 from tensordict.nn import ProbabilisticTensorDictModule as Sampler
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
 from torch import Tensor, nn
-from torch.distributions import AffineTransform, Independent, Normal, TanhTransform, TransformedDistribution
+from torch.distributions import Distribution
+from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
@@ -24,14 +26,33 @@ from flatroll.wrappers import RewardSum, as_vector_env
 
 NUM_ENVS, START, ROWS = 4, 1000, 256
 UPDATES = NUM_ENVS  # after each step of all envs
+LIMIT = 2.0  # of Pendulum's action, either way
 
 
-class Squashed(TransformedDistribution):
-    """A normal distribution squashed by tanh into [-limit, limit]."""
+class Squashed(Distribution):
+    """A normal distribution squashed by tanh into [-LIMIT, LIMIT]; one log-probability for all action dims.
 
-    def __init__(self, loc: Tensor, scale: Tensor, limit: float = 2.0) -> None:
-        into = [TanhTransform(cache_size=1), AffineTransform(0.0, limit, cache_size=1)]
-        super().__init__(Independent(Normal(loc, scale, False), 1, False), into, validate_args=False)
+    ``TransformedDistribution`` of torch makes the same, and an update 8 % slower.
+    """
+
+    arg_constraints: ClassVar = {}  # pyright: ignore
+    has_rsample = True
+
+    def __init__(self, loc: Tensor, scale: Tensor) -> None:
+        super().__init__(loc.shape[:-1], loc.shape[-1:], validate_args=False)
+        self.loc, self.scale = loc, scale
+        self.last: tuple[Any, Any] = (None, None)  # an action, and the normal number that it was made of
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        raw = self.loc + self.scale * torch.randn((*sample_shape, *self.loc.shape))
+        self.last = LIMIT * raw.tanh(), raw
+        return self.last[0]
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        raw = self.last[1] if value is self.last[0] else (value / LIMIT).atanh()
+        noise = (raw - self.loc) / self.scale
+        slope = 2.0 * (math.log(2.0) - raw - F.softplus(-2.0 * raw)) + math.log(LIMIT)  # log of tanh's slope
+        return (-0.5 * noise.square() - self.scale.log() - 0.5 * math.log(2 * math.pi) - slope).sum(-1)
 
 
 class LocScale(nn.Module):

@@ -6,8 +6,11 @@ from statistics import mean
 from typing import Any
 
 import pytest
+import torch
+from torch.distributions import AffineTransform, Independent, Normal, TanhTransform, TransformedDistribution
 
 from flatroll.benchmarks import learning
+from flatroll.benchmarks.peers import sb3
 from flatroll.examples import hindsight, ppo, recurrent_dqn, sac
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +41,7 @@ def test_ppo_of_continuous_actions() -> None:
 
 
 def test_recurrent_dqn(capsys: pytest.CaptureFixture[str]) -> None:
-    assert recurrent_dqn.main(["--frames", "11000"]) == 0
+    assert recurrent_dqn.main(["--frames", "6000"]) == 0
     assert "seed 1: return" in capsys.readouterr().out
 
 
@@ -65,3 +68,26 @@ def test_hindsight_goals_make_the_difference(capsys: pytest.CaptureFixture[str])
     assert hindsight.main(["--bits", "10", "--frames", "2000", "--without"]) == 0
     printed = capsys.readouterr().out
     assert int(printed.split("seed 1: ")[1].split("%")[0]) < 10
+
+
+def test_the_benchmark_at_the_settings_of_stable_baselines3(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("stable_baselines3")
+    sb3.main(["ppo-zoo", "sac", "--seeds", "1", "--frames", "110"])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row[:2] for row in rows[1::3]] == [["| ppo-zoo", "flatroll"], ["| sac", "flatroll"]]
+    with pytest.raises(SystemExit):
+        sb3.main(["chess"])
+
+
+def test_the_squashed_normal_is_that_of_torch() -> None:
+    loc, scale = torch.randn(50, 2), torch.rand(50, 2) + 0.1
+    same = TransformedDistribution(
+        Independent(Normal(loc, scale), 1), [TanhTransform(), AffineTransform(0.0, sac.LIMIT)]
+    )
+    ours = sac.Squashed(loc, scale)
+    action = 1.9 * torch.rand(50, 2)
+    torch.testing.assert_close(ours.log_prob(action), same.log_prob(action), atol=1e-3, rtol=1e-3)
+    drawn = ours.sample()
+    inside = (drawn.abs() < 1.9).all(-1)  # nearer to the limit, atanh loses digits
+    found, expected = ours.log_prob(drawn)[inside], same.log_prob(drawn)[inside]
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
