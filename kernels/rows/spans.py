@@ -14,6 +14,7 @@ class Spans(NamedTuple):
         low, high: address of the first byte of all, and that behind the last one.
         starts, stops: of each stretch.
 
+    >>> import torch
     >>> x, y = torch.zeros(4, 3), torch.zeros(5)
     >>> spans = Spans.of([x, y[::2]])
     >>> [spans.hold(part.data_ptr()) for part in (x, x[3, 2:], y[4:], x.clone())]
