@@ -62,11 +62,16 @@ class StepReader:
     _filled: int
     _lock: threading.Lock
     _staged: dict[NestedKey, StagedColumn]
+    _given: dict[NestedKey, StagedColumn]
     _tails: dict[tuple[NestedKey, ...] | None, "HostColumns[NestedKey]"]
     _positions: StepPositions
 
     def _store(self) -> None:
         """Store the waiting rows."""
+        raise NotImplementedError
+
+    def _mark(self, stop: int) -> None:
+        """Fill in the markers of the first ``stop`` waiting steps."""
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -207,6 +212,7 @@ class StepReader:
         chooser = chooser_of(buffer._transforms)
         if chooser is None:
             return None
+        self._mark(self._filled)
         choose = partial(chooser.choose, generator=buffer.generator)
         kinds: dict[NestedKey, Any] = {IS_INIT: np.bool_, TRAJ_IDS: np.int64, DONE: np.bool_}
         marks: list[Array] = [
@@ -271,6 +277,8 @@ class StepReader:
 
     def _tail(self, names: tuple[NestedKey, ...] | None) -> "HostColumns[NestedKey]":
         """The waiting rows' entries of these names (default: all), ``[E * L, ...]``."""
+        if names is None or IS_INIT in names or not self._given.keys() >= set(names):
+            self._mark(self._filled)
         if names not in self._tails:
             from flatroll.kernels.rows.gather import HostColumns  # numba
 
