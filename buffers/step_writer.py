@@ -109,16 +109,15 @@ class StepWriter(StepReader):
                 self._store()
             if not self._begun:
                 self._begin(step)
-            given, row, seen = self._given, self._filled, set()
-            for key, value in entries(step):  # nobody reads the row of a step that is refused half-way
-                column = given.get(key)
-                if column is None:
-                    raise ValueError(f"the step has an entry {key!r} that the first one did not have")
-                column.put(row, value)
-                seen.add(key)
-            if len(seen) != len(given):
-                missing = next(key for key in given if key not in seen)
-                raise ValueError(f"the step lacks the entry {missing!r} that the first one had")
+            given, row, values = self._given, self._filled, step
+            if not isinstance(values, dict) or values.keys() != given.keys():
+                values = dict(entries(step))
+                if unknown := [key for key in values if key not in given]:
+                    raise ValueError(f"the step has an entry {unknown[0]!r} that the first one did not have")
+                if missing := [key for key in given if key not in values]:
+                    raise ValueError(f"the step lacks the entry {missing[0]!r} that the first one had")
+            for key, column in given.items():  # nobody reads the row of a step that is refused half-way
+                column.put(row, values[key])
             if self._episodes.check(given, row):
                 self._mark(row + 1)
             self._begun, self._filled = True, row + 1

@@ -199,11 +199,13 @@ class FlatReplayBuffer(ReplayBuffer):
             now, later = (obs, next_obs) if isinstance(key, str) else (obs[key[1]], next_obs[key[1]])
             step[key], step[self._later[key]] = entry.checked(now), entry.checked(later)
         step[ACTION], step[REWARD] = self._action.checked(action), reward
-        ended = np.asarray(done, np.bool_)
-        timeouts = self._none
+        ended, timeouts = np.asarray(done, np.bool_), self._none
         if self.handle_timeout_termination:
-            timeouts = np.array([info.get("TimeLimit.truncated", False) for info in infos], np.bool_)
-        step[TERMINATED], step[TRUNCATED] = ended & ~timeouts, timeouts
+            flags = [info.get("TimeLimit.truncated", False) for info in infos]
+            if any(flags):
+                timeouts = np.array(flags, np.bool_)
+                ended = ended & ~timeouts
+        step[TERMINATED], step[TRUNCATED] = ended, timeouts
         # Rows that do not go on from the one before, as after an early reset, begin a trajectory. The writer finds
         # them, but for the first one after a load.
         step[IS_INIT] = self._left(step) if self._loaded else self._none
