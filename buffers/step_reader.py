@@ -47,6 +47,7 @@ class Buffer(Protocol):
     _keys: BoundaryKeys | None
     _lock: threading.Lock
     _write_lock: Any
+    _step_writers: Any
     _transforms: list[TransformLike]
 
     def extend(self, data: Any) -> Tensor: ...

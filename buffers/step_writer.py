@@ -66,6 +66,7 @@ class StepWriter(StepReader):
         self._positions = StepPositions(num_envs)
         self._episodes = Episodes(num_envs, writer)
         self._forget()
+        buffer._step_writers.add(self)
 
     def _forget(self) -> None:
         """Begin as after the last stored row, with entries to be named by the next step."""
@@ -241,6 +242,7 @@ class StepWriter(StepReader):
         self.__dict__.update(state)
         self._forget()
         self._positions.ring = self.buffer._ring
+        self.buffer._step_writers.add(self)
 
 
 class StepWriting:

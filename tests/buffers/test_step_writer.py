@@ -642,6 +642,22 @@ def test_a_copy_goes_on(copied: Callable[[StepWriter], StepWriter]) -> None:
     assert len(buffer) == 42 and len(writer) == 42
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda parts: pickle.loads(pickle.dumps(parts))])
+@pytest.mark.parametrize("buffer_first", [True, False])
+def test_a_buffer_and_its_writer_are_copied_together(copied: Callable[[Any], Any], buffer_first: bool) -> None:
+    """In any order: the copy of the buffer has the steps that the writer knows."""
+    buffer = buffer_of(2 * 32, compact_obs=True)
+    writer, envs = buffer.writer_for(2, window=8), Envs(2)
+    written = play(writer, envs, 21)
+    parts = {"buffer": buffer, "writer": writer} if buffer_first else {"writer": writer, "buffer": buffer}
+    for _ in range(2):  # a copy of a copy, too
+        parts = copied(parts)
+        assert parts["writer"].buffer is parts["buffer"]
+        assert_reads(parts["writer"], written)
+        written += play(parts["writer"], envs, 3)
+    assert len(buffer) == 42 and len(copied(parts["buffer"])) == 54
+
+
 def test_state() -> None:
     buffer = buffer_of(2 * 32, compact_obs=True)
     writer = buffer.writer_for(2, window=8, writer=3)
