@@ -13,6 +13,7 @@ from torch import Tensor
 from flatroll.buffers.columns.base import Columns, put_rows, take_rows
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Array, Draw, Ring
+from flatroll.buffers.step_copies import StepCopies
 from flatroll.buffers.step_goals import StepTables, choose_places
 from flatroll.buffers.step_rows import StagedColumn, StepPositions
 from flatroll.buffers.storages.base import Storage
@@ -64,6 +65,7 @@ class StepReader:
     _lock: threading.Lock
     _staged: dict[NestedKey, StagedColumn]
     _given: dict[NestedKey, StagedColumn]
+    _copies: dict[tuple[NestedKey, ...] | None, StepCopies]
     _tails: dict[tuple[NestedKey, ...] | None, "HostColumns[NestedKey]"]
     _positions: StepPositions
 
@@ -124,7 +126,9 @@ class StepReader:
         {'action': tensor([4, 3]), ('next', 'done'): tensor([[ True],
                 [False]])}
         """
-        names = None if keys is None else tuple(map(plain_key, keys))
+        names = None if keys is None else tuple(keys)
+        if names is not None and names not in self._copies:
+            names = tuple(map(plain_key, names))
         with self._lock:
             places = self._places(steps, envs)
             changed = self.buffer._transforms
@@ -244,8 +248,19 @@ class StepReader:
         buffer meanwhile."""
         buffer, storage, places = self.buffer, self.buffer.storage, places.cpu()
         names = None if keys is None else tuple(keys)
-        asked = None if names is None else frozenset(names)
         stored = self.steps - self._filled
+        copies = self._copies.get(names)
+        if copies is None or not copies.still(storage):
+            copies = self._copies[names] = StepCopies(storage, self._staged, self._given, names)
+        if copies.marks:
+            self._mark(self._filled)
+        if len(places) <= copies.rows:
+            with buffer._lock:
+                copied = copies.read(places, self._positions, buffer._ring, stored, self.window)
+            if copied is None:
+                raise Overwritten("another writer has overwritten rows that are asked for")
+            return copied
+        asked = None if names is None else frozenset(names)
         while True:
             with buffer._lock:
                 ring = buffer._ring
@@ -278,8 +293,6 @@ class StepReader:
 
     def _tail(self, names: tuple[NestedKey, ...] | None) -> "HostColumns[NestedKey]":
         """The waiting rows' entries of these names (default: all), ``[E * L, ...]``."""
-        if names is None or IS_INIT in names or not self._given.keys() >= set(names):
-            self._mark(self._filled)
         if names not in self._tails:
             from flatroll.kernels.rows.gather import HostColumns  # numba
 

@@ -171,6 +171,10 @@ class StepPositions:
         first = self._first()
         return int(self._table[0, first]) if first < self._count else None
 
+    def stands(self, ring: Ring, stored: int, window: int) -> tuple[Array, int, int, int, int, int]:
+        """Where rows stand, ``windows ... length`` of `flatroll.kernels.slices.steps.locate`; see :meth:`find`."""
+        return self._table, self._count if ring is self.ring else 0, ring.head, ring.capacity, stored, window
+
     def find(self, places: Tensor, ring: Ring, stored: int, window: int) -> tuple[Tensor, Array] | None:
         """Find rows by their places step * E + env, int64 ``[N]``; None if one was overwritten.
 
@@ -187,10 +191,8 @@ class StepPositions:
         from flatroll.kernels.slices.steps import locate  # numba
 
         slots, waiting = np.empty(len(places), np.int64), np.empty((2, len(places)), np.int64)
-        windows = self._table, self._count if ring is self.ring else 0
-        stands = *windows, ring.head, ring.capacity, stored, window
         asked = np.ascontiguousarray(places.numpy())
-        count = locate(asked, self.num_envs, *stands, slots, waiting)
+        count = locate(asked, self.num_envs, *self.stands(ring, stored, window), slots, waiting)
         return None if count < 0 else (torch.from_numpy(slots), waiting[:, :count])
 
 

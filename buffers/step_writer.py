@@ -70,7 +70,7 @@ class StepWriter(StepReader):
 
     def _forget(self) -> None:
         """Begin as after the last stored row, with entries to be named by the next step."""
-        self._staged, self._tails = {}, {}
+        self._staged, self._copies, self._tails = {}, {}, {}
         self._given: dict[NestedKey, StagedColumn] = {}  # entries of a step; the others are filled in
         self._filled, self._limit = 0, self.window - self.steps % self.window
         self._marked = 0  # waiting steps whose markers are filled in
@@ -159,7 +159,7 @@ class StepWriter(StepReader):
             blank = {key: torch.zeros_like(column.window(1)) for key, column in staged.items()}
             with self.buffer._write_lock:
                 storage.prepare(nest(blank, torch.Size([self.num_envs])), None, self.buffer._keys)
-        self._staged, self._given, self._tails = staged, given, {}
+        self._staged, self._given, self._copies, self._tails = staged, given, {}, {}
 
     @override
     def _mark(self, stop: int) -> None:
@@ -235,7 +235,8 @@ class StepWriter(StepReader):
             state = self.__dict__.copy()
             if self._positions.ring is not self.buffer._ring:
                 state["_positions"] = StepPositions(self.num_envs)
-        del state["_lock"], state["_staged"], state["_given"], state["_tails"]
+        for name in ("_lock", "_staged", "_given", "_copies", "_tails"):
+            del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -137,7 +137,7 @@ class FlatReplayBuffer(ReplayBuffer):
         self._n_step = NStepReturns(n_steps, gamma) if whole_number("n_steps", n_steps) > 1 else None
         self._later = {key: next_key(key) for key in self._observations}
         discounts = [] if self._n_step is None else [DISCOUNTS]
-        self._keys = [*self._observations, *self._later.values(), ACTION, REWARD, TERMINATED, *discounts]
+        self._keys = (*self._observations, *self._later.values(), ACTION, REWARD, TERMINATED, *discounts)
         make: Callable[..., buffers.Storage] = (
             storage if callable(storage) else partial(buffers.LazyMemmapStorage, scratch_dir=storage)
         )
@@ -265,9 +265,8 @@ class FlatReplayBuffer(ReplayBuffer):
         if self._n_step is not None:
             self._n_step.env = env
         envs = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
-        # Position p was written in the present lap of the ring or, from pos on, in the one before.
-        steps = batch_inds + (self.writer.steps - self.pos)
-        steps[batch_inds >= self.pos] -= self.buffer_size
+        # Position pos - 1 is that of the newest step, the one before it, around the ring, that of the step before.
+        steps = self.writer.steps - 1 - (self.pos - 1 - batch_inds) % self.buffer_size
         return self._samples(self.writer.read_columns(steps, envs, self._keys), env)
 
     def _samples(self, columns: Columns, env: VecNormalize | None) -> Any:
