@@ -1,6 +1,6 @@
 """Copies the rows of a step writer, stored or waiting, by one compiled call, where all of them are plain numbers."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,6 @@ from torch import Tensor
 from flatroll.buffers.columns.base import Columns
 from flatroll.buffers.index.ring import Array, Ring
 from flatroll.buffers.index.trajectory_rows import TrajectoryRows
-from flatroll.buffers.step_rows import StagedColumn, StepPositions
 from flatroll.kernels.rows.records import FRAGMENT, STATE
 from flatroll.layout.keys import IS_INIT, NestedKey
 
@@ -23,7 +22,7 @@ class StepCopies:
 
     Args:
         storage: the buffer's.
-        staged: the waiting rows.
+        staged: the waiting rows, ``[E * L, ...]``.
         given: those of their entries that steps give; the others are filled in.
         names: entries, default all.
 
@@ -35,7 +34,7 @@ class StepCopies:
     def __init__(
         self,
         storage: Any,
-        staged: Mapping[NestedKey, StagedColumn],
+        staged: Columns,
         given: Collection[NestedKey],
         names: tuple[NestedKey, ...] | None,
     ) -> None:
@@ -45,15 +44,21 @@ class StepCopies:
         if not storage.copies_bytes or storage.by_reference:
             return
         next_keys = {} if storage.pool is None else storage.pool.next_keys
-        stored = [key for key in storage.columns if names is None or key in names]
         self._roots = [key for key, later in next_keys.items() if names is None or later in names]
+        # The next value of an entry is mostly that of a row near it, so that entry is copied, too.
+        asked = {*storage.columns, *next_keys.values()} if names is None else {*names}
+        stored = [key for key in storage.columns if key in asked or key in self._roots]
         found = (*stored, *(next_keys[key] for key in self._roots))
-        if len(found) != len(staged if names is None else set(names)) or not {*self._roots} <= {*stored}:
+        self._extra = [key for key in stored if key not in asked]
+        if len(found) - len(self._extra) != len(staged if names is None else asked):
             return
         columns = [storage.columns[key].data for key in (*stored, *self._roots)]
-        waiting = [staged[key].flat if key in staged else None for key in found]
+        waiting = [staged.get(key) for key in found]
         kinds = [(one.dtype, one.shape[1:]) for one in columns]
-        if any(row is None or (row.dtype, row.shape[1:]) != kind for row, kind in zip(waiting, kinds, strict=True)):
+        if any(
+            row is None or (row.dtype, row.shape[1:]) != kind
+            for row, kind in zip(waiting, kinds, strict=True)
+        ):
             return
         self._names = found
         like = [torch.empty((1, *shape), dtype=dtype, device="meta") for dtype, shape in kinds]
@@ -68,22 +73,29 @@ class StepCopies:
         """Return whether the columns are still those of ``storage``."""
         return self._of[0] is storage._plain and self._of[1] is storage.pool
 
-    def read(
-        self, places: Tensor, positions: StepPositions, ring: Ring, stored: int, window: int
-    ) -> Columns | None:
-        """Return copies of the rows at these places (see `StepPositions.find`) by key; None if one was overwritten.
-        The buffer's lock is held."""
+    def read(self, places: Tensor, num_envs: int, where: tuple[Any, ...], ring: Ring) -> Columns | None:
+        """Return copies of the rows at these places by key; None if one was overwritten.
+
+        Args:
+            places: step * E + env of each row, int64 ``[N]``.
+            num_envs: E.
+            where: from `StepPositions.stands`.
+            ring: that of the buffer, whose lock is held.
+        """
         from flatroll.kernels.slices.steps import read_steps  # numba
 
-        asked, rows = places.numpy(), len(places)
-        copies = [torch.empty_strided((rows, *shape), stride, dtype=dtype) for shape, stride, dtype in self._forms]
+        asked, rows = np.ascontiguousarray(places.numpy()), len(places)
+        copies = [
+            torch.empty_strided((rows, *shape), stride, dtype=dtype) for shape, stride, dtype in self._forms
+        ]
         target = np.array([copy.data_ptr() for copy in copies], np.int64)
         entries = {} if self._of[1] is None else self._of[1].entries  # which may have grown, and moved
         pool: Array = np.array([entries[key].data.data_ptr() for key in self._roots], np.int64)
         state, _, fragments, _ = ring.tables if isinstance(ring, TrajectoryRows) else _NO_INDEX
-        where = positions.stands(ring, stored, window)
-        if not read_steps(
-            asked, positions.num_envs, *where, state, fragments, self._columns, pool, self._at, target
-        ):
+        of = state, fragments, self._columns, pool, self._at, target
+        if not read_steps(asked, num_envs, *where, *of):
             return None
-        return dict(zip(self._names, copies, strict=True))
+        columns = dict(zip(self._names, copies, strict=True))
+        for key in self._extra:
+            del columns[key]
+        return columns

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from flatroll.buffers.columns.base import Columns, differ
+from flatroll.buffers.columns.base import differ
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.step_rows import FLAGS, StagedColumn
 from flatroll.layout.keys import (
@@ -66,7 +66,9 @@ class Episodes:
         """
         if DONE in self._given and len(self._ends) > 1:
             done, *kinds = (given[key].rows[:, row] for key in reversed(self._ends))
-            either = np.logical_or.reduce(kinds) | (done & (len(kinds) < 2))  # else it says what the missing one is
+            either = np.logical_or.reduce(kinds) | (
+                done & (len(kinds) < 2)
+            )  # else it says what the missing one is
             if (done != either).any():
                 raise ValueError(
                     f"the step's {DONE!r} is {done.tolist()}, but terminated or truncated is {either.tolist()}: leave "
@@ -80,7 +82,9 @@ class Episodes:
         ]
         if all(said.tobytes() == now.tobytes() for said, now in pairs):
             return False
-        ended = np.logical_or.reduce([given[key].rows[:, row - 1] for key in self._ends]) if row else self.fresh
+        ended = (
+            np.logical_or.reduce([given[key].rows[:, row - 1] for key in self._ends]) if row else self.fresh
+        )
         return any(said[~ended].tobytes() != now[~ended].tobytes() for said, now in pairs)
 
     def mark(self, staged: Staged, first: int, stop: int) -> None:
@@ -149,8 +153,8 @@ class Episodes:
         if ended.any():
             self._warn(
                 "ended",
-                f"env {ended.T.nonzero()[1][0]} goes on, after its episode ended, from the very observation that was the "
-                "last one's next. Either that was the reset's observation, where the episode's final one belongs "
+                f"env {ended.T.nonzero()[1][0]} goes on, after its episode ended, from the very observation that was "
+                "the last one's next. Either that was the reset's observation, where the episode's final one belongs "
                 "(final_obs), or this row is the reset itself (autoreset NEXT_STEP), which is no transition and should "
                 "not be written. If all episodes of this env begin where they end, all is well",
             )

@@ -143,15 +143,17 @@ class StepReader:
         """The places step * E + env of rows that are there, int64 ``[N]``."""
         from flatroll.kernels.slices.steps import number_places  # numba
 
-        step, env = (
-            part if isinstance(part, np.ndarray) else torch.as_tensor(part).numpy(force=True)
-            for part in (steps, envs)
-        )
-        if any(part.size and part.dtype.kind not in "iu" for part in (step, env)):
-            raise TypeError(f"steps and envs are integers, got {step.dtype} and {env.dtype}")
-        if step.shape != env.shape:
-            step, env = np.broadcast_arrays(step, env)
-        step, env = (np.ascontiguousarray(part, np.int64).reshape(-1) for part in (step, env))
+        step, env = steps, envs
+        if not (is_plain(step) and is_plain(env) and step.shape == env.shape):
+            step, env = (
+                part if isinstance(part, np.ndarray) else torch.as_tensor(part).numpy(force=True)
+                for part in (steps, envs)
+            )
+            if any(part.size and part.dtype.kind not in "iu" for part in (step, env)):
+                raise TypeError(f"steps and envs are integers, got {step.dtype} and {env.dtype}")
+            if step.shape != env.shape:
+                step, env = np.broadcast_arrays(step, env)
+            step, env = (np.ascontiguousarray(part, np.int64).reshape(-1) for part in (step, env))
         places: Array = np.empty(len(step), np.int64)
         oldest = self._oldest()
         if not number_places(step, env, self.num_envs, oldest, self.steps, places):
@@ -251,12 +253,14 @@ class StepReader:
         stored = self.steps - self._filled
         copies = self._copies.get(names)
         if copies is None or not copies.still(storage):
-            copies = self._copies[names] = StepCopies(storage, self._staged, self._given, names)
+            staged = {key: column.flat for key, column in self._staged.items()}
+            copies = self._copies[names] = StepCopies(storage, staged, self._given, names)
         if copies.marks:
             self._mark(self._filled)
         if len(places) <= copies.rows:
             with buffer._lock:
-                copied = copies.read(places, self._positions, buffer._ring, stored, self.window)
+                where = self._positions.stands(buffer._ring, stored, self.window)
+                copied = copies.read(places, self.num_envs, where, buffer._ring)
             if copied is None:
                 raise Overwritten("another writer has overwritten rows that are asked for")
             return copied
@@ -307,6 +311,16 @@ def changes_stored(transform: TransformLike) -> bool:
     if not isinstance(transform, Transform):
         return hasattr(transform, "inv")
     return bool(transform.in_keys_inv) or type(transform).inv is not Transform.inv
+
+
+def is_plain(numbers: Any) -> bool:
+    """Return whether ``numbers`` are an int64 array ``[N]``, one next to the other."""
+    return (
+        type(numbers) is np.ndarray
+        and numbers.dtype == np.int64
+        and numbers.ndim == 1
+        and numbers.flags.c_contiguous
+    )
 
 
 def row_ends(places: Tensor, num_envs: int) -> Tensor:

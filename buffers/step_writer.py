@@ -9,7 +9,6 @@ from tensordict import TensorDictBase
 from typing_extensions import override
 
 from flatroll.buffers.columns.base import TensorColumn
-from flatroll.buffers.index.ring import Array
 from flatroll.buffers.step_episodes import Episodes
 from flatroll.buffers.step_reader import Buffer, StepReader
 from flatroll.buffers.step_rows import StagedColumn, StepPositions, entries, window_of
@@ -98,7 +97,7 @@ class StepWriter(StepReader):
 
         Whatever ``extend`` raises comes at the last step of a window; the window then waits, and is stored by the next
         call. A row that does not continue the one before (an env reset in between) begins a new trajectory, with a
-        warning, unless ``"is_init"`` says so. All errors above, and this warning, come before the step is taken; that an
+        warning, unless ``"is_init"`` says so. These errors and this warning come before the step is taken. That an
         episode seems to go on after its end is told when markers are needed: at the end of a window, or by a read.
         """
         with self._lock:

@@ -644,7 +644,9 @@ def test_a_copy_goes_on(copied: Callable[[StepWriter], StepWriter]) -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda parts: pickle.loads(pickle.dumps(parts))])
 @pytest.mark.parametrize("buffer_first", [True, False])
-def test_a_buffer_and_its_writer_are_copied_together(copied: Callable[[Any], Any], buffer_first: bool) -> None:
+def test_a_buffer_and_its_writer_are_copied_together(
+    copied: Callable[[Any], Any], buffer_first: bool
+) -> None:
     """In any order: the copy of the buffer has the steps that the writer knows."""
     buffer = buffer_of(2 * 32, compact_obs=True)
     writer, envs = buffer.writer_for(2, window=8), Envs(2)
