@@ -22,6 +22,7 @@ from flatroll.layout.keys import (
     next_key,
 )
 
+_CACHED = 2**18  # bytes of observations that are compared at a time, which stay in the cache
 Staged: TypeAlias = Mapping[NestedKey, StagedColumn]
 
 
@@ -141,12 +142,16 @@ class Episodes:
         """Where ``key`` is not what the row before says by ``later``, bit by bit: bool ``[E, n]``, or ``[E, n - 1]`` if
         no row is before the first one."""
         now, said, begin = staged[key].data, staged[later].data, max(first, 1)
-        rows = said[:, begin - 1 : stop - 1].flatten(0, 1), now[:, begin:stop].flatten(0, 1)
-        wrong = differ(*rows).view(self.num_envs, stop - begin)
+        wrong = [torch.zeros(self.num_envs, 0, dtype=torch.bool)]
         if not first and self._before:
             before = torch.from_numpy(self._before[later]).view_as(now[:, 0])
-            wrong = torch.cat([differ(before, now[:, 0])[:, None], wrong], 1)
-        return np.asarray(wrong)
+            wrong.append(differ(before, now[:, 0])[:, None])
+        many = max(1, _CACHED // (now[:, 0].numel() * now.element_size() + 1))
+        for t in range(begin, stop, many):
+            u = min(t + many, stop)
+            rows = said[:, t - 1 : u - 1].flatten(0, 1), now[:, t:u].flatten(0, 1)
+            wrong.append(differ(*rows).view(self.num_envs, u - t))
+        return np.asarray(torch.cat(wrong, 1))
 
     def _tell(self, ended: Array, left: Array) -> None:
         """Warn where an episode goes on from its end, or is left before it: bool ``[E, n]``."""
