@@ -705,6 +705,11 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[dict[Any, Any]], Any]]] =
         lambda s: s | {"observation": np.zeros((2, 3))},
     ),
     "more": (ValueError, "an entry 'more' that the first one", lambda s: s | {"more": np.zeros(2)}),
+    "a marker": (
+        ValueError,
+        "an entry 'is_init' that the first one",
+        lambda s: s | {"is_init": np.zeros(2, np.bool_)},
+    ),
     "less": (ValueError, "lacks the entry 'action'", lambda s: {k: v for k, v in s.items() if k != "action"}),
     "flags": (TypeError, "is float64", lambda s: s | {("next", "terminated"): np.zeros(2)}),
     "no dict": (TypeError, "a step is a dict or a tensordict", lambda s: list(s.values())),
