@@ -17,7 +17,7 @@ from flatroll.buffers.samplers.base import Sampler
 from flatroll.buffers.storages.base import Storage
 
 #: Attributes that are made anew in another process and in a copy.
-_PER_PROCESS = ("_lock", "_write_lock", "_prefetcher", "_process")
+_PER_PROCESS = ("_lock", "_write_lock", "_prefetcher", "_process", "_step_writers")
 #: Attributes that a write changes, one after the other.
 _WRITTEN = ("storage", "sampler", "writer", "_ring", "_keys", "_started")
 
@@ -46,6 +46,7 @@ class Shareable:
         self._write_lock = self.storage.write_lock()
         self._prefetcher: Prefetcher[Any] | None = Prefetcher(self.prefetch) if self.prefetch else None
         self._process = os.getpid()
+        self._step_writers: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose steps may wait
         self.storage.attach(self)
 
     def note_waiting(self, rows: int) -> None:
@@ -78,9 +79,11 @@ class Shareable:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle holds: the rows of one moment, although other threads write meanwhile.
 
-        A storage whose rows other processes share is not copied: the pickle names its files.
+        The steps that wait in step writers are stored first. A storage whose rows other processes share is not copied:
+        the pickle names its files.
         """
         self._after_fork()
+        self._store_steps()
         state = {name: value for name, value in self.__dict__.items() if name not in _PER_PROCESS}
         if self.storage.by_reference:
             return state
@@ -95,8 +98,10 @@ class Shareable:
         self.storage.reattach(self._ring)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a buffer of its own with the rows of one moment, although other threads write meanwhile."""
+        """Return a buffer of its own with the rows of one moment, although other threads write meanwhile; the steps
+        that wait in step writers are stored first."""
         self._after_fork()
+        self._store_steps()
         other = memo[id(self)] = object.__new__(type(self))
         other.__dict__.update(self._copy_written(memo))
         rest = self.__dict__.keys() - {*_WRITTEN, *_PER_PROCESS}
@@ -104,6 +109,11 @@ class Shareable:
         other._make_locks()
         other.storage.reattach(other._ring)
         return other
+
+    def _store_steps(self) -> None:
+        # A copy of a step writer may be made after that of its buffer, which has to have all its steps.
+        for writer in list(self._step_writers):
+            writer.flush()
 
     def _copy_written(self, memo: dict[int, Any]) -> dict[str, Any]:
         """Copies of the parts that writes and draws change, all of one moment."""

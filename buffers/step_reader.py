@@ -13,6 +13,7 @@ from torch import Tensor
 from flatroll.buffers.columns.base import Columns, put_rows, take_rows
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Array, Draw, Ring
+from flatroll.buffers.step_copies import StepCopies
 from flatroll.buffers.step_goals import StepTables, choose_places
 from flatroll.buffers.step_rows import StagedColumn, StepPositions
 from flatroll.buffers.storages.base import Storage
@@ -47,6 +48,7 @@ class Buffer(Protocol):
     _keys: BoundaryKeys | None
     _lock: threading.Lock
     _write_lock: Any
+    _step_writers: Any
     _transforms: list[TransformLike]
 
     def extend(self, data: Any) -> Tensor: ...
@@ -62,11 +64,17 @@ class StepReader:
     _filled: int
     _lock: threading.Lock
     _staged: dict[NestedKey, StagedColumn]
+    _given: dict[NestedKey, StagedColumn]
+    _copies: dict[tuple[NestedKey, ...] | None, StepCopies]
     _tails: dict[tuple[NestedKey, ...] | None, "HostColumns[NestedKey]"]
     _positions: StepPositions
 
     def _store(self) -> None:
         """Store the waiting rows."""
+        raise NotImplementedError
+
+    def _mark(self, stop: int) -> None:
+        """Fill in the markers of the first ``stop`` waiting steps."""
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -118,7 +126,9 @@ class StepReader:
         {'action': tensor([4, 3]), ('next', 'done'): tensor([[ True],
                 [False]])}
         """
-        names = None if keys is None else tuple(map(plain_key, keys))
+        names = None if keys is None else tuple(keys)
+        if names is not None and names not in self._copies:
+            names = tuple(map(plain_key, names))
         with self._lock:
             places = self._places(steps, envs)
             changed = self.buffer._transforms
@@ -133,15 +143,17 @@ class StepReader:
         """The places step * E + env of rows that are there, int64 ``[N]``."""
         from flatroll.kernels.slices.steps import number_places  # numba
 
-        step, env = (
-            part if isinstance(part, np.ndarray) else torch.as_tensor(part).numpy(force=True)
-            for part in (steps, envs)
-        )
-        if any(part.size and part.dtype.kind not in "iu" for part in (step, env)):
-            raise TypeError(f"steps and envs are integers, got {step.dtype} and {env.dtype}")
-        if step.shape != env.shape:
-            step, env = np.broadcast_arrays(step, env)
-        step, env = (np.ascontiguousarray(part, np.int64).reshape(-1) for part in (step, env))
+        step, env = steps, envs
+        if not (is_plain(step) and is_plain(env) and step.shape == env.shape):
+            step, env = (
+                part if isinstance(part, np.ndarray) else torch.as_tensor(part).numpy(force=True)
+                for part in (steps, envs)
+            )
+            if any(part.size and part.dtype.kind not in "iu" for part in (step, env)):
+                raise TypeError(f"steps and envs are integers, got {step.dtype} and {env.dtype}")
+            if step.shape != env.shape:
+                step, env = np.broadcast_arrays(step, env)
+            step, env = (np.ascontiguousarray(part, np.int64).reshape(-1) for part in (step, env))
         places: Array = np.empty(len(step), np.int64)
         oldest = self._oldest()
         if not number_places(step, env, self.num_envs, oldest, self.steps, places):
@@ -207,6 +219,7 @@ class StepReader:
         chooser = chooser_of(buffer._transforms)
         if chooser is None:
             return None
+        self._mark(self._filled)
         choose = partial(chooser.choose, generator=buffer.generator)
         kinds: dict[NestedKey, Any] = {IS_INIT: np.bool_, TRAJ_IDS: np.int64, DONE: np.bool_}
         marks: list[Array] = [
@@ -237,8 +250,21 @@ class StepReader:
         buffer meanwhile."""
         buffer, storage, places = self.buffer, self.buffer.storage, places.cpu()
         names = None if keys is None else tuple(keys)
-        asked = None if names is None else frozenset(names)
         stored = self.steps - self._filled
+        copies = self._copies.get(names)
+        if copies is None or not copies.still(storage):
+            staged = {key: column.flat for key, column in self._staged.items()}
+            copies = self._copies[names] = StepCopies(storage, staged, self._given, names)
+        if copies.marks:
+            self._mark(self._filled)
+        if len(places) <= copies.rows:
+            with buffer._lock:
+                where = self._positions.stands(buffer._ring, stored, self.window)
+                copied = copies.read(places, self.num_envs, where, buffer._ring)
+            if copied is None:
+                raise Overwritten("another writer has overwritten rows that are asked for")
+            return copied
+        asked = None if names is None else frozenset(names)
         while True:
             with buffer._lock:
                 ring = buffer._ring
@@ -285,6 +311,16 @@ def changes_stored(transform: TransformLike) -> bool:
     if not isinstance(transform, Transform):
         return hasattr(transform, "inv")
     return bool(transform.in_keys_inv) or type(transform).inv is not Transform.inv
+
+
+def is_plain(numbers: Any) -> bool:
+    """Return whether ``numbers`` are an int64 array ``[N]``, one next to the other."""
+    return (
+        type(numbers) is np.ndarray
+        and numbers.dtype == np.int64
+        and numbers.ndim == 1
+        and numbers.flags.c_contiguous
+    )
 
 
 def row_ends(places: Tensor, num_envs: int) -> Tensor:

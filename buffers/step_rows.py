@@ -28,7 +28,7 @@ class StagedColumn:
         window: L.
 
     >>> column = StagedColumn.like("action", np.zeros((2, 3)), num_envs=2, window=4)
-    >>> column.rows[:, 0] = column.checked(torch.ones(2, 3, dtype=torch.float64))
+    >>> column.put(0, torch.ones(2, 3, dtype=torch.float64))
     >>> column.window(1)
     tensor([[1., 1., 1.],
             [1., 1., 1.]], dtype=torch.float64)
@@ -52,9 +52,6 @@ class StagedColumn:
             self.rows = self.rows[..., 0]
         self.shape = (num_envs, *self.rows.shape[2:])
         self._kind = self.rows.dtype
-        # As integers of the same width a NaN equals itself.
-        by_bits = self._kind.kind in "fc" and self._kind.itemsize <= 8
-        self._bits = np.dtype(f"i{self._kind.itemsize}") if by_bits else self._kind
 
     @classmethod
     def like(cls, key: NestedKey, value: Any, num_envs: int, window: int) -> Self:
@@ -87,19 +84,24 @@ class StagedColumn:
             dtype = torch.float32
         return cls(key, dtype, shape, num_envs, window)
 
-    def checked(self, value: Any) -> Array:
-        """Return a step's ``value`` as an array ``[E, *shape]`` to write to :attr:`rows`.
+    def put(self, step: int, value: Any) -> None:
+        """Write a step's ``value`` ``[E, *shape]`` to the waiting rows ``step``.
 
         Raises:
             TypeError: another dtype than the first step's.
             ValueError: another shape.
         """
+        usual = isinstance(value, np.ndarray) and value.dtype == self._kind and value.shape == self.shape
+        self.rows[:, step] = value if usual else self._checked(value)
+
+    def _checked(self, value: Any) -> Array:
+        """A step's ``value`` as an array ``[E, *shape]``, see :meth:`put`."""
         if isinstance(value, Tensor):
             if self._word is not None and value.dtype is self.dtype:
                 value = value.view(self._word)
             array: Array = value.numpy(force=True)
         else:
-            array = value if isinstance(value, np.ndarray) else np.asarray(value)
+            array = np.asarray(value)
         if array.dtype != self._kind and not (self.key == REWARD and array.dtype.kind in "fiub"):
             raise TypeError(f"step[{self.key!r}] is {array.dtype}, the first step's was {self.dtype}")
         if array.shape != self.shape:
@@ -112,12 +114,6 @@ class StagedColumn:
                 else f"step[{self.key!r}] is {list(array.shape)}, the first step's was {list(self.shape)}"
             )
         return array
-
-    def agrees(self, step: int, values: Array) -> Array:
-        """Return where the values of a waiting step are these, bit by bit; bool ``[E]``."""
-        before = self.rows[:, step].view(self._bits)
-        same = np.equal(before, values.view(self._bits)).reshape(len(values), -1)
-        return np.asarray(same.all(1))
 
     def window(self, steps: int) -> Tensor:
         """Return the first ``steps`` waiting steps env after env, ``[E * steps, *shape]``; if all, without a copy."""
@@ -175,6 +171,10 @@ class StepPositions:
         first = self._first()
         return int(self._table[0, first]) if first < self._count else None
 
+    def stands(self, ring: Ring, stored: int, window: int) -> tuple[Array, int, int, int, int, int]:
+        """Where rows stand, ``windows ... length`` of `flatroll.kernels.slices.steps.locate`; see :meth:`find`."""
+        return self._table, self._count if ring is self.ring else 0, ring.head, ring.capacity, stored, window
+
     def find(self, places: Tensor, ring: Ring, stored: int, window: int) -> tuple[Tensor, Array] | None:
         """Find rows by their places step * E + env, int64 ``[N]``; None if one was overwritten.
 
@@ -191,10 +191,8 @@ class StepPositions:
         from flatroll.kernels.slices.steps import locate  # numba
 
         slots, waiting = np.empty(len(places), np.int64), np.empty((2, len(places)), np.int64)
-        windows = self._table, self._count if ring is self.ring else 0
-        stands = *windows, ring.head, ring.capacity, stored, window
         asked = np.ascontiguousarray(places.numpy())
-        count = locate(asked, self.num_envs, *stands, slots, waiting)
+        count = locate(asked, self.num_envs, *self.stands(ring, stored, window), slots, waiting)
         return None if count < 0 else (torch.from_numpy(slots), waiting[:, :count])
 
 
@@ -204,7 +202,7 @@ def entries(step: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[NestedKey, 
     >>> [key for key, _ in entries({"action": 0, "next": {"done": True}, ("next", "reward"): 1.0})]
     ['action', ('next', 'done'), ('next', 'reward')]
     """
-    if not path and not isinstance(step, (Mapping, TensorDictBase)):
+    if not path and not isinstance(step, (dict, Mapping, TensorDictBase)):
         raise TypeError(f"a step is a dict or a tensordict of tensors [E, ...], got {type(step).__name__}")
     for name, value in step.items():
         key = (*path, *as_tuple(name)) if path else name

@@ -9,7 +9,6 @@ from tensordict import TensorDictBase
 from typing_extensions import override
 
 from flatroll.buffers.columns.base import TensorColumn
-from flatroll.buffers.index.ring import Array
 from flatroll.buffers.step_episodes import Episodes
 from flatroll.buffers.step_reader import Buffer, StepReader
 from flatroll.buffers.step_rows import StagedColumn, StepPositions, entries, window_of
@@ -66,13 +65,16 @@ class StepWriter(StepReader):
         self._positions = StepPositions(num_envs)
         self._episodes = Episodes(num_envs, writer)
         self._forget()
+        buffer._step_writers.add(self)
 
     def _forget(self) -> None:
         """Begin as after the last stored row, with entries to be named by the next step."""
-        self._staged, self._tails = {}, {}
-        self._given = 0  # entries of a step; the others are filled in
+        self._staged, self._copies, self._tails = {}, {}, {}
+        self._given: dict[NestedKey, StagedColumn] = {}  # entries of a step; the others are filled in
         self._filled, self._limit = 0, self.window - self.steps % self.window
-        self._last = -1  # where the row before stands in the arrays
+        self._marked = 0  # waiting steps whose markers are filled in
+        self._begun = False  # whether there is a row by which a step is checked
+        self._episodes.begin((), ())
         self._lock = threading.Lock()
 
     # -- writing ---------------------------------------------------------------------------------------------------
@@ -95,7 +97,8 @@ class StepWriter(StepReader):
 
         Whatever ``extend`` raises comes at the last step of a window; the window then waits, and is stored by the next
         call. A row that does not continue the one before (an env reset in between) begins a new trajectory, with a
-        warning, unless ``"is_init"`` says so.
+        warning, unless ``"is_init"`` says so. These errors and this warning come before the step is taken. That an
+        episode seems to go on after its end is told when markers are needed: at the end of a window, or by a read.
         """
         with self._lock:
             if self._closed:
@@ -104,22 +107,20 @@ class StepWriter(StepReader):
                 )
             if self._filled == self._limit:
                 self._store()
-            if self._last < 0:  # no row yet by which a step is checked
+            if not self._begun:
                 self._begin(step)
-            staged, row = self._staged, self._filled
-            arrays: dict[NestedKey, Array] = {}
-            for key, value in entries(step):
-                column = staged.get(key)
-                if column is None:
-                    raise ValueError(f"the step has an entry {key!r} that the first one did not have")
-                arrays[key] = column.checked(value)
-            if len(arrays) != self._given:
-                missing = next(key for key in list(staged)[: self._given] if key not in arrays)
-                raise ValueError(f"the step lacks the entry {missing!r} that the first one had")
-            self._episodes.mark(arrays, staged, self._last)
-            for key, array in arrays.items():
-                staged[key].rows[:, row] = array
-            self._last, self._filled = row, row + 1
+            given, row, values = self._given, self._filled, step
+            if not isinstance(values, dict) or values.keys() != given.keys():
+                values = dict(entries(step))
+                if unknown := [key for key in values if key not in given]:
+                    raise ValueError(f"the step has an entry {unknown[0]!r} that the first one did not have")
+                if missing := [key for key in given if key not in values]:
+                    raise ValueError(f"the step lacks the entry {missing[0]!r} that the first one had")
+            for key, column in given.items():  # nobody reads the row of a step that is refused half-way
+                column.put(row, values[key])
+            if self._episodes.check(given, row):
+                self._mark(row + 1)
+            self._begun, self._filled = True, row + 1
             self.steps += 1
             if self._filled == self._limit:
                 self._store()
@@ -140,7 +141,7 @@ class StepWriter(StepReader):
             raise ValueError(
                 f"the step has an entry {inside[0]!r}, and a tensor where that one's parent is to be"
             )
-        self._given = len(staged)
+        given = staged.copy()
         flags: list[NestedKey] = [IS_INIT, DONE]
         if {TERMINATED, TRUNCATED} & staged.keys():
             flags += [TERMINATED, TRUNCATED]
@@ -150,14 +151,20 @@ class StepWriter(StepReader):
         if TRAJ_IDS not in staged:
             staged[TRAJ_IDS] = StagedColumn(TRAJ_IDS, torch.int64, torch.Size([]), self.num_envs, self.window)
         kinds = {key: TensorColumn(column.data[0]) for key, column in staged.items()}
-        self._episodes.compare(compared_keys(kinds, ()))
+        self._episodes.begin(given, compared_keys(kinds, ()))
         storage = self.buffer.storage
         if storage.columns and not self.buffer._transforms:
             # What does not go with the rows that are stored is an error now, not when the window is full.
             blank = {key: torch.zeros_like(column.window(1)) for key, column in staged.items()}
             with self.buffer._write_lock:
                 storage.prepare(nest(blank, torch.Size([self.num_envs])), None, self.buffer._keys)
-        self._staged, self._tails = staged, {}
+        self._staged, self._given, self._copies, self._tails = staged, given, {}, {}
+
+    @override
+    def _mark(self, stop: int) -> None:
+        if self._marked < stop:
+            self._episodes.mark(self._staged, self._marked, stop)
+            self._marked = stop
 
     @override
     def _store(self) -> None:
@@ -165,8 +172,11 @@ class StepWriter(StepReader):
         rows = count * self.num_envs
         if not count:
             return
+        self._mark(count)
         columns = {key: column.window(count) for key, column in self._staged.items()}
         slots = self.buffer.extend(nest(columns, torch.Size([rows])))  # if it fails, the rows go on waiting
+        self._episodes.keep(self._staged, count - 1)
+        self._marked = 0
         # After a flush the next window is shorter: windows end at multiples of L, where they fit the ring.
         self._filled, self._limit = 0, self.window - self.steps % self.window
         if len(slots) != rows:
@@ -224,13 +234,15 @@ class StepWriter(StepReader):
             state = self.__dict__.copy()
             if self._positions.ring is not self.buffer._ring:
                 state["_positions"] = StepPositions(self.num_envs)
-        del state["_lock"], state["_staged"], state["_tails"]
+        for name in ("_lock", "_staged", "_given", "_copies", "_tails"):
+            del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget()
         self._positions.ring = self.buffer._ring
+        self.buffer._step_writers.add(self)
 
 
 class StepWriting:

@@ -1,5 +1,6 @@
 """`FlatReplayBuffer`: Stable-Baselines3 keeps its transitions in a replay buffer of flatroll."""
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -74,7 +75,7 @@ class FlatReplayBuffer(ReplayBuffer):
             ``partial(LazyTensorStorage, device="cuda")``. Default: in memory.
         n_steps: steps whose rewards are summed. SB3's own ``n_steps=`` is for its own buffer, and stays 1.
         gamma: discount of those rewards: that of the model.
-        window: steps that are stored at a time, default up to 64.
+        window: steps that are stored at a time; default 64, with small observations and no ``sampler`` 256.
         sampler: draws the rows, such as `PrioritizedSampler`, instead of SB3's uniform draws; it sees stored rows.
         transform: changes sampled rows, a tensordict ``[N]`` (see `Transform`), before they are normalized.
 
@@ -118,18 +119,24 @@ class FlatReplayBuffer(ReplayBuffer):
         self.buffer_size = steps = max(buffer_size // whole_number("n_envs", n_envs), 1)
         self.optimize_memory_usage = False
         self.handle_timeout_termination = handle_timeout_termination
-        window = min(steps, window_of(64 * n_envs, n_envs, None)) if window is None else window
-        if steps < whole_number("window", window):
-            raise ValueError(
-                f"buffer_size={buffer_size} holds {steps} steps of {n_envs} envs, less than a window of {window}: "
-                f"make it {window * n_envs} or more, or give a smaller window"
-            )
         parts: dict[NestedKey, spaces.Space[Any]] = {OBSERVATION: observation_space}
         self._names: list[str] = []  # of the observations in a Dict space
         if isinstance(observation_space, spaces.Dict):
             self._names = list(observation_space)
             parts = {(OBSERVATION, name): observation_space[name] for name in self._names}
         self._observations = {key: self._entry(key, space) for key, space in parts.items()}
+        if window is None:
+            # Long windows cost less; 64 steps, or 256 small ones of which the buffer has many.
+            small = sum(
+                math.prod(entry.stored) * entry.dtype.itemsize for entry in self._observations.values()
+            )
+            many = sampler is None and small <= 2048 and steps >= 16 * 256
+            window = 256 if many else min(steps, window_of(64 * n_envs, n_envs, None))
+        if steps < whole_number("window", window):
+            raise ValueError(
+                f"buffer_size={buffer_size} holds {steps} steps of {n_envs} envs, less than a window of {window}: "
+                f"make it {window * n_envs} or more, or give a smaller window"
+            )
         dtype = np.dtype(self._maybe_cast_dtype(action_space.dtype))
         self._action = Entry(
             "action", (n_envs, *(action_space.shape or ())), (n_envs, self.action_dim), dtype
@@ -137,7 +144,7 @@ class FlatReplayBuffer(ReplayBuffer):
         self._n_step = NStepReturns(n_steps, gamma) if whole_number("n_steps", n_steps) > 1 else None
         self._later = {key: next_key(key) for key in self._observations}
         discounts = [] if self._n_step is None else [DISCOUNTS]
-        self._keys = [*self._observations, *self._later.values(), ACTION, REWARD, TERMINATED, *discounts]
+        self._keys = (*self._observations, *self._later.values(), ACTION, REWARD, TERMINATED, *discounts)
         make: Callable[..., buffers.Storage] = (
             storage if callable(storage) else partial(buffers.LazyMemmapStorage, scratch_dir=storage)
         )
@@ -199,11 +206,13 @@ class FlatReplayBuffer(ReplayBuffer):
             now, later = (obs, next_obs) if isinstance(key, str) else (obs[key[1]], next_obs[key[1]])
             step[key], step[self._later[key]] = entry.checked(now), entry.checked(later)
         step[ACTION], step[REWARD] = self._action.checked(action), reward
-        ended = np.asarray(done, np.bool_)
-        timeouts = self._none
+        ended, timeouts = np.asarray(done, np.bool_), self._none
         if self.handle_timeout_termination:
-            timeouts = np.array([info.get("TimeLimit.truncated", False) for info in infos], np.bool_)
-        step[TERMINATED], step[TRUNCATED] = ended & ~timeouts, timeouts
+            flags = [info.get("TimeLimit.truncated", False) for info in infos]
+            if any(flags):
+                timeouts = np.array(flags, np.bool_)
+                ended = ended & ~timeouts
+        step[TERMINATED], step[TRUNCATED] = ended, timeouts
         # Rows that do not go on from the one before, as after an early reset, begin a trajectory. The writer finds
         # them, but for the first one after a load.
         step[IS_INIT] = self._left(step) if self._loaded else self._none
@@ -262,10 +271,11 @@ class FlatReplayBuffer(ReplayBuffer):
         """The rows at these positions of SB3's ring, each of a random env."""
         if self._n_step is not None:
             self._n_step.env = env
-        envs = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
-        # Position p was written in the present lap of the ring or, from pos on, in the one before.
-        steps = batch_inds + (self.writer.steps - self.pos)
-        steps[batch_inds >= self.pos] -= self.buffer_size
+        envs = np.zeros(len(batch_inds), np.int64)
+        if self.n_envs > 1:  # else it would draw nothing
+            envs = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
+        # Position pos - 1 is that of the newest step, the one before it, around the ring, that of the step before.
+        steps = self.writer.steps - 1 - (self.pos - 1 - batch_inds) % self.buffer_size
         return self._samples(self.writer.read_columns(steps, envs, self._keys), env)
 
     def _samples(self, columns: Columns, env: VecNormalize | None) -> Any:

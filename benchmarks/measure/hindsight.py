@@ -42,7 +42,7 @@ def fill(buffers: dict[str, Any], num_envs: int) -> None:
         ended = np.full(num_envs, (t + 1) % EPISODE == 0)
         now, later = ({key: values[at] for key, values in obs.items()} for at in (t, t + 1))
         if ended.all():  # the next episode begins elsewhere
-            later = {**later, "achieved_goal": later["achieved_goal"] + 1}
+            later = {**later, **{key: later[key] + 1 for key in ("observation", "achieved_goal")}}
         action, reward = random.random((num_envs, ACTION), np.float32), np.zeros(num_envs, np.float32)
         for name, buffer in buffers.items():
             if name == "stable-baselines3":

@@ -7,7 +7,9 @@ This module imports numba: import it inside the function that needs it.
 
 import numpy as np
 
-from flatroll.kernels.compiled import Array, Int, compiled
+from flatroll.kernels.compiled import Array, Int, Records, compiled
+from flatroll.kernels.rows.gather import gather, scatter
+from flatroll.kernels.slices.drawing import follow_rows
 from flatroll.kernels.slices.links import slot_of
 
 
@@ -84,3 +86,53 @@ def locate(
     for j in range(count):
         slots[waiting[0, j]] = known
     return count
+
+
+@compiled()
+def read_steps(
+    places: Array,
+    num_envs: Int,
+    windows: Array,
+    used: Int,
+    head: Int,
+    capacity: Int,
+    stored: Int,
+    length: Int,
+    state: Records,
+    fragments: Records,
+    columns: Array,
+    pool: Array,
+    roots: Array,
+    target: Array,
+) -> bool:
+    """Copy the rows at ``places`` of K columns, and the next observations of some of them: :func:`locate`, then what
+    `flatroll.kernels.rows.gather` and :func:`follow_rows` do.
+
+    Args:
+        places ... length: as of :func:`locate`.
+        state, fragments: of the trajectory index, looked at where there are ``roots`` only.
+        columns: int64 ``[3, K + M]``, addresses of the stored columns, bytes of their rows, and addresses of the arrays
+            of waiting rows; the last M are next observations, which are not stored.
+        pool: int64 ``[M]``, addresses of the pool's columns.
+        roots: int64 ``[M]``, which of the K columns they are the next values of.
+        target: int64 ``[K + M]``, addresses of the copies.
+
+    Returns:
+        False, with nothing copied, if one of the rows was overwritten.
+    """
+    count, own = len(places), len(target) - len(roots)
+    slots, waiting = np.empty(count, np.int64), np.empty((2, count), np.int64)
+    wait = locate(places, num_envs, windows, used, head, capacity, stored, length, slots, waiting)
+    if wait < 0:
+        return False
+    source, size, staged = columns[0], columns[1], columns[2]
+    if wait < count:
+        follow, patch = np.empty(0, np.int64), np.empty((2, count), np.int64)
+        gather(source[:own], target[:own], target[:own], size[:own], capacity, slots, follow)
+        if len(roots):
+            follow = np.empty(count, np.int64)
+            patched = follow_rows(state, capacity, fragments, slots, follow, patch)
+            gather(source[own:], target[roots], target[own:], size[own:], capacity, slots, follow)
+            scatter(pool, target[own:], size[own:], patch[1, :patched], patch[0, :patched])
+    scatter(staged, target, size, waiting[1, :wait], waiting[0, :wait])
+    return True

@@ -642,6 +642,24 @@ def test_a_copy_goes_on(copied: Callable[[StepWriter], StepWriter]) -> None:
     assert len(buffer) == 42 and len(writer) == 42
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda parts: pickle.loads(pickle.dumps(parts))])
+@pytest.mark.parametrize("buffer_first", [True, False])
+def test_a_buffer_and_its_writer_are_copied_together(
+    copied: Callable[[Any], Any], buffer_first: bool
+) -> None:
+    """In any order: the copy of the buffer has the steps that the writer knows."""
+    buffer = buffer_of(2 * 32, compact_obs=True)
+    writer, envs = buffer.writer_for(2, window=8), Envs(2)
+    written = play(writer, envs, 21)
+    parts = {"buffer": buffer, "writer": writer} if buffer_first else {"writer": writer, "buffer": buffer}
+    for _ in range(2):  # a copy of a copy, too
+        parts = copied(parts)
+        assert parts["writer"].buffer is parts["buffer"]
+        assert_reads(parts["writer"], written)
+        written += play(parts["writer"], envs, 3)
+    assert len(buffer) == 42 and len(copied(parts["buffer"])) == 54
+
+
 def test_state() -> None:
     buffer = buffer_of(2 * 32, compact_obs=True)
     writer = buffer.writer_for(2, window=8, writer=3)
@@ -687,6 +705,11 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[dict[Any, Any]], Any]]] =
         lambda s: s | {"observation": np.zeros((2, 3))},
     ),
     "more": (ValueError, "an entry 'more' that the first one", lambda s: s | {"more": np.zeros(2)}),
+    "a marker": (
+        ValueError,
+        "an entry 'is_init' that the first one",
+        lambda s: s | {"is_init": np.zeros(2, np.bool_)},
+    ),
     "less": (ValueError, "lacks the entry 'action'", lambda s: {k: v for k, v in s.items() if k != "action"}),
     "flags": (TypeError, "is float64", lambda s: s | {("next", "terminated"): np.zeros(2)}),
     "no dict": (TypeError, "a step is a dict or a tensordict", lambda s: list(s.values())),

@@ -291,3 +291,13 @@ def test_an_sb3_that_does_not_fit(version: str | None, monkeypatch: pytest.Monke
         runpy.run_path(sb3_buffer.__file__)
     assert str(caught.value).startswith("flatroll.trainers.sb3_buffer needs Stable-Baselines3 (")
     assert str(caught.value).endswith("pip install --upgrade 'flatroll[sb3]'")
+
+
+def test_windows_are_long_where_that_costs_little() -> None:
+    frames = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    kinds: Any = [(BOX, 10_000, {}, 256), (BOX, 1000, {}, 64), (BOX, 40, {}, 40), (frames, 10_000, {}, 64)]
+    for space, rows, options, window in [
+        *kinds,
+        (BOX, 10_000, {"sampler": PrioritizedSampler(10_000, alpha=1.0, beta=0.5)}, 64),
+    ]:
+        assert FlatReplayBuffer(rows, space, TWO, "cpu", **options).writer.window == window
