@@ -234,19 +234,26 @@ def test_stored_rows_that_another_writer_overwrites_give_no_goals() -> None:
         writer.read([3], 0)
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_an_id_that_is_left_and_comes_back(told: bool) -> None:
-    """Each stay with an id is a trajectory of its own, whether or not the step says so."""
+@pytest.mark.parametrize("seen", [True, False])
+def test_an_id_that_is_left_and_comes_back(seen: bool) -> None:
+    """The goals of such a trajectory would be those of the one in between. The writer sees that a step has another id
+    than the one before, and marks it; a copy does not know the step before its first one."""
     transform = Spy(reached, goal_selection_strategy="episode", n_sampled_goal=float("inf"))
     writer = writer_of(1, transform, 24, 4)
     for t, number in enumerate([5] * 4 + [6] * 4 + [5] * 4):
+        writer = writer if seen or t < 8 else copy.deepcopy(writer)
+        transform = writer.buffer._transforms[0]  # type: ignore[assignment]
         now = np.array([[0.0, number, t]], np.float32)
         step = {"achieved_goal": now, "desired_goal": now * 0, ("next", "achieved_goal"): now + 1}
-        flags = {"is_init": np.array([t % 4 == 0 and (told or t < 8)]), ("next", "done"): np.array([False])}
+        flags = {"is_init": np.array([t % 4 == 0 and t < 8]), ("next", "done"): np.array([False])}
         reward = {("next", "reward"): np.zeros(1)}
         writer.write({**step, **flags, **reward, ("collector", "traj_ids"): np.array([number])})
-    writer.read(range(12), 0)
-    assert transform.seen == [(t % 4, 4) for t in range(12)]
+    if seen:
+        writer.read(range(12), 0)
+        assert transform.seen == [(t % 4, 4) for t in range(12)]
+    else:
+        with pytest.raises(ValueError, match="came back to a"):
+            writer.read([11] * 50, 0)
 
 
 def test_a_copy_and_an_emptied_buffer() -> None:
