@@ -120,8 +120,8 @@ def _choose_source(
         )
     if _is_from("stable_baselines3", env) and not isinstance(env, gymnasium.Env):
         raise TypeError(
-            f"env is a VecEnv of Stable-Baselines3, {type(env).__name__}, and hides how it resets: give the envs in it, "
-            "gymnasium.vector.SyncVectorEnv(functions) or gymnasium.make_vec(...), or what FlatVecEnv was made of"
+            f"env is a VecEnv of Stable-Baselines3, {type(env).__name__}, and hides how it resets: give the envs in "
+            "it, gymnasium.vector.SyncVectorEnv(functions), gymnasium.make_vec(...), or what FlatVecEnv was made of"
         )
     base = getattr(env, "unwrapped", env)
     if isinstance(env, gymnasium.Wrapper) and (isinstance(base, VectorEnv) or hasattr(base, "num_envs")):
