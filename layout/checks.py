@@ -1,6 +1,21 @@
 """Argument checks shared by several packages."""
 
 
+def need_rows(batch: object) -> None:
+    """Raise TypeError if a batch is not a tensordict, such as a buffer or another library's sample.
+
+    >>> need_rows([1, 2])  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    TypeError: batch must be a tensordict of rows, got list; the rows of a buffer are buffer[:], ...
+    """
+    if not hasattr(batch, "batch_dims"):
+        raise TypeError(
+            f"batch must be a tensordict of rows, got {type(batch).__name__}; the rows of a buffer are buffer[:], and "
+            "those of a trainer's FlatReplayBuffer are buffer.flat[:]"
+        )
+
+
 def whole_number(name: str, value: object, least: int = 1) -> int:
     """Return an argument after checking that it is an integer (no bool) of at least ``least``.
 

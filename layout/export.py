@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from flatroll.layout.checks import need_rows
 from flatroll.layout.keys import (
     DONE,
     EPISODE_REWARD,
@@ -58,6 +59,7 @@ def to_numpy(batch: TensorDictBase, *, separator: str = ".") -> dict[str, Array]
     >>> from_numpy(to_numpy(batch))["next", "reward"].shape
     torch.Size([2, 1])
     """
+    need_rows(batch)
     if batch.batch_dims != 1:
         raise ValueError(
             f"batch must have batch size [N], got {list(batch.batch_size)}: join() lays rows end to end"

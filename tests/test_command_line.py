@@ -142,6 +142,13 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(command in printed for command in ("demo", "inspect", "bench"))
 
 
+def test_a_call_without_a_command_names_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 2
+    assert "{demo,inspect,bench,compile}" in capsys.readouterr().err
+
+
 def test_compile_uses_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compile"]) == 0
     assert capsys.readouterr().out.startswith("compiled in ")

@@ -233,6 +233,9 @@ class FlatReplayBuffer(ReplayBuffer):
                 left |= differs.reshape(self.n_envs, -1).any(1)
         return left
 
+    def __repr__(self) -> str:
+        return f"FlatReplayBuffer({self.size()} of {self.buffer_size} steps of {self.n_envs} envs, flat={self.flat})"
+
     @override
     def reset(self) -> None:
         """Remove all rows."""

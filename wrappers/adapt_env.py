@@ -118,6 +118,11 @@ def _choose_source(
             f"env is torchrl's {type(env).__name__}, and torchrl envs are not taken: give the Gymnasium env itself, "
             "gymnasium.make(...) or gymnasium.make_vec(...); flatroll's wrappers do what its transforms do"
         )
+    if _is_from("stable_baselines3", env) and not isinstance(env, gymnasium.Env):
+        raise TypeError(
+            f"env is a VecEnv of Stable-Baselines3, {type(env).__name__}, and hides how it resets: give the envs in "
+            "it, gymnasium.vector.SyncVectorEnv(functions), gymnasium.make_vec(...), or what FlatVecEnv was made of"
+        )
     base = getattr(env, "unwrapped", env)
     if isinstance(env, gymnasium.Wrapper) and (isinstance(base, VectorEnv) or hasattr(base, "num_envs")):
         env = _without_checkers(env)
@@ -160,9 +165,14 @@ def _choose_source(
         source = GymSource(vector, AutoresetMode.DISABLED, own_buffers is True)
         source.stepped = env
         return source, AutoresetMode.DISABLED
+    way_out = ": call the factory first" if callable(env) else ""
+    if isinstance(env, str):
+        way_out = f": gymnasium.make_vec({env!r}, num_envs=..., vectorization_mode='sync') makes one"
+    elif isinstance(env, list | tuple):
+        way_out = ": gymnasium.vector.SyncVectorEnv(...) makes one of a list of functions"
     raise TypeError(
         "env must be a gymnasium.Env, a gymnasium.vector.VectorEnv, an envpool or a torch env with num_envs, "
-        f"reset and step, got {type(env).__name__}" + (": call the factory first" if callable(env) else "")
+        f"reset and step, got {type(env).__name__}{way_out}"
     )
 
 

@@ -14,7 +14,10 @@ from flatroll.layout.checks import whole_number
 Array = NDArray[Any]
 
 _MOST = 2**63 - 2**48  # row numbers stay below this: sums with a capacity do not overflow
-_EMPTY = "cannot sample from an empty buffer: extend it with a batch first"
+_EMPTY = (
+    "cannot sample from an empty buffer: extend it with a batch first (steps that wait in a step writer: "
+    "writer.flush() stores them)"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tensordict import TensorDictBase
 
+from flatroll.layout.checks import need_rows
 from flatroll.layout.inspect import rules
 from flatroll.layout.inspect.rules import WHOLE_BATCH, Severity
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, observation_keys
@@ -83,6 +84,7 @@ def audit(
     ...     print(finding)
     row 2 [step_count] step_count is not one more than in the row before
     """
+    need_rows(batch)
     if batch.batch_dims != 1:
         text = (
             f"the batch must have batch size [N], got {list(batch.batch_size)}: join() lays rows end to end"

@@ -4,6 +4,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends, run_starts
+from flatroll.layout.checks import need_rows
 from flatroll.layout.inspect.text import Text
 from flatroll.layout.keys import (
     DELTA,
@@ -49,6 +50,7 @@ def explain(batch: TensorDictBase, i: int, *, final: TensorDictBase | None = Non
     The value after it is 0: nothing is bootstrapped.
     Its next observation is unknown: no column, no row and no final holds it.
     """
+    need_rows(batch)
     if batch.batch_dims != 1:
         raise ValueError(
             f"batch must have batch size [N], got {list(batch.batch_size)}: join() lays rows end to end"

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDictBase
 
 from flatroll.layout.boundaries import run_ends
+from flatroll.layout.checks import need_rows
 from flatroll.layout.keys import (
     DONE,
     IS_INIT,
@@ -108,6 +109,7 @@ def plan_drawing(
     """
     if max_runs < 1:
         raise ValueError(f"max_runs must be at least 1, got {max_runs}")
+    need_rows(batch)
     runs, rows = find_runs(batch)
     if not len(runs.first):
         raise ValueError("batch has no rows to draw")

@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="flatroll", description="Flat marked batches for reinforcement learning."
     )
     parser.add_argument("--version", action="version", version=f"flatroll {flatroll.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True)
 
     commands.add_parser("demo", help="train a recurrent policy with PPO (demo --help lists its options)")
 

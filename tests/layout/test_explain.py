@@ -6,11 +6,23 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from flatroll.layout import describe, explain
+from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+from flatroll.export import to_numpy
+from flatroll.layout import audit, describe, explain, timeline_svg
 
 
 def says(batch, i, **kwargs):
     return explain(batch, i, **kwargs).splitlines()
+
+
+@pytest.mark.parametrize("look", [describe, lambda rows: explain(rows, 0), audit, timeline_svg, to_numpy])
+def test_a_buffer_is_no_batch_and_the_error_says_where_its_rows_are(look):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4))
+    for no_batch in (buffer, SimpleNamespace(observations=torch.zeros(3, 4))):
+        with pytest.raises(
+            TypeError, match=r"batch must be a tensordict of rows, got .*the rows of a buffer are b"
+        ):
+            look(no_batch)
 
 
 def test_every_kind_of_row_in_a_collected_batch(batch):

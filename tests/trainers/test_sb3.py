@@ -15,6 +15,7 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize, VecTransposeImage
 
+from flatroll.rollouts import rollout
 from flatroll.trainers.sb3 import FlatVecEnv, split_info
 from flatroll.wrappers import StepCounter, as_vector_env
 from flatroll.wrappers.testing import (
@@ -297,6 +298,14 @@ def test_what_is_no_env_for_it() -> None:
     dummy = DummyVecEnv([lambda: gym.make("CartPole-v1")])
     with pytest.raises(TypeError, match="env is Stable-Baselines3's DummyVecEnv already"):
         FlatVecEnv(dummy)
+    for env in (dummy, FlatVecEnv(cartpole())):
+        with pytest.raises(
+            TypeError, match=r"env is a VecEnv of Stable-Baselines3.*SyncVectorEnv\(functions\)"
+        ):
+            rollout(env, num_steps=2)
+    assert (
+        as_vector_env(Monitor(gym.make("CartPole-v1"))).num_envs == 1
+    )  # its wrappers of single envs are taken
     hiding = FlatVecEnv(ScriptedTorchEnv(SCRIPT, final_obs="absent"))
     hiding.reset()
     with pytest.raises(ValueError, match="does not show their last observations"):

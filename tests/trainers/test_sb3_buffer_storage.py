@@ -247,6 +247,13 @@ def test_what_is_refused() -> None:
         make().update_priority(1.0)
 
 
+def test_what_a_look_into_it_shows() -> None:
+    buffer = FlatReplayBuffer(100, BOX, TWO, "cpu", n_envs=4)
+    assert str(buffer).startswith("FlatReplayBuffer(0 of 25 steps of 4 envs, flat=ReplayBuffer(0 of")
+    with pytest.raises(RuntimeError, match=r"steps that wait in a step writer: writer.flush\(\) stores them"):
+        buffer.flat[:]
+
+
 def test_steps_that_do_not_fit() -> None:
     buffer = FlatReplayBuffer(100, BOX, TWO, "cpu", 2)
 

@@ -76,6 +76,17 @@ def test_an_env_of_torchrl_is_refused_by_its_name() -> None:
         assert "factory" not in str(error.value)
 
 
+def test_what_makes_an_env_is_told_for_what_is_none() -> None:
+    with pytest.raises(TypeError, match=r"got str: gymnasium.make_vec\('CartPole-v1', num_envs="):
+        as_vector_env("CartPole-v1")
+    with pytest.raises(
+        TypeError, match=r"got list: gymnasium.vector.SyncVectorEnv\(...\) makes one of a list"
+    ):
+        as_vector_env([lambda: gym.make("CartPole-v1")])
+    with pytest.raises(TypeError, match="got function: call the factory first"):
+        as_vector_env(lambda: gym.make("CartPole-v1"))
+
+
 def test_an_envpool_with_the_interface_of_dm_env_is_refused() -> None:
     envpool = pytest.importorskip("envpool")
     with pytest.raises(TypeError, match=r"dm_env: .*envpool.make_gymnasium"):
