@@ -1,0 +1,57 @@
+"""Specs: which tensors an env, a batch or a buffer holds, as tensors' view of Gymnasium spaces."""
+
+from typing import Any
+
+from flatroll.specs.bounded import (
+    Bounded,
+    BoundedContinuous,
+    BoundedDiscrete,
+    Unbounded,
+    UnboundedContinuous,
+    UnboundedDiscrete,
+)
+from flatroll.specs.composite import Composite
+from flatroll.specs.discrete import Binary, Categorical, OneHot
+from flatroll.specs.leaf import OutsideSpec, TensorSpec
+from flatroll.specs.multi import MultiCategorical, MultiOneHot
+from flatroll.specs.non_tensor import NonTensor
+from flatroll.specs.old_names import find_old_name
+from flatroll.specs.spaces import as_space, as_spec
+from flatroll.specs.stacked import Stacked, StackedComposite, stack
+from flatroll.specs.tools import (
+    check_no_exclusive_keys,
+    consolidate_spec,
+    contains_lazy_spec,
+    make_composite_from_td,
+)
+
+__all__ = [
+    "Binary",
+    "Bounded",
+    "BoundedContinuous",
+    "BoundedDiscrete",
+    "Categorical",
+    "Composite",
+    "MultiCategorical",
+    "MultiOneHot",
+    "NonTensor",
+    "OneHot",
+    "OutsideSpec",
+    "Stacked",
+    "StackedComposite",
+    "TensorSpec",
+    "Unbounded",
+    "UnboundedContinuous",
+    "UnboundedDiscrete",
+    "as_space",
+    "as_spec",
+    "check_no_exclusive_keys",
+    "consolidate_spec",
+    "contains_lazy_spec",
+    "make_composite_from_td",
+    "stack",
+]
+
+
+def __getattr__(name: str) -> Any:
+    return find_old_name(name)

@@ -1,0 +1,533 @@
+"""`Categorical`, `OneHot` and `Binary`: one of n categories as a number or as flags, and flags of their own."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from flatroll.layout.checks import whole_number
+from flatroll.specs.bounded import grid
+from flatroll.specs.draws import draw_categories, draw_masked
+from flatroll.specs.leaf import Device, Operation, OutsideSpec, Shape, TensorSpec, as_shape, is_whole, narrow
+
+
+@dataclass(frozen=True)
+class Categories:
+    """The domain of a spec of categories: how many there are."""
+
+    n: int
+
+
+class Categorical(TensorSpec):
+    """Whole numbers from ``start`` to ``start + n - 1``, such as the actions of a `gymnasium.spaces.Discrete`.
+
+    Args:
+        n: number of categories, at least 1.
+        shape: shape of the tensors, all of it batch dims. Default ``()``: one number.
+        device: default the CPU.
+        dtype: default int64.
+        mask: bool, broadcastable to ``[*shape, n]``: True where a category is allowed.
+        start: the first category. Values are the env's own, not counted from 0.
+
+    Raises:
+        ValueError: n is below 1, the dtype cannot hold the categories, or a mask allows none.
+
+    >>> spec = Categorical(3, start=5)
+    >>> spec.rand((4,), generator=torch.Generator().manual_seed(0)).tolist(), spec.is_in(torch.tensor(8))
+    ([7, 5, 7, 5], False)
+    >>> Categorical(3, mask=torch.tensor([True, False, True])).enumerate(use_mask=True).tolist()
+    [0, 2]
+    """
+
+    def __init__(
+        self,
+        n: int,
+        shape: Shape = (),
+        device: Device = None,
+        dtype: Any = torch.int64,
+        mask: Any = None,
+        *,
+        start: int = 0,
+    ) -> None:
+        self.n = whole_number("n", n)
+        self.start = whole_number("start", start, least=-(2**62))
+        super().__init__(() if shape is None else shape, Categories(self.n), device, dtype, "discrete")
+        _check_holds(self.dtype, self.start, self.start + self.n - 1)
+        self.update_mask(mask)
+
+    @property
+    def mask(self) -> Tensor | None:
+        """Which categories are allowed, bool ``[*shape, n]``, or None for all."""
+        return self._parameters.get("mask")
+
+    def update_mask(self, mask: Any) -> None:
+        """Set which categories are allowed, bool, broadcastable to ``[*shape, n]``; None allows all.
+
+        Raises:
+            ValueError: it has another shape, or allows none somewhere.
+        """
+        if mask is None:
+            self._parameters.pop("mask", None)
+        else:
+            self._parameters["mask"] = checked_mask(mask, (*self._frame.shape, self.n), self.device, [self.n])
+
+    @override
+    def is_in(self, value: Any) -> bool:
+        if self._misfit(value) is not None:
+            return False
+        if self.mask is not None or value.dtype is torch.bool:
+            return bool(self._allowed(value).all())
+        return torch.equal(value.clamp(self.start, self.start + self.n - 1), value)
+
+    @override
+    def _allowed(self, value: Tensor) -> Tensor:
+        counted = value.long() - self.start
+        allowed = (counted >= 0) & (counted < self.n) & (counted + self.start == value)
+        mask = self.mask
+        if mask is None:
+            return allowed
+        mask = narrow(mask).expand(*value.shape, self.n)
+        return allowed & mask.gather(-1, counted.clamp(0, self.n - 1).unsqueeze(-1)).squeeze(-1)
+
+    @override
+    def _domain_text(self, index: tuple[int, ...]) -> str:
+        masked = "" if self.mask is None else " that the mask allows"
+        return f"{self.start} to {self.start + self.n - 1}{masked}"
+
+    @override
+    def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Tensor:
+        """Draw categories ``[*shape, *self.shape]`` uniformly among the allowed ones."""
+        mask = self.mask
+        if mask is None:
+            drawn = draw_categories(self.n, self._full_shape(shape), self.device, generator)
+        else:
+            mask = mask if -1 not in self.shape else narrow(mask).expand(*self._full_shape(()), self.n)
+            drawn = draw_masked(mask, as_shape(() if shape is None else shape), generator)
+        return self._valued(drawn)
+
+    def _valued(self, counted: Tensor) -> Tensor:
+        assert self.dtype is not None
+        return (counted + self.start if self.start else counted).to(self.dtype)
+
+    @override
+    def zero(self, shape: Shape = ()) -> Tensor:
+        return self._projected(torch.zeros(self._full_shape(shape), dtype=torch.int64, device=self.device))
+
+    @override
+    def one(self, shape: Shape = ()) -> Tensor:
+        return self._projected(torch.ones(self._full_shape(shape), dtype=torch.int64, device=self.device))
+
+    @override
+    def _projected(self, value: Tensor) -> Tensor:
+        """The closest allowed category; of two equally close the smaller one."""
+        if value.is_floating_point():
+            value = value.double().nan_to_num(0.0).clamp(-(2**62), 2**62).round()
+        counted = (value.long() - self.start).clamp(0, self.n - 1)
+        mask = self.mask
+        if mask is not None:
+            mask = narrow(mask).expand(*counted.shape, self.n)
+            away = (torch.arange(self.n, device=counted.device) - counted.unsqueeze(-1)).abs()
+            counted = away.masked_fill(~mask, self.n).argmin(-1)
+        return self._valued(counted)
+
+    @override
+    def index(self, index: Tensor, tensor_to_index: Tensor) -> Tensor:
+        at = (index.long() - self.start).unsqueeze(-1)
+        front = torch.broadcast_shapes(at.shape[:-1], tensor_to_index.shape[:-1])
+        return tensor_to_index.expand(*front, -1).gather(-1, at.expand(*front, 1)).squeeze(-1)
+
+    @override
+    def cardinality(self) -> int:
+        return self.n
+
+    @override
+    def enumerate(self, use_mask: bool = False) -> Tensor:
+        counted = torch.arange(self.n, device=self.device)
+        if use_mask and self.mask is not None:
+            counted = counted[_same_row(self.mask)]
+        return self._valued(counted).reshape(-1, *(1,) * self.ndim).expand(-1, *self._full_shape(()))
+
+    def to_one_hot(self, value: Tensor, safe: bool | None = None) -> Tensor:
+        """Flags ``[..., n]``, bool, of categories ``[...]``; ``safe=True`` checks them first."""
+        if safe:
+            self.assert_is_in(value)
+        return torch.nn.functional.one_hot(value.long() - self.start, self.n).bool()
+
+    def to_categorical(self, value: Tensor, safe: bool | None = None) -> Tensor:
+        """The value itself; ``safe=True`` checks it first."""
+        if safe:
+            self.assert_is_in(value)
+        return value
+
+    def to_one_hot_spec(self) -> "OneHot":
+        """The same categories as flags."""
+        return OneHot._of(self, torch.bool)
+
+    def to_categorical_spec(self) -> Self:
+        """The spec itself."""
+        return self
+
+    @override
+    def _with_dtype(self, dtype: torch.dtype) -> Self:
+        _check_holds(dtype, self.start, self.start + self.n - 1)
+        return self._changed(dtype=dtype)
+
+    @override
+    def _settings(self) -> tuple[Any, ...]:
+        return self.n, self.start
+
+    @override
+    def _repr_parts(self) -> list[str]:
+        parts = [f"n={self.n}"]
+        if self.start:
+            parts.append(f"start={self.start}")
+        return parts if self.mask is None else [*parts, "masked"]
+
+
+class Encoded(TensorSpec):
+    """Base of specs whose last dim holds flags: one True for each category of another spec."""
+
+    categories: Any  # the spec of the categories as numbers
+    _own_dims = 1
+
+    @classmethod
+    def _of(cls, categories: Any, dtype: torch.dtype) -> Self:
+        """The one-hot spec of these categories."""
+        raise NotImplementedError
+
+    @property
+    def mask(self) -> Tensor | None:
+        """Which categories are allowed, bool, of the spec's shape; None for all."""
+        return self.categories.mask  # type: ignore[no-any-return]
+
+    def update_mask(self, mask: Any) -> None:
+        """Set which categories are allowed, bool, broadcastable to the spec's shape; None allows all.
+
+        Raises:
+            ValueError: it has another shape, or allows none somewhere.
+        """
+        self.categories.update_mask(mask)
+
+    @override
+    def _map(self, operation: Operation, dims: int) -> Self:
+        new = super()._map(operation, dims)
+        new.categories = self.categories._map(operation, dims)
+        return new
+
+    @override
+    def _with_device(self, device: torch.device) -> Self:
+        return self._changed(device=device, categories=self.categories.to(device))
+
+    @override
+    def clone(self) -> Self:
+        return self._changed(categories=self.categories.clone())
+
+    @override
+    def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Tensor:
+        """Draw categories uniformly among the allowed ones; flags ``[*shape, *self.shape]``."""
+        return self._flags(self.categories.rand(shape, generator=generator))
+
+    def _flags(self, values: Tensor) -> Tensor:
+        assert self.dtype is not None
+        return self.categories.to_one_hot(values).to(self.dtype)  # type: ignore[no-any-return]
+
+    @override
+    def zero(self, shape: Shape = ()) -> Tensor:
+        """Flags of the category closest to zero: no flags at all would be no category."""
+        return self._flags(self.categories.zero(shape))
+
+    @override
+    def one(self, shape: Shape = ()) -> Tensor:
+        """Flags of the category closest to one."""
+        return self._flags(self.categories.one(shape))
+
+    @override
+    def encode(self, value: Any, *, ignore_device: bool = False) -> Tensor:
+        """Flags of categories, which are numbers or an array of them.
+
+        Raises:
+            OutsideSpec: there is no such category.
+        """
+        return self._flags(self.categories.encode(value, ignore_device=ignore_device))
+
+    @override
+    def problem(self, value: Any) -> str | None:
+        text = self._misfit(value)
+        if text is not None or self.is_in(value):
+            return text
+        row = tuple((~self._allowed(value).all(-1)).nonzero()[0].tolist())
+        where = f"at index {row[0] if len(row) == 1 else row} " if row else ""
+        return f"{where}{self._domain_text(row)} was expected, got {value[row].tolist()}"
+
+    @override
+    def to_numpy(self, value: Tensor, safe: bool | None = None) -> Any:
+        """The categories as an array of numbers; ``safe=True`` checks the flags first."""
+        return self.categories.to_numpy(self.to_categorical(value, safe))
+
+    def to_categorical(self, value: Tensor, safe: bool | None = None) -> Tensor:
+        """The categories of flags; ``safe=True`` checks the flags first."""
+        raise NotImplementedError
+
+    def to_one_hot(self, value: Tensor, safe: bool | None = None) -> Tensor:
+        """The value itself; ``safe=True`` checks it first."""
+        if safe:
+            self.assert_is_in(value)
+        return value
+
+    def to_one_hot_spec(self) -> Self:
+        """The spec itself."""
+        return self
+
+    def to_categorical_spec(self) -> Any:
+        """The same categories as numbers."""
+        return self.categories
+
+    @override
+    def index(self, index: Tensor, tensor_to_index: Tensor) -> Tensor:
+        return self.categories.index(self.to_categorical(index), tensor_to_index)  # type: ignore[no-any-return]
+
+    @override
+    def cardinality(self) -> int:
+        return self.categories.cardinality()  # type: ignore[no-any-return]
+
+    @override
+    def enumerate(self, use_mask: bool = False) -> Tensor:
+        return self._flags(self.categories.enumerate(use_mask))
+
+    @override
+    def _settings(self) -> tuple[Any, ...]:
+        return (self.categories,)
+
+    @override
+    def _repr_parts(self) -> list[str]:
+        return self.categories._repr_parts()  # type: ignore[no-any-return]
+
+
+class OneHot(Encoded):
+    """One of n categories as n flags ``[..., n]``, one of which is set.
+
+    Args:
+        n: number of categories, at least 1.
+        shape: shape of the tensors; its last dim is n. Default ``(n,)``.
+        device: default the CPU.
+        dtype: default bool.
+        use_register: `encode` takes anything hashable and gives each new thing the next category.
+        mask: bool, broadcastable to the shape: True where a category is allowed.
+
+    >>> spec = OneHot(3, mask=torch.tensor([False, True, True]))
+    >>> spec.zero().tolist(), spec.encode(2).tolist(), spec.is_in(torch.ones(3, dtype=torch.bool))
+    ([False, True, False], [False, False, True], False)
+    """
+
+    categories: Categorical
+
+    def __init__(
+        self,
+        n: int,
+        shape: Shape = None,
+        device: Device = None,
+        dtype: Any = torch.bool,
+        use_register: bool = False,
+        mask: Any = None,
+    ) -> None:
+        n = whole_number("n", n)
+        sizes = as_shape((n,) if shape is None else shape)
+        if not sizes or sizes[-1] != n:
+            raise ValueError(f"the last dim of the shape must be n={n}, got shape {tuple(sizes)}")
+        super().__init__(sizes, Categories(n), device, dtype, "discrete")
+        self.categories = Categorical(n, sizes[:-1], device, mask=mask)
+        self.use_register = use_register
+        self._register: dict[Any, int] = {}
+
+    @classmethod
+    @override
+    def _of(cls, categories: Categorical, dtype: torch.dtype) -> Self:
+        new = cls(categories.n, (*categories.shape, categories.n), categories.device, dtype)
+        new.categories = categories.to(torch.int64).clone()
+        return new
+
+    @property
+    def n(self) -> int:
+        """Number of categories."""
+        return self.categories.n
+
+    @override
+    def _allowed(self, value: Tensor) -> Tensor:
+        """One answer for each one-hot vector ``[..., 1]``."""
+        flags = value == 1
+        right = flags.sum(-1, keepdim=True) == 1
+        if value.dtype is not torch.bool:
+            right &= ((value == 0) | flags).all(-1, keepdim=True)
+        mask = self.mask
+        return right if mask is None else right & (flags & narrow(mask)).any(-1, keepdim=True)
+
+    @override
+    def is_in(self, value: Any) -> bool:
+        if self._misfit(value) is not None:
+            return False
+        if self.mask is None and value.dtype is torch.bool:
+            return bool((value.sum(-1) == 1).all())
+        return bool(self._allowed(value).all())
+
+    @override
+    def _domain_text(self, index: tuple[int, ...]) -> str:
+        return "one set flag" if self.mask is None else "one set flag that the mask allows"
+
+    @override
+    def encode(self, value: Any, *, ignore_device: bool = False) -> Tensor:
+        if not self.use_register:
+            return super().encode(value, ignore_device=ignore_device)
+        key = value.item() if isinstance(value, Tensor) else value
+        if key not in self._register:
+            if len(self._register) == self.n:
+                raise OutsideSpec(f"{key!r} would be category {self.n}, and there are {self.n}")
+            self._register[key] = len(self._register)
+        return super().encode(self._register[key] + self.categories.start, ignore_device=ignore_device)
+
+    @override
+    def to_numpy(self, value: Tensor, safe: bool | None = None) -> Any:
+        numbers = super().to_numpy(value, safe)
+        if not self.use_register:
+            return numbers
+        names = list(self._register)  # in order of their numbers
+        return np.array([names[i] for i in numbers.reshape(-1)]).reshape(numbers.shape)
+
+    @override
+    def to_categorical(self, value: Tensor, safe: bool | None = None) -> Tensor:
+        if safe:
+            self.assert_is_in(value)
+        return self.categories._valued(value.to(torch.uint8).argmax(-1))
+
+    @override
+    def _projected(self, value: Tensor) -> Tensor:
+        """The flag of the largest number; with a mask, of the largest allowed one."""
+        scores = value.double().nan_to_num(0.0) if value.is_floating_point() else value.double()
+        mask = self.mask
+        if mask is not None:
+            scores = scores.masked_fill(~narrow(mask).expand(scores.shape), -torch.inf)
+        return self._flags(self.categories._valued(scores.argmax(-1)))
+
+
+class Binary(TensorSpec):
+    """n flags ``[..., n]``, each 0 or 1, such as a `gymnasium.spaces.MultiBinary`.
+
+    Args:
+        n: number of flags; default the last dim of the shape.
+        shape: shape of the tensors; its last dim is n. Default ``(n,)``.
+        device: default the CPU.
+        dtype: default int8.
+
+    >>> spec = Binary(2)
+    >>> spec.cardinality(), spec.enumerate().tolist()
+    (4, [[0, 0], [0, 1], [1, 0], [1, 1]])
+    """
+
+    def __init__(
+        self, n: int | None = None, shape: Shape = None, device: Device = None, dtype: Any = torch.int8
+    ) -> None:
+        if n is None and shape is None:
+            raise TypeError("n or shape must be given")
+        sizes = as_shape((n,) if shape is None else shape)
+        if n is not None and (sizes[-1] if sizes else 0) != n:
+            raise ValueError(f"the last dim of the shape must be n={n}, got shape {tuple(sizes)}")
+        self._own_dims = min(1, len(sizes))
+        self.n = sizes[-1] if sizes else 1
+        super().__init__(sizes, Categories(2), device, dtype, "discrete")
+
+    @override
+    def is_in(self, value: Any) -> bool:
+        if self._misfit(value) is not None:
+            return False
+        return value.dtype is torch.bool or torch.equal(value.clamp(0, 1).round(), value)
+
+    @override
+    def _allowed(self, value: Tensor) -> Tensor:
+        return (value == 0) | (value == 1)
+
+    @override
+    def _domain_text(self, index: tuple[int, ...]) -> str:
+        return "0 or 1"
+
+    @override
+    def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Tensor:
+        """Draw flags ``[*shape, *self.shape]``, each 0 or 1 with the same probability."""
+        assert self.dtype is not None
+        return draw_categories(2, self._full_shape(shape), self.device, generator).to(self.dtype)
+
+    @override
+    def zero(self, shape: Shape = ()) -> Tensor:
+        return torch.zeros(self._full_shape(shape), dtype=self.dtype, device=self.device)
+
+    @override
+    def one(self, shape: Shape = ()) -> Tensor:
+        return torch.ones(self._full_shape(shape), dtype=self.dtype, device=self.device)
+
+    @override
+    def _projected(self, value: Tensor) -> Tensor:
+        assert self.dtype is not None
+        if value.is_floating_point():
+            value = value.nan_to_num(0.0).round()
+        return (
+            value.clamp(0, 1).to(device=self.device, dtype=self.dtype)
+            if value.dtype is not torch.bool
+            else value.to(self.dtype)
+        )
+
+    @override
+    def cardinality(self) -> int:
+        return 2**self.n
+
+    @override
+    def enumerate(self, use_mask: bool = False) -> Tensor:
+        assert self.dtype is not None
+        values = grid([torch.arange(2, device=self.device)] * self.n).to(self.dtype)
+        shape = self._full_shape(())
+        return values.reshape(-1, *(1,) * (self.ndim - 1), *shape[-1:]).expand(-1, *shape)
+
+    @override
+    def _repr_parts(self) -> list[str]:
+        return [f"n={self.n}"]
+
+
+def checked_mask(mask: Any, shape: Any, device: torch.device | None, parts: list[int]) -> Tensor:
+    """A mask expanded to a shape whose last dim is made of ``parts``, each of which allows something."""
+    given = torch.as_tensor(mask, device=device)
+    if given.dtype is not torch.bool:
+        raise ValueError(f"the mask must be bool, got {given.dtype}")
+    try:
+        full = given.expand(shape)
+    except RuntimeError as error:
+        raise ValueError(
+            f"the mask must broadcast to shape {tuple(shape)}, got {tuple(given.shape)}"
+        ) from error
+    for k, part in enumerate(narrow(full).split(parts, -1)):
+        if not bool(part.any(-1).all()):
+            raise ValueError(
+                f"the mask must allow a category everywhere{f' (in part {k})' if len(parts) > 1 else ''}"
+            )
+    return full
+
+
+def _same_row(mask: Tensor) -> Tensor:
+    """The mask ``[n]`` that all rows have."""
+    rows = narrow(mask).reshape(-1, mask.shape[-1])
+    if not bool((rows == rows[0]).all()):
+        raise ValueError(
+            "the values cannot be listed: the mask differs within the batch. Index the spec first"
+        )
+    return rows[0]
+
+
+def _check_holds(dtype: torch.dtype | None, least: int, most: int) -> None:
+    assert dtype is not None
+    if dtype is torch.bool:
+        ends = (0, 1)
+    elif is_whole(dtype):
+        ends = (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    else:
+        return
+    if least < ends[0] or most > ends[1]:
+        raise ValueError(f"{dtype} cannot hold the categories {least} to {most}: choose a wider dtype")

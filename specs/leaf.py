@@ -1,0 +1,560 @@
+"""What all specs share: a shape, a dtype, a device, and shape operations that copy nothing."""
+
+import functools
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Self, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Shape: TypeAlias = Any  # an int, or a sequence of ints
+Device: TypeAlias = torch.device | str | int | None
+#: An operation on the first k dims of a tensor, which leaves those after them alone.
+Operation: TypeAlias = Callable[[Any], Any]
+
+#: Stands for a dim of any length (-1) inside of `TensorSpec._frame`: a prime that no real dim is likely to have.
+ANY_LENGTH = 2_097_143
+#: torch function -> what it does to specs; filled by `implements`.
+TORCH_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+class OutsideSpec(AssertionError, ValueError):
+    """A value is not in the domain of a spec."""
+
+
+def implements(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register what a function of torch, such as ``torch.stack``, does to specs."""
+
+    def register(own: Callable[..., Any]) -> Callable[..., Any]:
+        TORCH_FUNCTIONS[function] = own
+        return own
+
+    return register
+
+
+def as_shape(*shape: Shape) -> torch.Size:
+    """A shape given as an int, as a sequence, or as several ints.
+
+    >>> as_shape(3), as_shape((2, 3)), as_shape(2, 3)
+    (torch.Size([3]), torch.Size([2, 3]), torch.Size([2, 3]))
+    """
+    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int | np.integer) else shape
+    return torch.Size([operator.index(size) for size in sizes])
+
+
+def checked_dtype(dtype: Any) -> torch.dtype:
+    """A torch dtype, or the one of this name or of a NumPy dtype."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+    if isinstance(named, torch.dtype):
+        return named
+    try:
+        return torch.from_numpy(np.zeros(0, dtype)).dtype
+    except TypeError as error:
+        raise TypeError(f"dtype must be a torch dtype, such as torch.float32, got {dtype!r}") from error
+
+
+def is_whole(dtype: torch.dtype) -> bool:
+    """Whether a dtype holds whole numbers or flags only."""
+    return not dtype.is_floating_point and not dtype.is_complex
+
+
+def narrow(parameter: Tensor) -> Tensor:
+    """A view with size 1 where all entries along a dim are one number in memory, for arithmetic that broadcasts."""
+    repeated = [
+        stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+    ]
+    if not any(repeated):
+        return parameter
+    return parameter[tuple(slice(0, 1) if same else slice(None) for same in repeated)]
+
+
+class TensorSpec(ABC):
+    """Says which tensors are allowed: their shape, dtype, device and values.
+
+    A spec's shape has the dims of a batch first, then those of one value. It takes the shape operations of tensors
+    (`expand`, `reshape`, `flatten`, `unflatten`, `squeeze`, `unsqueeze`, indexing, `unbind`, ``torch.stack``), which
+    return views of its parameters: nothing is copied. The last dims of some classes, such as the categories of
+    `OneHot`, belong to one value and cannot be indexed or reshaped.
+
+    Args:
+        shape: shape of the tensors. A dim of -1 takes any length.
+        space: what subclasses show as `space`.
+        device: device of the tensors that are drawn; None is the CPU.
+        dtype: dtype of the tensors.
+        domain: ``"continuous"``, ``"discrete"`` or empty.
+    """
+
+    shape: torch.Size
+    device: torch.device | None
+    dtype: torch.dtype | None
+    domain: str
+    _own_dims: int = 0  # how many of the last dims belong to one value
+    _unary: ClassVar[dict[str, Any]] = {}
+
+    def __init__(
+        self,
+        shape: Shape,
+        space: Any = None,
+        device: Device = None,
+        dtype: Any = torch.float32,
+        domain: str = "",
+    ) -> None:
+        self.shape = as_shape(shape)
+        self._space = space
+        self.device = torch.device("cpu") if device is None else torch.device(device)
+        self.dtype = None if dtype is None else checked_dtype(dtype)
+        self.domain = domain
+        if any(size < -1 or size == ANY_LENGTH for size in self.shape):
+            raise ValueError(
+                f"shape must have dims of at least 0, or -1 for any length, got {tuple(self.shape)}"
+            )
+        outer = self.shape[: len(self.shape) - self._own_dims]
+        # One number in memory with the batch's dims: operations on it tell the new shape.
+        self._frame = torch.empty(()).expand([ANY_LENGTH if size == -1 else size for size in outer])
+        self._parameters: dict[str, Tensor] = {}  # each [*outer dims, ...], repeated entries with stride 0
+        self._cache: dict[str, Any] = {}  # what follows from the parameters, once it was needed
+
+    # --- shape --------------------------------------------------------------------------------------------------
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    def ndimension(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    @property
+    def space(self) -> Any:
+        """The domain of the values: an object with ``low`` and ``high``, or with ``n``."""
+        return self._space
+
+    def _changed(self, **attributes: Any) -> Self:
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__, _cache={}, **attributes)
+        return new
+
+    def _map(self, operation: Operation, dims: int) -> Self:
+        """The spec after an operation on its first ``dims`` dims."""
+        frame = operation(self._frame)
+        added = frame.ndim - self._frame.ndim
+        parameters = {}
+        for name, parameter in self._parameters.items():
+            if any(parameter.stride(d) and parameter.shape[d] > 1 for d in range(dims)):
+                parameters[name] = operation(parameter)
+                continue
+            # The same for the whole batch, so also afterwards; the operation itself might copy it (reshape, a mask).
+            sizes = (*frame.shape[: dims + added], *parameter.shape[dims:])
+            strides = (*(0,) * (dims + added), *parameter.stride()[dims:])
+            parameters[name] = parameter.as_strided(sizes, strides)
+        own = self.shape[len(self.shape) - self._own_dims :]
+        shape = torch.Size((*_with_any(frame.shape, self.shape), *own))
+        return self._changed(_frame=frame, shape=shape, _parameters=parameters)
+
+    def _outer(self, what: str, *dims: int) -> list[int]:
+        """Dims counted from the front, all of them in front of a value's own dims."""
+        outer = self.ndim - self._own_dims
+        counted = [dim + self.ndim if dim < 0 else dim for dim in dims]
+        if any(not 0 <= dim < outer for dim in counted):
+            own = f", and its last {self._own_dims} belong to one value" if self._own_dims else ""
+            raise IndexError(
+                f"{what} is not possible: {type(self).__name__} has shape {tuple(self.shape)}{own}"
+            )
+        return counted
+
+    def _split(self, shape: torch.Size, what: str) -> torch.Size:
+        """The batch part of a new shape, whose last dims must stay those of one value."""
+        cut = len(shape) - self._own_dims
+        own = self.shape[self.ndim - self._own_dims :]
+        if cut < 0 or any(new not in (-1, old) for new, old in zip(shape[cut:], own, strict=True)):
+            raise ValueError(
+                f"{what} to {tuple(shape)} is not possible: the last dims of {type(self).__name__} with shape "
+                f"{tuple(self.shape)} belong to one value and stay {tuple(own)}"
+            )
+        return shape[:cut]
+
+    def expand(self, *shape: Shape) -> Self:
+        """Repeat along new leading dims, or along dims of size 1. Nothing is copied."""
+        outer, dims = self._split(as_shape(*shape), "expand"), self._frame.ndim
+        try:
+            return self._map(lambda tensor: tensor.expand(*outer, *tensor.shape[dims:]), dims)
+        except RuntimeError as error:
+            raise ValueError(
+                f"expand to {tuple(as_shape(*shape))} is not possible for {type(self).__name__} with shape "
+                f"{tuple(self.shape)}: its dims must be the last ones, or have size 1"
+            ) from error
+
+    def reshape(self, *shape: Shape) -> Self:
+        """Give the batch dims another shape of as many elements."""
+        outer, dims = self._split(as_shape(*shape), "reshape"), self._frame.ndim
+        try:
+            sizes = self._frame.reshape(outer).shape
+            return self._map(lambda tensor: tensor.reshape(*sizes, *tensor.shape[dims:]), dims)
+        except RuntimeError as error:
+            raise ValueError(
+                f"reshape to {tuple(as_shape(*shape))} is not possible for {type(self).__name__} with shape "
+                f"{tuple(self.shape)}"
+            ) from error
+
+    view = reshape
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Self:
+        """Make one dim of several; ``end_dim=-1`` is the last one in front of a value's own dims."""
+        end_dim = end_dim - self._own_dims if end_dim < 0 else end_dim
+        start, end = self._outer("flatten", start_dim, end_dim)
+        return self._map(lambda tensor: tensor.flatten(start, end), self._frame.ndim)
+
+    def unflatten(self, dim: int, sizes: Shape) -> Self:
+        """Make several dims of one."""
+        (dim,), parts = self._outer("unflatten", dim), as_shape(sizes)
+        return self._map(lambda tensor: tensor.unflatten(dim, parts), self._frame.ndim)
+
+    def squeeze(self, dim: int | None = None) -> Self:
+        """Drop a dim, or all dims, of size 1 in front of a value's own dims."""
+        if dim is None:
+            drop = tuple(d for d, size in enumerate(self._frame.shape) if size == 1)
+        else:
+            drop = tuple(self._outer("squeeze", dim))
+        full = tuple(
+            0 if d in drop and size == 1 else slice(None) for d, size in enumerate(self._frame.shape)
+        )
+        return self._map(lambda tensor: tensor[full], self._frame.ndim)
+
+    def unsqueeze(self, dim: int) -> Self:
+        """Insert a dim of size 1."""
+        at = dim + self.ndim + 1 if dim < 0 else dim
+        if not 0 <= at <= self._frame.ndim:
+            self._outer("unsqueeze", at)
+            raise IndexError(f"unsqueeze({dim}) is not possible for a spec of {self.ndim} dims")
+        return self._map(lambda tensor: tensor.unsqueeze(at), self._frame.ndim)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Index the batch dims, as a tensor is indexed."""
+        full = self._resolved(index)
+        return self._map(lambda tensor: tensor[full], self._frame.ndim)
+
+    def _resolved(self, index: Any) -> tuple[Any, ...]:
+        """The index as a tuple without ``...``, so that dims behind the batch's do not shift it."""
+        items = list(index) if isinstance(index, tuple) else [index]
+        items = [torch.as_tensor(item) if isinstance(item, list | np.ndarray) else item for item in items]
+        used = sum(_dims_used(item) for item in items)
+        places = [place for place, item in enumerate(items) if item is Ellipsis]
+        if places:
+            free = self.ndim - used
+            items[places[0] : places[0] + 1] = [slice(None)] * free
+        # What reaches into a value's own dims may only be the whole of them.
+        while items and used + (len(places) and self.ndim - used) > self._frame.ndim:
+            if not (isinstance(items[-1], slice) and items[-1] == slice(None)):
+                break
+            items.pop()
+            used -= 1
+        if sum(_dims_used(item) for item in items) > self._frame.ndim or len(places) > 1:
+            self._outer(f"the index {index}", self.ndim)
+        return tuple(items)
+
+    def unbind(self, dim: int = 0) -> tuple[Self, ...]:
+        """One spec for each index along a dim."""
+        (dim,) = self._outer("unbind", dim)
+        return tuple(self[(*(slice(None),) * dim, i)] for i in range(self._frame.shape[dim]))
+
+    def __len__(self) -> int:
+        """Size of the first dim."""
+        if not self.shape:
+            raise TypeError(f"a {type(self).__name__} without dims has no length")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.unbind(0))
+
+    # --- device, dtype, copies ----------------------------------------------------------------------------------
+
+    def to(self, dest: Any) -> Self:
+        """The spec with another dtype, or on another device. None changes nothing."""
+        if dest is None:
+            return self
+        if isinstance(dest, torch.dtype):
+            return self if dest == self.dtype else self._with_dtype(dest)
+        device = torch.device(dest)
+        return self if device == self.device else self._with_device(device)
+
+    def _with_dtype(self, dtype: torch.dtype) -> Self:
+        return self._changed(dtype=dtype)
+
+    def _with_device(self, device: torch.device) -> Self:
+        moved = {name: _moved(parameter, device) for name, parameter in self._parameters.items()}
+        return self._changed(device=device, _parameters=moved)
+
+    def cpu(self) -> Self:
+        """The spec on the CPU."""
+        return self.to("cpu")
+
+    def cuda(self, device: Device = None) -> Self:
+        """The spec on a GPU."""
+        return self.to("cuda" if device is None else device)
+
+    def clone(self) -> Self:
+        """A copy whose mask can be changed by itself; the parameters are shared."""
+        return self._changed(_parameters=dict(self._parameters))
+
+    # --- values -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Any:
+        """Draw random values ``[*shape, *self.shape]``."""
+
+    @abstractmethod
+    def zero(self, shape: Shape = ()) -> Any:
+        """Values ``[*shape, *self.shape]`` of zero, or of what is closest to it in the domain."""
+
+    @abstractmethod
+    def one(self, shape: Shape = ()) -> Any:
+        """Values ``[*shape, *self.shape]`` of one, or of what is closest to it in the domain."""
+
+    def sample(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Any:
+        """Draw random values, as `rand`."""
+        return self.rand(shape, generator=generator)
+
+    def zeros(self, shape: Shape = ()) -> Any:
+        """Values closest to zero, as `zero`."""
+        return self.zero(shape)
+
+    def ones(self, shape: Shape = ()) -> Any:
+        """Values closest to one, as `one`."""
+        return self.one(shape)
+
+    def _full_shape(self, shape: Shape) -> torch.Size:
+        """``[*shape, *self.shape]``, with 1 for dims of any length."""
+        front = () if shape is None else as_shape(shape)
+        return torch.Size([*front, *(1 if size == -1 else size for size in self.shape)])
+
+    @abstractmethod
+    def _allowed(self, value: Tensor) -> Tensor:
+        """Which entries of a value of the right shape and dtype are in the domain: bool, one for each entry."""
+
+    def _misfit(self, value: Any) -> str | None:
+        """What is wrong with the type, dtype or shape of a value, if anything."""
+        if not isinstance(value, Tensor):
+            return f"a tensor was expected, got {type(value).__name__}"
+        if value.dtype is not self.dtype:
+            return f"dtype {self.dtype} was expected, got {value.dtype}"
+        if value.shape[value.ndim - self.ndim :] != self.shape and not self._broadcasts(value.shape):
+            return f"shape {tuple(self.shape)} was expected, after any batch dims, got {tuple(value.shape)}"
+        return None
+
+    def _broadcasts(self, shape: torch.Size) -> bool:
+        """Whether the spec can be expanded to a shape; its dims of size -1 take any length."""
+        if len(shape) < self.ndim:
+            return False
+        own = self.ndim - self._own_dims
+        return all(
+            mine == -1 or mine == size or (mine == 1 and d < own)
+            for d, (mine, size) in enumerate(zip(self.shape, shape[len(shape) - self.ndim :], strict=True))
+        )
+
+    def is_in(self, value: Any) -> bool:
+        """Whether a value has this dtype, this shape (behind any batch dims), and lies in the domain. Never raises."""
+        return self._misfit(value) is None and bool(self._allowed(value).all())
+
+    def contains(self, item: Any) -> bool:
+        """Whether a value is in the domain, as `is_in`."""
+        return self.is_in(item)
+
+    def assert_is_in(self, value: Any) -> None:
+        """Raise an error that names the first row that does not fit, what was expected and what came.
+
+        Raises:
+            OutsideSpec: an AssertionError and a ValueError.
+        """
+        problem = self.problem(value)
+        if problem is not None:
+            raise OutsideSpec(problem)
+
+    def problem(self, value: Any) -> str | None:
+        """Say what is wrong with a value, or return None if it is in the domain."""
+        text = self._misfit(value)
+        if text is not None:
+            return text
+        allowed = self._allowed(value)
+        if bool(allowed.all()):
+            return None
+        first = tuple((~allowed).nonzero()[0].tolist())
+        where = f"at index {first[0] if len(first) == 1 else first} " if first else ""
+        return f"{where}a value of {self._domain_text(first)} was expected, got {_short(value[first])}"
+
+    def _domain_text(self, index: tuple[int, ...]) -> str:
+        """The domain of the entry at an index of a value, in words."""
+        return repr(self)
+
+    def type_check(self, value: Any, key: Any = None) -> None:
+        """Raise a TypeError if a value has another dtype."""
+        if getattr(value, "dtype", None) is not self.dtype:
+            named = "" if key is None else f" of {key!r}"
+            raise TypeError(
+                f"the dtype{named} must be {self.dtype}, got {getattr(value, 'dtype', type(value))}"
+            )
+
+    def project(self, value: Any) -> Any:
+        """Return a value that is inside as it is, or else the closest one inside. It never leaves NaN."""
+        if self.is_in(value):
+            return value
+        if not isinstance(value, Tensor) or not self._broadcasts(value.shape):
+            raise ValueError(
+                f"a tensor of shape {tuple(self.shape)}, after any batch dims, was expected, got "
+                f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}"
+            )
+        return self._projected(value)
+
+    @abstractmethod
+    def _projected(self, value: Tensor) -> Tensor:
+        """The closest values inside, of this dtype."""
+
+    def encode(self, value: Any, *, ignore_device: bool = False) -> Any:
+        """Make a tensor in the domain of an array, a list, a number or a tensor; sizes of 1 may be left out.
+
+        Args:
+            value: what the env or a user gives.
+            ignore_device: leave it where it is.
+
+        Raises:
+            OutsideSpec: the value is outside, or would change in this dtype.
+            ValueError: it has another shape.
+        """
+        given = torch.as_tensor(np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value)
+        if not ignore_device:
+            given = given.to(self.device)
+        tensor = self._shaped(self._cast(given))
+        self.assert_is_in(tensor)
+        return tensor
+
+    def _cast(self, given: Tensor) -> Tensor:
+        """The same numbers in this dtype."""
+        assert self.dtype is not None
+        if given.dtype is self.dtype:
+            return given
+        tensor = given.to(self.dtype)
+        if is_whole(self.dtype) and not torch.equal(tensor.to(given.dtype), given):
+            raise OutsideSpec(f"{_short(given)} cannot be written as {self.dtype} without changing it")
+        return tensor
+
+    def _shaped(self, tensor: Tensor) -> Tensor:
+        if self._broadcasts(tensor.shape):
+            return tensor
+        if [size for size in tensor.shape if size != 1] != [size for size in self.shape if size != 1]:
+            raise ValueError(f"a value of shape {tuple(self.shape)} was expected, got {tuple(tensor.shape)}")
+        return tensor.reshape(self.shape)
+
+    def to_numpy(self, value: Any, safe: bool | None = None) -> Any:
+        """The array of a value, the inverse of `encode`; ``safe=True`` checks the value first."""
+        if safe:
+            self.assert_is_in(value)
+        return value.detach().cpu().numpy()
+
+    def index(self, index: Tensor, tensor_to_index: Tensor) -> Tensor:
+        """Pick from the last dim of a tensor by category; only specs of categories can.
+
+        Args:
+            index: values of this spec.
+            tensor_to_index: ``[..., n]``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no categories to pick by")
+
+    def cardinality(self) -> int | float:
+        """Number of values, batch dims left aside; ``inf`` where there is no end to them."""
+        return float("inf")
+
+    def enumerate(self, use_mask: bool = False) -> Any:
+        """All values ``[cardinality, *shape]``; the batch has the same one everywhere.
+
+        Args:
+            use_mask: leave out what the mask forbids.
+        """
+        raise NotImplementedError(f"the values of {type(self).__name__} cannot be listed")
+
+    # --- the rest -----------------------------------------------------------------------------------------------
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if type(self) is not type(other) or not isinstance(other, TensorSpec):
+            return False
+        mine, its = self._parameters, other._parameters
+        return (
+            self.shape == other.shape
+            and self.dtype == other.dtype
+            and self.device == other.device
+            and self.domain == other.domain
+            and self._settings() == other._settings()
+            and mine.keys() == its.keys()
+            and all(_equal(mine[name], its[name]) for name in mine)
+        )
+
+    def _settings(self) -> tuple[Any, ...]:
+        """What makes two specs of one class and shape different, besides the tensors in ``_parameters``."""
+        return ()
+
+    __hash__ = None  # type: ignore[assignment]  # compared by value, and its mask can change
+
+    def __repr__(self) -> str:
+        parts = [f"shape={tuple(self.shape)}", *self._repr_parts(), f"dtype={self.dtype}"]
+        if self.device is not None and self.device.type != "cpu":
+            parts.append(f"device={self.device}")
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    def _repr_parts(self) -> list[str]:
+        return []
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        own = TORCH_FUNCTIONS.get(func)
+        if own is None:
+            return NotImplemented
+        return own(*args, **(kwargs or {}))
+
+
+for _name in ("squeeze", "unsqueeze", "reshape", "flatten", "unflatten", "unbind"):
+    implements(getattr(torch, _name))(
+        functools.partial(
+            lambda spec, *rest, name, **options: getattr(spec, name)(*rest, **options), name=_name
+        )
+    )
+
+
+def _with_any(sizes: torch.Size, before: torch.Size) -> list[int]:
+    """Sizes of a frame with -1 for dims of any length."""
+    if -1 not in before:
+        return list(sizes)
+    if any(size > ANY_LENGTH and size % ANY_LENGTH == 0 for size in sizes):
+        raise ValueError("a dim of any length (-1) cannot be merged with other dims")
+    return [-1 if size == ANY_LENGTH else size for size in sizes]
+
+
+def _dims_used(item: Any) -> int:
+    """How many dims an item of an index takes away or selects from."""
+    if item is None or item is Ellipsis:
+        return 0
+    return item.ndim if isinstance(item, Tensor) and item.dtype is torch.bool else 1
+
+
+def _moved(parameter: Tensor, device: torch.device) -> Tensor:
+    """The parameter on another device, still with stride 0 where entries repeat."""
+    return narrow(parameter).to(device).expand(parameter.shape)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and (one is other or bool((narrow(one) == narrow(other)).all()))
+
+
+def _short(value: Tensor) -> str:
+    """A few numbers of a value, for an error."""
+    numbers = value.detach().reshape(-1)[:8].tolist()
+    if value.numel() == 1:
+        return str(numbers[0])
+    return f"[{', '.join(map(str, numbers))}{', ...' if value.numel() > 8 else ''}]"
