@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from flatroll.specs.binary import Binary
 from flatroll.specs.bounded import (
     Bounded,
     BoundedContinuous,
@@ -11,7 +12,7 @@ from flatroll.specs.bounded import (
     UnboundedDiscrete,
 )
 from flatroll.specs.composite import Composite
-from flatroll.specs.discrete import Binary, Categorical, OneHot
+from flatroll.specs.discrete import Categorical, OneHot
 from flatroll.specs.leaf import OutsideSpec, TensorSpec
 from flatroll.specs.multi import MultiCategorical, MultiOneHot
 from flatroll.specs.non_tensor import NonTensor

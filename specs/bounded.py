@@ -3,20 +3,14 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from flatroll.specs.draws import Limits, draw_between
-from flatroll.specs.leaf import (
-    Device,
-    Shape,
-    TensorSpec,
-    as_shape,
-    checked_dtype,
-    is_whole,
-    narrow,
-)
+from flatroll.specs.leaf import Device, TensorSpec, checked_dtype, is_whole
+from flatroll.specs.shapes import Shape, narrow
 
 _NOT_COMPARED = {torch.uint16, torch.uint32, torch.uint64}  # torch has no clamp and no order for these
 
@@ -56,7 +50,7 @@ class Bounded(TensorSpec):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Make an object of the class that the dtype, or ``domain``, asks for."""
         if cls is Bounded:
-            return object.__new__(_by_domain(kwargs, args[4:5], BoundedContinuous, BoundedDiscrete))  # type: ignore[return-value]
+            return object.__new__(_by_domain(kwargs, args[4:5], BoundedContinuous, BoundedDiscrete))
         return object.__new__(cls)
 
     def __init__(
@@ -81,7 +75,7 @@ class Bounded(TensorSpec):
                     f"the shape must be given, or follow from low or high, which have no dims: got low={low!r}, "
                     f"high={high!r}. Give shape=() for one number"
                 )
-            shape = torch.broadcast_shapes(*(bound.shape for bound in bounds))
+            shape = np.broadcast_shapes(*(tuple(bound.shape) for bound in bounds))
         super().__init__(shape, None, device, dtype, _domain(domain, dtype))
         try:
             self._parameters = {
@@ -177,8 +171,8 @@ class Bounded(TensorSpec):
         low, high = self._bounds()
         if self.dtype in _NOT_COMPARED or self.dtype is torch.bool:
             assert self.dtype is not None
-            wide = [_comparable(part) for part in (value, low, high)]
-            return wide[0].clamp(wide[1], wide[2]).to(self.dtype)
+            number, least, most = (_comparable(part) for part in (value, low, high))
+            return number.clamp(least, most).to(self.dtype)
         return value.clamp(low, high)
 
     @override
@@ -277,7 +271,7 @@ class Unbounded(TensorSpec):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Make an object of the class that the dtype, or ``domain``, asks for."""
         if cls is Unbounded:
-            return object.__new__(_by_domain(kwargs, args[2:3], UnboundedContinuous, UnboundedDiscrete))  # type: ignore[return-value]
+            return object.__new__(_by_domain(kwargs, args[2:3], UnboundedContinuous, UnboundedDiscrete))
         return object.__new__(cls)
 
     def __init__(
@@ -388,7 +382,7 @@ def _sibling(spec: TensorSpec, domain: str) -> Any:
         "continuous": {BoundedDiscrete: BoundedContinuous, UnboundedDiscrete: UnboundedContinuous},
         "discrete": {BoundedContinuous: BoundedDiscrete, UnboundedContinuous: UnboundedDiscrete},
     }
-    return pairs[domain].get(type(spec), type(spec))  # type: ignore[call-overload]
+    return pairs[domain].get(type(spec), type(spec))
 
 
 def _domain(domain: str | None, dtype: torch.dtype) -> str:
@@ -409,7 +403,7 @@ def _bound(name: str, value: Any, dtype: torch.dtype, device: torch.device | Non
     bound = given.to(dtype)
     same = torch.equal(bound.to(given.dtype), given)
     # Floats are rounded; whole numbers must be themselves, and what is finite must stay so.
-    if is_whole(dtype) and not same or bool((bound.isinf() & ~given.isinf()).any()):
+    if (is_whole(dtype) and not same) or bool((bound.isinf() & ~given.isinf()).any()):
         raise ValueError(f"{dtype} cannot hold {name}={value!r}: choose another dtype or bound")
     return bound
 

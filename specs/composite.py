@@ -4,14 +4,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torch import Tensor
 from typing_extensions import override
 
 from flatroll.layout.keys import NestedKey, as_tuple, plain_key
 from flatroll.specs.bounded import grid
-from flatroll.specs.leaf import Device, Operation, OutsideSpec, Shape, TensorSpec, as_shape
+from flatroll.specs.leaf import Device, OutsideSpec, TensorSpec
 from flatroll.specs.non_tensor import NonTensor
+from flatroll.specs.shapes import Operation, Shape
 
 _MISSING: Any = object()
 
@@ -61,7 +62,7 @@ class Composite(TensorSpec):
             raise ValueError(f"names must be one for each of {self.ndim} batch dims, got {names!r}")
         self._specs: dict[str, TensorSpec | None] = {}
         self._locked = False
-        self._of_tuple = False  # whether it describes a Gymnasium Tuple, its entries in order
+        self.of_tuple = False  # whether it describes a Gymnasium Tuple, its entries in order
         if len(args) > 1 or not all(isinstance(arg, Mapping | Composite) for arg in args):
             raise TypeError(f"Composite takes one dict of specs, or specs by name, got {args!r}")
         for entries in (*args, specs):
@@ -112,9 +113,10 @@ class Composite(TensorSpec):
                     f"the shape of {key!r} must begin with that of the Composite, {tuple(self.shape)}, got "
                     f"{tuple(spec.shape)}: write spec.expand(...)"
                 )
-            missing = self.shape[spec.ndim :]
-            for size in missing:
-                spec = spec.unsqueeze(spec.ndim).expand(*spec.shape, size)
+            wider: TensorSpec = spec
+            for size in self.shape[spec.ndim :]:
+                wider = wider.unsqueeze(wider.ndim).expand(*wider.shape, size)
+            return wider
         return spec
 
     def __getitem__(self, index: Any) -> Any:
@@ -309,7 +311,7 @@ class Composite(TensorSpec):
         size = self._full_shape(shape)
         if self.data_cls is not None:
             return self.data_cls.from_dict(values, batch_size=size, device=self.device)
-        names = None if self.names is None else [None] * (len(size) - self.ndim) + self.names
+        names = None if self.names is None else [*(None,) * (len(size) - self.ndim), *self.names]
         return TensorDict(values, size, device=self.device, names=names)
 
     @override
@@ -439,7 +441,7 @@ class Composite(TensorSpec):
             and all(spec == other._specs[name] for name, spec in self._specs.items())
         )
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     @override
     def __repr__(self) -> str:

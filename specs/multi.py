@@ -10,7 +10,8 @@ from typing_extensions import override
 from flatroll.specs.bounded import grid
 from flatroll.specs.discrete import Categorical, Categories, Encoded, checked_mask
 from flatroll.specs.draws import draw_categories
-from flatroll.specs.leaf import Device, Shape, TensorSpec, as_shape, is_whole, narrow
+from flatroll.specs.leaf import Device, TensorSpec, is_whole
+from flatroll.specs.shapes import Shape, as_shape, narrow
 
 
 class MultiCategorical(TensorSpec):
@@ -117,7 +118,7 @@ class MultiCategorical(TensorSpec):
     def parts(self) -> list[Categorical]:
         """The spec of each part, of shape ``shape[:-1]``."""
         counts, starts = self._counts(), self._one_row("start").tolist()
-        masks = [None] * len(counts) if self.mask is None else self.mask.split(counts, -1)
+        masks = [None] * len(counts) if self.mask is None else self.mask.split_with_sizes(counts, -1)
         return [
             Categorical(n, self.shape[:-1], self.device, self.dtype, mask, start=first)
             for n, first, mask in zip(counts, starts, masks, strict=True)
@@ -184,7 +185,7 @@ class MultiCategorical(TensorSpec):
     @override
     def index(self, index: Tensor, tensor_to_index: Tensor) -> Tensor:
         """Pick from the last dim of ``[..., sum(nvec)]`` by category, part after part: ``[..., k]``."""
-        columns = tensor_to_index.split(self._counts(), -1)
+        columns = tensor_to_index.split_with_sizes(self._counts(), -1)
         parts = zip(self.parts(), index.unbind(-1), columns, strict=True)
         return torch.stack([part.index(chosen, column) for part, chosen, column in parts], -1)
 
@@ -302,7 +303,7 @@ class MultiOneHot(Encoded):
 
     def _parts(self, value: Tensor) -> list[tuple[Any, Tensor]]:
         """The one-hot spec and the flags of each part."""
-        columns = value.split(self.categories._counts(), -1)
+        columns = value.split_with_sizes(self.categories._counts(), -1)
         return [
             (part.to_one_hot_spec().to(self.dtype), column)
             for part, column in zip(self.categories.parts(), columns, strict=True)

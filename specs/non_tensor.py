@@ -8,7 +8,8 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase, lazy_stack
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.specs.leaf import Device, Shape, TensorSpec
+from flatroll.specs.leaf import Device, TensorSpec
+from flatroll.specs.shapes import Shape
 
 
 class NonTensor(TensorSpec):
@@ -84,11 +85,17 @@ class NonTensor(TensorSpec):
 
     @override
     def zero(self, shape: Shape = ()) -> Any:
-        return self._filled(shape, lambda: self.example_data)
+        """The example everywhere, or else one sample of the space, always the same."""
+        example = self.example_data
+        if example is None and self._space is not None:
+            self._space.seed(0)
+            example = self._space.sample()
+        return self._filled(shape, lambda: example)
 
     @override
     def one(self, shape: Shape = ()) -> Any:
-        return self._filled(shape, lambda: self.example_data)
+        """The same as `zero`."""
+        return self.zero(shape)
 
     def _filled(self, shape: Shape, make: Any) -> Any:
         sizes = self._full_shape(shape)

@@ -3,9 +3,10 @@
 import warnings
 from typing import Any
 
+from flatroll.specs.binary import Binary
 from flatroll.specs.bounded import Bounded, UnboundedContinuous, UnboundedDiscrete
 from flatroll.specs.composite import Composite
-from flatroll.specs.discrete import Binary, Categorical, OneHot
+from flatroll.specs.discrete import Categorical, OneHot
 from flatroll.specs.multi import MultiCategorical, MultiOneHot
 from flatroll.specs.non_tensor import NonTensor
 from flatroll.specs.stacked import Stacked, StackedComposite

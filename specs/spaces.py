@@ -7,12 +7,14 @@ import torch
 from gymnasium import spaces
 
 from flatroll.layout.keys import NestedKey, plain_key
+from flatroll.specs.binary import Binary
 from flatroll.specs.bounded import Bounded, Unbounded
 from flatroll.specs.composite import Composite
-from flatroll.specs.discrete import Binary, Categorical
-from flatroll.specs.leaf import Device, Shape, TensorSpec, as_shape
+from flatroll.specs.discrete import Categorical, Encoded
+from flatroll.specs.leaf import Device, TensorSpec
 from flatroll.specs.multi import MultiCategorical
 from flatroll.specs.non_tensor import NonTensor
+from flatroll.specs.shapes import Shape, as_shape
 
 
 def as_spec(space: "spaces.Space[Any]", batch_size: Shape = (), device: Device = None) -> TensorSpec:
@@ -53,19 +55,14 @@ def _unbatched(space: Any, device: Device) -> TensorSpec:
     if isinstance(space, spaces.Tuple):
         children = {str(i): _unbatched(child, device) for i, child in enumerate(space.spaces)}
         spec = Composite(children, device=device)
-        spec._of_tuple = True
+        spec.of_tuple = True
         return spec
     if isinstance(space, spaces.Box):
         dtype, shape = _torch_dtype(space.dtype), space.shape
-        if (
-            np.issubdtype(space.dtype, np.floating)
-            and np.isinf(space.low).all()
-            and np.isinf(space.high).all()
-        ):
-            if (space.low < 0).all() and (space.high > 0).all():
-                return Unbounded(shape, device, dtype)
-        bounds = (_repeated(bound, dtype, device) for bound in (space.low, space.high))
-        return Bounded(*bounds, shape, device, dtype)
+        if (space.low == -np.inf).all() and (space.high == np.inf).all():
+            return Unbounded(shape, device, dtype)
+        low, high = (_repeated(bound, dtype, device) for bound in (space.low, space.high))
+        return Bounded(low, high, shape, device, dtype)
     if isinstance(space, spaces.Discrete):
         return Categorical(int(space.n), (), device, _torch_dtype(space.dtype), start=int(space.start))
     if isinstance(space, spaces.MultiDiscrete):
@@ -73,7 +70,9 @@ def _unbatched(space: Any, device: Device) -> TensorSpec:
         start = torch.tensor(0) if not bool(start.any()) else start
         return MultiCategorical(counts, space.shape, device, _torch_dtype(space.dtype), start=start)
     if isinstance(space, spaces.MultiBinary):
-        return Binary(None, space.shape, device, _torch_dtype(space.dtype))
+        flags = Binary(None, space.shape, device, _torch_dtype(space.dtype))
+        flags._by_shape = not isinstance(space.n, int | np.integer)
+        return flags
     if not isinstance(space, spaces.Space):
         raise TypeError(f"space must be a gymnasium space, got {type(space).__name__}")
     return NonTensor((), device, space=space, batched=True)
@@ -98,7 +97,7 @@ def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
         raise ValueError("no Gymnasium space keeps a mask: call spec.update_mask(None) first")
     if type(spec) is Composite:
         children = {key: as_space(child) for key, child in spec._present().items()}
-        return spaces.Tuple(list(children.values())) if spec._of_tuple else spaces.Dict(children)
+        return spaces.Tuple(list(children.values())) if spec.of_tuple else spaces.Dict(children)
     dtype: Any = None if spec.dtype is None else torch.empty(0, dtype=spec.dtype).numpy().dtype
     if isinstance(spec, Bounded):
         return spaces.Box(spec.low.cpu().numpy(), spec.high.cpu().numpy(), tuple(spec.shape), dtype)
@@ -116,8 +115,9 @@ def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
         return spaces.MultiDiscrete(spec.nvec.cpu().numpy(), dtype, start=spec.start.cpu().numpy())
     if isinstance(spec, NonTensor) and isinstance(spec.space, spaces.Space) and not spec.shape:
         return spec.space
-    if isinstance(spec, Binary) or hasattr(spec, "categories"):
-        return spaces.MultiBinary(tuple(spec.shape))
+    if isinstance(spec, Binary | Encoded):
+        named = spec.ndim != 1 or getattr(spec, "_by_shape", False)
+        return spaces.MultiBinary(tuple(spec.shape) if named else spec.shape[0])
     raise TypeError(f"no Gymnasium space holds the values of {spec!r}")
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.specs.composite import Composite
-from flatroll.specs.leaf import ANY_LENGTH, Operation, Shape, TensorSpec, as_shape, implements
+from flatroll.specs.leaf import TensorSpec, implements
+from flatroll.specs.shapes import ANY_LENGTH, Operation, Shape, as_shape
 
 
 @implements(torch.stack)
@@ -245,7 +246,7 @@ class StackedComposite(Composite):
 
     @override
     def __iter__(self) -> Any:
-        return (key for key in self.specs[0] if all(key in spec.keys() for spec in self.specs))
+        return (key for key in self.specs[0] if all(key in spec._specs for spec in self.specs))
 
     @override
     def __len__(self) -> int:
@@ -376,7 +377,7 @@ class StackedComposite(Composite):
             and all(mine == its for mine, its in zip(self.specs, other.specs, strict=True))
         )
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     @override
     def __repr__(self) -> str:
@@ -401,7 +402,7 @@ def mapped(stacked: "Stacked | StackedComposite", operation: Operation, dims: in
     """
     specs, dim = stacked.specs, stacked.dim
     if dim >= dims:  # behind the dims of the operation, which may change how many there are
-        done = [spec._map(operation, dims) for spec in specs]
+        done: Any = [spec._map(operation, dims) for spec in specs]
         return type(stacked)(*done, dim=dim + done[0].ndim - specs[0].ndim)
     sizes = [1 if size == ANY_LENGTH else size for size in stacked._frame.shape[:dims]]
     numbers = torch.arange(len(specs)).reshape([-1 if d == dim else 1 for d in range(dims)])

@@ -93,7 +93,7 @@ def consolidate_spec(
                 examples.setdefault(key, []).append(entry)
         for part in parts:
             for key, entries in examples.items():
-                if key not in part.keys():
+                if key not in part._specs:
                     part[key] = _empty_like(entries, part.shape)
         return stack(parts, spec.dim)  # type: ignore[no-any-return]
     if isinstance(spec, Composite):

@@ -1,0 +1,219 @@
+"""Shape operations of specs: one map over their parameters, which copies nothing."""
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Shape: TypeAlias = Any  # an int, or a sequence of ints
+#: An operation on the first k dims of a tensor, which leaves those after them alone.
+Operation: TypeAlias = Callable[[Any], Any]
+
+#: Stands for a dim of any length (-1) inside of `TensorSpec._frame`: a prime that no real dim is likely to have.
+ANY_LENGTH = 2_097_143
+
+
+def as_shape(*shape: Shape) -> torch.Size:
+    """A shape given as an int, as a sequence, or as several ints.
+
+    >>> as_shape(3), as_shape((2, 3)), as_shape(2, 3)
+    (torch.Size([3]), torch.Size([2, 3]), torch.Size([2, 3]))
+    """
+    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int | np.integer) else shape
+    return torch.Size([operator.index(size) for size in sizes])
+
+
+def narrow(parameter: Tensor) -> Tensor:
+    """A view with size 1 where all entries along a dim are one number in memory, for arithmetic that broadcasts."""
+    repeated = [
+        stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+    ]
+    if not any(repeated):
+        return parameter
+    return parameter[tuple(slice(0, 1) if same else slice(None) for same in repeated)]
+
+
+def frame_of(shape: torch.Size) -> Tensor:
+    """One number in memory with these dims, ANY_LENGTH for -1: operations on it tell the new shape."""
+    if any(size < -1 or size == ANY_LENGTH for size in shape):
+        raise ValueError(f"shape must have dims of at least 0, or -1 for any length, got {tuple(shape)}")
+    return torch.empty(()).expand([ANY_LENGTH if size == -1 else size for size in shape])
+
+
+class Shaped:
+    """Base of specs: the shape operations of tensors on the dims in front of a value's own.
+
+    Attributes:
+        shape: the dims of a batch, then those of one value. A dim of -1 takes any length.
+    """
+
+    shape: torch.Size
+    _own_dims: int = 0  # how many of the last dims belong to one value
+    _frame: Tensor  # one number with the dims in front of these
+    _parameters: dict[str, Tensor]  # each [*dims of the frame, ...], with stride 0 where entries repeat
+    _cache: dict[str, Any]  # what follows from the parameters, once it was needed
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    def ndimension(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    def _changed(self, **attributes: Any) -> Self:
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__, _cache={}, **attributes)
+        return new
+
+    def _map(self, operation: Operation, dims: int) -> Self:
+        """The spec after an operation on its first ``dims`` dims."""
+        frame = operation(self._frame)
+        added = frame.ndim - self._frame.ndim
+        parameters = {}
+        for name, parameter in self._parameters.items():
+            if any(parameter.stride(d) and parameter.shape[d] > 1 for d in range(dims)):
+                parameters[name] = operation(parameter)
+                continue
+            # The same for the whole batch, so also afterwards; the operation itself might copy it (reshape, a mask).
+            sizes = (*frame.shape[: dims + added], *parameter.shape[dims:])
+            strides = (*(0,) * (dims + added), *parameter.stride()[dims:])
+            parameters[name] = parameter.as_strided(sizes, strides)
+        own = self.shape[len(self.shape) - self._own_dims :]
+        shape = torch.Size((*_with_any(frame.shape, self.shape), *own))
+        return self._changed(_frame=frame, shape=shape, _parameters=parameters)
+
+    def _outer(self, what: str, *dims: int) -> list[int]:
+        """Dims counted from the front, all of them in front of a value's own dims."""
+        outer = self.ndim - self._own_dims
+        counted = [dim + self.ndim if dim < 0 else dim for dim in dims]
+        if any(not 0 <= dim < outer for dim in counted):
+            own = f", and its last {self._own_dims} belong to one value" if self._own_dims else ""
+            raise IndexError(
+                f"{what} is not possible: {type(self).__name__} has shape {tuple(self.shape)}{own}"
+            )
+        return counted
+
+    def _split(self, shape: torch.Size, what: str) -> torch.Size:
+        """The batch part of a new shape, whose last dims must stay those of one value."""
+        cut = len(shape) - self._own_dims
+        own = self.shape[self.ndim - self._own_dims :]
+        if cut < 0 or any(new not in (-1, old) for new, old in zip(shape[cut:], own, strict=True)):
+            raise ValueError(
+                f"{what} to {tuple(shape)} is not possible: the last dims of {type(self).__name__} with shape "
+                f"{tuple(self.shape)} belong to one value and stay {tuple(own)}"
+            )
+        return shape[:cut]
+
+    def expand(self, *shape: Shape) -> Self:
+        """Repeat along new leading dims, or along dims of size 1. Nothing is copied."""
+        outer, dims = self._split(as_shape(*shape), "expand"), self._frame.ndim
+        try:
+            return self._map(lambda tensor: tensor.expand(*outer, *tensor.shape[dims:]), dims)
+        except RuntimeError as error:
+            raise ValueError(
+                f"expand to {tuple(as_shape(*shape))} is not possible for {type(self).__name__} with shape "
+                f"{tuple(self.shape)}: its dims must be the last ones, or have size 1"
+            ) from error
+
+    def reshape(self, *shape: Shape) -> Self:
+        """Give the batch dims another shape of as many elements."""
+        outer, dims = self._split(as_shape(*shape), "reshape"), self._frame.ndim
+        try:
+            sizes = self._frame.reshape(outer).shape
+            return self._map(lambda tensor: tensor.reshape(*sizes, *tensor.shape[dims:]), dims)
+        except RuntimeError as error:
+            raise ValueError(
+                f"reshape to {tuple(as_shape(*shape))} is not possible for {type(self).__name__} with shape "
+                f"{tuple(self.shape)}"
+            ) from error
+
+    view = reshape
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Self:
+        """Make one dim of several; ``end_dim=-1`` is the last one in front of a value's own dims."""
+        end_dim = end_dim - self._own_dims if end_dim < 0 else end_dim
+        start, end = self._outer("flatten", start_dim, end_dim)
+        return self._map(lambda tensor: tensor.flatten(start, end), self._frame.ndim)
+
+    def unflatten(self, dim: int, sizes: Shape) -> Self:
+        """Make several dims of one."""
+        (dim,), parts = self._outer("unflatten", dim), as_shape(sizes)
+        return self._map(lambda tensor: tensor.unflatten(dim, parts), self._frame.ndim)
+
+    def squeeze(self, dim: int | None = None) -> Self:
+        """Drop a dim, or all dims, of size 1 in front of a value's own dims."""
+        if dim is None:
+            drop = tuple(d for d, size in enumerate(self._frame.shape) if size == 1)
+        else:
+            drop = tuple(self._outer("squeeze", dim))
+        full = tuple(
+            0 if d in drop and size == 1 else slice(None) for d, size in enumerate(self._frame.shape)
+        )
+        return self._map(lambda tensor: tensor[full], self._frame.ndim)
+
+    def unsqueeze(self, dim: int) -> Self:
+        """Insert a dim of size 1."""
+        at = dim + self.ndim + 1 if dim < 0 else dim
+        if not 0 <= at <= self._frame.ndim:
+            self._outer("unsqueeze", at)
+            raise IndexError(f"unsqueeze({dim}) is not possible for a spec of {self.ndim} dims")
+        return self._map(lambda tensor: tensor.unsqueeze(at), self._frame.ndim)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Index the batch dims, as a tensor is indexed."""
+        full = self._resolved(index)
+        return self._map(lambda tensor: tensor[full], self._frame.ndim)
+
+    def _resolved(self, index: Any) -> tuple[Any, ...]:
+        """The index as a tuple without ``...``, so that dims behind the batch's do not shift it."""
+        items = list(index) if isinstance(index, tuple) else [index]
+        items = [torch.as_tensor(item) if isinstance(item, list | np.ndarray) else item for item in items]
+        used = sum(_dims_used(item) for item in items)
+        places = [place for place, item in enumerate(items) if item is Ellipsis]
+        if places:
+            free = self.ndim - used
+            items[places[0] : places[0] + 1] = [slice(None)] * free
+        # What reaches into a value's own dims may only be the whole of them.
+        while items and used + (len(places) and self.ndim - used) > self._frame.ndim:
+            if not (isinstance(items[-1], slice) and items[-1] == slice(None)):
+                break
+            items.pop()
+            used -= 1
+        if sum(_dims_used(item) for item in items) > self._frame.ndim or len(places) > 1:
+            self._outer(f"the index {index}", self.ndim)
+        return tuple(items)
+
+    def unbind(self, dim: int = 0) -> tuple[Self, ...]:
+        """One spec for each index along a dim."""
+        (dim,) = self._outer("unbind", dim)
+        return tuple(self[(*(slice(None),) * dim, i)] for i in range(self._frame.shape[dim]))
+
+    def __len__(self) -> int:
+        """Size of the first dim."""
+        if not self.shape:
+            raise TypeError(f"a {type(self).__name__} without dims has no length")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.unbind(0))
+
+
+def _with_any(sizes: torch.Size, before: torch.Size) -> list[int]:
+    """Sizes of a frame with -1 for dims of any length."""
+    if -1 not in before:
+        return list(sizes)
+    if any(size > ANY_LENGTH and size % ANY_LENGTH == 0 for size in sizes):
+        raise ValueError("a dim of any length (-1) cannot be merged with other dims")
+    return [-1 if size == ANY_LENGTH else size for size in sizes]
+
+
+def _dims_used(item: Any) -> int:
+    """How many dims an item of an index takes away or selects from."""
+    if item is None or item is Ellipsis:
+        return 0
+    return item.ndim if isinstance(item, Tensor) and item.dtype is torch.bool else 1
