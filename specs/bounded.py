@@ -212,7 +212,7 @@ class Bounded(TensorSpec):
     @override
     def enumerate(self, use_mask: bool = False) -> Tensor:
         if self.dtype is None or not is_whole(self.dtype) or -1 in self.shape:
-            return super().enumerate(use_mask)
+            raise NotImplementedError(f"the values of {self!r} cannot be listed: they have no end")
         low, high = self.low.reshape(-1).tolist(), self.high.reshape(-1).tolist()
         ranges = [torch.arange(a, b + 1, device=self.device) for a, b in zip(low, high, strict=True)]
         return grid(ranges).to(self.dtype).reshape(-1, *self.shape)
@@ -397,7 +397,8 @@ def _bound(name: str, value: Any, dtype: torch.dtype, device: torch.device | Non
     """A bound as a tensor of the dtype, which must be able to hold it."""
     if value is None:
         raise ValueError(f"{name} must be given: a number, an array or a tensor")
-    given = torch.as_tensor(value, device=device)
+    wide = torch.float64 if isinstance(value, float) else None  # or torch rounds it to float32, 1e39 to inf
+    given = torch.as_tensor(value, device=device, dtype=wide)
     if given.is_floating_point() and bool(given.isnan().any()):
         raise ValueError(f"{name} must not be NaN, got {value!r}")
     bound = given.to(dtype)

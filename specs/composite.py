@@ -113,11 +113,10 @@ class Composite(TensorSpec):
                     f"the shape of {key!r} must begin with that of the Composite, {tuple(self.shape)}, got "
                     f"{tuple(spec.shape)}: write spec.expand(...)"
                 )
-            wider: TensorSpec = spec
             for size in self.shape[spec.ndim :]:
-                wider = wider.unsqueeze(wider.ndim).expand(*wider.shape, size)
-            return wider
-        return spec
+                spec = spec.unsqueeze(spec.ndim).expand(*spec.shape, size)
+        checked: TensorSpec = spec
+        return checked
 
     def __getitem__(self, index: Any) -> Any:
         """An entry, for a key; else the spec of the indexed batch."""
@@ -274,7 +273,8 @@ class Composite(TensorSpec):
         names = self.names
         if names is not None:  # a tensordict knows where names go
             sizes = [1 if size == -1 else size for size in self.shape]
-            names = operation(TensorDict({}, sizes, names=names)).names
+            named: Any = names
+            names = operation(TensorDict({}, sizes, names=named)).names
         return self._each(
             lambda spec: spec._map(operation, dims), shape=own.shape, _frame=own._frame, names=names
         )

@@ -243,7 +243,9 @@ class TensorSpec(Shaped, ABC):
             OutsideSpec: the value is outside, or would change in this dtype.
             ValueError: it has another shape.
         """
-        given = torch.as_tensor(np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value)
+        if isinstance(value, np.ndarray) and not value.flags.c_contiguous:
+            value = value.copy()  # torch takes no negative strides
+        given = torch.as_tensor(value)
         if not ignore_device:
             given = given.to(self.device)
         tensor = self._shaped(self._cast(given))

@@ -68,8 +68,7 @@ class NonTensor(TensorSpec):
             )
         if self._space is None:
             return None
-        single = isinstance(value, NonTensorData)
-        for item in [value.data] if single else _flat(value.tolist()) if wrapped else [value]:
+        for item in _data(value) if wrapped else [value]:
             if not self._space.contains(item):
                 return f"a value of {self._space} was expected, got {item!r}"
         return None
@@ -156,5 +155,8 @@ class NonTensor(TensorSpec):
         )
 
 
-def _flat(items: Any) -> list[Any]:
-    return [leaf for item in items for leaf in _flat(item)] if isinstance(items, list) else [items]
+def _data(value: Any) -> list[Any]:
+    """The data of each element; what is a list or tuple itself stays one."""
+    if isinstance(value, NonTensorData):
+        return [value.data]
+    return [item for part in value.tensordicts for item in _data(part)]

@@ -162,12 +162,12 @@ class Shaped:
         if not 0 <= at <= self._frame.ndim:
             self._outer("unsqueeze", at)
             raise IndexError(f"unsqueeze({dim}) is not possible for a spec of {self.ndim} dims")
-        return self._map(lambda tensor: tensor.unsqueeze(at), self._frame.ndim)
+        return self._map(lambda tensor: tensor.unsqueeze(at), at)
 
     def __getitem__(self, index: Any) -> Any:
         """Index the batch dims, as a tensor is indexed."""
         full = self._resolved(index)
-        return self._map(lambda tensor: tensor[full], self._frame.ndim)
+        return self._map(lambda tensor: tensor[full], sum(map(_dims_used, full)))
 
     def _resolved(self, index: Any) -> tuple[Any, ...]:
         """The index as a tuple without ``...``, so that dims behind the batch's do not shift it."""

@@ -28,6 +28,7 @@ def make_composite_from_td(
     UnboundedContinuous(shape=(4, 3), dtype=torch.float32)
     """
     specs: dict[str, TensorSpec] = {}
+    value: Any
     for key, value in data.items(is_leaf=is_entry):
         if isinstance(value, NonTensorData | NonTensorStack):
             first = value.reshape(-1)[0].data if value.numel() else None
