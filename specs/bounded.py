@@ -87,7 +87,7 @@ class Bounded(TensorSpec):
                 f"low and high must broadcast to shape {tuple(self.shape)}, got {tuple(bounds[0].shape)} and "
                 f"{tuple(bounds[1].shape)}"
             ) from error
-        low, high = (_comparable(narrow(bound)) for bound in self._parameters.values())
+        low, high = (_comparable(bound) for bound in self._bounds())
         wrong = low > high
         if bool(wrong.any()):
             at = wrong.nonzero()[0].tolist()
@@ -105,6 +105,16 @@ class Bounded(TensorSpec):
     def high(self) -> Tensor:
         """The upper bounds, of the spec's shape (a dim of any length has size 1)."""
         return self._shown("high")
+
+    def set_open(self, bounded_below: Tensor, bounded_above: Tensor) -> None:
+        """Say which bounds of whole numbers are only the ends of their dtype, which matters to `rand`.
+
+        Args:
+            bounded_below, bounded_above: bool, of the spec's shape, as those of `gymnasium.spaces.Box`.
+        """
+        given = {"bounded_below": bounded_below, "bounded_above": bounded_above}
+        self._parameters.update({name: known.to(self.device) for name, known in given.items()})
+        self._cache.clear()
 
     def _shown(self, name: str) -> Tensor:
         parameter = self._parameters[name]
@@ -150,8 +160,11 @@ class Bounded(TensorSpec):
         assert self.dtype is not None
         limits = self._cache.get("limits")
         if limits is None:
-            limits = Limits.of(*(_as_limits(bound, self.dtype) for bound in self._bounds()))
-            self._cache["limits"] = limits
+            low, high = (bound.double() for bound in self._bounds())
+            if "bounded_below" in self._parameters:  # whole numbers, which cannot be infinite
+                low = low.masked_fill(~narrow(self._parameters["bounded_below"]), -torch.inf)
+                high = high.masked_fill(~narrow(self._parameters["bounded_above"]), torch.inf)
+            limits = self._cache["limits"] = Limits.of(low, high)
         drawn = draw_between(limits, self._full_shape(shape), is_whole(self.dtype), generator)
         # The widest bounds of int64 are rounded up in float64, beyond what int64 holds.
         return self._inside(drawn.to(self.dtype)) if self.dtype is torch.int64 else drawn.to(self.dtype)
@@ -191,8 +204,8 @@ class Bounded(TensorSpec):
     @override
     def _with_dtype(self, dtype: torch.dtype) -> Self:
         bounds = {
-            name: _bound(name, narrow(parameter), dtype, None).expand(parameter.shape)
-            for name, parameter in self._parameters.items()
+            name: _bound(name, narrow(self._parameters[name]), dtype, None).expand(self._frame.shape)
+            for name in ("low", "high")
         }
         domain = _domain(None, dtype)
         new = self._changed(dtype=dtype, domain=domain, _parameters=bounds)
@@ -306,8 +319,11 @@ class Unbounded(TensorSpec):
         sizes = self._full_shape(shape)
         if self.dtype.is_complex or self.dtype.is_floating_point:
             return torch.randn(sizes, generator=generator, device=self.device, dtype=self.dtype)
-        ends = (torch.tensor(end, device=self.device) for end in _ends(self.dtype))
-        limits = Limits.of(*(_as_limits(end, self.dtype) for end in ends))
+        least, most = _ends(self.dtype)
+        if self.dtype is not torch.bool and torch.iinfo(self.dtype).bits >= 32:
+            least, most = 0 if least == 0 else -torch.inf, torch.inf
+        ends = (torch.tensor(end, device=self.device, dtype=torch.float64) for end in (least, most))
+        limits = Limits.of(*ends)
         return draw_between(limits, sizes, True, generator).to(self.dtype)
 
     @override
@@ -430,17 +446,6 @@ def _whole_limits(bound: Tensor) -> Tensor:
         return _comparable(bound)
     least, most = _ends(torch.int64)
     return bound.double().clamp(least, most / 2).long()
-
-
-def _as_limits(bound: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bounds in float64; the ends of 32 and 64 bit integers stand for no bound, as in Gymnasium's Box."""
-    limits = bound.double()
-    if is_whole(dtype) and dtype is not torch.bool and torch.iinfo(dtype).bits >= 32:
-        least, most = _ends(dtype)
-        if least < 0:
-            limits = limits.masked_fill(limits == least, -torch.inf)
-        limits = limits.masked_fill(limits == float(most), torch.inf)
-    return limits
 
 
 def _extent(bound: Tensor) -> str:

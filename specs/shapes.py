@@ -113,7 +113,7 @@ class Shaped:
         """Repeat along new leading dims, or along dims of size 1. Nothing is copied."""
         outer, dims = self._split(as_shape(*shape), "expand"), self._frame.ndim
         try:
-            return self._map(lambda tensor: tensor.expand(*outer, *tensor.shape[dims:]), dims)
+            return self._map(lambda tensor: tensor.expand((*outer, *tensor.shape[dims:])), dims)
         except RuntimeError as error:
             raise ValueError(
                 f"expand to {tuple(as_shape(*shape))} is not possible for {type(self).__name__} with shape "
@@ -125,7 +125,7 @@ class Shaped:
         outer, dims = self._split(as_shape(*shape), "reshape"), self._frame.ndim
         try:
             sizes = self._frame.reshape(outer).shape
-            return self._map(lambda tensor: tensor.reshape(*sizes, *tensor.shape[dims:]), dims)
+            return self._map(lambda tensor: tensor.reshape((*sizes, *tensor.shape[dims:])), dims)
         except RuntimeError as error:
             raise ValueError(
                 f"reshape to {tuple(as_shape(*shape))} is not possible for {type(self).__name__} with shape "

@@ -11,7 +11,7 @@ from flatroll.specs.binary import Binary
 from flatroll.specs.bounded import Bounded, Unbounded
 from flatroll.specs.composite import Composite
 from flatroll.specs.discrete import Categorical, Encoded
-from flatroll.specs.leaf import Device, TensorSpec
+from flatroll.specs.leaf import Device, TensorSpec, is_whole
 from flatroll.specs.multi import MultiCategorical
 from flatroll.specs.non_tensor import NonTensor
 from flatroll.specs.shapes import Shape, as_shape
@@ -59,10 +59,14 @@ def _unbatched(space: Any, device: Device) -> TensorSpec:
         return spec
     if isinstance(space, spaces.Box):
         dtype, shape = _torch_dtype(space.dtype), space.shape
-        if (space.low == -np.inf).all() and (space.high == np.inf).all():
+        below, above = space.bounded_below, space.bounded_above
+        if not below.any() and not above.any():
             return Unbounded(shape, device, dtype)
         low, high = (_repeated(bound, dtype, device) for bound in (space.low, space.high))
-        return Bounded(low, high, shape, device, dtype)
+        spec = Bounded(low, high, shape, device, dtype)
+        if is_whole(dtype) and not (below.all() and above.all()):
+            spec.set_open(torch.from_numpy(below), torch.from_numpy(above))
+        return spec
     if isinstance(space, spaces.Discrete):
         return Categorical(int(space.n), (), device, _torch_dtype(space.dtype), start=int(space.start))
     if isinstance(space, spaces.MultiDiscrete):

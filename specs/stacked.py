@@ -114,7 +114,13 @@ class Stacked(TensorSpec):
                 f"values of sizes {[tuple(part.shape) for part in parts]} stand beside each other only along dim 0: "
                 "draw from spec.unbind() instead"
             )
-        return torch.nested.nested_tensor(parts)
+        try:
+            return torch.nested.nested_tensor(parts, layout=torch.jagged)
+        except RuntimeError as error:
+            raise ValueError(
+                f"torch has no nested tensor of sizes {[tuple(part.shape) for part in parts]}: draw from "
+                "spec.unbind() instead"
+            ) from error
 
     def _split_value(self, value: Any) -> list[Any]:
         """The part of a value that belongs to each spec."""

@@ -20,7 +20,7 @@ def make_composite_from_td(
     Args:
         data: the tensordict.
         unsqueeze_null_shapes: tensors without dims count as ``[1]``.
-        dynamic_shape: the last dim of each tensor takes any length.
+        dynamic_shape: the last dim of each tensor, if it is no batch dim, takes any length.
 
     >>> import torch
     >>> from tensordict import TensorDict
@@ -40,7 +40,7 @@ def make_composite_from_td(
             )
         else:
             shape = tuple(value.shape) or ((1,) if unsqueeze_null_shapes else ())
-            shape = (*shape[:-1], -1) if dynamic_shape and value.ndim else shape
+            shape = (*shape[:-1], -1) if dynamic_shape and value.ndim > data.ndim else shape
             specs[key] = Unbounded(shape, value.device, value.dtype)
     return Composite(specs, shape=data.shape)
 

@@ -108,7 +108,7 @@ def test_own_dims_of_a_value_stay() -> None:
             lambda s: s.unsqueeze(-1),
             lambda s: s.squeeze(-1),
             lambda s: s.unbind(-1),
-            lambda s: s.reshape(1, 1) if size > 1 else s[0],
+            lambda s: s.reshape(1, 1),
             lambda s, size=size: s.expand(2, size + 1),
             lambda s: s.unflatten(0, (1, -1)),
         ):
