@@ -9,7 +9,7 @@ from typing_extensions import override
 from flatroll.specs.bounded import grid
 from flatroll.specs.discrete import Categories
 from flatroll.specs.draws import draw_categories
-from flatroll.specs.leaf import Device, TensorSpec
+from flatroll.specs.leaf import Device, TensorSpec, is_whole
 from flatroll.specs.shapes import Shape, as_shape
 
 
@@ -44,7 +44,9 @@ class Binary(TensorSpec):
     def is_in(self, value: Any) -> bool:
         if self._misfit(value) is not None:
             return False
-        return value.dtype is torch.bool or torch.equal(value.clamp(0, 1).round(), value)
+        return value.dtype is torch.bool or torch.equal(
+            value.clamp(0, 1), value if is_whole(value.dtype) else value.round()
+        )
 
     @override
     def _allowed(self, value: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from flatroll.specs.draws import Limits, draw_between
 from flatroll.specs.leaf import Device, TensorSpec, checked_dtype, is_whole
-from flatroll.specs.shapes import Shape, narrow
+from flatroll.specs.shapes import Shape, shortened
 
 _NOT_COMPARED = {torch.uint16, torch.uint32, torch.uint64}  # torch has no clamp and no order for these
 
@@ -79,7 +79,7 @@ class Bounded(TensorSpec):
         super().__init__(shape, None, device, dtype, _domain(domain, dtype))
         try:
             self._parameters = {
-                name: bound.expand(self._frame.shape)
+                name: shortened(bound.expand(self._frame.shape))
                 for name, bound in zip(("low", "high"), bounds, strict=True)
             }
         except RuntimeError as error:
@@ -99,12 +99,12 @@ class Bounded(TensorSpec):
     @property
     def low(self) -> Tensor:
         """The lower bounds, of the spec's shape (a dim of any length has size 1)."""
-        return self._shown("low")
+        return self._full("low")
 
     @property
     def high(self) -> Tensor:
         """The upper bounds, of the spec's shape (a dim of any length has size 1)."""
-        return self._shown("high")
+        return self._full("high")
 
     def set_open(self, bounded_below: Tensor, bounded_above: Tensor) -> None:
         """Say which bounds of whole numbers are only the ends of their dtype, which matters to `rand`.
@@ -113,12 +113,8 @@ class Bounded(TensorSpec):
             bounded_below, bounded_above: bool, of the spec's shape, as those of `gymnasium.spaces.Box`.
         """
         given = {"bounded_below": bounded_below, "bounded_above": bounded_above}
-        self._parameters.update({name: known.to(self.device) for name, known in given.items()})
+        self._parameters.update({name: shortened(known.to(self.device)) for name, known in given.items()})
         self._cache.clear()
-
-    def _shown(self, name: str) -> Tensor:
-        parameter = self._parameters[name]
-        return parameter if -1 not in self.shape else narrow(parameter).expand(self._full_shape(()))
 
     @property
     @override
@@ -126,7 +122,7 @@ class Bounded(TensorSpec):
         return Interval(self.low, self.high)
 
     def _bounds(self) -> tuple[Tensor, Tensor]:
-        return narrow(self._parameters["low"]), narrow(self._parameters["high"])
+        return self._parameters["low"], self._parameters["high"]
 
     @override
     def is_in(self, value: Any) -> bool:
@@ -162,8 +158,8 @@ class Bounded(TensorSpec):
         if limits is None:
             low, high = (bound.double() for bound in self._bounds())
             if "bounded_below" in self._parameters:  # whole numbers, which cannot be infinite
-                low = low.masked_fill(~narrow(self._parameters["bounded_below"]), -torch.inf)
-                high = high.masked_fill(~narrow(self._parameters["bounded_above"]), torch.inf)
+                low = low.masked_fill(~self._parameters["bounded_below"], -torch.inf)
+                high = high.masked_fill(~self._parameters["bounded_above"], torch.inf)
             limits = self._cache["limits"] = Limits.of(low, high)
         drawn = draw_between(limits, self._full_shape(shape), is_whole(self.dtype), generator)
         # The widest bounds of int64 are rounded up in float64, beyond what int64 holds.
@@ -203,10 +199,7 @@ class Bounded(TensorSpec):
 
     @override
     def _with_dtype(self, dtype: torch.dtype) -> Self:
-        bounds = {
-            name: _bound(name, narrow(self._parameters[name]), dtype, None).expand(self._frame.shape)
-            for name in ("low", "high")
-        }
+        bounds = {name: _bound(name, self._parameters[name], dtype, None) for name in ("low", "high")}
         domain = _domain(None, dtype)
         new = self._changed(dtype=dtype, domain=domain, _parameters=bounds)
         new.__class__ = type(self) if domain == self.domain else _sibling(self, domain)

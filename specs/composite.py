@@ -334,11 +334,10 @@ class Composite(TensorSpec):
         """Whether each entry is there and in the domain. Further entries do not matter. Never raises."""
         if not hasattr(value, "get"):
             return False
+        entries = value if isinstance(value, dict) else dict(value.items())
         for name, spec in self._specs.items():
-            if spec is not None:
-                entry = value.get(name, None)
-                if entry is None or not spec.is_in(entry):
-                    return False
+            if spec is not None and (name not in entries or not spec.is_in(entries[name])):
+                return False
         return True
 
     @override

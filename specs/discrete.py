@@ -11,7 +11,7 @@ from typing_extensions import override
 from flatroll.layout.checks import whole_number
 from flatroll.specs.draws import draw_categories, draw_masked
 from flatroll.specs.leaf import Device, OutsideSpec, TensorSpec, is_whole
-from flatroll.specs.shapes import Operation, Shape, as_shape, narrow
+from flatroll.specs.shapes import Operation, Shape, as_shape, shortened
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Categorical(TensorSpec):
     [0, 2]
     """
 
+    _kept = 1  # of a mask
+
     def __init__(
         self,
         n: int,
@@ -61,7 +63,7 @@ class Categorical(TensorSpec):
     @property
     def mask(self) -> Tensor | None:
         """Which categories are allowed, bool ``[*shape, n]``, or None for all."""
-        return self._parameters.get("mask")
+        return self._full("mask") if "mask" in self._parameters else None
 
     def update_mask(self, mask: Any) -> None:
         """Set which categories are allowed, bool, broadcastable to ``[*shape, n]``; None allows all.
@@ -89,7 +91,7 @@ class Categorical(TensorSpec):
         mask = self.mask
         if mask is None:
             return allowed
-        mask = narrow(mask).expand(*value.shape, self.n)
+        mask = mask.expand(*value.shape, self.n)
         return allowed & mask.gather(-1, counted.clamp(0, self.n - 1).unsqueeze(-1)).squeeze(-1)
 
     @override
@@ -104,7 +106,6 @@ class Categorical(TensorSpec):
         if mask is None:
             drawn = draw_categories(self.n, self._full_shape(shape), self.device, generator)
         else:
-            mask = mask if -1 not in self.shape else narrow(mask).expand(*self._full_shape(()), self.n)
             drawn = draw_masked(mask, as_shape(() if shape is None else shape), generator)
         return self._valued(drawn)
 
@@ -128,7 +129,7 @@ class Categorical(TensorSpec):
         counted = (value.long() - self.start).clamp(0, self.n - 1)
         mask = self.mask
         if mask is not None:
-            mask = narrow(mask).expand(*counted.shape, self.n)
+            mask = mask.expand(*counted.shape, self.n)
             away = (torch.arange(self.n, device=counted.device) - counted.unsqueeze(-1)).abs()
             counted = away.masked_fill(~mask, self.n).argmin(-1)
         return self._valued(counted)
@@ -362,7 +363,7 @@ class OneHot(Encoded):
         if value.dtype is not torch.bool:
             right &= ((value == 0) | flags).all(-1, keepdim=True)
         mask = self.mask
-        return right if mask is None else right & (flags & narrow(mask)).any(-1, keepdim=True)
+        return right if mask is None else right & (flags & mask).any(-1, keepdim=True)
 
     @override
     def is_in(self, value: Any) -> bool:
@@ -407,12 +408,12 @@ class OneHot(Encoded):
         scores = value.double().nan_to_num(0.0) if value.is_floating_point() else value.double()
         mask = self.mask
         if mask is not None:
-            scores = scores.masked_fill(~narrow(mask).expand(scores.shape), -torch.inf)
+            scores = scores.masked_fill(~mask.expand(scores.shape), -torch.inf)
         return self._flags(self.categories._valued(scores.argmax(-1)))
 
 
 def checked_mask(mask: Any, shape: Any, device: torch.device | None, parts: list[int]) -> Tensor:
-    """A mask expanded to a shape whose last dim is made of ``parts``, each of which allows something."""
+    """A mask that broadcasts to a shape, whose last dim is made of ``parts``, each of which allows something."""
     given = torch.as_tensor(mask, device=device)
     if given.dtype is not torch.bool:
         raise ValueError(f"the mask must be bool, got {given.dtype}")
@@ -422,17 +423,18 @@ def checked_mask(mask: Any, shape: Any, device: torch.device | None, parts: list
         raise ValueError(
             f"the mask must broadcast to shape {tuple(shape)}, got {tuple(given.shape)}"
         ) from error
-    for k, part in enumerate(narrow(full).split_with_sizes(parts, -1)):
+    short = shortened(full, 1)
+    for k, part in enumerate(short.split_with_sizes(parts, -1)):
         if not bool(part.any(-1).all()):
             raise ValueError(
                 f"the mask must allow a category everywhere{f' (in part {k})' if len(parts) > 1 else ''}"
             )
-    return full
+    return short
 
 
 def _same_row(mask: Tensor) -> Tensor:
     """The mask ``[n]`` that all rows have."""
-    rows = narrow(mask).reshape(-1, mask.shape[-1])
+    rows = shortened(mask, 1).reshape(-1, mask.shape[-1])
     if not bool((rows == rows[0]).all()):
         raise ValueError(
             "the values cannot be listed: the mask differs within the batch. Index the spec first"

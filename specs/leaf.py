@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatroll.specs.shapes import Shape, Shaped, as_shape, frame_of, narrow
+from flatroll.specs.shapes import Shape, Shaped, as_shape, frame_of
 
 Device: TypeAlias = torch.device | str | int | None
 #: torch function -> what it does to specs; filled by `implements`.
@@ -105,7 +105,7 @@ class TensorSpec(Shaped, ABC):
         return self._changed(dtype=dtype)
 
     def _with_device(self, device: torch.device) -> Self:
-        moved = {name: _moved(parameter, device) for name, parameter in self._parameters.items()}
+        moved = {name: parameter.to(device) for name, parameter in self._parameters.items()}
         return self._changed(device=device, _parameters=moved)
 
     def cpu(self) -> Self:
@@ -347,13 +347,8 @@ for _name in ("squeeze", "unsqueeze", "reshape", "flatten", "unflatten", "unbind
     )
 
 
-def _moved(parameter: Tensor, device: torch.device) -> Tensor:
-    """The parameter on another device, still with stride 0 where entries repeat."""
-    return narrow(parameter).to(device).expand(parameter.shape)
-
-
 def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and (one is other or bool((narrow(one) == narrow(other)).all()))
+    return one is other or bool((one == other).all())
 
 
 def _short(value: Tensor) -> str:

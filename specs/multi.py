@@ -11,7 +11,7 @@ from flatroll.specs.bounded import grid
 from flatroll.specs.discrete import Categorical, Categories, Encoded, checked_mask
 from flatroll.specs.draws import draw_categories
 from flatroll.specs.leaf import Device, TensorSpec, is_whole
-from flatroll.specs.shapes import Shape, as_shape, narrow
+from flatroll.specs.shapes import Shape, as_shape, shortened
 
 
 class MultiCategorical(TensorSpec):
@@ -32,6 +32,7 @@ class MultiCategorical(TensorSpec):
     """
 
     _own_dims = 1
+    _kept = 1
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class MultiCategorical(TensorSpec):
         full = (*self._frame.shape, sizes[-1])
         try:
             first = torch.as_tensor(start, device=device).long().expand(full)
-            self._parameters = {"nvec": counts.expand(full), "start": first}
+            self._parameters = {"nvec": shortened(counts.expand(full), 1), "start": shortened(first, 1)}
         except RuntimeError as error:
             raise ValueError(
                 f"nvec and start must broadcast to shape {tuple(sizes)}, got {tuple(counts.shape)} and {start!r}"
@@ -69,12 +70,12 @@ class MultiCategorical(TensorSpec):
     @property
     def nvec(self) -> Tensor:
         """Numbers of categories, int64, of the spec's shape."""
-        return self._parameters["nvec"]
+        return self._full("nvec")
 
     @property
     def start(self) -> Tensor:
         """The first categories, int64, of the spec's shape."""
-        return self._parameters["start"]
+        return self._full("start")
 
     @property
     @override
@@ -85,7 +86,7 @@ class MultiCategorical(TensorSpec):
     @property
     def mask(self) -> Tensor | None:
         """Which categories are allowed, bool ``[*shape[:-1], sum(nvec)]``, or None for all."""
-        return self._parameters.get("mask")
+        return self._full("mask") if "mask" in self._parameters else None
 
     def update_mask(self, mask: Any) -> None:
         """Set which categories are allowed, bool, broadcastable to ``[*shape[:-1], sum(nvec)]``; None allows all.
@@ -106,8 +107,7 @@ class MultiCategorical(TensorSpec):
 
     def _rows(self, name: str) -> Tensor:
         """The different rows ``[r, k]`` of a parameter, as far as its memory tells."""
-        some = narrow(self._parameters[name])
-        return some.expand(*some.shape[:-1], self.shape[-1]).reshape(-1, self.shape[-1])
+        return self._parameters[name].reshape(-1, self.shape[-1])
 
     def _one_row(self, name: str) -> Tensor:
         rows = self._rows(name)
@@ -125,8 +125,13 @@ class MultiCategorical(TensorSpec):
         ]
 
     def _bounds(self) -> tuple[Tensor, Tensor]:
-        low = narrow(self.start)
-        return low, low + narrow(self.nvec) - 1
+        bounds = self._cache.get("bounds")
+        if bounds is None:
+            assert self.dtype is not None
+            low, counts = self._parameters["start"], self._parameters["nvec"]
+            bounds = low.to(self.dtype), (low + counts - 1).to(self.dtype)
+            self._cache["bounds"] = bounds
+        return bounds
 
     @override
     def is_in(self, value: Any) -> bool:
@@ -135,7 +140,7 @@ class MultiCategorical(TensorSpec):
         if self.mask is not None or value.dtype is torch.bool:
             return bool(self._allowed(value).all())
         low, high = self._bounds()
-        return torch.equal(value.clamp(low.to(value.dtype), high.to(value.dtype)), value)
+        return torch.equal(value.clamp(low, high), value)
 
     @override
     def _allowed(self, value: Tensor) -> Tensor:
@@ -160,8 +165,8 @@ class MultiCategorical(TensorSpec):
         assert self.dtype is not None
         if self.mask is not None:
             return torch.stack([part.rand(shape, generator=generator) for part in self.parts()], -1)
-        drawn = draw_categories(narrow(self.nvec), self._full_shape(shape), self.device, generator)
-        return (drawn + narrow(self.start)).to(self.dtype)
+        drawn = draw_categories(self._parameters["nvec"], self._full_shape(shape), self.device, generator)
+        return (drawn + self._parameters["start"]).to(self.dtype)
 
     @override
     def zero(self, shape: Shape = ()) -> Tensor:
@@ -224,8 +229,8 @@ class MultiCategorical(TensorSpec):
 
     def _check_dtype(self, dtype: torch.dtype | None) -> None:
         assert dtype is not None
-        low, high = self._bounds()
-        least, most = int(low.min()), int(high.max())
+        low, counts = self._parameters["start"], self._parameters["nvec"]
+        least, most = int(low.min()), int((low + counts - 1).max())
         ends = (0, 1) if dtype is torch.bool else None
         if ends is None and is_whole(dtype):
             ends = (torch.iinfo(dtype).min, torch.iinfo(dtype).max)

@@ -26,14 +26,18 @@ def as_shape(*shape: Shape) -> torch.Size:
     return torch.Size([operator.index(size) for size in sizes])
 
 
-def narrow(parameter: Tensor) -> Tensor:
-    """A view with size 1 where all entries along a dim are one number in memory, for arithmetic that broadcasts."""
-    repeated = [
-        stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
-    ]
-    if not any(repeated):
-        return parameter
-    return parameter[tuple(slice(0, 1) if same else slice(None) for same in repeated)]
+def shortened(parameter: Tensor, kept: int = 0) -> Tensor:
+    """A parameter without what repeats: size 1 along dims of stride 0, and no leading dims of size 1.
+
+    The last ``kept`` dims stay. It broadcasts to what it was.
+    """
+    cut = parameter.ndim - kept
+    strides = parameter.stride()
+    if any(stride == 0 and size > 1 for stride, size in zip(strides[:cut], parameter.shape, strict=False)):
+        parameter = parameter[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides[:cut])]
+    while parameter.ndim > kept and parameter.shape[0] == 1:
+        parameter = parameter[0]
+    return parameter
 
 
 def frame_of(shape: torch.Size) -> Tensor:
@@ -53,7 +57,8 @@ class Shaped:
     shape: torch.Size
     _own_dims: int = 0  # how many of the last dims belong to one value
     _frame: Tensor  # one number with the dims in front of these
-    _parameters: dict[str, Tensor]  # each [*dims of the frame, ...], with stride 0 where entries repeat
+    _parameters: dict[str, Tensor]  # each broadcasts to [*dims of the frame, ...]; see `shortened`
+    _kept: int = 0  # how many of a parameter's last dims belong to one value
     _cache: dict[str, Any]  # what follows from the parameters, once it was needed
 
     @property
@@ -73,19 +78,24 @@ class Shaped:
     def _map(self, operation: Operation, dims: int) -> Self:
         """The spec after an operation on its first ``dims`` dims."""
         frame = operation(self._frame)
-        added = frame.ndim - self._frame.ndim
-        parameters = {}
+        shape = frame.shape if -1 not in self.shape else _with_any(frame.shape)
+        if self._own_dims:
+            shape = shape + self.shape[len(self.shape) - self._own_dims :]
+        parameters: dict[str, Tensor] = {}
+        behind = self._frame.ndim - dims
         for name, parameter in self._parameters.items():
-            if any(parameter.stride(d) and parameter.shape[d] > 1 for d in range(dims)):
-                parameters[name] = operation(parameter)
-                continue
-            # The same for the whole batch, so also afterwards; the operation itself might copy it (reshape, a mask).
-            sizes = (*frame.shape[: dims + added], *parameter.shape[dims:])
-            strides = (*(0,) * (dims + added), *parameter.stride()[dims:])
-            parameters[name] = parameter.as_strided(sizes, strides)
-        own = self.shape[len(self.shape) - self._own_dims :]
-        shape = torch.Size((*_with_any(frame.shape, self.shape), *own))
+            own = parameter.ndim - self._kept
+            if own > behind:  # else it is the same for all of these dims, so also afterwards
+                full = parameter.expand((*self._frame.shape, *parameter.shape[own:]))
+                parameter = shortened(operation(full), self._kept)
+            parameters[name] = parameter
         return self._changed(_frame=frame, shape=shape, _parameters=parameters)
+
+    def _full(self, name: str) -> Tensor:
+        """A parameter with all dims of the spec; those of any length have size 1."""
+        parameter = self._parameters[name]
+        sizes = [1 if size == ANY_LENGTH else size for size in self._frame.shape]
+        return parameter.expand((*sizes, *parameter.shape[parameter.ndim - self._kept :]))
 
     def _outer(self, what: str, *dims: int) -> list[int]:
         """Dims counted from the front, all of them in front of a value's own dims."""
@@ -203,13 +213,11 @@ class Shaped:
         return iter(self.unbind(0))
 
 
-def _with_any(sizes: torch.Size, before: torch.Size) -> list[int]:
+def _with_any(sizes: torch.Size) -> torch.Size:
     """Sizes of a frame with -1 for dims of any length."""
-    if -1 not in before:
-        return list(sizes)
     if any(size > ANY_LENGTH and size % ANY_LENGTH == 0 for size in sizes):
         raise ValueError("a dim of any length (-1) cannot be merged with other dims")
-    return [-1 if size == ANY_LENGTH else size for size in sizes]
+    return torch.Size([-1 if size == ANY_LENGTH else size for size in sizes])
 
 
 def _dims_used(item: Any) -> int:
