@@ -260,7 +260,7 @@ class BoundedDiscrete(Bounded):
 
 
 class Unbounded(TensorSpec):
-    """Any numbers that the dtype holds, except NaN where a value is projected.
+    """Any numbers that the dtype holds; NaN is none.
 
     The class of the result is `UnboundedContinuous` or `UnboundedDiscrete`, as ``domain`` says, or else the dtype.
 
@@ -296,11 +296,11 @@ class Unbounded(TensorSpec):
 
     @override
     def is_in(self, value: Any) -> bool:
-        return self._misfit(value) is None
+        return self._misfit(value) is None and torch.equal(value, value)  # NaN is equal to nothing
 
     @override
     def _allowed(self, value: Tensor) -> Tensor:
-        return torch.ones(value.shape, dtype=torch.bool, device=value.device)
+        return value == value  # all but NaN
 
     @override
     def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Tensor:
@@ -328,17 +328,12 @@ class Unbounded(TensorSpec):
         return torch.ones(self._full_shape(shape), dtype=self.dtype, device=self.device)
 
     @override
-    def project(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
-            value = value.nan_to_num(0.0, torch.inf, -torch.inf)
-        return super().project(value)
-
-    @override
     def _projected(self, value: Tensor) -> Tensor:
         assert self.dtype is not None
-        if is_whole(self.dtype) and value.is_floating_point():
-            least, most = _ends(self.dtype)
-            value = value.double().round().clamp(least, most)
+        if value.is_floating_point():
+            value = value.nan_to_num(0.0, torch.inf, -torch.inf)
+            if is_whole(self.dtype):
+                value = value.double().round().clamp(*_ends(self.dtype))
         return value.to(device=self.device, dtype=self.dtype)
 
     @override

@@ -78,7 +78,7 @@ class Shaped:
     def _map(self, operation: Operation, dims: int) -> Self:
         """The spec after an operation on its first ``dims`` dims."""
         frame = operation(self._frame)
-        shape = frame.shape if -1 not in self.shape else _with_any(frame.shape)
+        shape = _with_any(frame.shape) if -1 in self.shape or ANY_LENGTH in frame.shape else frame.shape
         if self._own_dims:
             shape = shape + self.shape[len(self.shape) - self._own_dims :]
         parameters: dict[str, Tensor] = {}
@@ -122,6 +122,8 @@ class Shaped:
     def expand(self, *shape: Shape) -> Self:
         """Repeat along new leading dims, or along dims of size 1. Nothing is copied."""
         outer, dims = self._split(as_shape(*shape), "expand"), self._frame.ndim
+        new = len(outer) - dims  # in these -1 is any length, in those that there are it keeps them
+        outer = torch.Size([ANY_LENGTH if size == -1 and d < new else size for d, size in enumerate(outer)])
         try:
             return self._map(lambda tensor: tensor.expand((*outer, *tensor.shape[dims:])), dims)
         except RuntimeError as error:

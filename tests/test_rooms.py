@@ -26,7 +26,7 @@ ARROWS: dict[str, set[str]] = {
     "specs": {"layout"},
     "wrappers": {"layout", "specs"},
     "rollouts": {"layout", "specs", "wrappers"},
-    "buffers": {"layout", "kernels"},
+    "buffers": {"layout", "kernels", "specs"},
     "modules": {"layout", "kernels"},
     "estimators": {"layout", "kernels", "modules"},
     "trainers": {"layout", "kernels", "specs", "wrappers", "rollouts", "buffers", "modules", "estimators"},
