@@ -63,10 +63,10 @@ def _unbatched(space: Any, device: Device) -> TensorSpec:
         if not below.any() and not above.any():
             return Unbounded(shape, device, dtype)
         low, high = (_repeated(bound, dtype, device) for bound in (space.low, space.high))
-        spec = Bounded(low, high, shape, device, dtype)
+        box = Bounded(low, high, shape, device, dtype)
         if is_whole(dtype) and not (below.all() and above.all()):
-            spec.set_open(torch.from_numpy(below), torch.from_numpy(above))
-        return spec
+            box.set_open(torch.from_numpy(below), torch.from_numpy(above))
+        return box
     if isinstance(space, spaces.Discrete):
         return Categorical(int(space.n), (), device, _torch_dtype(space.dtype), start=int(space.start))
     if isinstance(space, spaces.MultiDiscrete):
