@@ -1,7 +1,8 @@
 """`Bounded` and `Unbounded`: tensors of numbers between bounds, or of any numbers."""
 
+import math
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -10,9 +11,8 @@ from typing_extensions import override
 
 from flatroll.specs.draws import Limits, draw_between
 from flatroll.specs.leaf import Device, TensorSpec, checked_dtype, is_whole
+from flatroll.specs.ranged import Ranged, as_double, grid, ordered, whole_range
 from flatroll.specs.shapes import Shape, shortened
-
-_NOT_COMPARED = {torch.uint16, torch.uint32, torch.uint64}  # torch has no clamp and no order for these
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,33 @@ class Interval:
     high: Tensor
 
 
-class Bounded(TensorSpec):
+class Numbers(TensorSpec):
+    """Base of specs of numbers, whose class is one for real or one for whole numbers."""
+
+    _by_domain: ClassVar[dict[str, type]]  # the class for each domain
+    _own_domain: str | None = None
+    _default_dtype: torch.dtype | None = None
+
+    def _set_up(self, shape: Shape, device: Device, dtype: Any, domain: str | None) -> None:
+        """Initialise, and become the class of the domain: that given, or the class's own, or else the dtype's."""
+        domain = domain or self._own_domain or ("discrete" if is_whole(dtype) else "continuous")
+        if domain not in self._by_domain:
+            raise ValueError(f"domain must be 'continuous' or 'discrete', got {domain!r}")
+        TensorSpec.__init__(self, shape, None, device, dtype, domain)
+        if self._own_domain is None:
+            self.__class__ = self._by_domain[domain]
+
+    def _dtype_or_default(self, dtype: Any) -> torch.dtype:
+        return self._default_dtype or torch.get_default_dtype() if dtype is None else checked_dtype(dtype)
+
+    @override
+    def _with_dtype(self, dtype: torch.dtype) -> Self:
+        new = self._changed(dtype=dtype, domain="discrete" if is_whole(dtype) else "continuous")
+        new.__class__ = self._by_domain[new.domain]
+        return new
+
+
+class Bounded(Numbers, Ranged):
     """Numbers between two bounds, both included.
 
     The class of the result is `BoundedContinuous` or `BoundedDiscrete`, as ``domain`` says, or else the dtype.
@@ -47,11 +73,8 @@ class Bounded(TensorSpec):
     torch.Size([1000, 3])
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Make an object of the class that the dtype, or ``domain``, asks for."""
-        if cls is Bounded:
-            return object.__new__(_by_domain(kwargs, args[4:5], BoundedContinuous, BoundedDiscrete))
-        return object.__new__(cls)
+    _whole = False
+    _range_text = "[{}, {}]"
 
     def __init__(
         self,
@@ -62,38 +85,33 @@ class Bounded(TensorSpec):
         dtype: Any = None,
         domain: str | None = None,
     ) -> None:
-        dtype = torch.get_default_dtype() if dtype is None else checked_dtype(dtype)
+        dtype = self._dtype_or_default(dtype)
         if device is None:
             device = next((bound.device for bound in (low, high) if isinstance(bound, Tensor)), None)
-        bounds = [
-            _bound(name, value, dtype, None if device is None else torch.device(device))
-            for name, value in (("low", low), ("high", high))
-        ]
+        bounds = {name: _bound(name, value, dtype, device) for name, value in (("low", low), ("high", high))}
         if shape is None:
-            if not any(bound.ndim for bound in bounds):
+            if not any(bound.ndim for bound in bounds.values()):
                 raise ValueError(
                     f"the shape must be given, or follow from low or high, which have no dims: got low={low!r}, "
                     f"high={high!r}. Give shape=() for one number"
                 )
-            shape = np.broadcast_shapes(*(tuple(bound.shape) for bound in bounds))
-        super().__init__(shape, None, device, dtype, _domain(domain, dtype))
-        try:
-            self._parameters = {
-                name: shortened(bound.expand(self._frame.shape))
-                for name, bound in zip(("low", "high"), bounds, strict=True)
-            }
-        except RuntimeError as error:
-            raise ValueError(
-                f"low and high must broadcast to shape {tuple(self.shape)}, got {tuple(bounds[0].shape)} and "
-                f"{tuple(bounds[1].shape)}"
-            ) from error
-        low, high = (_comparable(bound) for bound in self._bounds())
-        wrong = low > high
+            shape = np.broadcast_shapes(*(tuple(bound.shape) for bound in bounds.values()))
+        self._set_up(shape, device, dtype, domain)
+        for name, bound in bounds.items():
+            try:
+                full = bound.expand(self._frame.shape)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"{name} must broadcast to shape {tuple(self.shape)}, got {tuple(bound.shape)}"
+                ) from error
+            self._parameters[name] = shortened(full).clone()  # the caller may write to its own
+        least, most = torch.broadcast_tensors(*self._limits())
+        wrong = ordered(least) > ordered(most)
         if bool(wrong.any()):
-            at = wrong.nonzero()[0].tolist()
+            at = tuple(wrong.nonzero()[0].tolist())
             raise ValueError(
-                f"low must not be above high, got {low.expand(wrong.shape)[tuple(at)].item()} and "
-                f"{high.expand(wrong.shape)[tuple(at)].item()}{f' at {at}' if at else ''}"
+                f"low must not be above high, got {least[at].item()} and {most[at].item()}"
+                f"{f' at {list(at)}' if at else ''}"
             )
 
     @property
@@ -106,46 +124,30 @@ class Bounded(TensorSpec):
         """The upper bounds, of the spec's shape (a dim of any length has size 1)."""
         return self._full("high")
 
-    def set_open(self, bounded_below: Tensor, bounded_above: Tensor) -> None:
-        """Say which bounds of whole numbers are only the ends of their dtype, which matters to `rand`.
+    def open_where(self, below: Tensor, above: Tensor) -> Self:
+        """The spec with bounds of whole numbers that are only the ends of their dtype, which matters to `rand`.
 
         Args:
-            bounded_below, bounded_above: bool, of the spec's shape, as those of `gymnasium.spaces.Box`.
+            below, above: bool, of the spec's shape: where there is no lower, no upper bound.
         """
-        given = {"bounded_below": bounded_below, "bounded_above": bounded_above}
-        self._parameters.update({name: shortened(known.to(self.device)) for name, known in given.items()})
-        self._cache.clear()
+        opened = {"open_below": below, "open_above": above}
+        opened = {name: shortened(flags.to(self.device)).clone() for name, flags in opened.items()}
+        return self._changed(_parameters={**self._parameters, **opened})
+
+    @property
+    def open_ends(self) -> tuple[bool, bool]:
+        """Whether whole numbers have no lower, no upper bound anywhere."""
+        below, above = (self._parameters.get(f"open_{side}") for side in ("below", "above"))
+        return below is not None and bool(below.all()), above is not None and bool(above.all())
 
     @property
     @override
     def space(self) -> Interval:
         return Interval(self.low, self.high)
 
-    def _bounds(self) -> tuple[Tensor, Tensor]:
+    @override
+    def _limits(self) -> tuple[Tensor, Tensor]:
         return self._parameters["low"], self._parameters["high"]
-
-    @override
-    def is_in(self, value: Any) -> bool:
-        if self._misfit(value) is not None:
-            return False
-        if self.dtype in _NOT_COMPARED or self.dtype is torch.bool:
-            return bool(self._allowed(value).all())
-        low, high = self._bounds()
-        return torch.equal(value.clamp(low, high), value)  # NaN is equal to nothing
-
-    @override
-    def _allowed(self, value: Tensor) -> Tensor:
-        low, high = self._bounds()
-        value, low, high = _comparable(value), _comparable(low), _comparable(high)
-        return (value >= low) & (value <= high)
-
-    @override
-    def _domain_text(self, index: tuple[int, ...]) -> str:
-        at = index[len(index) - self.ndim :]
-        if -1 in self.shape:
-            return f"[{self.low.min().item()}, {self.high.max().item()}]"
-        at = tuple(0 if size == 1 else i for i, size in zip(at, self.shape, strict=True))
-        return f"[{self.low[at].item()}, {self.high[at].item()}]"
 
     @override
     def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Tensor:
@@ -154,112 +156,67 @@ class Bounded(TensorSpec):
         Uniform between two bounds (whole numbers with both ends), exponential from one, normal where there is none.
         """
         assert self.dtype is not None
-        limits = self._cache.get("limits")
+        limits = self._cache.get("draws")
         if limits is None:
-            low, high = (bound.double() for bound in self._bounds())
-            if "bounded_below" in self._parameters:  # whole numbers, which cannot be infinite
-                low = low.masked_fill(~self._parameters["bounded_below"], -torch.inf)
-                high = high.masked_fill(~self._parameters["bounded_above"], torch.inf)
-            limits = self._cache["limits"] = Limits.of(low, high)
+            low, high = (as_double(bound) for bound in self._limits())
+            if "open_below" in self._parameters:  # whole numbers, which cannot be infinite
+                low = low.masked_fill(self._parameters["open_below"], -torch.inf)
+                high = high.masked_fill(self._parameters["open_above"], torch.inf)
+            limits = self._cache["draws"] = Limits.of(low, high)
         drawn = draw_between(limits, self._full_shape(shape), is_whole(self.dtype), generator)
-        # The widest bounds of int64 are rounded up in float64, beyond what int64 holds.
-        return self._inside(drawn.to(self.dtype)) if self.dtype is torch.int64 else drawn.to(self.dtype)
-
-    @override
-    def zero(self, shape: Shape = ()) -> Tensor:
-        return self._nearest(0, shape)
-
-    @override
-    def one(self, shape: Shape = ()) -> Tensor:
-        return self._nearest(1, shape)
-
-    def _nearest(self, number: int, shape: Shape) -> Tensor:
-        return self._inside(torch.full(self._full_shape(shape), number, dtype=self.dtype, device=self.device))
-
-    def _inside(self, value: Tensor) -> Tensor:
-        low, high = self._bounds()
-        if self.dtype in _NOT_COMPARED or self.dtype is torch.bool:
-            assert self.dtype is not None
-            number, least, most = (_comparable(part) for part in (value, low, high))
-            return number.clamp(least, most).to(self.dtype)
-        return value.clamp(low, high)
-
-    @override
-    def _projected(self, value: Tensor) -> Tensor:
-        assert self.dtype is not None
-        low, high = self._bounds()
-        numbers = value.to(self.device)
-        if numbers.is_floating_point():
-            numbers = numbers.double().nan_to_num(0.0, torch.inf, -torch.inf)
-            numbers = numbers.round() if is_whole(self.dtype) else numbers
-            numbers = numbers.clamp(low.double(), high.double())  # first, for what the dtype cannot hold
-        else:
-            numbers = _comparable(numbers).clamp(_whole_limits(low), _whole_limits(high))
-        return self._inside(numbers.to(self.dtype))
+        return drawn.to(self.dtype)
 
     @override
     def _with_dtype(self, dtype: torch.dtype) -> Self:
-        bounds = {name: _bound(name, self._parameters[name], dtype, None) for name in ("low", "high")}
-        domain = _domain(None, dtype)
-        new = self._changed(dtype=dtype, domain=domain, _parameters=bounds)
-        new.__class__ = type(self) if domain == self.domain else _sibling(self, domain)
+        new = super()._with_dtype(dtype)
+        new._parameters = {
+            name: _bound(name, bound, dtype, None)
+            for name, bound in zip(("low", "high"), self._limits(), strict=True)
+        }
         return new
+
+    def _counts(self) -> list[int]:
+        """How many numbers each entry may be; NotImplementedError if there is no end to them."""
+        if self.dtype is None or not is_whole(self.dtype) or -1 in self.shape:
+            raise NotImplementedError(f"the values of {self!r} cannot be listed: they have no end")
+        ends = zip(self.low.reshape(-1).tolist(), self.high.reshape(-1).tolist(), strict=True)
+        return [int(high) - int(low) + 1 for low, high in ends]
 
     @override
     def cardinality(self) -> int | float:
-        if self.dtype is None or not is_whole(self.dtype) or -1 in self.shape:
+        try:
+            return math.prod(self._counts())
+        except NotImplementedError:
             return float("inf")
-        counts = (self.high.long() - self.low.long() + 1).reshape(-1).tolist()
-        total = 1
-        for count in counts:
-            total *= count
-        return total
 
     @override
     def enumerate(self, use_mask: bool = False) -> Tensor:
-        if self.dtype is None or not is_whole(self.dtype) or -1 in self.shape:
-            raise NotImplementedError(f"the values of {self!r} cannot be listed: they have no end")
-        low, high = self.low.reshape(-1).tolist(), self.high.reshape(-1).tolist()
-        ranges = [torch.arange(a, b + 1, device=self.device) for a, b in zip(low, high, strict=True)]
-        return grid(ranges).to(self.dtype).reshape(-1, *self.shape)
+        steps = grid([torch.arange(count, device=self.device) for count in self._counts()])
+        return (steps.reshape(-1, *self.shape) + self.low.long()).to(self.dtype)
 
     @override
     def _repr_parts(self) -> list[str]:
-        low, high = self._bounds()
-        return [f"{name}={_extent(bound)}" for name, bound in (("low", low), ("high", high))]
+        return [
+            f"{name}={_extent(bound)}" for name, bound in zip(("low", "high"), self._limits(), strict=True)
+        ]
 
 
 class BoundedContinuous(Bounded):
     """Real numbers between two bounds, see `Bounded`."""
 
-    def __init__(
-        self,
-        low: Any = None,
-        high: Any = None,
-        shape: Shape = None,
-        device: Device = None,
-        dtype: Any = None,
-        domain: str = "continuous",
-    ) -> None:
-        super().__init__(low, high, shape, device, dtype, domain)
+    _own_domain = "continuous"
 
 
 class BoundedDiscrete(Bounded):
     """Whole numbers between two bounds, see `Bounded`."""
 
-    def __init__(
-        self,
-        low: Any = None,
-        high: Any = None,
-        shape: Shape = None,
-        device: Device = None,
-        dtype: Any = None,
-        domain: str = "discrete",
-    ) -> None:
-        super().__init__(low, high, shape, device, dtype, domain)
+    _own_domain = "discrete"
 
 
-class Unbounded(TensorSpec):
+Bounded._by_domain = {"continuous": BoundedContinuous, "discrete": BoundedDiscrete}
+
+
+class Unbounded(Numbers):
     """Any numbers that the dtype holds; NaN is none.
 
     The class of the result is `UnboundedContinuous` or `UnboundedDiscrete`, as ``domain`` says, or else the dtype.
@@ -274,29 +231,29 @@ class Unbounded(TensorSpec):
     (True, torch.Size([1]))
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Make an object of the class that the dtype, or ``domain``, asks for."""
-        if cls is Unbounded:
-            return object.__new__(_by_domain(kwargs, args[2:3], UnboundedContinuous, UnboundedDiscrete))
-        return object.__new__(cls)
-
     def __init__(
         self, shape: Shape = (1,), device: Device = None, dtype: Any = None, domain: str | None = None
     ) -> None:
-        dtype = torch.get_default_dtype() if dtype is None else checked_dtype(dtype)
-        super().__init__(shape, None, device, dtype, _domain(domain, dtype))
+        self._set_up(shape, device, self._dtype_or_default(dtype), domain)
 
     @property
     @override
     def space(self) -> Interval:
         assert self.dtype is not None
-        ends = torch.tensor(_ends(self.dtype), dtype=self.dtype, device=self.device)
-        low, high = (end.expand(self._full_shape(())) for end in ends)
-        return Interval(low, high)
+        info: Any = torch.iinfo if is_whole(self.dtype) else torch.finfo
+        ends = (0, 1) if self.dtype is torch.bool else (info(self.dtype).min, info(self.dtype).max)
+        low, high = (torch.tensor(end, dtype=self.dtype, device=self.device) for end in ends)
+        return Interval(low.expand(self._full_shape(())), high.expand(self._full_shape(())))
+
+    @property
+    def open_ends(self) -> tuple[bool, bool]:
+        """Whether there is no lower, no upper bound besides those of a dtype without sign."""
+        assert self.dtype is not None
+        return self.dtype.is_signed, self.dtype.is_signed
 
     @override
-    def is_in(self, value: Any) -> bool:
-        return self._misfit(value) is None and torch.equal(value, value)  # NaN is equal to nothing
+    def _all_allowed(self, value: Tensor) -> bool:
+        return is_whole(value.dtype) or torch.equal(value, value)  # NaN is equal to nothing
 
     @override
     def _allowed(self, value: Tensor) -> Tensor:
@@ -306,18 +263,17 @@ class Unbounded(TensorSpec):
     def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Tensor:
         """Draw values ``[*shape, *self.shape]``: normal, or uniform where the dtype has at most 16 bits.
 
-        Whole numbers are rounded down.
+        Whole numbers are rounded down; those of 32 and 64 bits without a sign are exponential.
         """
         assert self.dtype is not None
         sizes = self._full_shape(shape)
-        if self.dtype.is_complex or self.dtype.is_floating_point:
+        if not is_whole(self.dtype):
             return torch.randn(sizes, generator=generator, device=self.device, dtype=self.dtype)
-        least, most = _ends(self.dtype)
-        if self.dtype is not torch.bool and torch.iinfo(self.dtype).bits >= 32:
-            least, most = 0 if least == 0 else -torch.inf, torch.inf
+        least, most = map(float, whole_range(self.dtype))
+        if most > 2**16:
+            least, most = 0.0 if least == 0 else -torch.inf, torch.inf
         ends = (torch.tensor(end, device=self.device, dtype=torch.float64) for end in (least, most))
-        limits = Limits.of(*ends)
-        return draw_between(limits, sizes, True, generator).to(self.dtype)
+        return draw_between(Limits.of(*ends), sizes, True, generator).to(self.dtype)
 
     @override
     def zero(self, shape: Shape = ()) -> Tensor:
@@ -330,22 +286,21 @@ class Unbounded(TensorSpec):
     @override
     def _projected(self, value: Tensor) -> Tensor:
         assert self.dtype is not None
-        if value.is_floating_point():
+        value = value.to(self.device)
+        if not is_whole(value.dtype):
             value = value.nan_to_num(0.0, torch.inf, -torch.inf)
-            if is_whole(self.dtype):
-                value = value.double().round().clamp(*_ends(self.dtype))
-        return value.to(device=self.device, dtype=self.dtype)
-
-    @override
-    def _with_dtype(self, dtype: torch.dtype) -> Self:
-        domain = _domain(None, dtype)
-        new = self._changed(dtype=dtype, domain=domain)
-        new.__class__ = type(self) if domain == self.domain else _sibling(self, domain)
-        return new
+        if not is_whole(self.dtype):
+            return value.to(self.dtype)
+        space = self.space
+        return BoundedDiscrete(
+            space.low, space.high, dtype=self.dtype, shape=self._full_shape(())
+        )._projected(value)
 
 
 class UnboundedContinuous(Unbounded):
     """Any real numbers, see `Unbounded`."""
+
+    _own_domain = "continuous"
 
 
 class UnboundedDiscrete(Unbounded):
@@ -356,90 +311,39 @@ class UnboundedDiscrete(Unbounded):
         dtype: default int64.
     """
 
-    def __init__(
-        self,
-        shape: Shape = (1,),
-        device: Device = None,
-        dtype: Any = torch.int64,
-        domain: str | None = None,
-    ) -> None:
-        super().__init__(shape, device, dtype, domain)
+    _own_domain = "discrete"
+    _default_dtype = torch.int64
 
 
-def grid(ranges: list[Tensor]) -> Tensor:
-    """All combinations of the entries of ranges ``[count, len(ranges)]``, the last one changing fastest."""
-    if not ranges:
-        return torch.zeros(1, 0, dtype=torch.int64)
-    parts = torch.meshgrid(*ranges, indexing="ij")
-    return torch.stack([part.reshape(-1) for part in parts], -1)
+Unbounded._by_domain = {"continuous": UnboundedContinuous, "discrete": UnboundedDiscrete}
 
 
-def _by_domain(kwargs: dict[str, Any], dtype: tuple[Any, ...], continuous: type, discrete: type) -> type:
-    """The class that the arguments of a constructor ask for; ``dtype`` is the positional one, if given."""
-    given = kwargs.get("dtype", dtype[0] if dtype else None)
-    kind = torch.get_default_dtype() if given is None else checked_dtype(given)
-    return continuous if _domain(kwargs.get("domain"), kind) == "continuous" else discrete
-
-
-def _sibling(spec: TensorSpec, domain: str) -> Any:
-    pairs = {
-        "continuous": {BoundedDiscrete: BoundedContinuous, UnboundedDiscrete: UnboundedContinuous},
-        "discrete": {BoundedContinuous: BoundedDiscrete, UnboundedContinuous: UnboundedDiscrete},
-    }
-    return pairs[domain].get(type(spec), type(spec))
-
-
-def _domain(domain: str | None, dtype: torch.dtype) -> str:
-    if domain is None:
-        return "discrete" if is_whole(dtype) else "continuous"
-    if domain not in ("continuous", "discrete"):
-        raise ValueError(f"domain must be 'continuous' or 'discrete', got {domain!r}")
-    return domain
-
-
-def _bound(name: str, value: Any, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+def _bound(name: str, value: Any, dtype: torch.dtype, device: Device) -> Tensor:
     """A bound as a tensor of the dtype, which must be able to hold it."""
     if value is None:
         raise ValueError(f"{name} must be given: a number, an array or a tensor")
-    wide = torch.float64 if isinstance(value, float) else None  # or torch rounds it to float32, 1e39 to inf
+    if dtype.is_complex:
+        raise ValueError(f"numbers between bounds cannot be {dtype}: choose a dtype of real numbers")
+    # A float in float64, or torch rounds it to float32, 1e39 to inf; the largest ints are in uint64 alone.
+    large = isinstance(value, int) and value >= 2**63
+    wide = torch.uint64 if large else torch.float64 if isinstance(value, float) else None
     given = torch.as_tensor(value, device=device, dtype=wide)
     if given.is_floating_point() and bool(given.isnan().any()):
         raise ValueError(f"{name} must not be NaN, got {value!r}")
     bound = given.to(dtype)
-    same = torch.equal(bound.to(given.dtype), given)
     # Floats are rounded; whole numbers must be themselves, and what is finite must stay so.
-    if (is_whole(dtype) and not same) or bool((bound.isinf() & ~given.isinf()).any()):
+    changed = is_whole(dtype) and not torch.equal(bound.to(given.dtype), given)
+    if dtype is torch.uint64 and given.dtype is not torch.uint64:
+        changed = changed or bool((given < 0).any())
+    if changed or bool((bound.isinf() & ~given.isinf()).any()):
         raise ValueError(f"{dtype} cannot hold {name}={value!r}: choose another dtype or bound")
     return bound
-
-
-def _ends(dtype: torch.dtype) -> tuple[float, float]:
-    """The least and the largest number of a dtype."""
-    if dtype is torch.bool:
-        return 0, 1
-    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    return info.min, info.max
-
-
-def _comparable(tensor: Tensor) -> Tensor:
-    """The same numbers in a dtype that torch can order."""
-    if tensor.dtype is torch.uint64:
-        return tensor.double()
-    return tensor.long() if tensor.dtype in _NOT_COMPARED or tensor.dtype is torch.bool else tensor
-
-
-def _whole_limits(bound: Tensor) -> Tensor:
-    """Bounds for whole numbers, in int64 as far as it reaches."""
-    if not bound.is_floating_point():
-        return _comparable(bound)
-    least, most = _ends(torch.int64)
-    return bound.double().clamp(least, most / 2).long()
 
 
 def _extent(bound: Tensor) -> str:
     """One number, or the least and the largest of a tensor of bounds."""
     if bound.numel() == 0:
         return "[]"
-    numbers = _comparable(bound)
-    least, most = numbers.min().item(), numbers.max().item()
+    numbers = bound.reshape(-1).tolist()
+    least, most = min(numbers), max(numbers)
     return f"{least}" if least == most else f"{least}..{most}"

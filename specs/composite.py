@@ -1,20 +1,21 @@
 """`Composite`: specs by key, as a tensordict has tensors by key."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
-from tensordict import TensorDict
-from torch import Tensor
+from tensordict import TensorDict, is_tensor_collection
 from typing_extensions import override
 
 from flatroll.layout.keys import NestedKey, as_tuple, plain_key
-from flatroll.specs.bounded import grid
 from flatroll.specs.leaf import Device, OutsideSpec, TensorSpec
 from flatroll.specs.non_tensor import NonTensor
+from flatroll.specs.ranged import grid
 from flatroll.specs.shapes import Operation, Shape
 
 _MISSING: Any = object()
+_ABSENT: Any = object()
 
 
 class Composite(TensorSpec):
@@ -40,6 +41,8 @@ class Composite(TensorSpec):
     "'observation': the key is missing"
     """
 
+    _default_device = None
+
     def __init__(
         self,
         *args: Any,
@@ -55,11 +58,8 @@ class Composite(TensorSpec):
             raise TypeError("shape and batch_size are two names of one argument: give one of them")
         given = batch_size if shape is None else shape
         super().__init__(() if given is None else given, None, device, None, "")
-        self.device = None if device is None else torch.device(device)
         self.data_cls, self.step_mdp_static = data_cls, step_mdp_static
-        self.names: list[str | None] | None = None if names is None else list(names)
-        if names is not None and len(self.names or []) != self.ndim:
-            raise ValueError(f"names must be one for each of {self.ndim} batch dims, got {names!r}")
+        self.names = names
         self._specs: dict[str, TensorSpec | None] = {}
         self._locked = False
         self.of_tuple = False  # whether it describes a Gymnasium Tuple, its entries in order
@@ -76,21 +76,31 @@ class Composite(TensorSpec):
         """The batch dims."""
         return self.shape
 
+    @property
+    def names(self) -> list[str | None]:
+        """The names of the batch dims, None for a dim without one."""
+        return [None] * self.ndim if self._names is None else self._names
+
+    @names.setter
+    def names(self, names: Any) -> None:
+        self._names: list[str | None] | None = None if names is None else list(names)
+        if len(self.names) != self.ndim:
+            raise ValueError(f"names must be one for each of {self.ndim} batch dims, got {names!r}")
+
     def __setitem__(self, key: NestedKey, spec: Any) -> None:
-        if self._locked:
-            raise RuntimeError("this Composite is locked: call unlock_() to change it")
-        if isinstance(key, str):
-            key = (key,)
-        if not key or not all(isinstance(name, str) for name in key):
+        if not is_key(key):
             raise TypeError(f"keys are strings or tuples of strings, got {key!r}")
-        first, *rest = key
-        if rest:
-            inner = self._specs.get(first)
-            if not isinstance(inner, Composite):
-                inner = Composite(shape=self.shape, device=self.device)
+        first, *rest = as_tuple(key)
+        inner = self._specs.get(first)
+        if rest and isinstance(inner, Composite):
             inner[tuple(rest)] = spec
-            spec = inner
-        self._specs[first] = self._fitting(first, spec)
+            return
+        self._check_unlocked()
+        self._specs[first] = self._fitting(first, {tuple(rest): spec} if rest else spec)
+
+    def _check_unlocked(self) -> None:
+        if self._locked:
+            raise RuntimeError(f"this {type(self).__name__} is locked: call unlock_() to change it")
 
     def _fitting(self, key: str, spec: Any) -> "TensorSpec | None":
         """The spec as an entry: with the batch's dims in front, on its device."""
@@ -120,22 +130,18 @@ class Composite(TensorSpec):
 
     def __getitem__(self, index: Any) -> Any:
         """An entry, for a key; else the spec of the indexed batch."""
-        if isinstance(index, str):
-            return self._specs[index]
-        if isinstance(index, tuple) and index and all(isinstance(name, str) for name in index):
-            inner = self._specs[index[0]]
-            if len(index) == 1:
-                return inner
-            if not isinstance(inner, Composite):
-                raise KeyError(index)
-            return inner[index[1:]]
-        return super().__getitem__(index)
+        if not is_key(index):
+            return super().__getitem__(index)
+        first, *rest = as_tuple(index)
+        entry = self._specs[first]
+        if rest and not isinstance(entry, Composite):
+            raise KeyError(index)
+        return entry[tuple(rest)] if rest else entry  # type: ignore[index]
 
     def __delitem__(self, key: NestedKey) -> None:
-        if self._locked:
-            raise RuntimeError("this Composite is locked: call unlock_() to change it")
         *front, last = as_tuple(key)
         parent = self[tuple(front)] if front else self
+        parent._check_unlocked()
         del parent._specs[last]
 
     def get(self, key: NestedKey, default: Any = _MISSING) -> Any:
@@ -165,12 +171,12 @@ class Composite(TensorSpec):
             mine = self.get(key, None)
             if isinstance(mine, Composite) and isinstance(spec, Mapping | Composite):
                 mine.update(spec)
-            else:
-                self[key] = spec
+                spec = mine
+            self[key] = spec  # also what was merged: a stack gives a copy of it
         return self
 
     def __contains__(self, key: Any) -> bool:
-        return key in self.keys(True)
+        return is_key(key) and self.get(key, _ABSENT) is not _ABSENT
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._specs)
@@ -238,6 +244,11 @@ class Composite(TensorSpec):
         return self._changed(_specs={}, _locked=False)
 
     @property
+    def locked(self) -> bool:
+        """Whether entries cannot be changed."""
+        return self._locked
+
+    @property
     def is_locked(self) -> bool:
         """Whether entries cannot be changed."""
         return self._locked
@@ -252,10 +263,13 @@ class Composite(TensorSpec):
 
     def _lock(self, locked: bool, recurse: bool) -> Self:
         self._locked = locked
-        for spec in self._specs.values() if recurse else ():
-            if isinstance(spec, Composite):
-                spec._lock(locked, recurse)
+        for spec in self._composites() if recurse else ():
+            spec._lock(locked, recurse)
         return self
+
+    def _composites(self) -> "list[Composite]":
+        """The nested Composites."""
+        return [spec for spec in self._specs.values() if isinstance(spec, Composite)]
 
     # --- shape, device ------------------------------------------------------------------------------------------
 
@@ -270,32 +284,27 @@ class Composite(TensorSpec):
     @override
     def _map(self, operation: Operation, dims: int) -> Self:
         own = super()._map(operation, dims)
-        names = self.names
+        names = self._names
         if names is not None:  # a tensordict knows where names go
             sizes = [1 if size == -1 else size for size in self.shape]
             named: Any = names
             names = operation(TensorDict({}, sizes, names=named)).names
         return self._each(
-            lambda spec: spec._map(operation, dims), shape=own.shape, _frame=own._frame, names=names
+            lambda spec: spec._map(operation, dims), shape=own.shape, _frame=own._frame, _names=names
         )
 
     @override
-    def _with_dtype(self, dtype: torch.dtype) -> Self:
-        return self._each(lambda spec: spec.to(dtype))
-
-    @override
     def to(self, dest: Any) -> Self:
-        if dest is None or isinstance(dest, torch.dtype):
-            return self if dest is None else self._with_dtype(dest)
-        device = torch.device(dest)
-        return self._each(lambda spec: spec.to(device), device=device)
+        if dest is None:
+            return self
+        moved = {} if isinstance(dest, torch.dtype) else {"device": torch.device(dest)}
+        return self._each(lambda spec: spec.to(dest), **moved)
 
     def clear_device_(self) -> Self:
         """Forget the device of the whole, that of each entry stays."""
-        self.device = None
-        for spec in self._specs.values():
-            if isinstance(spec, Composite):
-                spec.clear_device_()
+        self.__dict__["device"] = None
+        for spec in self._composites():
+            spec.clear_device_()
         return self
 
     @override
@@ -311,7 +320,7 @@ class Composite(TensorSpec):
         size = self._full_shape(shape)
         if self.data_cls is not None:
             return self.data_cls.from_dict(values, batch_size=size, device=self.device)
-        names = None if self.names is None else [*(None,) * (len(size) - self.ndim), *self.names]
+        names = None if self._names is None else [*(None,) * (len(size) - self.ndim), *self._names]
         return TensorDict(values, size, device=self.device, names=names)
 
     @override
@@ -332,18 +341,18 @@ class Composite(TensorSpec):
     @override
     def is_in(self, value: Any) -> bool:
         """Whether each entry is there and in the domain. Further entries do not matter. Never raises."""
-        if not hasattr(value, "get"):
+        if not _is_mapping(value):
             return False
         entries = value if isinstance(value, dict) else dict(value.items())
-        for name, spec in self._specs.items():
-            if spec is not None and (name not in entries or not spec.is_in(entries[name])):
-                return False
-        return True
+        return all(
+            spec is None or (name in entries and spec.is_in(entries[name]))
+            for name, spec in self._specs.items()
+        )
 
     @override
     def problem(self, value: Any) -> str | None:
         """Say which entry of a value is wrong, or return None."""
-        if not hasattr(value, "get"):
+        if not _is_mapping(value):
             return f"a tensordict or a dict was expected, got {type(value).__name__}"
         for name, spec in self._present().items():
             entry = value.get(name, None)
@@ -380,10 +389,9 @@ class Composite(TensorSpec):
             KeyError: an entry is missing, or none of the spec's.
             OutsideSpec, ValueError: see `TensorSpec.encode`; the text names the key.
         """
-        present = self._present()
-        given = set(value.keys())
-        if given != set(present):
-            wrong = sorted(given ^ set(present))
+        present, given = self._present(), set(value.keys())
+        wrong = sorted(given - self._specs.keys() | present.keys() - given)
+        if wrong:
             raise KeyError(f"the keys must be {sorted(present)}, got {sorted(given)}: see {wrong}")
         encoded = {}
         for name, spec in present.items():
@@ -396,6 +404,15 @@ class Composite(TensorSpec):
         return self._filled((), encoded)
 
     @override
+    def type_check(self, value: Any, key: Any = None) -> None:
+        """Raise a TypeError if an entry of a tensordict, or the value of one entry, has another dtype."""
+        if key is not None:
+            self[key].type_check(value, key)
+            return
+        for name, spec in self._present().items():
+            spec.type_check(value.get(name), None if isinstance(spec, Composite) else name)
+
+    @override
     def to_numpy(self, value: Any, safe: bool | None = None) -> dict[str, Any]:
         """A dict of arrays; ``safe=True`` checks the value first."""
         if safe:
@@ -404,10 +421,8 @@ class Composite(TensorSpec):
 
     @override
     def cardinality(self) -> int | float:
-        total: int | float = 1
-        for spec in self._present().values():
-            total *= spec.cardinality()
-        return total if self._present() else 0
+        counts = [spec.cardinality() for spec in self._present().values()]
+        return math.prod(counts) if counts else 0
 
     @override
     def enumerate(self, use_mask: bool = False) -> Any:
@@ -416,31 +431,11 @@ class Composite(TensorSpec):
         chosen = {name: values[rows[:, k]] for k, (name, values) in enumerate(listed.items())}
         return TensorDict(chosen, (len(rows), *self._full_shape(())), device=self.device)
 
-    @override
-    def _allowed(self, value: Tensor) -> Tensor:
-        raise TypeError("a Composite has entries, not values")
-
-    @override
-    def _projected(self, value: Tensor) -> Tensor:
-        raise TypeError("a Composite has entries, not values")
-
     # --- the rest -----------------------------------------------------------------------------------------------
 
     @override
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return (
-            type(self) is type(other)
-            and isinstance(other, Composite)
-            and self.shape == other.shape
-            and self.device == other.device
-            and self.data_cls == other.data_cls
-            and self._specs.keys() == other._specs.keys()
-            and all(spec == other._specs[name] for name, spec in self._specs.items())
-        )
-
-    __hash__ = None
+    def _settings(self) -> tuple[Any, ...]:
+        return self.data_cls, self._specs
 
     @override
     def __repr__(self) -> str:
@@ -448,6 +443,17 @@ class Composite(TensorSpec):
         head = "" if self.device is None else f", device={self.device}"
         inside = "".join(f"    {line},\n" for line in lines)
         return f"{type(self).__name__}(\n{inside}    shape={tuple(self.shape)}{head})"
+
+
+def is_key(index: Any) -> bool:
+    """Whether an index is a key: a string or a tuple of strings."""
+    return isinstance(index, str) or (
+        isinstance(index, tuple) and bool(index) and all(isinstance(name, str) for name in index)
+    )
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping) or (is_tensor_collection(value) and hasattr(value, "items"))
 
 
 def _prefixed(name: str, text: str) -> str:

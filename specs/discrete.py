@@ -1,5 +1,6 @@
 """`Categorical` and `OneHot`: one of n categories, as a number or as flags."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -8,9 +9,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.layout.checks import whole_number
 from flatroll.specs.draws import draw_categories, draw_masked
-from flatroll.specs.leaf import Device, OutsideSpec, TensorSpec, is_whole
+from flatroll.specs.leaf import Device, OutsideSpec, TensorSpec
+from flatroll.specs.ranged import Ranged, as_count, check_holds
 from flatroll.specs.shapes import Operation, Shape, as_shape, shortened
 
 
@@ -21,7 +22,72 @@ class Categories:
     n: int
 
 
-class Categorical(TensorSpec):
+class Numbered(Ranged):
+    """Base of specs of categories as numbers, some of which a mask may forbid."""
+
+    _kept = 1  # the last dim of a mask
+
+    @abstractmethod
+    def _counts(self) -> list[int]:
+        """The number of categories in each part of one value."""
+
+    @property
+    def mask(self) -> Tensor | None:
+        """Which categories are allowed, bool: batch dims, then all categories, part after part. None for all."""
+        return self._full("mask") if "mask" in self._parameters else None
+
+    def update_mask(self, mask: Any) -> None:
+        """Set which categories are allowed: bool, it broadcasts to the batch dims and all categories. None allows all.
+
+        Raises:
+            ValueError: it has another shape, allows none in some part, or the parts differ within the batch.
+        """
+        if mask is None:
+            self._parameters.pop("mask", None)
+            return
+        given, counts = torch.as_tensor(mask, device=self.device), self._counts()
+        if given.dtype is not torch.bool:
+            raise ValueError(f"the mask must be bool, got {given.dtype}")
+        sizes = (*self._full_shape(())[: self._frame.ndim], sum(counts))
+        try:
+            short = shortened(given.expand(sizes), 1).clone()  # the caller may write to its own
+        except RuntimeError as error:
+            raise ValueError(f"the mask must broadcast to shape {sizes}, got {tuple(given.shape)}") from error
+        for k, part in enumerate(short.split_with_sizes(counts, -1)):
+            if not bool(part.any(-1).all()):
+                where = f" (in part {k})" if len(counts) > 1 else ""
+                raise ValueError(f"the mask must allow a category everywhere{where}")
+        self._parameters["mask"] = short
+
+    @override
+    def _all_allowed(self, value: Tensor) -> bool:
+        return super()._all_allowed(value) if self.mask is None else bool(self._allowed(value).all())
+
+    @override
+    def _domain_text(self, index: tuple[int, ...]) -> str:
+        return super()._domain_text(index) + ("" if self.mask is None else " that the mask allows")
+
+    @override
+    def _with_dtype(self, dtype: torch.dtype) -> Self:
+        self._check_dtype(dtype)
+        return self._changed(dtype=dtype)
+
+    @abstractmethod
+    def _check_dtype(self, dtype: torch.dtype | None) -> None:
+        """Raise ValueError if a dtype cannot hold the categories."""
+
+    def to_categorical(self, value: Tensor, safe: bool | None = None) -> Tensor:
+        """The value itself; ``safe=True`` checks it first."""
+        if safe:
+            self.assert_is_in(value)
+        return value
+
+    def to_categorical_spec(self) -> Self:
+        """The spec itself."""
+        return self
+
+
+class Categorical(Numbered):
     """Whole numbers from ``start`` to ``start + n - 1``, such as the actions of a `gymnasium.spaces.Discrete`.
 
     Args:
@@ -42,8 +108,6 @@ class Categorical(TensorSpec):
     [0, 2]
     """
 
-    _kept = 1  # of a mask
-
     def __init__(
         self,
         n: int,
@@ -54,85 +118,54 @@ class Categorical(TensorSpec):
         *,
         start: int = 0,
     ) -> None:
-        self.n = whole_number("n", n)
-        self.start = whole_number("start", start, least=-(2**62))
+        self.n = as_count("n", n)
+        self.start = as_count("start", start, least=-(2**62))
         super().__init__(() if shape is None else shape, Categories(self.n), device, dtype, "discrete")
-        _check_holds(self.dtype, self.start, self.start + self.n - 1)
+        self._check_dtype(self.dtype)
         self.update_mask(mask)
 
-    @property
-    def mask(self) -> Tensor | None:
-        """Which categories are allowed, bool ``[*shape, n]``, or None for all."""
-        return self._full("mask") if "mask" in self._parameters else None
-
-    def update_mask(self, mask: Any) -> None:
-        """Set which categories are allowed, bool, broadcastable to ``[*shape, n]``; None allows all.
-
-        Raises:
-            ValueError: it has another shape, or allows none somewhere.
-        """
-        if mask is None:
-            self._parameters.pop("mask", None)
-        else:
-            self._parameters["mask"] = checked_mask(mask, (*self._frame.shape, self.n), self.device, [self.n])
+    @override
+    def _counts(self) -> list[int]:
+        return [self.n]
 
     @override
-    def is_in(self, value: Any) -> bool:
-        if self._misfit(value) is not None:
-            return False
-        if self.mask is not None or value.dtype is torch.bool:
-            return bool(self._allowed(value).all())
-        return torch.equal(value.clamp(self.start, self.start + self.n - 1), value)
+    def _check_dtype(self, dtype: torch.dtype | None) -> None:
+        check_holds(dtype, self.start, self.start + self.n - 1)
+
+    @override
+    def _limits(self) -> tuple[Tensor, Tensor]:
+        ends = torch.tensor([self.start, self.start + self.n - 1], device=self.device).to(self.dtype)
+        return ends[0], ends[1]
 
     @override
     def _allowed(self, value: Tensor) -> Tensor:
-        counted = value.long() - self.start
-        allowed = (counted >= 0) & (counted < self.n) & (counted + self.start == value)
-        mask = self.mask
+        allowed, mask = super()._allowed(value), self.mask
         if mask is None:
             return allowed
-        mask = mask.expand(*value.shape, self.n)
-        return allowed & mask.gather(-1, counted.clamp(0, self.n - 1).unsqueeze(-1)).squeeze(-1)
-
-    @override
-    def _domain_text(self, index: tuple[int, ...]) -> str:
-        masked = "" if self.mask is None else " that the mask allows"
-        return f"{self.start} to {self.start + self.n - 1}{masked}"
+        counted = (value.long() - self.start).clamp(0, self.n - 1).unsqueeze(-1)
+        return allowed & mask.expand(*value.shape, self.n).gather(-1, counted).squeeze(-1)
 
     @override
     def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Tensor:
         """Draw categories ``[*shape, *self.shape]`` uniformly among the allowed ones."""
         mask = self.mask
         if mask is None:
-            drawn = draw_categories(self.n, self._full_shape(shape), self.device, generator)
-        else:
-            drawn = draw_masked(mask, as_shape(() if shape is None else shape), generator)
-        return self._valued(drawn)
+            return self._valued(draw_categories(self.n, self._full_shape(shape), self.device, generator))
+        return self._valued(draw_masked(mask, as_shape(() if shape is None else shape), generator))
 
     def _valued(self, counted: Tensor) -> Tensor:
+        """The values of categories counted from 0."""
         assert self.dtype is not None
         return (counted + self.start if self.start else counted).to(self.dtype)
 
     @override
-    def zero(self, shape: Shape = ()) -> Tensor:
-        return self._projected(torch.zeros(self._full_shape(shape), dtype=torch.int64, device=self.device))
-
-    @override
-    def one(self, shape: Shape = ()) -> Tensor:
-        return self._projected(torch.ones(self._full_shape(shape), dtype=torch.int64, device=self.device))
-
-    @override
     def _projected(self, value: Tensor) -> Tensor:
         """The closest allowed category; of two equally close the smaller one."""
-        if value.is_floating_point():
-            value = value.double().nan_to_num(0.0).clamp(-(2**62), 2**62).round()
-        counted = (value.long() - self.start).clamp(0, self.n - 1)
-        mask = self.mask
-        if mask is not None:
-            mask = mask.expand(*counted.shape, self.n)
-            away = (torch.arange(self.n, device=counted.device) - counted.unsqueeze(-1)).abs()
-            counted = away.masked_fill(~mask, self.n).argmin(-1)
-        return self._valued(counted)
+        closest, mask = super()._projected(value), self.mask
+        if mask is None:
+            return closest
+        away = (torch.arange(self.n, device=self.device) - (closest.long() - self.start).unsqueeze(-1)).abs()
+        return self._valued(away.masked_fill(~mask.expand(away.shape), self.n).argmin(-1))
 
     @override
     def index(self, index: Tensor, tensor_to_index: Tensor) -> Tensor:
@@ -148,7 +181,12 @@ class Categorical(TensorSpec):
     def enumerate(self, use_mask: bool = False) -> Tensor:
         counted = torch.arange(self.n, device=self.device)
         if use_mask and self.mask is not None:
-            counted = counted[_same_row(self.mask)]
+            rows = self._parameters["mask"].reshape(-1, self.n)
+            if not bool((rows == rows[0]).all()):
+                raise ValueError(
+                    "the mask differs within the batch: index the spec first, then list its values"
+                )
+            counted = counted[rows[0]]
         return self._valued(counted).reshape(-1, *(1,) * self.ndim).expand(-1, *self._full_shape(()))
 
     def to_one_hot(self, value: Tensor, safe: bool | None = None) -> Tensor:
@@ -157,24 +195,9 @@ class Categorical(TensorSpec):
             self.assert_is_in(value)
         return torch.nn.functional.one_hot(value.long() - self.start, self.n).bool()
 
-    def to_categorical(self, value: Tensor, safe: bool | None = None) -> Tensor:
-        """The value itself; ``safe=True`` checks it first."""
-        if safe:
-            self.assert_is_in(value)
-        return value
-
     def to_one_hot_spec(self) -> "OneHot":
         """The same categories as flags."""
         return OneHot._of(self, torch.bool)
-
-    def to_categorical_spec(self) -> Self:
-        """The spec itself."""
-        return self
-
-    @override
-    def _with_dtype(self, dtype: torch.dtype) -> Self:
-        _check_holds(dtype, self.start, self.start + self.n - 1)
-        return self._changed(dtype=dtype)
 
     @override
     def _settings(self) -> tuple[Any, ...]:
@@ -182,9 +205,7 @@ class Categorical(TensorSpec):
 
     @override
     def _repr_parts(self) -> list[str]:
-        parts = [f"n={self.n}"]
-        if self.start:
-            parts.append(f"start={self.start}")
+        parts = [f"n={self.n}", *([f"start={self.start}"] if self.start else [])]
         return parts if self.mask is None else [*parts, "masked"]
 
 
@@ -193,6 +214,10 @@ class Encoded(TensorSpec):
 
     categories: Any  # the spec of the categories as numbers
     _own_dims = 1
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        check_holds(self.dtype, 0, 1)
 
     @classmethod
     def _of(cls, categories: Any, dtype: torch.dtype) -> Self:
@@ -213,6 +238,10 @@ class Encoded(TensorSpec):
         self.categories.update_mask(mask)
 
     @override
+    def _changed(self, **attributes: Any) -> Self:
+        return super()._changed(**{"categories": self.categories.clone(), **attributes})
+
+    @override
     def _map(self, operation: Operation, dims: int) -> Self:
         new = super()._map(operation, dims)
         new.categories = self.categories._map(operation, dims)
@@ -221,10 +250,6 @@ class Encoded(TensorSpec):
     @override
     def _with_device(self, device: torch.device) -> Self:
         return self._changed(device=device, categories=self.categories.to(device))
-
-    @override
-    def clone(self) -> Self:
-        return self._changed(categories=self.categories.clone())
 
     @override
     def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Tensor:
@@ -259,7 +284,7 @@ class Encoded(TensorSpec):
         text = self._misfit(value)
         if text is not None or self.is_in(value):
             return text
-        row = tuple((~self._allowed(value).all(-1)).nonzero()[0].tolist())
+        row = tuple((~self._beside(value)._allowed(value).all(-1)).nonzero()[0].tolist())
         where = f"at index {row[0] if len(row) == 1 else row} " if row else ""
         return f"{where}{self._domain_text(row)} was expected, got {value[row].tolist()}"
 
@@ -284,7 +309,7 @@ class Encoded(TensorSpec):
 
     def to_categorical_spec(self) -> Any:
         """The same categories as numbers."""
-        return self.categories
+        return self.categories.clone()
 
     @override
     def index(self, index: Tensor, tensor_to_index: Tensor) -> Tensor:
@@ -334,7 +359,7 @@ class OneHot(Encoded):
         use_register: bool = False,
         mask: Any = None,
     ) -> None:
-        n = whole_number("n", n)
+        n = as_count("n", n)
         sizes = as_shape((n,) if shape is None else shape)
         if not sizes or sizes[-1] != n:
             raise ValueError(f"the last dim of the shape must be n={n}, got shape {tuple(sizes)}")
@@ -366,12 +391,8 @@ class OneHot(Encoded):
         return right if mask is None else right & (flags & mask).any(-1, keepdim=True)
 
     @override
-    def is_in(self, value: Any) -> bool:
-        if self._misfit(value) is not None:
-            return False
-        if self.mask is None and value.dtype is torch.bool:
-            return bool((value.sum(-1) == 1).all())
-        return bool(self._allowed(value).all())
+    def _settings(self) -> tuple[Any, ...]:
+        return self.categories, self.use_register
 
     @override
     def _domain_text(self, index: tuple[int, ...]) -> str:
@@ -381,7 +402,7 @@ class OneHot(Encoded):
     def encode(self, value: Any, *, ignore_device: bool = False) -> Tensor:
         if not self.use_register:
             return super().encode(value, ignore_device=ignore_device)
-        key = value.item() if isinstance(value, Tensor) else value
+        key = value.item() if isinstance(value, Tensor | np.generic) else value
         if key not in self._register:
             if len(self._register) == self.n:
                 raise OutsideSpec(f"{key!r} would be category {self.n}, and there are {self.n}")
@@ -405,50 +426,8 @@ class OneHot(Encoded):
     @override
     def _projected(self, value: Tensor) -> Tensor:
         """The flag of the largest number; with a mask, of the largest allowed one."""
-        scores = value.double().nan_to_num(0.0) if value.is_floating_point() else value.double()
+        scores = value.to(self.device).double().nan_to_num(0.0)
         mask = self.mask
         if mask is not None:
             scores = scores.masked_fill(~mask.expand(scores.shape), -torch.inf)
         return self._flags(self.categories._valued(scores.argmax(-1)))
-
-
-def checked_mask(mask: Any, shape: Any, device: torch.device | None, parts: list[int]) -> Tensor:
-    """A mask that broadcasts to a shape, whose last dim is made of ``parts``, each of which allows something."""
-    given = torch.as_tensor(mask, device=device)
-    if given.dtype is not torch.bool:
-        raise ValueError(f"the mask must be bool, got {given.dtype}")
-    try:
-        full = given.expand(shape)
-    except RuntimeError as error:
-        raise ValueError(
-            f"the mask must broadcast to shape {tuple(shape)}, got {tuple(given.shape)}"
-        ) from error
-    short = shortened(full, 1)
-    for k, part in enumerate(short.split_with_sizes(parts, -1)):
-        if not bool(part.any(-1).all()):
-            raise ValueError(
-                f"the mask must allow a category everywhere{f' (in part {k})' if len(parts) > 1 else ''}"
-            )
-    return short
-
-
-def _same_row(mask: Tensor) -> Tensor:
-    """The mask ``[n]`` that all rows have."""
-    rows = shortened(mask, 1).reshape(-1, mask.shape[-1])
-    if not bool((rows == rows[0]).all()):
-        raise ValueError(
-            "the values cannot be listed: the mask differs within the batch. Index the spec first"
-        )
-    return rows[0]
-
-
-def _check_holds(dtype: torch.dtype | None, least: int, most: int) -> None:
-    assert dtype is not None
-    if dtype is torch.bool:
-        ends = (0, 1)
-    elif is_whole(dtype):
-        ends = (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    else:
-        return
-    if least < ends[0] or most > ends[1]:
-        raise ValueError(f"{dtype} cannot hold the categories {least} to {most}: choose a wider dtype")

@@ -12,6 +12,7 @@ from torch import Tensor
 from flatroll.specs.shapes import Shape, Shaped, as_shape, frame_of
 
 Device: TypeAlias = torch.device | str | int | None
+_FIXED = {"shape", "dtype", "device"}  # set once; shape operations and `to` make another spec
 #: torch function -> what it does to specs; filled by `implements`.
 TORCH_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
 
@@ -67,6 +68,7 @@ class TensorSpec(Shaped, ABC):
     device: torch.device | None
     dtype: torch.dtype | None
     domain: str
+    _default_device: torch.device | None = torch.device("cpu")
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class TensorSpec(Shaped, ABC):
     ) -> None:
         self.shape = as_shape(shape)
         self._space = space
-        self.device = torch.device("cpu") if device is None else torch.device(device)
+        self.device = self._default_device if device is None else torch.device(device)
         self.dtype = None if dtype is None else checked_dtype(dtype)
         self.domain = domain
         self._frame = frame_of(self.shape[: len(self.shape) - self._own_dims])
@@ -118,7 +120,14 @@ class TensorSpec(Shaped, ABC):
 
     def clone(self) -> Self:
         """A copy whose mask can be changed by itself; the parameters are shared."""
-        return self._changed(_parameters=dict(self._parameters))
+        return self._changed()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIXED and name in self.__dict__:
+            raise AttributeError(
+                f"{name} of a {type(self).__name__} cannot be set: make another spec of it, by expand, reshape or to"
+            )
+        object.__setattr__(self, name, value)
 
     # --- values -------------------------------------------------------------------------------------------------
 
@@ -151,33 +160,47 @@ class TensorSpec(Shaped, ABC):
         front = () if shape is None else as_shape(shape)
         return torch.Size([*front, *(1 if size == -1 else size for size in self.shape)])
 
-    @abstractmethod
     def _allowed(self, value: Tensor) -> Tensor:
-        """Which entries of a value of the right shape and dtype are in the domain: bool, one for each entry."""
+        """Which entries of a value of the right shape, dtype and device are in the domain: bool, one for each."""
+        raise NotImplementedError(f"{type(self).__name__} holds no single tensors")
+
+    def _all_allowed(self, value: Tensor) -> bool:
+        """Whether all entries of a value of the right shape, dtype and device are in the domain."""
+        return bool(self._allowed(value).all())
 
     def _misfit(self, value: Any) -> str | None:
         """What is wrong with the type, dtype or shape of a value, if anything."""
         if not isinstance(value, Tensor):
             return f"a tensor was expected, got {type(value).__name__}"
+        if value.is_meta:
+            return "a tensor with values was expected, got one on the device meta"
         if value.dtype is not self.dtype:
             return f"dtype {self.dtype} was expected, got {value.dtype}"
-        if value.shape[value.ndim - self.ndim :] != self.shape and not self._broadcasts(value.shape):
+        if not self._fits(value.shape):
             return f"shape {tuple(self.shape)} was expected, after any batch dims, got {tuple(value.shape)}"
         return None
 
-    def _broadcasts(self, shape: torch.Size) -> bool:
-        """Whether the spec can be expanded to a shape; its dims of size -1 take any length."""
-        if len(shape) < self.ndim:
-            return False
-        own = self.ndim - self._own_dims
-        return all(
-            mine == -1 or mine == size or (mine == 1 and d < own)
-            for d, (mine, size) in enumerate(zip(self.shape, shape[len(shape) - self.ndim :], strict=True))
+    def _fits(self, shape: torch.Size) -> bool:
+        """Whether a shape ends with that of the spec, whose dims of size -1 take any length."""
+        last = shape[len(shape) - self.ndim :] if self.ndim <= len(shape) else shape
+        return last == self.shape or (
+            len(last) == self.ndim
+            and all(mine in (-1, size) for mine, size in zip(self.shape, last, strict=True))
         )
 
     def is_in(self, value: Any) -> bool:
-        """Whether a value has this dtype, this shape (behind any batch dims), and lies in the domain. Never raises."""
-        return self._misfit(value) is None and bool(self._allowed(value).all())
+        """Whether a value has this dtype, this shape (behind any batch dims), and lies in the domain. Never raises.
+
+        The value may be on any device.
+        """
+        return self._misfit(value) is None and self._beside(value)._all_allowed(value)
+
+    def _beside(self, value: Tensor) -> Self:
+        """The spec on the device of a value."""
+        return self if value.device == self.device else self._with_device(value.device)
+
+    def __contains__(self, item: Any) -> bool:
+        return self.is_in(item)
 
     def contains(self, item: Any) -> bool:
         """Whether a value is in the domain, as `is_in`."""
@@ -198,7 +221,7 @@ class TensorSpec(Shaped, ABC):
         text = self._misfit(value)
         if text is not None:
             return text
-        allowed = self._allowed(value)
+        allowed = self._beside(value)._allowed(value)
         if bool(allowed.all()):
             return None
         first = tuple((~allowed).nonzero()[0].tolist())
@@ -221,16 +244,16 @@ class TensorSpec(Shaped, ABC):
         """Return a value that is inside as it is, or else the closest one inside. It never leaves NaN."""
         if self.is_in(value):
             return value
-        if not isinstance(value, Tensor) or not self._broadcasts(value.shape):
+        if not isinstance(value, Tensor) or not self._fits(value.shape):
             raise ValueError(
                 f"a tensor of shape {tuple(self.shape)}, after any batch dims, was expected, got "
                 f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}"
             )
         return self._projected(value)
 
-    @abstractmethod
     def _projected(self, value: Tensor) -> Tensor:
         """The closest values inside, of this dtype."""
+        raise NotImplementedError(f"{type(self).__name__} holds no single tensors")
 
     def encode(self, value: Any, *, ignore_device: bool = False) -> Any:
         """Make a tensor in the domain of an array, a list, a number or a tensor; sizes of 1 may be left out.
@@ -243,8 +266,9 @@ class TensorSpec(Shaped, ABC):
             OutsideSpec: the value is outside, or would change in this dtype.
             ValueError: it has another shape.
         """
-        if isinstance(value, np.ndarray) and not value.flags.c_contiguous:
-            value = value.copy()  # torch takes no negative strides
+        if not isinstance(value, Tensor):
+            # In float64, where torch rounds a list to float32; a copy, because torch takes no negative strides.
+            value = np.ascontiguousarray(value).reshape(np.shape(value))
         given = torch.as_tensor(value)
         if not ignore_device:
             given = given.to(self.device)
@@ -258,12 +282,15 @@ class TensorSpec(Shaped, ABC):
         if given.dtype is self.dtype:
             return given
         tensor = given.to(self.dtype)
-        if is_whole(self.dtype) and not torch.equal(tensor.to(given.dtype), given):
+        changed = not torch.equal(tensor.to(given.dtype), given) if is_whole(self.dtype) else None
+        if changed is None:  # floats are rounded, but what is finite stays so
+            changed = bool((tensor.isinf() & ~given.isinf()).any())
+        if changed:
             raise OutsideSpec(f"{_short(given)} cannot be written as {self.dtype} without changing it")
         return tensor
 
     def _shaped(self, tensor: Tensor) -> Tensor:
-        if self._broadcasts(tensor.shape):
+        if self._fits(tensor.shape):
             return tensor
         if [size for size in tensor.shape if size != 1] != [size for size in self.shape if size != 1]:
             raise ValueError(f"a value of shape {tuple(self.shape)} was expected, got {tuple(tensor.shape)}")

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.specs.bounded import grid
-from flatroll.specs.discrete import Categorical, Categories, Encoded, checked_mask
+from flatroll.specs.discrete import Categorical, Categories, Encoded, Numbered
 from flatroll.specs.draws import draw_categories
-from flatroll.specs.leaf import Device, TensorSpec, is_whole
+from flatroll.specs.leaf import Device, is_whole
+from flatroll.specs.ranged import check_holds, grid
 from flatroll.specs.shapes import Shape, as_shape, shortened
 
 
-class MultiCategorical(TensorSpec):
+class MultiCategorical(Numbered):
     """k categories ``[..., k]``, the i-th of ``nvec[i]``, such as a `gymnasium.spaces.MultiDiscrete`.
 
     Args:
@@ -23,7 +23,7 @@ class MultiCategorical(TensorSpec):
         device: default the CPU.
         dtype: default int64.
         mask: bool, broadcastable to ``[*shape[:-1], sum(nvec)]``: which categories are allowed, part after part.
-        remove_singleton: one category, ``nvec=[n]``, is indexed away by `unbind`; kept for the references' scripts.
+        remove_singleton: accepted for scripts that give it, without effect: ``nvec=[n]`` has values ``[..., 1]``.
         start: the first category of each part, a number or as nvec. Values are the env's own.
 
     >>> spec = MultiCategorical([2, 3], start=[0, 5])
@@ -32,7 +32,6 @@ class MultiCategorical(TensorSpec):
     """
 
     _own_dims = 1
-    _kept = 1
 
     def __init__(
         self,
@@ -45,10 +44,10 @@ class MultiCategorical(TensorSpec):
         *,
         start: Any = 0,
     ) -> None:
-        counts = torch.as_tensor(nvec, device=device).long()
-        counts = counts.reshape(1) if counts.ndim == 0 else counts
-        if counts.numel() == 0 or bool((counts < 1).any()):
-            raise ValueError(f"nvec must hold numbers of at least 1, got {nvec!r}")
+        counts = torch.atleast_1d(torch.as_tensor(nvec, device=device))
+        if counts.numel() == 0 or not is_whole(counts.dtype) or bool((counts < 1).any()):
+            raise ValueError(f"nvec must hold whole numbers of at least 1, got {nvec!r}")
+        counts = counts.long()
         sizes = as_shape(counts.shape if shape is None else shape)
         if sizes[-1:] != counts.shape[-1:]:
             raise ValueError(
@@ -59,7 +58,10 @@ class MultiCategorical(TensorSpec):
         full = (*self._frame.shape, sizes[-1])
         try:
             first = torch.as_tensor(start, device=device).long().expand(full)
-            self._parameters = {"nvec": shortened(counts.expand(full), 1), "start": shortened(first, 1)}
+            self._parameters = {
+                "nvec": shortened(counts.expand(full), 1).clone(),
+                "start": shortened(first, 1).clone(),
+            }
         except RuntimeError as error:
             raise ValueError(
                 f"nvec and start must broadcast to shape {tuple(sizes)}, got {tuple(counts.shape)} and {start!r}"
@@ -83,24 +85,7 @@ class MultiCategorical(TensorSpec):
         """The domain of each part."""
         return [Categories(n) for n in self._counts()]
 
-    @property
-    def mask(self) -> Tensor | None:
-        """Which categories are allowed, bool ``[*shape[:-1], sum(nvec)]``, or None for all."""
-        return self._full("mask") if "mask" in self._parameters else None
-
-    def update_mask(self, mask: Any) -> None:
-        """Set which categories are allowed, bool, broadcastable to ``[*shape[:-1], sum(nvec)]``; None allows all.
-
-        Raises:
-            ValueError: it has another shape, allows none in some part, or the parts differ within the batch.
-        """
-        if mask is None:
-            self._parameters.pop("mask", None)
-            return
-        counts = self._counts()
-        shape = (*self._frame.shape, sum(counts))
-        self._parameters["mask"] = checked_mask(mask, shape, self.device, counts)
-
+    @override
     def _counts(self) -> list[int]:
         """The numbers of categories of one value, which must be the same in the whole batch."""
         return self._one_row("nvec").tolist()
@@ -124,40 +109,18 @@ class MultiCategorical(TensorSpec):
             for n, first, mask in zip(counts, starts, masks, strict=True)
         ]
 
-    def _bounds(self) -> tuple[Tensor, Tensor]:
-        bounds = self._cache.get("bounds")
-        if bounds is None:
-            assert self.dtype is not None
-            low, counts = self._parameters["start"], self._parameters["nvec"]
-            bounds = low.to(self.dtype), (low + counts - 1).to(self.dtype)
-            self._cache["bounds"] = bounds
-        return bounds
-
     @override
-    def is_in(self, value: Any) -> bool:
-        if self._misfit(value) is not None:
-            return False
-        if self.mask is not None or value.dtype is torch.bool:
-            return bool(self._allowed(value).all())
-        low, high = self._bounds()
-        return torch.equal(value.clamp(low, high), value)
+    def _limits(self) -> tuple[Tensor, Tensor]:
+        assert self.dtype is not None
+        low, counts = self._parameters["start"], self._parameters["nvec"]
+        return low.to(self.dtype), (low + counts - 1).to(self.dtype)
 
     @override
     def _allowed(self, value: Tensor) -> Tensor:
         if self.mask is not None:
             parts = zip(self.parts(), value.unbind(-1), strict=True)
             return torch.stack([part._allowed(column) for part, column in parts], -1)
-        low, high = self._bounds()
-        whole = value.long()
-        return (whole >= low) & (whole <= high) & (whole == value)
-
-    @override
-    def _domain_text(self, index: tuple[int, ...]) -> str:
-        at = index[len(index) - self.ndim :]
-        at = tuple(0 if size in (1, -1) else i for i, size in zip(at, self.shape, strict=True))
-        first = int(self.start[at])
-        masked = "" if self.mask is None else " that the mask allows"
-        return f"{first} to {first + int(self.nvec[at]) - 1}{masked}"
+        return super()._allowed(value)
 
     @override
     def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Tensor:
@@ -169,23 +132,12 @@ class MultiCategorical(TensorSpec):
         return (drawn + self._parameters["start"]).to(self.dtype)
 
     @override
-    def zero(self, shape: Shape = ()) -> Tensor:
-        return self._projected(torch.zeros(self._full_shape(shape), dtype=torch.int64, device=self.device))
-
-    @override
-    def one(self, shape: Shape = ()) -> Tensor:
-        return self._projected(torch.ones(self._full_shape(shape), dtype=torch.int64, device=self.device))
-
-    @override
     def _projected(self, value: Tensor) -> Tensor:
         assert self.dtype is not None
         if self.mask is not None:
             parts = zip(self.parts(), value.unbind(-1), strict=True)
             return torch.stack([part._projected(column) for part, column in parts], -1)
-        if value.is_floating_point():
-            value = value.double().nan_to_num(0.0).clamp(-(2**62), 2**62).round()
-        low, high = self._bounds()
-        return value.to(self.device).long().clamp(low, high).to(self.dtype)
+        return super()._projected(value)
 
     @override
     def index(self, index: Tensor, tensor_to_index: Tensor) -> Tensor:
@@ -201,7 +153,7 @@ class MultiCategorical(TensorSpec):
     @override
     def enumerate(self, use_mask: bool = False) -> Tensor:
         assert self.dtype is not None
-        parts = [part.enumerate(use_mask).reshape(-1, part.shape.numel())[:, 0] for part in self.parts()]
+        parts = [part.enumerate(use_mask)[(slice(None), *(0,) * part.ndim)] for part in self.parts()]
         values = grid(parts).to(self.dtype)
         shape = self._full_shape(())
         return values.reshape(-1, *(1,) * (self.ndim - 1), shape[-1]).expand(-1, *shape)
@@ -213,34 +165,16 @@ class MultiCategorical(TensorSpec):
         parts = zip(self.parts(), value.unbind(-1), strict=True)
         return torch.cat([part.to_one_hot(column) for part, column in parts], -1)
 
-    def to_categorical(self, value: Tensor, safe: bool | None = None) -> Tensor:
-        """The value itself; ``safe=True`` checks it first."""
-        if safe:
-            self.assert_is_in(value)
-        return value
-
     def to_one_hot_spec(self) -> "MultiOneHot":
         """The same categories as flags."""
         return MultiOneHot._of(self, torch.bool)
 
-    def to_categorical_spec(self) -> Self:
-        """The spec itself."""
-        return self
-
+    @override
     def _check_dtype(self, dtype: torch.dtype | None) -> None:
         assert dtype is not None
         low, counts = self._parameters["start"], self._parameters["nvec"]
         least, most = int(low.min()), int((low + counts - 1).max())
-        ends = (0, 1) if dtype is torch.bool else None
-        if ends is None and is_whole(dtype):
-            ends = (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-        if ends is not None and (least < ends[0] or most > ends[1]):
-            raise ValueError(f"{dtype} cannot hold the categories {least} to {most}: choose a wider dtype")
-
-    @override
-    def _with_dtype(self, dtype: torch.dtype) -> Self:
-        self._check_dtype(dtype)
-        return self._changed(dtype=dtype)
+        check_holds(dtype, least, most)
 
     @override
     def _repr_parts(self) -> list[str]:

@@ -31,6 +31,8 @@ class NonTensor(TensorSpec):
     ['hi', 'hi', 'hi']
     """
 
+    _default_device = None
+
     def __init__(
         self,
         shape: Shape = (1,),
@@ -43,7 +45,6 @@ class NonTensor(TensorSpec):
         space: "spaces.Space[Any] | None" = None,
     ) -> None:
         super().__init__(shape, space, device, dtype, "")
-        self.device = None if device is None else torch.device(device)
         self.example_data = example_data
         if batched is not None and feature_dims is not None:
             raise ValueError("batched and feature_dims say the same thing: give one of them")
@@ -62,11 +63,11 @@ class NonTensor(TensorSpec):
         ):
             return f"data that are no tensor were expected, got {type(value).__name__}"
         wrapped = isinstance(value, NonTensorData | NonTensorStack)
-        if wrapped and not self._broadcasts(value.batch_size):
+        if wrapped and not self._fits(value.batch_size):
             return (
                 f"shape {tuple(self.shape)} was expected, after any batch dims, got {tuple(value.batch_size)}"
             )
-        if self._space is None:
+        if self._space is None or (wrapped and 0 in value.batch_size):
             return None
         for item in _data(value) if wrapped else [value]:
             if not self._space.contains(item):
@@ -101,15 +102,13 @@ class NonTensor(TensorSpec):
         cut = len(sizes) - self.feature_dims
 
         def stacked(depth: int) -> Any:
+            if 0 in sizes:  # no element to stack
+                return NonTensorData(self.example_data, batch_size=sizes, device=self.device)
             if depth == cut:
                 return NonTensorData(make(), batch_size=sizes[cut:], device=self.device)
             return lazy_stack([stacked(depth + 1) for _ in range(sizes[depth])])
 
         return stacked(0)
-
-    @override
-    def _allowed(self, value: Tensor) -> Tensor:
-        raise TypeError("NonTensor holds no tensors")
 
     @override
     def project(self, value: Any) -> Any:
@@ -120,10 +119,6 @@ class NonTensor(TensorSpec):
         """
         self.assert_is_in(value)
         return value
-
-    @override
-    def _projected(self, value: Tensor) -> Tensor:
-        raise TypeError("NonTensor holds no tensors")
 
     @override
     def encode(self, value: Any, *, ignore_device: bool = False) -> Any:

@@ -72,13 +72,17 @@ class Shaped:
 
     def _changed(self, **attributes: Any) -> Self:
         new = object.__new__(type(self))
-        new.__dict__.update(self.__dict__, _cache={}, **attributes)
+        parameters = dict(self._parameters)  # a mask is replaced in it
+        new.__dict__.update(self.__dict__, **{"_cache": {}, "_parameters": parameters, **attributes})
         return new
 
     def _map(self, operation: Operation, dims: int) -> Self:
         """The spec after an operation on its first ``dims`` dims."""
-        frame = operation(self._frame)
-        shape = _with_any(frame.shape) if -1 in self.shape or ANY_LENGTH in frame.shape else frame.shape
+        # Only the shape counts: one number in memory, also where the operation copies.
+        front = self._frame.as_strided(self._frame.shape[:dims], (0,) * dims)
+        sizes = operation(front).shape + self._frame.shape[dims:]
+        frame = self._frame.as_strided(sizes, (0,) * len(sizes))
+        shape = _with_any(sizes) if -1 in self.shape or ANY_LENGTH in sizes else sizes
         if self._own_dims:
             shape = shape + self.shape[len(self.shape) - self._own_dims :]
         parameters: dict[str, Tensor] = {}
@@ -177,27 +181,23 @@ class Shaped:
         return self._map(lambda tensor: tensor.unsqueeze(at), at)
 
     def __getitem__(self, index: Any) -> Any:
-        """Index the batch dims, as a tensor is indexed."""
+        """Index the dims in front of a value's own, as a tensor of these dims is indexed."""
         full = self._resolved(index)
         return self._map(lambda tensor: tensor[full], sum(map(_dims_used, full)))
 
     def _resolved(self, index: Any) -> tuple[Any, ...]:
         """The index as a tuple without ``...``, so that dims behind the batch's do not shift it."""
         items = list(index) if isinstance(index, tuple) else [index]
-        items = [torch.as_tensor(item) if isinstance(item, list | np.ndarray) else item for item in items]
-        used = sum(_dims_used(item) for item in items)
+        items = [
+            torch.as_tensor(item) if isinstance(item, list | tuple | range | np.ndarray) else item
+            for item in items
+        ]
+        free = self._frame.ndim - sum(map(_dims_used, items))
         places = [place for place, item in enumerate(items) if item is Ellipsis]
-        if places:
-            free = self.ndim - used
-            items[places[0] : places[0] + 1] = [slice(None)] * free
-        # What reaches into a value's own dims may only be the whole of them.
-        while items and used + (len(places) and self.ndim - used) > self._frame.ndim:
-            if not (isinstance(items[-1], slice) and items[-1] == slice(None)):
-                break
-            items.pop()
-            used -= 1
-        if sum(_dims_used(item) for item in items) > self._frame.ndim or len(places) > 1:
+        if free < 0 or len(places) > 1:
             self._outer(f"the index {index}", self.ndim)
+        for place in places:
+            items[place : place + 1] = [slice(None)] * free
         return tuple(items)
 
     def unbind(self, dim: int = 0) -> tuple[Self, ...]:

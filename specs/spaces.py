@@ -65,7 +65,7 @@ def _unbatched(space: Any, device: Device) -> TensorSpec:
         low, high = (_repeated(bound, dtype, device) for bound in (space.low, space.high))
         box = Bounded(low, high, shape, device, dtype)
         if is_whole(dtype) and not (below.all() and above.all()):
-            box.set_open(torch.from_numpy(below), torch.from_numpy(above))
+            return box.open_where(torch.from_numpy(~below), torch.from_numpy(~above))
         return box
     if isinstance(space, spaces.Discrete):
         return Categorical(int(space.n), (), device, _torch_dtype(space.dtype), start=int(space.start))
@@ -75,7 +75,7 @@ def _unbatched(space: Any, device: Device) -> TensorSpec:
         return MultiCategorical(counts, space.shape, device, _torch_dtype(space.dtype), start=start)
     if isinstance(space, spaces.MultiBinary):
         flags = Binary(None, space.shape, device, _torch_dtype(space.dtype))
-        flags._by_shape = not isinstance(space.n, int | np.integer)
+        flags.by_shape = not isinstance(space.n, int | np.integer)
         return flags
     if not isinstance(space, spaces.Space):
         raise TypeError(f"space must be a gymnasium space, got {type(space).__name__}")
@@ -102,13 +102,15 @@ def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
     if type(spec) is Composite:
         children = {key: as_space(child) for key, child in spec._present().items()}
         return spaces.Tuple(list(children.values())) if spec.of_tuple else spaces.Dict(children)
+    if spec.dtype is torch.bfloat16:
+        raise TypeError(
+            "NumPy has no bfloat16, so no Gymnasium space does: call spec.to(torch.float32) first"
+        )
     dtype: Any = None if spec.dtype is None else torch.empty(0, dtype=spec.dtype).numpy().dtype
-    if isinstance(spec, Bounded):
-        return spaces.Box(spec.low.cpu().numpy(), spec.high.cpu().numpy(), tuple(spec.shape), dtype)
-    if isinstance(spec, Unbounded):
-        if spec.dtype is not None and spec.dtype.is_floating_point:
-            return spaces.Box(-np.inf, np.inf, tuple(spec.shape), dtype)
-        low, high = spec.space.low.cpu().numpy(), spec.space.high.cpu().numpy()
+    if isinstance(spec, Bounded | Unbounded):
+        low, high = (end.cpu().numpy() for end in (spec.space.low, spec.space.high))
+        open_below, open_above = spec.open_ends
+        low, high = -np.inf if open_below else low, np.inf if open_above else high
         return spaces.Box(low, high, tuple(spec.shape), dtype)
     if isinstance(spec, Categorical):
         if not spec.shape:
@@ -120,7 +122,7 @@ def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
     if isinstance(spec, NonTensor) and isinstance(spec.space, spaces.Space) and not spec.shape:
         return spec.space
     if isinstance(spec, Binary | Encoded):
-        named = spec.ndim != 1 or getattr(spec, "_by_shape", False)
+        named = spec.ndim != 1 or getattr(spec, "by_shape", False)
         return spaces.MultiBinary(tuple(spec.shape) if named else spec.shape[0])
     raise TypeError(f"no Gymnasium space holds the values of {spec!r}")
 

@@ -239,8 +239,10 @@ def _of_tree(
     elif tree.shape != space.shape or tree.dtype != space.dtype:
         yield f"{name} must be {space.dtype} {space.shape} as its space says, it is {tree.dtype} {tree.shape}"
     else:
-        chosen = np.ones(len(tree), np.bool_) if rows is None else rows
-        if not as_spec(space)[chosen].is_in(torch.from_numpy(tree[chosen])):
+        spec = as_spec(space)
+        if rows is not None:  # what stands in the others does not matter
+            tree = np.where(rows.reshape(-1, *(1,) * (tree.ndim - 1)), tree, spec.zero().numpy())
+        if not spec.is_in(torch.from_numpy(tree)):
             yield f"{name} has values outside its space {space}"
 
 
@@ -286,17 +288,20 @@ def _of_final_observations(record: Record) -> Iterator[str]:
 
 
 def _of_infos(record: Record) -> Iterator[str]:
-    """Entries of ``info`` with a row for each env keep their shape and dtype from step to step."""
-    first: dict[str, tuple[Any, int]] = {}
+    """Entries of ``info`` with a row for each env keep their shape from step to step.
+
+    Their dtype may change: Gymnasium's vector envs take that of the first env that gives a number.
+    """
+    first: dict[str, tuple[tuple[int, ...], int]] = {}
     for k, info in enumerate(record.infos):
         for key, value in info.items():
             if not isinstance(value, np.ndarray | Tensor) or value.dtype == object:
                 continue
-            kind = tuple(value.shape), value.dtype
-            known, step = first.setdefault(key, (kind, k))
-            if kind != known:
-                yield f"info[{key!r}] is {known[1]} {known[0]} in step {step} and {kind[1]} {kind[0]} in step {k}"
-                first[key] = kind, k
+            shape = tuple(value.shape)
+            known, step = first.setdefault(key, (shape, k))
+            if shape != known:
+                yield f"info[{key!r}] has shape {known} in step {step} and {shape} in step {k}"
+                first[key] = shape, k
 
 
 def _of_reproduction(record: Record, again: Record) -> Iterator[str]:
