@@ -116,17 +116,23 @@ class Composite(TensorSpec):
                     f"{key!r} is on {spec.device}, and this Composite on {self.device}: move it by spec.to(device)"
                 )
             spec = spec.to(self.device)
-        if spec.shape[: self.ndim] != self.shape:
-            begins = spec.shape == self.shape[: spec.ndim]
-            if not (begins and isinstance(spec, Composite | NonTensor)):
-                raise ValueError(
-                    f"the shape of {key!r} must begin with that of the Composite, {tuple(self.shape)}, got "
-                    f"{tuple(spec.shape)}: write spec.expand(...)"
+        if spec.shape[: self.ndim] == self.shape and spec._frame.ndim >= self.ndim:
+            checked: TensorSpec = spec
+            return checked
+        if spec.shape == self.shape[: spec.ndim]:
+            if type(spec) is Composite:  # what it holds must have all of the dims
+                wider = spec._changed(shape=self.shape, _frame=self._frame, _specs={}, _names=None)
+                wider._specs.update(
+                    {name: wider._fitting(name, inner) for name, inner in spec._specs.items()}
                 )
-            for size in self.shape[spec.ndim :]:
-                spec = spec.unsqueeze(spec.ndim).expand(*spec.shape, size)
-        checked: TensorSpec = spec
-        return checked
+                return wider
+            if isinstance(spec, NonTensor):
+                return spec[(..., *(None,) * (self.ndim - spec.ndim))].expand(self.shape)
+        raise ValueError(
+            f"the shape of {key!r} must begin with that of the Composite, {tuple(self.shape)}, got {tuple(spec.shape)}"
+            f"{f', of which the last {spec._own_dims} belong to one value' if spec._own_dims else ''}: write "
+            "spec.expand(...)"
+        )
 
     def __getitem__(self, index: Any) -> Any:
         """An entry, for a key; else the spec of the indexed batch."""
@@ -253,17 +259,17 @@ class Composite(TensorSpec):
         """Whether entries cannot be changed."""
         return self._locked
 
-    def lock_(self, recurse: bool = True) -> Self:
+    def lock_(self, recurse: bool | None = True) -> Self:
         """Refuse changes from now on, also of nested entries."""
         return self._lock(True, recurse)
 
-    def unlock_(self, recurse: bool = True) -> Self:
+    def unlock_(self, recurse: bool | None = True) -> Self:
         """Allow changes again."""
         return self._lock(False, recurse)
 
-    def _lock(self, locked: bool, recurse: bool) -> Self:
+    def _lock(self, locked: bool, recurse: bool | None) -> Self:
         self._locked = locked
-        for spec in self._composites() if recurse else ():
+        for spec in () if recurse is False else self._composites():
             spec._lock(locked, recurse)
         return self
 

@@ -290,10 +290,13 @@ class TensorSpec(Shaped, ABC):
         return tensor
 
     def _shaped(self, tensor: Tensor) -> Tensor:
-        if self._fits(tensor.shape):
+        if self._fits(tensor.shape) and tensor.ndim == self.ndim:
             return tensor
         if [size for size in tensor.shape if size != 1] != [size for size in self.shape if size != 1]:
-            raise ValueError(f"a value of shape {tuple(self.shape)} was expected, got {tuple(tensor.shape)}")
+            raise ValueError(
+                f"a value of shape {tuple(self.shape)} was expected, got {tuple(tensor.shape)}: expand the spec for a "
+                "batch"
+            )
         return tensor.reshape(self.shape)
 
     def to_numpy(self, value: Any, safe: bool | None = None) -> Any:

@@ -48,9 +48,14 @@ class NonTensor(TensorSpec):
         self.example_data = example_data
         if batched is not None and feature_dims is not None:
             raise ValueError("batched and feature_dims say the same thing: give one of them")
-        whole = self.ndim if feature_dims is None else feature_dims
-        self.feature_dims = 0 if batched else whole
-        self.batched = bool(batched)
+        self.batched, self._feature_dims = bool(batched), feature_dims
+
+    @property
+    def feature_dims(self) -> int:
+        """How many of the last dims one element covers: none if batched, else all, or as many as were given."""
+        if self.batched:
+            return 0
+        return self.ndim if self._feature_dims is None else min(self._feature_dims, self.ndim)
 
     @override
     def is_in(self, value: Any) -> bool:
@@ -141,7 +146,7 @@ class NonTensor(TensorSpec):
 
     @override
     def _settings(self) -> tuple[Any, ...]:
-        return self.example_data, self.feature_dims, self._space
+        return self.example_data, self.batched, self._feature_dims, self._space
 
     @override
     def _repr_parts(self) -> list[str]:

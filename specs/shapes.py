@@ -12,8 +12,9 @@ Shape: TypeAlias = Any  # an int, or a sequence of ints
 #: An operation on the first k dims of a tensor, which leaves those after them alone.
 Operation: TypeAlias = Callable[[Any], Any]
 
-#: Stands for a dim of any length (-1) inside of `TensorSpec._frame`: a prime that no real dim is likely to have.
-ANY_LENGTH = 2_097_143
+#: Stands for a dim of any length (-1) inside of `TensorSpec._frame`: a prime that no real dim is likely to have, small
+#: enough for four such dims and a batch to have fewer than 2**63 elements.
+ANY_LENGTH = 16_381
 
 
 def as_shape(*shape: Shape) -> torch.Size:
@@ -43,7 +44,10 @@ def shortened(parameter: Tensor, kept: int = 0) -> Tensor:
 def frame_of(shape: torch.Size) -> Tensor:
     """One number in memory with these dims, ANY_LENGTH for -1: operations on it tell the new shape."""
     if any(size < -1 or size == ANY_LENGTH for size in shape):
-        raise ValueError(f"shape must have dims of at least 0, or -1 for any length, got {tuple(shape)}")
+        raise ValueError(
+            f"shape must have dims of at least 0, or -1 for any length, and none of {ANY_LENGTH}, which stands for -1 "
+            f"inside, got {tuple(shape)}"
+        )
     return torch.empty(()).expand([ANY_LENGTH if size == -1 else size for size in shape])
 
 

@@ -54,11 +54,8 @@ def contains_lazy_spec(spec: TensorSpec) -> bool:
 
 def check_no_exclusive_keys(spec: TensorSpec, recurse: bool = True) -> bool:
     """Whether all Composites of each stack have the same keys; ``recurse`` looks into nested ones."""
-    if isinstance(spec, StackedComposite):
-        keys = set(spec.keys())
-        return all(
-            set(part.keys()) == keys and (not recurse or check_no_exclusive_keys(part)) for part in spec.specs
-        )
+    if isinstance(spec, StackedComposite) and any(len(part) > len(spec) for part in spec.specs):
+        return False
     if isinstance(spec, Composite) and recurse:
         return all(map(check_no_exclusive_keys, spec._present().values()))
     return True
@@ -96,12 +93,14 @@ def consolidate_spec(
             for key, entries in examples.items():
                 if key not in part._specs:
                     part[key] = _empty_like(entries, part.shape)
-        return stack(parts, spec.dim)  # type: ignore[no-any-return]
-    if isinstance(spec, Composite):
-        if not recurse_through_entries:
-            return spec.clone()
-        return spec._each(lambda entry: consolidate_spec(entry, *settings))
-    return spec.clone()
+        spec = stack(parts, spec.dim)
+    else:
+        spec = spec.clone()
+    if isinstance(spec, Composite) and recurse_through_entries:
+        for key, entry in spec._present().items():
+            if isinstance(entry, Composite):
+                spec[key] = consolidate_spec(entry, *settings)
+    return spec
 
 
 def _empty_like(specs: list[TensorSpec], batch: Any) -> TensorSpec:
@@ -111,15 +110,21 @@ def _empty_like(specs: list[TensorSpec], batch: Any) -> TensorSpec:
         raise ValueError(f"specs of one key must be of one class, got {first!r} and others")
     if isinstance(first, Composite):
         return first.empty()
-    if isinstance(first, Stacked):
-        rest = [*batch[: first.dim], *batch[first.dim + 1 :]]
-        return Stacked(*(_empty_like([spec], rest) for spec in first.specs), dim=first.dim)
     outer = first.ndim - first._own_dims
     # Size 0 where the others differ, or else behind the batch's dims.
     sizes = [
-        size if all(s.shape[d] == size for s in specs) else 0 for d, size in enumerate(first.shape[:outer])
+        0 if size == -1 or any(spec.shape[d] != size for spec in specs) else size
+        for d, size in enumerate(first.shape[:outer])
     ]
     if 0 not in sizes:
         sizes = [size if d < len(batch) else 0 for d, size in enumerate(sizes)]
-    one = first[(0,) * outer]
+    if isinstance(first, Stacked):
+        rest = [size for d, size in enumerate(sizes) if d != first.dim]
+        return Stacked(*(_of_sizes(spec, rest) for spec in first.specs), dim=first.dim)
+    return _of_sizes(first, sizes)
+
+
+def _of_sizes(spec: TensorSpec, sizes: list[int]) -> TensorSpec:
+    """A spec of the first of a spec's values, repeated."""
+    one = spec[(0,) * len(sizes)]
     return one.expand(*sizes, *one.shape)  # type: ignore[no-any-return]

@@ -71,6 +71,13 @@ def test_scripted_envs_pass(env: Any) -> None:
     check_env_specs(env)
 
 
+@pytest.mark.parametrize("name", ["FrozenLake-v1", "Blackjack-v1"])
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
+def test_envs_of_categories_pass(name: str, mode: str) -> None:
+    """Their info has entries that are whole numbers in some steps and floats in others."""
+    check_env_specs(gym.make_vec(name, num_envs=2, vector_kwargs={"autoreset_mode": mode}), 60)
+
+
 ENVS: dict[str, Any] = {
     "cartpole": lambda: gym.make_vec("CartPole-v1", num_envs=3),
     "pendulum": lambda: gym.make("Pendulum-v1"),

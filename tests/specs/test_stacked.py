@@ -139,7 +139,7 @@ def test_keys_of_stacked_composites() -> None:
     assert not check_no_exclusive_keys(spec) and check_no_exclusive_keys(one)
     full: Any = consolidate_spec(spec)
     assert check_no_exclusive_keys(full) and set(full.keys()) == {"shared", "mine", "its"}
-    assert full[0]["its"].is_empty() and full[1]["mine"].shape == (2,) and full.is_in(full.rand())
+    assert full[0]["its", "deep"].shape == (0,) and full[1]["mine"].shape == (2,) and full.is_in(full.rand())
     spec["new"] = torch.stack([Categorical(2), Categorical(3)])
     assert one["new"].n == 2 and two["new"].n == 3
     del spec["new"]
