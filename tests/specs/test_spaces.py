@@ -78,7 +78,24 @@ def test_draws_are_samples_of_the_space(space: spaces.Space[Any]) -> None:
     """About 100,000 calls of `contains` over all of these spaces."""
     drawn = as_spec(space).rand((4000,), generator=torch.Generator().manual_seed(0)).numpy()
     assert drawn.dtype == space.dtype and drawn.shape[1:] == space.shape
-    assert all(map(space.contains, drawn))
+    assert all(
+        space.contains(value if isinstance(space, spaces.Discrete) else np.asarray(value)) for value in drawn
+    )
+
+
+def as_tree(spec: Any, value: Any) -> Any:
+    """A value as the sample of a space."""
+    if isinstance(spec, Composite):
+        parts = {key: as_tree(spec[key], value.get(key)) for key in spec}
+        return tuple(parts.values()) if spec.of_tuple else parts
+    made = spec.to_numpy(value)
+    return made[()] if made.shape == () else made
+
+
+@pytest.mark.parametrize("space", NESTED, ids=str)
+def test_nested_draws_are_samples_of_the_space(space: spaces.Space[Any]) -> None:
+    spec = as_spec(space)
+    assert all(space.contains(as_tree(spec, row)) for row in spec.rand((500,)))
 
 
 def test_whole_numbers_reach_both_ends() -> None:
