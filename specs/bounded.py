@@ -105,7 +105,7 @@ class Bounded(Numbers, Ranged):
                     f"{name} must broadcast to shape {tuple(self.shape)}, got {tuple(bound.shape)}"
                 ) from error
             self._parameters[name] = shortened(full).clone()  # the caller may write to its own
-        least, most = torch.broadcast_tensors(*self._limits())
+        least, most = self.low, self.high
         wrong = ordered(least) > ordered(most)
         if bool(wrong.any()):
             at = tuple(wrong.nonzero()[0].tolist())

@@ -116,8 +116,8 @@ class Composite(TensorSpec):
                     f"{key!r} is on {spec.device}, and this Composite on {self.device}: move it by spec.to(device)"
                 )
             spec = spec.to(self.device)
+        checked: TensorSpec = spec
         if spec.shape[: self.ndim] == self.shape and spec._frame.ndim >= self.ndim:
-            checked: TensorSpec = spec
             return checked
         if spec.shape == self.shape[: spec.ndim]:
             if type(spec) is Composite:  # what it holds must have all of the dims
@@ -127,7 +127,8 @@ class Composite(TensorSpec):
                 )
                 return wider
             if isinstance(spec, NonTensor):
-                return spec[(..., *(None,) * (self.ndim - spec.ndim))].expand(self.shape)
+                checked = spec[(..., *(None,) * (self.ndim - spec.ndim))].expand(self.shape)
+                return checked
         raise ValueError(
             f"the shape of {key!r} must begin with that of the Composite, {tuple(self.shape)}, got {tuple(spec.shape)}"
             f"{f', of which the last {spec._own_dims} belong to one value' if spec._own_dims else ''}: write "
@@ -308,7 +309,7 @@ class Composite(TensorSpec):
 
     def clear_device_(self) -> Self:
         """Forget the device of the whole, that of each entry stays."""
-        self.__dict__["device"] = None
+        object.__setattr__(self, "device", None)
         for spec in self._composites():
             spec.clear_device_()
         return self

@@ -44,7 +44,8 @@ class MultiCategorical(Numbered):
         *,
         start: Any = 0,
     ) -> None:
-        counts = torch.atleast_1d(torch.as_tensor(nvec, device=device))
+        counts = torch.as_tensor(nvec, device=device)
+        counts = counts.reshape(1) if counts.ndim == 0 else counts
         if counts.numel() == 0 or not is_whole(counts.dtype) or bool((counts < 1).any()):
             raise ValueError(f"nvec must hold whole numbers of at least 1, got {nvec!r}")
         counts = counts.long()
@@ -153,7 +154,10 @@ class MultiCategorical(Numbered):
     @override
     def enumerate(self, use_mask: bool = False) -> Tensor:
         assert self.dtype is not None
-        parts = [part.enumerate(use_mask)[(slice(None), *(0,) * part.ndim)] for part in self.parts()]
+        parts = [
+            part.enumerate(use_mask).flatten(1)[:, 0] if part.ndim else part.enumerate(use_mask)
+            for part in self.parts()
+        ]
         values = grid(parts).to(self.dtype)
         shape = self._full_shape(())
         return values.reshape(-1, *(1,) * (self.ndim - 1), shape[-1]).expand(-1, *shape)

@@ -12,6 +12,7 @@ from flatroll.layout.checks import whole_number
 from flatroll.specs.leaf import TensorSpec, is_whole
 from flatroll.specs.shapes import Shape
 
+_NOT_ORDERED = {torch.bool, torch.uint16, torch.uint32, torch.uint64}  # torch has no clamp for these
 #: The largest float64 that these dtypes hold: their own largest number is rounded up in float64.
 _LARGEST_DOUBLE = {torch.int64: 2.0**63 - 1024, torch.uint64: 2.0**64 - 2048}
 
@@ -88,11 +89,11 @@ class Ranged(TensorSpec):
 
 def ordered(numbers: Tensor) -> Tensor:
     """The numbers in a dtype that torch can clamp and compare, in the same order."""
-    if numbers.dtype is torch.uint64:  # without its highest bit int64 has the same order
+    if numbers.dtype not in _NOT_ORDERED:
+        return numbers
+    if numbers.dtype is torch.uint64:  # with its highest bit flipped int64 has the same order
         return numbers.view(torch.int64) ^ torch.iinfo(torch.int64).min
-    if numbers.dtype in (torch.bool, torch.uint16, torch.uint32):
-        return numbers.long()
-    return numbers
+    return numbers.long()
 
 
 def unordered(numbers: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
 import numpy as np
@@ -51,6 +52,17 @@ def frame_of(shape: torch.Size) -> Tensor:
     return torch.empty(()).expand([ANY_LENGTH if size == -1 else size for size in shape])
 
 
+@dataclass(frozen=True)
+class Gather:
+    """Indexes by tensors, which copies."""
+
+    index: tuple[Any, ...]
+
+    def __call__(self, tensor: Any) -> Any:
+        """The indexed tensor."""
+        return tensor[self.index]
+
+
 class Shaped:
     """Base of specs: the shape operations of tensors on the dims in front of a value's own.
 
@@ -76,17 +88,25 @@ class Shaped:
 
     def _changed(self, **attributes: Any) -> Self:
         new = object.__new__(type(self))
-        parameters = dict(self._parameters)  # a mask is replaced in it
-        new.__dict__.update(self.__dict__, **{"_cache": {}, "_parameters": parameters, **attributes})
+        state = new.__dict__
+        state.update(self.__dict__)
+        state["_cache"], state["_parameters"] = {}, self._parameters.copy()  # in which a mask is replaced
+        state.update(attributes)
         return new
 
     def _map(self, operation: Operation, dims: int) -> Self:
         """The spec after an operation on its first ``dims`` dims."""
-        # Only the shape counts: one number in memory, also where the operation copies.
-        front = self._frame.as_strided(self._frame.shape[:dims], (0,) * dims)
-        sizes = operation(front).shape + self._frame.shape[dims:]
-        frame = self._frame.as_strided(sizes, (0,) * len(sizes))
-        shape = _with_any(sizes) if -1 in self.shape or ANY_LENGTH in sizes else sizes
+        frame = self._frame
+        if isinstance(
+            operation, Gather
+        ):  # in front of the other dims only: one number is to stay one in memory
+            sizes = operation(frame.as_strided(frame.shape[:dims], (0,) * dims)).shape + frame.shape[dims:]
+            frame = frame.as_strided(sizes, (0,) * len(sizes))
+        else:
+            frame = operation(frame)
+        shape = frame.shape
+        if -1 in self.shape or ANY_LENGTH in shape:
+            shape = _with_any(shape)
         if self._own_dims:
             shape = shape + self.shape[len(self.shape) - self._own_dims :]
         parameters: dict[str, Tensor] = {}
@@ -187,7 +207,10 @@ class Shaped:
     def __getitem__(self, index: Any) -> Any:
         """Index the dims in front of a value's own, as a tensor of these dims is indexed."""
         full = self._resolved(index)
-        return self._map(lambda tensor: tensor[full], sum(map(_dims_used, full)))
+        dims = sum(map(_dims_used, full))
+        if any(isinstance(item, Tensor) for item in full):
+            return self._map(Gather(full), dims)
+        return self._map(lambda tensor: tensor[full], dims)
 
     def _resolved(self, index: Any) -> tuple[Any, ...]:
         """The index as a tuple without ``...``, so that dims behind the batch's do not shift it."""

@@ -109,9 +109,8 @@ def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
     dtype: Any = None if spec.dtype is None else torch.empty(0, dtype=spec.dtype).numpy().dtype
     if isinstance(spec, Bounded | Unbounded):
         low, high = (end.cpu().numpy() for end in (spec.space.low, spec.space.high))
-        open_below, open_above = spec.open_ends
-        low, high = -np.inf if open_below else low, np.inf if open_above else high
-        return spaces.Box(low, high, tuple(spec.shape), dtype)
+        below, above = spec.open_ends
+        return spaces.Box(-np.inf if below else low, np.inf if above else high, tuple(spec.shape), dtype)
     if isinstance(spec, Categorical):
         if not spec.shape:
             return spaces.Discrete(spec.n, start=spec.start, dtype=dtype)

@@ -44,6 +44,9 @@ class Parallel(TensorSpec):
     specs: tuple[Any, ...]
     dim: int
 
+    @abstractmethod
+    def __init__(self, *specs: Any, dim: int) -> None: ...
+
     @property
     def stack_dim(self) -> int:
         """Where the stacked dim is."""
@@ -143,7 +146,8 @@ class Parallel(TensorSpec):
     @override
     def cardinality(self) -> int | float:
         """Number of values: one of each spec."""
-        return math.prod(spec.cardinality() for spec in self.specs)
+        counts: list[int | float] = [spec.cardinality() for spec in self.specs]
+        return math.prod(counts)
 
     @override
     def enumerate(self, use_mask: bool = False) -> Any:
@@ -180,7 +184,7 @@ class Stacked(Parallel):
     def __init__(self, *specs: TensorSpec, dim: int) -> None:
         shape, dim = _stacked_shape(specs, dim)
         self._own_dims = specs[0]._own_dims
-        super().__init__(shape, None, specs[0].device, specs[0].dtype, specs[0].domain)
+        TensorSpec.__init__(self, shape, None, specs[0].device, specs[0].dtype, specs[0].domain)
         self.specs, self.dim = specs, dim
 
     @property
