@@ -9,8 +9,8 @@ from typing_extensions import override
 from flatroll.specs.discrete import Categories
 from flatroll.specs.draws import draw_categories
 from flatroll.specs.leaf import Device
-from flatroll.specs.ranged import Ranged, as_count, check_holds, grid
-from flatroll.specs.shapes import Shape, as_shape
+from flatroll.specs.ranged import Ranged, as_count, check_holds
+from flatroll.specs.shapes import Shape, as_shape, grid
 
 
 class Binary(Ranged):

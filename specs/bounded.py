@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from flatroll.specs.draws import Limits, draw_between
 from flatroll.specs.leaf import Device, TensorSpec, checked_dtype, is_whole
-from flatroll.specs.ranged import Ranged, as_double, grid, ordered, whole_range
-from flatroll.specs.shapes import Shape, shortened
+from flatroll.specs.ranged import Ranged, as_double, ordered, whole_range
+from flatroll.specs.shapes import Shape, grid, shortened
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,7 @@ from typing_extensions import override
 
 from flatroll.layout.keys import NestedKey, as_tuple, plain_key
 from flatroll.specs.leaf import Device, OutsideSpec, TensorSpec
-from flatroll.specs.non_tensor import NonTensor
-from flatroll.specs.ranged import grid
-from flatroll.specs.shapes import Operation, Shape
+from flatroll.specs.shapes import Operation, Shape, grid
 
 _MISSING: Any = object()
 _ABSENT: Any = object()
@@ -126,7 +124,7 @@ class Composite(TensorSpec):
                     {name: wider._fitting(name, inner) for name, inner in spec._specs.items()}
                 )
                 return wider
-            if isinstance(spec, NonTensor):
+            if spec._any_batch:
                 checked = spec[(..., *(None,) * (self.ndim - spec.ndim))].expand(self.shape)
                 return checked
         raise ValueError(

@@ -69,6 +69,7 @@ class TensorSpec(Shaped, ABC):
     dtype: torch.dtype | None
     domain: str
     _default_device: torch.device | None = torch.device("cpu")
+    _any_batch = False  # whether a Composite gives it the batch dims that it has not
 
     def __init__(
         self,

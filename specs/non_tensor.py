@@ -32,6 +32,7 @@ class NonTensor(TensorSpec):
     """
 
     _default_device = None
+    _any_batch = True
 
     def __init__(
         self,

@@ -131,11 +131,3 @@ def check_holds(dtype: Any, least: int, most: int) -> None:
     low, high = whole_range(dtype)
     if least < low or most > high:
         raise ValueError(f"{dtype} cannot hold the categories {least} to {most}: choose a wider dtype")
-
-
-def grid(ranges: list[Tensor]) -> Tensor:
-    """All combinations of the entries of ranges ``[count, len(ranges)]``, the last one changing fastest."""
-    if not ranges:
-        return torch.zeros(1, 0, dtype=torch.int64)
-    parts = torch.meshgrid(*ranges, indexing="ij")
-    return torch.stack([part.reshape(-1) for part in parts], -1)

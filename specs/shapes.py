@@ -254,3 +254,11 @@ def _dims_used(item: Any) -> int:
     if item is None or item is Ellipsis:
         return 0
     return item.ndim if isinstance(item, Tensor) and item.dtype is torch.bool else 1
+
+
+def grid(ranges: list[Tensor]) -> Tensor:
+    """All combinations of the entries of ranges ``[count, len(ranges)]``, the last one changing fastest."""
+    if not ranges:
+        return torch.zeros(1, 0, dtype=torch.int64)
+    parts = torch.meshgrid(*ranges, indexing="ij")
+    return torch.stack([part.reshape(-1) for part in parts], -1)

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from flatroll.layout.keys import NestedKey, plain_key
 from flatroll.specs.binary import Binary
 from flatroll.specs.bounded import Bounded, Unbounded
 from flatroll.specs.composite import Composite
@@ -124,23 +123,6 @@ def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
         named = spec.ndim != 1 or getattr(spec, "by_shape", False)
         return spaces.MultiBinary(tuple(spec.shape) if named else spec.shape[0])
     raise TypeError(f"no Gymnasium space holds the values of {spec!r}")
-
-
-def space_leaves(
-    space: "spaces.Space[Any]", key: tuple[str, ...], path: tuple[Any, ...] = ()
-) -> list[tuple[NestedKey, tuple[Any, ...]]]:
-    """List the batch key (starting with ``key``) and the tree path (with ``path``) of each leaf of a space.
-
-    >>> space_leaves(spaces.Tuple((spaces.Discrete(2), spaces.Dict(a=spaces.Discrete(3)))), ("action",))
-    [(('action', '0'), (0,)), (('action', '1', 'a'), (1, 'a'))]
-    """
-    if isinstance(space, spaces.Dict):
-        items: Any = space.spaces.items()
-    elif isinstance(space, spaces.Tuple):
-        items = enumerate(space.spaces)
-    else:
-        return [(plain_key(key), path)]
-    return [leaf for name, child in items for leaf in space_leaves(child, (*key, str(name)), (*path, name))]
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:

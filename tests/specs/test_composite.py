@@ -7,8 +7,7 @@ import torch
 from tensordict import TensorDict, tensorclass
 
 import flatroll.specs
-from flatroll.specs import Bounded, Categorical, Composite, Unbounded
-from flatroll.specs.old_names import OLD_NAMES
+from flatroll.specs import OLD_NAMES, Bounded, Categorical, Composite, Unbounded
 
 
 def test_keys_items_and_nesting() -> None:
