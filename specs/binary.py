@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.specs.discrete import Categories
+from flatroll.specs.discrete import Categories, as_count
 from flatroll.specs.draws import draw_categories
-from flatroll.specs.leaf import Device
-from flatroll.specs.ranged import Ranged, as_count, check_holds
+from flatroll.specs.leaf import Device, Ranged
+from flatroll.specs.ranges import check_holds
 from flatroll.specs.shapes import Shape, as_shape, grid
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.specs.draws import Limits, draw_between
-from flatroll.specs.leaf import Device, TensorSpec, checked_dtype, is_whole
-from flatroll.specs.ranged import Ranged, as_double, ordered, whole_range
+from flatroll.specs.leaf import Device, Ranged, TensorSpec, checked_dtype
+from flatroll.specs.ranges import as_double, is_whole, ordered, whole_range
 from flatroll.specs.shapes import Shape, grid, shortened
 
 

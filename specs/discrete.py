@@ -1,5 +1,6 @@
 """`Categorical` and `OneHot`: one of n categories, as a number or as flags."""
 
+import operator
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, Self
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from flatroll.layout.checks import whole_number
 from flatroll.specs.draws import draw_categories, draw_masked
-from flatroll.specs.leaf import Device, OutsideSpec, TensorSpec
-from flatroll.specs.ranged import Ranged, as_count, check_holds
+from flatroll.specs.leaf import Device, OutsideSpec, Ranged, TensorSpec
+from flatroll.specs.ranges import check_holds
 from flatroll.specs.shapes import Operation, Shape, as_shape, shortened
 
 
@@ -431,3 +433,8 @@ class OneHot(Encoded):
         if mask is not None:
             scores = scores.masked_fill(~mask.expand(scores.shape), -torch.inf)
         return self._flags(self.categories._valued(scores.argmax(-1)))
+
+
+def as_count(name: str, value: Any, least: int = 1) -> int:
+    """A whole number of at least ``least``, also one of NumPy or torch, such as the ``n`` of a Gymnasium space."""
+    return whole_number(name, operator.index(value) if hasattr(value, "dtype") else value, least)

@@ -8,7 +8,9 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from flatroll.specs.ranges import as_double, is_whole, ordered, unordered
 from flatroll.specs.shapes import Shape, Shaped, as_shape, frame_of
 
 Device: TypeAlias = torch.device | str | int | None
@@ -42,11 +44,6 @@ def checked_dtype(dtype: Any) -> torch.dtype:
         return torch.from_numpy(np.zeros(0, dtype)).dtype
     except TypeError as error:
         raise TypeError(f"dtype must be a torch dtype, such as torch.float32, got {dtype!r}") from error
-
-
-def is_whole(dtype: torch.dtype) -> bool:
-    """Whether a dtype holds whole numbers or flags only."""
-    return not dtype.is_floating_point and not dtype.is_complex
 
 
 class TensorSpec(Shaped, ABC):
@@ -368,6 +365,76 @@ class TensorSpec(Shaped, ABC):
         if own is None:
             return NotImplemented
         return own(*args, **(kwargs or {}))
+
+
+class Ranged(TensorSpec):
+    """Base of specs whose entries lie between two numbers, both included."""
+
+    _whole = True  # only whole numbers are allowed, also in a dtype of floats
+    _range_text = "{} to {}"
+
+    @abstractmethod
+    def _limits(self) -> tuple[Tensor, Tensor]:
+        """The least and the largest value: tensors of this dtype that broadcast to the shape."""
+
+    def _ordered_limits(self) -> tuple[Tensor, Tensor]:
+        limits: tuple[Tensor, Tensor] | None = self._cache.get("limits")
+        if limits is None:
+            low, high = self._limits()
+            limits = self._cache["limits"] = ordered(low), ordered(high)
+        return limits
+
+    @override
+    def _all_allowed(self, value: Tensor) -> bool:
+        low, high = self._ordered_limits()
+        numbers = ordered(value)
+        if not torch.equal(numbers.clamp(low, high), numbers):  # NaN is equal to nothing
+            return False
+        return not (self._whole and numbers.is_floating_point()) or torch.equal(numbers.round(), numbers)
+
+    @override
+    def _allowed(self, value: Tensor) -> Tensor:
+        low, high = self._ordered_limits()
+        numbers = ordered(value)
+        inside = (numbers >= low) & (numbers <= high)
+        return (
+            inside & (numbers == numbers.round()) if self._whole and numbers.is_floating_point() else inside
+        )
+
+    def _clamped(self, value: Tensor) -> Tensor:
+        """The closest values inside to values of this dtype."""
+        assert self.dtype is not None
+        return unordered(ordered(value).clamp(*self._ordered_limits()), self.dtype)
+
+    @override
+    def _projected(self, value: Tensor) -> Tensor:
+        assert self.dtype is not None
+        value = value.to(self.device)
+        if is_whole(value.dtype) and is_whole(self.dtype) and torch.uint64 not in (value.dtype, self.dtype):
+            low, high = (limit.long() for limit in self._limits())
+            numbers = value.long().clamp(low, high)
+        else:
+            low, high = (as_double(limit) for limit in self._limits())
+            numbers = value.double().nan_to_num(0.0, torch.inf, -torch.inf)
+            numbers = numbers.round() if self._whole or is_whole(self.dtype) else numbers
+            numbers = numbers.clamp(low, high)  # in float64, for what the dtype cannot hold
+        return self._clamped(numbers.to(self.dtype))
+
+    @override
+    def zero(self, shape: Shape = ()) -> Tensor:
+        return self._projected(torch.zeros(self._full_shape(shape), dtype=torch.int64, device=self.device))
+
+    @override
+    def one(self, shape: Shape = ()) -> Tensor:
+        return self._projected(torch.ones(self._full_shape(shape), dtype=torch.int64, device=self.device))
+
+    @override
+    def _domain_text(self, index: tuple[int, ...]) -> str:
+        sizes = self._full_shape(())
+        at = tuple(
+            0 if size == 1 else i for i, size in zip(index[len(index) - self.ndim :], sizes, strict=True)
+        )
+        return self._range_text.format(*(limit.expand(sizes)[at].item() for limit in self._limits()))
 
 
 for _name in ("squeeze", "unsqueeze", "reshape", "flatten", "unflatten", "unbind"):

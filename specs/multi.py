@@ -9,8 +9,8 @@ from typing_extensions import override
 
 from flatroll.specs.discrete import Categorical, Categories, Encoded, Numbered
 from flatroll.specs.draws import draw_categories
-from flatroll.specs.leaf import Device, is_whole
-from flatroll.specs.ranged import check_holds
+from flatroll.specs.leaf import Device
+from flatroll.specs.ranges import check_holds, is_whole
 from flatroll.specs.shapes import Shape, as_shape, grid, shortened
 
 

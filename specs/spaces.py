@@ -10,9 +10,10 @@ from flatroll.specs.binary import Binary
 from flatroll.specs.bounded import Bounded, Unbounded
 from flatroll.specs.composite import Composite
 from flatroll.specs.discrete import Categorical, Encoded
-from flatroll.specs.leaf import Device, TensorSpec, is_whole
+from flatroll.specs.leaf import Device, TensorSpec
 from flatroll.specs.multi import MultiCategorical
 from flatroll.specs.non_tensor import NonTensor
+from flatroll.specs.ranges import is_whole
 from flatroll.specs.shapes import Shape, as_shape
 
 
