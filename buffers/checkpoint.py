@@ -15,6 +15,7 @@ from flatroll.buffers.transforms.base import TransformLike, reads_others
 from flatroll.buffers.writers import Writer
 from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
+from flatroll.specs import Composite, make_composite_from_td
 
 _ENTRIES = {"storage", "ring", "keys", "sampler", "writer", "generator"}
 
@@ -31,6 +32,15 @@ class BufferState(Facts, Shareable):
 
     def __len__(self) -> int:
         return len(self._ring)
+
+    @property
+    def spec(self) -> Composite:
+        """The shapes and dtypes of its rows, as they are read: a spec of shape ``(-1,)``; RuntimeError if empty."""
+        if not len(self):
+            raise RuntimeError("an empty buffer has no spec yet: extend it first")
+        buffer: Any = self
+        row: Any = make_composite_from_td(buffer[:1], unsqueeze_null_shapes=False)[0]
+        return row.expand(-1)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         name, kind, sampler = (type(part).__name__ for part in (self, self.storage, self.sampler))

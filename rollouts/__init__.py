@@ -1,10 +1,11 @@
 """Rollouts and collectors: step an env with a policy and return flat batches."""
 
+from flatroll.rollouts.batch_spec import batch_spec
 from flatroll.rollouts.collector import Collector
 from flatroll.rollouts.random_actions import RandomPolicy
-from flatroll.rollouts.rollout import rollout
+from flatroll.rollouts.rollout import check_env_specs, rollout
 
 #: The references' older name.
 SyncDataCollector = Collector
 
-__all__ = ["Collector", "RandomPolicy", "SyncDataCollector", "rollout"]
+__all__ = ["Collector", "RandomPolicy", "SyncDataCollector", "batch_spec", "check_env_specs", "rollout"]

@@ -21,9 +21,10 @@ from flatroll.layout.keys import (
     next_key,
     plain_key,
 )
+from flatroll.specs.space_leaves import space_leaves
 from flatroll.wrappers.markers import InitTracker, MarkerWrapper, RewardSum, StepCounter, TrajId
 from flatroll.wrappers.source import layers
-from flatroll.wrappers.stream import observation_leaves, space_leaves
+from flatroll.wrappers.stream import observation_leaves
 
 #: Column of the rows on which the env only reset; never in a batch.
 DEAD = ("collector", "_dead")

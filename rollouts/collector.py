@@ -15,9 +15,11 @@ from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import DONE, NestedKey
 from flatroll.layout.trajectories import mark_cuts, split_trajectories
 from flatroll.rollouts.arguments import check_counts, check_together, make_devices, make_env
+from flatroll.rollouts.batch_spec import spec_of_columns
 from flatroll.rollouts.runner import Runner
 from flatroll.rollouts.whole_trajectories import TrajectoryJoiner
 from flatroll.rollouts.window import compact_batch
+from flatroll.specs import Composite
 from flatroll.wrappers.markers import TrajId, find_wrapper
 from flatroll.wrappers.primers import recurrent_states
 
@@ -206,6 +208,11 @@ class Collector(Facts):
         made = self._make_batch(total=-1)
         assert made is not None  # without a total there is always a next one
         return made[0]
+
+    @property
+    def spec(self) -> Composite:
+        """The spec of its batches, shape ``(-1,)``; ``collector.spec.assert_is_in(batch)`` names the first bad row."""
+        return spec_of_columns(self._runner.keys, self.env, self._compact)
 
     @property
     def frames(self) -> int:

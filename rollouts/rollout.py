@@ -1,4 +1,4 @@
-"""`rollout`: collects a fixed number of transitions from every env as one flat batch."""
+"""`rollout`: a fixed number of transitions from every env as one flat batch; `check_env_specs`, a checked one."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,10 +8,13 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 
+from flatroll.layout.inspect.audit import audit
 from flatroll.layout.keys import NestedKey
 from flatroll.rollouts.arguments import make_devices
+from flatroll.rollouts.batch_spec import batch_spec
 from flatroll.rollouts.runner import Runner
 from flatroll.wrappers.adapt_env import adapt_env
+from flatroll.wrappers.testing.check_env import ContractError, is_suspicion, vector_env_problems
 
 
 def rollout(
@@ -71,3 +74,32 @@ def rollout(
     # The first num_steps transitions of each env: bool [steps, E].
     mask &= np.cumsum(mask, axis=0) <= num_steps
     return runner.lay_out(mask, compact=False)[0]
+
+
+def check_env_specs(env: Any, num_steps: int = 100, *, seed: int = 0) -> None:
+    """Step an env with random actions and raise an error that lists what it does not keep.
+
+    Checked are what `flatroll.wrappers.testing.check_vector_env` checks (spaces, shapes, dtypes, ownership, final
+    observations, resets, entries of ``info`` that change), then each row of a collected batch against `batch_spec`
+    and against the rules of `flatroll.layout.audit`.
+
+    Args:
+        env: anything `flatroll.wrappers.as_vector_env` takes, or wrappers around it. It is reset and stepped.
+        num_steps: vector steps of each part, default 100; take enough for several episodes to end.
+        seed: of the env and the actions, default 0.
+
+    Raises:
+        ContractError: an AssertionError; a line for each problem.
+
+    >>> import gymnasium as gym
+    >>> check_env_specs(gym.make_vec("CartPole-v1", num_envs=2))
+    """
+    found = [text for text in vector_env_problems(env, steps=num_steps, seed=seed) if not is_suspicion(text)]
+    if not found:
+        adapted = adapt_env(env)
+        batch = rollout(adapted, num_steps=num_steps, seed=seed)
+        problem = batch_spec(adapted).problem(batch)
+        found += [] if problem is None else [problem]
+        found += [str(finding) for finding in audit(batch) if finding.severity == "error"]
+    if found:
+        raise ContractError("the env breaks its specs:\n" + "\n".join(f"- {text}" for text in found))

@@ -23,12 +23,13 @@ ROOT = Path(__file__).parents[1]
 ARROWS: dict[str, set[str]] = {
     "layout": set(),
     "kernels": set(),
-    "wrappers": {"layout"},
-    "rollouts": {"layout", "wrappers"},
-    "buffers": {"layout", "kernels"},
+    "specs": {"layout"},
+    "wrappers": {"layout", "specs"},
+    "rollouts": {"layout", "specs", "wrappers"},
+    "buffers": {"layout", "kernels", "specs"},
     "modules": {"layout", "kernels"},
     "estimators": {"layout", "kernels", "modules"},
-    "trainers": {"layout", "kernels", "wrappers", "rollouts", "buffers", "modules", "estimators"},
+    "trainers": {"layout", "kernels", "specs", "wrappers", "rollouts", "buffers", "modules", "estimators"},
 }
 
 

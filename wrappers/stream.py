@@ -11,6 +11,7 @@ from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
 from flatroll.layout.keys import OBSERVATION, RESERVED, NestedKey
+from flatroll.specs.space_leaves import space_leaves
 from flatroll.wrappers.arrays import (
     ActionCheck,
     Array,
@@ -378,23 +379,6 @@ def observation_leaves(space: spaces.Space[Any]) -> list[tuple[NestedKey, tuple[
             "rename them with gymnasium.wrappers.TransformObservation"
         )
     return [leaf for key, child in space.spaces.items() for leaf in space_leaves(child, (key,), (key,))]
-
-
-def space_leaves(
-    space: spaces.Space[Any], key: tuple[str, ...], path: tuple[Any, ...] = ()
-) -> list[tuple[NestedKey, tuple[Any, ...]]]:
-    """List the batch key (starting with ``key``) and the tree path (with ``path``) of each leaf of a space.
-
-    >>> space_leaves(spaces.Tuple((spaces.Discrete(2), spaces.Dict(a=spaces.Discrete(3)))), ("action",))
-    [(('action', '0'), (0,)), (('action', '1', 'a'), (1, 'a'))]
-    """
-    if isinstance(space, spaces.Dict):
-        items: Any = space.spaces.items()
-    elif isinstance(space, spaces.Tuple):
-        items = enumerate(space.spaces)
-    else:
-        return [(key[0] if len(key) == 1 else key, path)]
-    return [leaf for name, child in items for leaf in space_leaves(child, (*key, str(name)), (*path, name))]
 
 
 def check_space(space: Any, name: str) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
+from flatroll.specs import as_spec
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.arrays import Tree, map_tree
 from flatroll.wrappers.testing.script import row
@@ -53,10 +55,15 @@ def check_vector_env(
     >>> check_vector_env(ScriptedTorchEnv(Script(3)))
     """
     problems = vector_env_problems(env, steps=steps, seed=seed, actions=actions)
-    if any(not text.startswith(_SUSPICION) for text in problems):
+    if not all(map(is_suspicion, problems)):
         raise ContractError("the env breaks the contract:\n" + "\n".join(f"- {text}" for text in problems))
     for text in problems:
         warnings.warn(text, UserWarning, stacklevel=2)
+
+
+def is_suspicion(problem: str) -> bool:
+    """Whether a text of `vector_env_problems` is no proof."""
+    return problem.startswith(_SUSPICION)
 
 
 def vector_env_problems(
@@ -99,6 +106,7 @@ def vector_env_problems(
     if not problems:  # the checks below rely on the shapes
         problems += _of_rows_after_the_end(record)
         problems += _of_final_observations(record)
+        problems += _of_infos(record)
         problems += _of_reproduction(record, again)
         problems += _of_masked_reset(vector)
         problems += (f"{_SUSPICION}{text}" for text in _suspicions(record))
@@ -231,14 +239,10 @@ def _of_tree(
     elif tree.shape != space.shape or tree.dtype != space.dtype:
         yield f"{name} must be {space.dtype} {space.shape} as its space says, it is {tree.dtype} {tree.shape}"
     else:
-        if isinstance(space, spaces.MultiDiscrete):
-            low, high = space.start, space.start + space.nvec - 1
-        else:  # a MultiBinary is batched to a Box
-            assert isinstance(space, spaces.Box)
-            low, high = space.low, space.high
-        # bool [E]: all values of the row are in bounds
-        inside = ((tree >= low) & (tree <= high)).reshape(len(tree), -1).all(1)
-        if not (inside if rows is None else inside | ~rows).all():
+        spec = as_spec(space)
+        if rows is not None:  # what stands in the others does not matter
+            tree = np.where(rows.reshape(-1, *(1,) * (tree.ndim - 1)), tree, spec.zero().numpy())
+        if not spec.is_in(torch.from_numpy(tree)):
             yield f"{name} has values outside its space {space}"
 
 
@@ -281,6 +285,23 @@ def _of_final_observations(record: Record) -> Iterator[str]:
             f"info['final_obs'] equals the returned observation in all {len(rows)} ended rows: it is the "
             "first one of the next episode, and the last one of the ended episode is lost"
         )
+
+
+def _of_infos(record: Record) -> Iterator[str]:
+    """Entries of ``info`` with a row for each env keep their shape from step to step.
+
+    Their dtype may change: Gymnasium's vector envs take that of the first env that gives a number.
+    """
+    first: dict[str, tuple[tuple[int, ...], int]] = {}
+    for k, info in enumerate(record.infos):
+        for key, value in info.items():
+            if not isinstance(value, np.ndarray | Tensor) or value.dtype == object:
+                continue
+            shape = tuple(value.shape)
+            known, step = first.setdefault(key, (shape, k))
+            if shape != known:
+                yield f"info[{key!r}] has shape {known} in step {step} and {shape} in step {k}"
+                first[key] = shape, k
 
 
 def _of_reproduction(record: Record, again: Record) -> Iterator[str]:

@@ -1,0 +1,79 @@
+"""Specs: which tensors an env, a batch or a buffer holds, as tensors' view of Gymnasium spaces."""
+
+import warnings
+from typing import Any
+
+from flatroll.specs.binary import Binary
+from flatroll.specs.bounded import (
+    Bounded,
+    BoundedContinuous,
+    BoundedDiscrete,
+    Unbounded,
+    UnboundedContinuous,
+    UnboundedDiscrete,
+)
+from flatroll.specs.composite import Composite
+from flatroll.specs.discrete import Categorical, OneHot
+from flatroll.specs.leaf import OutsideSpec, TensorSpec
+from flatroll.specs.multi import MultiCategorical, MultiOneHot
+from flatroll.specs.non_tensor import NonTensor
+from flatroll.specs.spaces import as_space, as_spec
+from flatroll.specs.stacked import Stacked, StackedComposite, stack
+from flatroll.specs.tools import (
+    check_no_exclusive_keys,
+    consolidate_spec,
+    contains_lazy_spec,
+    make_composite_from_td,
+)
+
+__all__ = [
+    "Binary",
+    "Bounded",
+    "BoundedContinuous",
+    "BoundedDiscrete",
+    "Categorical",
+    "Composite",
+    "MultiCategorical",
+    "MultiOneHot",
+    "NonTensor",
+    "OneHot",
+    "OutsideSpec",
+    "Stacked",
+    "StackedComposite",
+    "TensorSpec",
+    "Unbounded",
+    "UnboundedContinuous",
+    "UnboundedDiscrete",
+    "as_space",
+    "as_spec",
+    "check_no_exclusive_keys",
+    "consolidate_spec",
+    "contains_lazy_spec",
+    "make_composite_from_td",
+    "stack",
+]
+
+
+#: Names in older scripts: the classes that they stand for.
+OLD_NAMES: dict[str, Any] = {
+    "BinaryDiscreteTensorSpec": Binary,
+    "BoundedTensorSpec": Bounded,
+    "CompositeSpec": Composite,
+    "DiscreteTensorSpec": Categorical,
+    "LazyStackedCompositeSpec": StackedComposite,
+    "LazyStackedTensorSpec": Stacked,
+    "MultiDiscreteTensorSpec": MultiCategorical,
+    "MultiOneHotDiscreteTensorSpec": MultiOneHot,
+    "NonTensorSpec": NonTensor,
+    "OneHotDiscreteTensorSpec": OneHot,
+    "UnboundedContinuousTensorSpec": UnboundedContinuous,
+    "UnboundedDiscreteTensorSpec": UnboundedDiscrete,
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in OLD_NAMES:
+        raise AttributeError(f"module 'flatroll.specs' has no attribute {name!r}")
+    new = OLD_NAMES[name]
+    warnings.warn(f"{name} is now called {new.__name__}", DeprecationWarning, stacklevel=2)
+    return new

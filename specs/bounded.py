@@ -1,0 +1,349 @@
+"""`Bounded` and `Unbounded`: tensors of numbers between bounds, or of any numbers."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from flatroll.specs.draws import Limits, draw_between
+from flatroll.specs.leaf import Device, Ranged, TensorSpec, checked_dtype
+from flatroll.specs.ranges import as_double, is_whole, ordered, whole_range
+from flatroll.specs.shapes import Shape, grid, shortened
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The domain of a spec of numbers: bounds, tensors of its shape (views of less memory)."""
+
+    low: Tensor
+    high: Tensor
+
+
+class Numbers(TensorSpec):
+    """Base of specs of numbers, whose class is one for real or one for whole numbers."""
+
+    _by_domain: ClassVar[dict[str, type]]  # the class for each domain
+    _own_domain: str | None = None
+    _default_dtype: torch.dtype | None = None
+
+    def _set_up(self, shape: Shape, device: Device, dtype: Any, domain: str | None) -> None:
+        """Initialise, and become the class of the domain: that given, or the class's own, or else the dtype's."""
+        domain = domain or self._own_domain or ("discrete" if is_whole(dtype) else "continuous")
+        if domain not in self._by_domain:
+            raise ValueError(f"domain must be 'continuous' or 'discrete', got {domain!r}")
+        TensorSpec.__init__(self, shape, None, device, dtype, domain)
+        if self._own_domain is None:
+            self.__class__ = self._by_domain[domain]
+
+    def _dtype_or_default(self, dtype: Any) -> torch.dtype:
+        return self._default_dtype or torch.get_default_dtype() if dtype is None else checked_dtype(dtype)
+
+    @override
+    def _with_dtype(self, dtype: torch.dtype) -> Self:
+        new = self._changed(dtype=dtype, domain="discrete" if is_whole(dtype) else "continuous")
+        new.__class__ = self._by_domain[new.domain]
+        return new
+
+
+class Bounded(Numbers, Ranged):
+    """Numbers between two bounds, both included.
+
+    The class of the result is `BoundedContinuous` or `BoundedDiscrete`, as ``domain`` says, or else the dtype.
+
+    Args:
+        low, high: numbers, arrays or tensors that broadcast to the shape. Floats may be infinite on either side.
+        shape: shape of the tensors. Default: that of the bounds, one of which then has dims.
+        device: default that of the bounds if they are tensors, else the CPU.
+        dtype: default torch's default dtype.
+        domain: ``"continuous"`` or ``"discrete"``.
+
+    Raises:
+        ValueError: low is above high, a bound is NaN or does not fit the dtype, or no shape follows.
+
+    >>> spec = Bounded(low=-1, high=1, shape=(3,))
+    >>> spec
+    BoundedContinuous(shape=(3,), low=-1.0, high=1.0, dtype=torch.float32)
+    >>> spec.is_in(torch.tensor([0.0, 1.0, -1.0])), spec.project(torch.tensor([0.0, 2.0, float("nan")])).tolist()
+    (True, [0.0, 1.0, 0.0])
+    >>> spec.expand(1000, 3).rand().shape
+    torch.Size([1000, 3])
+    """
+
+    _whole = False
+    _range_text = "[{}, {}]"
+
+    def __init__(
+        self,
+        low: Any = None,
+        high: Any = None,
+        shape: Shape = None,
+        device: Device = None,
+        dtype: Any = None,
+        domain: str | None = None,
+    ) -> None:
+        dtype = self._dtype_or_default(dtype)
+        if device is None:
+            device = next((bound.device for bound in (low, high) if isinstance(bound, Tensor)), None)
+        bounds = {name: _bound(name, value, dtype, device) for name, value in (("low", low), ("high", high))}
+        if shape is None:
+            if not any(bound.ndim for bound in bounds.values()):
+                raise ValueError(
+                    f"the shape must be given, or follow from low or high, which have no dims: got low={low!r}, "
+                    f"high={high!r}. Give shape=() for one number"
+                )
+            shape = np.broadcast_shapes(*(tuple(bound.shape) for bound in bounds.values()))
+        self._set_up(shape, device, dtype, domain)
+        for name, bound in bounds.items():
+            try:
+                full = bound.expand(self._frame.shape)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"{name} must broadcast to shape {tuple(self.shape)}, got {tuple(bound.shape)}"
+                ) from error
+            self._parameters[name] = shortened(full).clone()  # the caller may write to its own
+        least, most = self.low, self.high
+        wrong = ordered(least) > ordered(most)
+        if bool(wrong.any()):
+            at = tuple(wrong.nonzero()[0].tolist())
+            raise ValueError(
+                f"low must not be above high, got {least[at].item()} and {most[at].item()}"
+                f"{f' at {list(at)}' if at else ''}"
+            )
+
+    @property
+    def low(self) -> Tensor:
+        """The lower bounds, of the spec's shape (a dim of any length has size 1)."""
+        return self._full("low")
+
+    @property
+    def high(self) -> Tensor:
+        """The upper bounds, of the spec's shape (a dim of any length has size 1)."""
+        return self._full("high")
+
+    def open_where(self, below: Tensor, above: Tensor) -> Self:
+        """The spec with bounds of whole numbers that are only the ends of their dtype, which matters to `rand`.
+
+        Args:
+            below, above: bool, of the spec's shape: where there is no lower, no upper bound.
+        """
+        opened = {"open_below": below, "open_above": above}
+        opened = {name: shortened(flags.to(self.device)).clone() for name, flags in opened.items()}
+        return self._changed(_parameters={**self._parameters, **opened})
+
+    @property
+    def open_ends(self) -> tuple[bool, bool]:
+        """Whether whole numbers have no lower, no upper bound anywhere."""
+        below, above = (self._parameters.get(f"open_{side}") for side in ("below", "above"))
+        return below is not None and bool(below.all()), above is not None and bool(above.all())
+
+    @property
+    @override
+    def space(self) -> Interval:
+        return Interval(self.low, self.high)
+
+    @override
+    def _limits(self) -> tuple[Tensor, Tensor]:
+        return self._parameters["low"], self._parameters["high"]
+
+    @override
+    def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Tensor:
+        """Draw values ``[*shape, *self.shape]`` as Gymnasium's Box does.
+
+        Uniform between two bounds (whole numbers with both ends), exponential from one, normal where there is none.
+        """
+        assert self.dtype is not None
+        limits = self._cache.get("draws")
+        if limits is None:
+            low, high = (as_double(bound) for bound in self._limits())
+            if "open_below" in self._parameters:  # whole numbers, which cannot be infinite
+                low = low.masked_fill(self._parameters["open_below"], -torch.inf)
+                high = high.masked_fill(self._parameters["open_above"], torch.inf)
+            limits = self._cache["draws"] = Limits.of(low, high)
+        drawn = draw_between(limits, self._full_shape(shape), is_whole(self.dtype), generator)
+        return drawn.to(self.dtype)
+
+    @override
+    def _with_dtype(self, dtype: torch.dtype) -> Self:
+        new = super()._with_dtype(dtype)
+        new._parameters = {
+            name: _bound(name, bound, dtype, None)
+            for name, bound in zip(("low", "high"), self._limits(), strict=True)
+        }
+        return new
+
+    def _counts(self) -> list[int]:
+        """How many numbers each entry may be; NotImplementedError if there is no end to them."""
+        if self.dtype is None or not is_whole(self.dtype) or -1 in self.shape:
+            raise NotImplementedError(f"the values of {self!r} cannot be listed: they have no end")
+        ends = zip(self.low.reshape(-1).tolist(), self.high.reshape(-1).tolist(), strict=True)
+        return [int(high) - int(low) + 1 for low, high in ends]
+
+    @override
+    def cardinality(self) -> int | float:
+        try:
+            return math.prod(self._counts())
+        except NotImplementedError:
+            return float("inf")
+
+    @override
+    def enumerate(self, use_mask: bool = False) -> Tensor:
+        steps = grid([torch.arange(count, device=self.device) for count in self._counts()])
+        return (steps.reshape(-1, *self.shape) + self.low.long()).to(self.dtype)
+
+    @override
+    def _repr_parts(self) -> list[str]:
+        return [
+            f"{name}={_extent(bound)}" for name, bound in zip(("low", "high"), self._limits(), strict=True)
+        ]
+
+
+class BoundedContinuous(Bounded):
+    """Real numbers between two bounds, see `Bounded`."""
+
+    _own_domain = "continuous"
+
+
+class BoundedDiscrete(Bounded):
+    """Whole numbers between two bounds, see `Bounded`."""
+
+    _own_domain = "discrete"
+
+
+Bounded._by_domain = {"continuous": BoundedContinuous, "discrete": BoundedDiscrete}
+
+
+class Unbounded(Numbers):
+    """Any numbers that the dtype holds; NaN is none.
+
+    The class of the result is `UnboundedContinuous` or `UnboundedDiscrete`, as ``domain`` says, or else the dtype.
+
+    Args:
+        shape: shape of the tensors. A dim of -1 takes any length.
+        device: default the CPU.
+        dtype: default torch's default dtype.
+        domain: ``"continuous"`` or ``"discrete"``.
+
+    >>> Unbounded((2, 3), dtype=torch.int64).is_in(torch.full((7, 2, 3), -5)), Unbounded((-1,)).rand().shape
+    (True, torch.Size([1]))
+    """
+
+    def __init__(
+        self, shape: Shape = (1,), device: Device = None, dtype: Any = None, domain: str | None = None
+    ) -> None:
+        self._set_up(shape, device, self._dtype_or_default(dtype), domain)
+
+    @property
+    @override
+    def space(self) -> Interval:
+        assert self.dtype is not None
+        info: Any = torch.iinfo if is_whole(self.dtype) else torch.finfo
+        ends = (0, 1) if self.dtype is torch.bool else (info(self.dtype).min, info(self.dtype).max)
+        low, high = (torch.tensor(end, dtype=self.dtype, device=self.device) for end in ends)
+        return Interval(low.expand(self._full_shape(())), high.expand(self._full_shape(())))
+
+    @property
+    def open_ends(self) -> tuple[bool, bool]:
+        """Whether there is no lower, no upper bound besides those of a dtype without sign."""
+        assert self.dtype is not None
+        return self.dtype.is_signed, self.dtype.is_signed
+
+    @override
+    def _all_allowed(self, value: Tensor) -> bool:
+        return is_whole(value.dtype) or torch.equal(value, value)  # NaN is equal to nothing
+
+    @override
+    def _allowed(self, value: Tensor) -> Tensor:
+        return value == value  # all but NaN
+
+    @override
+    def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Tensor:
+        """Draw values ``[*shape, *self.shape]``: normal, or uniform where the dtype has at most 16 bits.
+
+        Whole numbers are rounded down; those of 32 and 64 bits without a sign are exponential.
+        """
+        assert self.dtype is not None
+        sizes = self._full_shape(shape)
+        if not is_whole(self.dtype):
+            return torch.randn(sizes, generator=generator, device=self.device, dtype=self.dtype)
+        least, most = map(float, whole_range(self.dtype))
+        if most > 2**16:
+            least, most = 0.0 if least == 0 else -torch.inf, torch.inf
+        ends = (torch.tensor(end, device=self.device, dtype=torch.float64) for end in (least, most))
+        return draw_between(Limits.of(*ends), sizes, True, generator).to(self.dtype)
+
+    @override
+    def zero(self, shape: Shape = ()) -> Tensor:
+        return torch.zeros(self._full_shape(shape), dtype=self.dtype, device=self.device)
+
+    @override
+    def one(self, shape: Shape = ()) -> Tensor:
+        return torch.ones(self._full_shape(shape), dtype=self.dtype, device=self.device)
+
+    @override
+    def _projected(self, value: Tensor) -> Tensor:
+        assert self.dtype is not None
+        value = value.to(self.device)
+        if not is_whole(value.dtype):
+            value = value.nan_to_num(0.0, torch.inf, -torch.inf)
+        if not is_whole(self.dtype):
+            return value.to(self.dtype)
+        space = self.space
+        return BoundedDiscrete(
+            space.low, space.high, dtype=self.dtype, shape=self._full_shape(())
+        )._projected(value)
+
+
+class UnboundedContinuous(Unbounded):
+    """Any real numbers, see `Unbounded`."""
+
+    _own_domain = "continuous"
+
+
+class UnboundedDiscrete(Unbounded):
+    """Any whole numbers, see `Unbounded`.
+
+    Args:
+        shape, device, domain: as `Unbounded`.
+        dtype: default int64.
+    """
+
+    _own_domain = "discrete"
+    _default_dtype = torch.int64
+
+
+Unbounded._by_domain = {"continuous": UnboundedContinuous, "discrete": UnboundedDiscrete}
+
+
+def _bound(name: str, value: Any, dtype: torch.dtype, device: Device) -> Tensor:
+    """A bound as a tensor of the dtype, which must be able to hold it."""
+    if value is None:
+        raise ValueError(f"{name} must be given: a number, an array or a tensor")
+    if dtype.is_complex:
+        raise ValueError(f"numbers between bounds cannot be {dtype}: choose a dtype of real numbers")
+    # A float in float64, or torch rounds it to float32, 1e39 to inf; the largest ints are in uint64 alone.
+    large = isinstance(value, int) and value >= 2**63
+    wide = torch.uint64 if large else torch.float64 if isinstance(value, float) else None
+    given = torch.as_tensor(value, device=device, dtype=wide)
+    if given.is_floating_point() and bool(given.isnan().any()):
+        raise ValueError(f"{name} must not be NaN, got {value!r}")
+    bound = given.to(dtype)
+    # Floats are rounded; whole numbers must be themselves, and what is finite must stay so.
+    changed = is_whole(dtype) and not torch.equal(bound.to(given.dtype), given)
+    if dtype is torch.uint64 and given.dtype is not torch.uint64:
+        changed = changed or bool((given < 0).any())
+    if changed or bool((bound.isinf() & ~given.isinf()).any()):
+        raise ValueError(f"{dtype} cannot hold {name}={value!r}: choose another dtype or bound")
+    return bound
+
+
+def _extent(bound: Tensor) -> str:
+    """One number, or the least and the largest of a tensor of bounds."""
+    if bound.numel() == 0:
+        return "[]"
+    numbers = bound.reshape(-1).tolist()
+    least, most = min(numbers), max(numbers)
+    return f"{least}" if least == most else f"{least}..{most}"

@@ -1,0 +1,468 @@
+"""`Composite`: specs by key, as a tensordict has tensors by key."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from tensordict import TensorDict, is_tensor_collection
+from typing_extensions import override
+
+from flatroll.layout.keys import NestedKey, as_tuple, plain_key
+from flatroll.specs.leaf import Device, OutsideSpec, TensorSpec
+from flatroll.specs.shapes import Operation, Shape, grid
+
+_MISSING: Any = object()
+_ABSENT: Any = object()
+
+
+class Composite(TensorSpec):
+    """Specs by key, each of which begins with the dims of the whole; nested where keys are tuples.
+
+    A mutable mapping until `lock_`. An entry of None is kept, and skipped by everything that reads values.
+
+    Args:
+        *args: at most one dict (dicts in it become Composites) or Composite.
+        shape: batch dims, with which the shape of each entry begins. Default ``()``.
+        batch_size: another name of shape.
+        device: of all entries. Default None: theirs.
+        data_cls: a tensorclass for the values, instead of `TensorDict`.
+        step_mdp_static: kept for scripts that read it.
+        names: of the batch dims of the values.
+        **specs: further entries.
+
+    >>> from flatroll.specs import Unbounded
+    >>> spec = Composite(observation=Unbounded((4, 3)), next={"reward": Unbounded((4, 1))}, shape=(4,))
+    >>> spec.rand()["next", "reward"].shape, spec[0]["observation"].shape
+    (torch.Size([4, 1]), torch.Size([3]))
+    >>> spec.problem(spec.zero().exclude("observation"))
+    "'observation': the key is missing"
+    """
+
+    _default_device = None
+
+    def __init__(
+        self,
+        *args: Any,
+        shape: Shape = None,
+        batch_size: Shape = None,
+        device: Device = None,
+        data_cls: Any = None,
+        step_mdp_static: bool = False,
+        names: Any = None,
+        **specs: Any,
+    ) -> None:
+        if shape is not None and batch_size is not None:
+            raise TypeError("shape and batch_size are two names of one argument: give one of them")
+        given = batch_size if shape is None else shape
+        super().__init__(() if given is None else given, None, device, None, "")
+        self.data_cls, self.step_mdp_static = data_cls, step_mdp_static
+        self.names = names
+        self._specs: dict[str, TensorSpec | None] = {}
+        self._locked = False
+        self.of_tuple = False  # whether it describes a Gymnasium Tuple, its entries in order
+        if len(args) > 1 or not all(isinstance(arg, Mapping | Composite) for arg in args):
+            raise TypeError(f"Composite takes one dict of specs, or specs by name, got {args!r}")
+        for entries in (*args, specs):
+            for key, spec in entries.items():
+                self[key] = spec
+
+    # --- the mapping --------------------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> torch.Size:
+        """The batch dims."""
+        return self.shape
+
+    @property
+    def names(self) -> list[str | None]:
+        """The names of the batch dims, None for a dim without one."""
+        return [None] * self.ndim if self._names is None else self._names
+
+    @names.setter
+    def names(self, names: Any) -> None:
+        self._names: list[str | None] | None = None if names is None else list(names)
+        if len(self.names) != self.ndim:
+            raise ValueError(f"names must be one for each of {self.ndim} batch dims, got {names!r}")
+
+    def __setitem__(self, key: NestedKey, spec: Any) -> None:
+        if not is_key(key):
+            raise TypeError(f"keys are strings or tuples of strings, got {key!r}")
+        first, *rest = as_tuple(key)
+        inner = self._specs.get(first)
+        if rest and isinstance(inner, Composite):
+            inner[tuple(rest)] = spec
+            return
+        self._check_unlocked()
+        self._specs[first] = self._fitting(first, {tuple(rest): spec} if rest else spec)
+
+    def _check_unlocked(self) -> None:
+        if self._locked:
+            raise RuntimeError(f"this {type(self).__name__} is locked: call unlock_() to change it")
+
+    def _fitting(self, key: str, spec: Any) -> "TensorSpec | None":
+        """The spec as an entry: with the batch's dims in front, on its device."""
+        if isinstance(spec, Mapping):
+            spec = Composite(spec, shape=self.shape, device=self.device)
+        if spec is None:
+            return None
+        if not isinstance(spec, TensorSpec):
+            raise TypeError(f"{key!r} must be a spec, a dict of specs or None, got {type(spec).__name__}")
+        if self.device is not None and spec.device != self.device:
+            if spec.device is not None:
+                raise RuntimeError(
+                    f"{key!r} is on {spec.device}, and this Composite on {self.device}: move it by spec.to(device)"
+                )
+            spec = spec.to(self.device)
+        checked: TensorSpec = spec
+        if spec.shape[: self.ndim] == self.shape and spec._frame.ndim >= self.ndim:
+            return checked
+        if spec.shape == self.shape[: spec.ndim]:
+            if type(spec) is Composite:  # what it holds must have all of the dims
+                wider = spec._changed(shape=self.shape, _frame=self._frame, _specs={}, _names=None)
+                wider._specs.update(
+                    {name: wider._fitting(name, inner) for name, inner in spec._specs.items()}
+                )
+                return wider
+            if spec._any_batch:
+                checked = spec[(..., *(None,) * (self.ndim - spec.ndim))].expand(self.shape)
+                return checked
+        raise ValueError(
+            f"the shape of {key!r} must begin with that of the Composite, {tuple(self.shape)}, got {tuple(spec.shape)}"
+            f"{f', of which the last {spec._own_dims} belong to one value' if spec._own_dims else ''}: write "
+            "spec.expand(...)"
+        )
+
+    def __getitem__(self, index: Any) -> Any:
+        """An entry, for a key; else the spec of the indexed batch."""
+        if not is_key(index):
+            return super().__getitem__(index)
+        first, *rest = as_tuple(index)
+        entry = self._specs[first]
+        if rest and not isinstance(entry, Composite):
+            raise KeyError(index)
+        return entry[tuple(rest)] if rest else entry  # type: ignore[index]
+
+    def __delitem__(self, key: NestedKey) -> None:
+        *front, last = as_tuple(key)
+        parent = self[tuple(front)] if front else self
+        parent._check_unlocked()
+        del parent._specs[last]
+
+    def get(self, key: NestedKey, default: Any = _MISSING) -> Any:
+        """An entry, or the default; KeyError without one."""
+        try:
+            return self[key]
+        except KeyError:
+            if default is _MISSING:
+                raise
+            return default
+
+    def set(self, name: NestedKey, spec: Any) -> Self:
+        """Set an entry."""
+        self[name] = spec
+        return self
+
+    def pop(self, key: NestedKey, default: Any = _MISSING) -> Any:
+        """Remove an entry and return it, or the default."""
+        spec = self.get(key, default)
+        if key in self:
+            del self[key]
+        return spec
+
+    def update(self, other: Any) -> Self:
+        """Set the entries of a dict or a Composite; those that are Composites in both are merged."""
+        for key, spec in other.items():
+            mine = self.get(key, None)
+            if isinstance(mine, Composite) and isinstance(spec, Mapping | Composite):
+                mine.update(spec)
+                spec = mine
+            self[key] = spec  # also what was merged: a stack gives a copy of it
+        return self
+
+    def __contains__(self, key: Any) -> bool:
+        return is_key(key) and self.get(key, _ABSENT) is not _ABSENT
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        """Number of entries."""
+        return len(self._specs)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def is_empty(self, recurse: bool = False) -> bool:
+        """Whether there are no entries; with ``recurse``, none but Composites without entries."""
+        if not recurse:
+            return not self._specs
+        return all(isinstance(spec, Composite) and spec.is_empty(True) for spec in self._present().values())
+
+    def items(
+        self,
+        include_nested: bool = False,
+        leaves_only: bool = False,
+        *,
+        is_leaf: Callable[[type], bool] | None = None,
+    ) -> list[tuple[NestedKey, Any]]:
+        """Keys and specs, as `keys` chooses them."""
+        found: list[tuple[NestedKey, Any]] = []
+        for name in self:
+            spec = self[name]
+            leaf = not isinstance(spec, Composite) if is_leaf is None else is_leaf(type(spec))
+            if leaf or not leaves_only:
+                found.append((name, spec))
+            if include_nested and isinstance(spec, Composite):
+                inner = spec.items(True, leaves_only, is_leaf=is_leaf)
+                found += [((name, *as_tuple(key)), child) for key, child in inner]
+        return found
+
+    def keys(
+        self,
+        include_nested: bool = False,
+        leaves_only: bool = False,
+        *,
+        is_leaf: Callable[[type], bool] | None = None,
+    ) -> list[NestedKey]:
+        """The keys, as those of a tensordict.
+
+        Args:
+            include_nested: those of nested Composites, too, as tuples.
+            leaves_only: not those of Composites.
+            is_leaf: which classes count as leaves. Default: all but Composite.
+        """
+        return [key for key, _ in self.items(include_nested, leaves_only, is_leaf=is_leaf)]
+
+    def values(
+        self,
+        include_nested: bool = False,
+        leaves_only: bool = False,
+        *,
+        is_leaf: Callable[[type], bool] | None = None,
+    ) -> list[Any]:
+        """The specs, as `keys` chooses them."""
+        return [spec for _, spec in self.items(include_nested, leaves_only, is_leaf=is_leaf)]
+
+    def empty(self) -> Self:
+        """A Composite of this shape without entries."""
+        return self._changed(_specs={}, _locked=False)
+
+    @property
+    def locked(self) -> bool:
+        """Whether entries cannot be changed."""
+        return self._locked
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether entries cannot be changed."""
+        return self._locked
+
+    def lock_(self, recurse: bool | None = True) -> Self:
+        """Refuse changes from now on, also of nested entries."""
+        return self._lock(True, recurse)
+
+    def unlock_(self, recurse: bool | None = True) -> Self:
+        """Allow changes again."""
+        return self._lock(False, recurse)
+
+    def _lock(self, locked: bool, recurse: bool | None) -> Self:
+        self._locked = locked
+        for spec in () if recurse is False else self._composites():
+            spec._lock(locked, recurse)
+        return self
+
+    def _composites(self) -> "list[Composite]":
+        """The nested Composites."""
+        return [spec for spec in self._specs.values() if isinstance(spec, Composite)]
+
+    # --- shape, device ------------------------------------------------------------------------------------------
+
+    def _present(self) -> dict[str, TensorSpec]:
+        """The entries that are not None."""
+        return {name: spec for name, spec in self._specs.items() if spec is not None}
+
+    def _each(self, change: Callable[[TensorSpec], TensorSpec], **attributes: Any) -> Self:
+        specs = {name: None if spec is None else change(spec) for name, spec in self._specs.items()}
+        return self._changed(_specs=specs, _locked=False, **attributes)
+
+    @override
+    def _map(self, operation: Operation, dims: int) -> Self:
+        own = super()._map(operation, dims)
+        names = self._names
+        if names is not None:  # a tensordict knows where names go
+            sizes = [1 if size == -1 else size for size in self.shape]
+            named: Any = names
+            names = operation(TensorDict({}, sizes, names=named)).names
+        return self._each(
+            lambda spec: spec._map(operation, dims), shape=own.shape, _frame=own._frame, _names=names
+        )
+
+    @override
+    def to(self, dest: Any) -> Self:
+        if dest is None:
+            return self
+        moved = {} if isinstance(dest, torch.dtype) else {"device": torch.device(dest)}
+        return self._each(lambda spec: spec.to(dest), **moved)
+
+    def clear_device_(self) -> Self:
+        """Forget the device of the whole, that of each entry stays."""
+        object.__setattr__(self, "device", None)
+        for spec in self._composites():
+            spec.clear_device_()
+        return self
+
+    @override
+    def clone(self) -> Self:
+        return self._each(lambda spec: spec.clone())
+
+    # --- values -------------------------------------------------------------------------------------------------
+
+    def _values(self, shape: Shape, make: Callable[[TensorSpec], Any]) -> Any:
+        return self._filled(shape, {name: make(spec) for name, spec in self._present().items()})
+
+    def _filled(self, shape: Shape, values: dict[str, Any]) -> Any:
+        size = self._full_shape(shape)
+        if self.data_cls is not None:
+            return self.data_cls.from_dict(values, batch_size=size, device=self.device)
+        names = None if self._names is None else [*(None,) * (len(size) - self.ndim), *self._names]
+        return TensorDict(values, size, device=self.device, names=names)
+
+    @override
+    def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Any:
+        """Draw a tensordict ``[*shape, *self.shape]``."""
+        return self._values(shape, lambda spec: spec.rand(shape, generator=generator))
+
+    @override
+    def zero(self, shape: Shape = ()) -> Any:
+        """A tensordict ``[*shape, *self.shape]`` of the values closest to zero."""
+        return self._values(shape, lambda spec: spec.zero(shape))
+
+    @override
+    def one(self, shape: Shape = ()) -> Any:
+        """A tensordict ``[*shape, *self.shape]`` of the values closest to one."""
+        return self._values(shape, lambda spec: spec.one(shape))
+
+    @override
+    def is_in(self, value: Any) -> bool:
+        """Whether each entry is there and in the domain. Further entries do not matter. Never raises."""
+        if not _is_mapping(value):
+            return False
+        entries = value if isinstance(value, dict) else dict(value.items())
+        return all(
+            spec is None or (name in entries and spec.is_in(entries[name]))
+            for name, spec in self._specs.items()
+        )
+
+    @override
+    def problem(self, value: Any) -> str | None:
+        """Say which entry of a value is wrong, or return None."""
+        if not _is_mapping(value):
+            return f"a tensordict or a dict was expected, got {type(value).__name__}"
+        for name, spec in self._present().items():
+            entry = value.get(name, None)
+            if entry is None:
+                return f"{name!r}: the key is missing"
+            text = spec.problem(entry)
+            if text is not None:
+                nested = isinstance(spec, Composite) and text.startswith(("'", "("))
+                return _prefixed(name, text) if nested else f"{name!r}: {text}"
+        return None
+
+    @override
+    def project(self, value: Any) -> Any:
+        """Bring each entry of a tensordict into the domain, in place, and return it.
+
+        Raises:
+            KeyError: an entry is missing.
+        """
+        for name, spec in self._present().items():
+            entry = value.get(name, None)
+            if entry is None:
+                raise KeyError(
+                    f"{name!r} is missing in the value to project, whose keys are {sorted(value.keys())}"
+                )
+            if not spec.is_in(entry):
+                value[name] = spec.project(entry)
+        return value
+
+    @override
+    def encode(self, value: Any, *, ignore_device: bool = False) -> Any:
+        """Make a tensordict of a dict of arrays, numbers or dicts.
+
+        Raises:
+            KeyError: an entry is missing, or none of the spec's.
+            OutsideSpec, ValueError: see `TensorSpec.encode`; the text names the key.
+        """
+        present, given = self._present(), set(value.keys())
+        wrong = sorted(given - self._specs.keys() | present.keys() - given)
+        if wrong:
+            raise KeyError(f"the keys must be {sorted(present)}, got {sorted(given)}: see {wrong}")
+        encoded = {}
+        for name, spec in present.items():
+            try:
+                encoded[name] = spec.encode(value[name], ignore_device=ignore_device)
+            except OutsideSpec as error:
+                raise OutsideSpec(f"{name!r}: {error}") from error
+            except ValueError as error:
+                raise ValueError(f"{name!r}: {error}") from error
+        return self._filled((), encoded)
+
+    @override
+    def type_check(self, value: Any, key: Any = None) -> None:
+        """Raise a TypeError if an entry of a tensordict, or the value of one entry, has another dtype."""
+        if key is not None:
+            self[key].type_check(value, key)
+            return
+        for name, spec in self._present().items():
+            spec.type_check(value.get(name), None if isinstance(spec, Composite) else name)
+
+    @override
+    def to_numpy(self, value: Any, safe: bool | None = None) -> dict[str, Any]:
+        """A dict of arrays; ``safe=True`` checks the value first."""
+        if safe:
+            self.assert_is_in(value)
+        return {name: spec.to_numpy(value.get(name)) for name, spec in self._present().items()}
+
+    @override
+    def cardinality(self) -> int | float:
+        counts = [spec.cardinality() for spec in self._present().values()]
+        return math.prod(counts) if counts else 0
+
+    @override
+    def enumerate(self, use_mask: bool = False) -> Any:
+        listed = {name: spec.enumerate(use_mask) for name, spec in self._present().items()}
+        rows = grid([torch.arange(values.shape[0]) for values in listed.values()])
+        chosen = {name: values[rows[:, k]] for k, (name, values) in enumerate(listed.items())}
+        return TensorDict(chosen, (len(rows), *self._full_shape(())), device=self.device)
+
+    # --- the rest -----------------------------------------------------------------------------------------------
+
+    @override
+    def _settings(self) -> tuple[Any, ...]:
+        return self.data_cls, self._specs
+
+    @override
+    def __repr__(self) -> str:
+        lines = [f"{name}: {spec!r}".replace("\n", "\n    ") for name, spec in self._specs.items()]
+        head = "" if self.device is None else f", device={self.device}"
+        inside = "".join(f"    {line},\n" for line in lines)
+        return f"{type(self).__name__}(\n{inside}    shape={tuple(self.shape)}{head})"
+
+
+def is_key(index: Any) -> bool:
+    """Whether an index is a key: a string or a tuple of strings."""
+    return isinstance(index, str) or (
+        isinstance(index, tuple) and bool(index) and all(isinstance(name, str) for name in index)
+    )
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping) or (is_tensor_collection(value) and hasattr(value, "items"))
+
+
+def _prefixed(name: str, text: str) -> str:
+    """Put a name in front of the key that a problem's text begins with."""
+    key, _, rest = text.partition(": ")
+    inner = key.strip("()").replace("'", "").split(", ")
+    return f"{plain_key((name, *inner))!r}: {rest}"

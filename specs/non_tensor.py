@@ -1,0 +1,163 @@
+"""`NonTensor`: data that are no tensors, such as text."""
+
+from typing import Any, Self
+
+import torch
+from gymnasium import spaces
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase, lazy_stack
+from torch import Tensor
+from typing_extensions import override
+
+from flatroll.specs.leaf import Device, TensorSpec
+from flatroll.specs.shapes import Shape
+
+
+class NonTensor(TensorSpec):
+    """Anything that is no tensor: text, graphs, sequences of any length.
+
+    Args:
+        shape: batch dims, default ``(1,)``.
+        device: of the tensordicts that hold it, default None.
+        dtype: not used, None.
+        example_data: what `zero`, `one` and, without a space, `rand` give.
+        batched: whether each element of the batch holds data of its own. Default False: one for all.
+        feature_dims: how many of the last dims one element covers, instead of ``batched``.
+        space: the Gymnasium space of the data, which then are drawn from it and checked by it.
+
+    >>> spec = NonTensor(shape=(), space=spaces.Text(4))
+    >>> spec.is_in("abcd"), spec.is_in("abcde")
+    (True, False)
+    >>> NonTensor(shape=(3,), example_data="hi", batched=True).zero().tolist()
+    ['hi', 'hi', 'hi']
+    """
+
+    _default_device = None
+    _any_batch = True
+
+    def __init__(
+        self,
+        shape: Shape = (1,),
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        example_data: Any = None,
+        batched: bool | None = None,
+        feature_dims: int | None = None,
+        *,
+        space: "spaces.Space[Any] | None" = None,
+    ) -> None:
+        super().__init__(shape, space, device, dtype, "")
+        self.example_data = example_data
+        if batched is not None and feature_dims is not None:
+            raise ValueError("batched and feature_dims say the same thing: give one of them")
+        self.batched, self._feature_dims = bool(batched), feature_dims
+
+    @property
+    def feature_dims(self) -> int:
+        """How many of the last dims one element covers: none if batched, else all, or as many as were given."""
+        if self.batched:
+            return 0
+        return self.ndim if self._feature_dims is None else min(self._feature_dims, self.ndim)
+
+    @override
+    def is_in(self, value: Any) -> bool:
+        return self.problem(value) is None
+
+    @override
+    def problem(self, value: Any) -> str | None:
+        if isinstance(value, Tensor) or (
+            isinstance(value, TensorDictBase) and not isinstance(value, NonTensorData | NonTensorStack)
+        ):
+            return f"data that are no tensor were expected, got {type(value).__name__}"
+        wrapped = isinstance(value, NonTensorData | NonTensorStack)
+        if wrapped and not self._fits(value.batch_size):
+            return (
+                f"shape {tuple(self.shape)} was expected, after any batch dims, got {tuple(value.batch_size)}"
+            )
+        if self._space is None or (wrapped and 0 in value.batch_size):
+            return None
+        for item in _data(value) if wrapped else [value]:
+            if not self._space.contains(item):
+                return f"a value of {self._space} was expected, got {item!r}"
+        return None
+
+    @override
+    def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Any:
+        """Draw from the space, or repeat the example; one draw for each element of the batch that has its own."""
+        if self._space is None:
+            return self._filled(shape, lambda: self.example_data)
+        seed = torch.randint(2**31, (), generator=generator, device=generator.device if generator else None)
+        self._space.seed(int(seed))
+        return self._filled(shape, self._space.sample)
+
+    @override
+    def zero(self, shape: Shape = ()) -> Any:
+        """The example everywhere, or else one sample of the space, always the same."""
+        example = self.example_data
+        if example is None and self._space is not None:
+            self._space.seed(0)
+            example = self._space.sample()
+        return self._filled(shape, lambda: example)
+
+    @override
+    def one(self, shape: Shape = ()) -> Any:
+        """The same as `zero`."""
+        return self.zero(shape)
+
+    def _filled(self, shape: Shape, make: Any) -> Any:
+        sizes = self._full_shape(shape)
+        cut = len(sizes) - self.feature_dims
+
+        def stacked(depth: int) -> Any:
+            if 0 in sizes:  # no element to stack
+                return NonTensorData(self.example_data, batch_size=sizes, device=self.device)
+            if depth == cut:
+                return NonTensorData(make(), batch_size=sizes[cut:], device=self.device)
+            return lazy_stack([stacked(depth + 1) for _ in range(sizes[depth])])
+
+        return stacked(0)
+
+    @override
+    def project(self, value: Any) -> Any:
+        """Return a value that is inside; there is no closest one to another.
+
+        Raises:
+            OutsideSpec: it is not.
+        """
+        self.assert_is_in(value)
+        return value
+
+    @override
+    def encode(self, value: Any, *, ignore_device: bool = False) -> Any:
+        if isinstance(value, NonTensorData | NonTensorStack):
+            self.assert_is_in(value)
+            return value
+        if self._space is not None and not self._space.contains(value):
+            self.assert_is_in(value)
+        return self._filled((), lambda: value)
+
+    @override
+    def to_numpy(self, value: Any, safe: bool | None = None) -> Any:
+        if safe:
+            self.assert_is_in(value)
+        return value.data if isinstance(value, NonTensorData) else value
+
+    @override
+    def _with_dtype(self, dtype: torch.dtype) -> Self:
+        return self
+
+    @override
+    def _settings(self) -> tuple[Any, ...]:
+        return self.example_data, self.batched, self._feature_dims, self._space
+
+    @override
+    def _repr_parts(self) -> list[str]:
+        return (
+            [f"space={self._space}"] if self._space is not None else [f"example_data={self.example_data!r}"]
+        )
+
+
+def _data(value: Any) -> list[Any]:
+    """The data of each element; what is a list or tuple itself stays one."""
+    if isinstance(value, NonTensorData):
+        return [value.data]
+    return [item for part in value.tensordicts for item in _data(part)]

@@ -1,0 +1,136 @@
+"""Specs of Gymnasium spaces, and back."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from flatroll.specs.binary import Binary
+from flatroll.specs.bounded import Bounded, Unbounded
+from flatroll.specs.composite import Composite
+from flatroll.specs.discrete import Categorical, Encoded
+from flatroll.specs.leaf import Device, TensorSpec
+from flatroll.specs.multi import MultiCategorical
+from flatroll.specs.non_tensor import NonTensor
+from flatroll.specs.ranges import is_whole
+from flatroll.specs.shapes import Shape, as_shape
+
+
+def as_spec(space: "spaces.Space[Any]", batch_size: Shape = (), device: Device = None) -> TensorSpec:
+    """Return the spec of a Gymnasium space: which tensors hold its samples.
+
+    ========================  =============================================================================
+    Box                       `Bounded` (a bound may be infinite), or `Unbounded` if all are
+    Discrete                  `Categorical`, with its ``start``: values are the env's own
+    MultiDiscrete             `MultiCategorical`, with its ``start``
+    MultiBinary               `Binary`
+    Dict                      `Composite` of its entries
+    Tuple                     `Composite` with the keys ``"0"``, ``"1"`` ...
+    any other                 `NonTensor` that keeps the space: Text, Sequence, Graph, OneOf, your own
+    ========================  =============================================================================
+
+    Args:
+        space: the space of one sample, such as ``env.single_observation_space``.
+        batch_size: dims put in front; nothing is copied for them.
+        device: of the tensors.
+
+    >>> as_spec(spaces.Discrete(3, start=5), 4)
+    Categorical(shape=(4,), n=3, start=5, dtype=torch.int64)
+    >>> as_spec(spaces.Tuple([spaces.Discrete(2), spaces.Text(3)]))["0"]
+    Categorical(shape=(), n=2, dtype=torch.int64)
+    """
+    batch = as_shape(batch_size)
+    spec = _unbatched(space, device)
+    return spec.expand(*batch, *spec.shape) if batch else spec
+
+
+def _unbatched(space: Any, device: Device) -> TensorSpec:
+    if isinstance(space, spaces.Dict):
+        if not all(isinstance(key, str) for key in space.spaces):
+            raise TypeError(f"the keys of a Dict space must be strings, got {list(space.spaces)}")
+        return Composite(
+            {key: _unbatched(child, device) for key, child in space.spaces.items()}, device=device
+        )
+    if isinstance(space, spaces.Tuple):
+        children = {str(i): _unbatched(child, device) for i, child in enumerate(space.spaces)}
+        spec = Composite(children, device=device)
+        spec.of_tuple = True
+        return spec
+    if isinstance(space, spaces.Box):
+        dtype, shape = _torch_dtype(space.dtype), space.shape
+        below, above = space.bounded_below, space.bounded_above
+        if not below.any() and not above.any():
+            return Unbounded(shape, device, dtype)
+        low, high = (_repeated(bound, dtype, device) for bound in (space.low, space.high))
+        box = Bounded(low, high, shape, device, dtype)
+        if is_whole(dtype) and not (below.all() and above.all()):
+            return box.open_where(torch.from_numpy(~below), torch.from_numpy(~above))
+        return box
+    if isinstance(space, spaces.Discrete):
+        return Categorical(int(space.n), (), device, _torch_dtype(space.dtype), start=int(space.start))
+    if isinstance(space, spaces.MultiDiscrete):
+        counts, start = (torch.as_tensor(part.astype(np.int64)) for part in (space.nvec, space.start))
+        start = torch.tensor(0) if not bool(start.any()) else start
+        return MultiCategorical(counts, space.shape, device, _torch_dtype(space.dtype), start=start)
+    if isinstance(space, spaces.MultiBinary):
+        flags = Binary(None, space.shape, device, _torch_dtype(space.dtype))
+        flags.by_shape = not isinstance(space.n, int | np.integer)
+        return flags
+    if not isinstance(space, spaces.Space):
+        raise TypeError(f"space must be a gymnasium space, got {type(space).__name__}")
+    return NonTensor((), device, space=space, batched=True)
+
+
+def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
+    """Return the Gymnasium space of a spec, so that ``as_space(as_spec(space)) == space``.
+
+    Batch dims become part of the space, as in `gymnasium.vector.utils.batch_space`: a Categorical ``[4]`` is a
+    MultiDiscrete of four. OneHot and MultiOneHot become MultiBinary spaces, which do not know that one flag is set.
+
+    Raises:
+        TypeError: no space holds such values: a NonTensor without a space, a stack of different specs.
+        ValueError: a mask, or a dim of any length, which no space has.
+
+    >>> as_space(as_spec(spaces.MultiDiscrete([3, 3], start=[0, 2])))
+    MultiDiscrete([3 3], start=[0 2])
+    """
+    if -1 in spec.shape:
+        raise ValueError(f"no Gymnasium space has dims of any length, got shape {tuple(spec.shape)}")
+    if getattr(spec, "mask", None) is not None:
+        raise ValueError("no Gymnasium space keeps a mask: call spec.update_mask(None) first")
+    if type(spec) is Composite:
+        children = {key: as_space(child) for key, child in spec._present().items()}
+        return spaces.Tuple(list(children.values())) if spec.of_tuple else spaces.Dict(children)
+    if spec.dtype is torch.bfloat16:
+        raise TypeError(
+            "NumPy has no bfloat16, so no Gymnasium space does: call spec.to(torch.float32) first"
+        )
+    dtype: Any = None if spec.dtype is None else torch.empty(0, dtype=spec.dtype).numpy().dtype
+    if isinstance(spec, Bounded | Unbounded):
+        low, high = (end.cpu().numpy() for end in (spec.space.low, spec.space.high))
+        below, above = spec.open_ends
+        return spaces.Box(-np.inf if below else low, np.inf if above else high, tuple(spec.shape), dtype)
+    if isinstance(spec, Categorical):
+        if not spec.shape:
+            return spaces.Discrete(spec.n, start=spec.start, dtype=dtype)
+        shape = tuple(spec.shape)
+        return spaces.MultiDiscrete(np.full(shape, spec.n), dtype, start=np.full(shape, spec.start))
+    if isinstance(spec, MultiCategorical):
+        return spaces.MultiDiscrete(spec.nvec.cpu().numpy(), dtype, start=spec.start.cpu().numpy())
+    if isinstance(spec, NonTensor) and isinstance(spec.space, spaces.Space) and not spec.shape:
+        return spec.space
+    if isinstance(spec, Binary | Encoded):
+        named = spec.ndim != 1 or getattr(spec, "by_shape", False)
+        return spaces.MultiBinary(tuple(spec.shape) if named else spec.shape[0])
+    raise TypeError(f"no Gymnasium space holds the values of {spec!r}")
+
+
+def _torch_dtype(dtype: Any) -> torch.dtype:
+    return torch.from_numpy(np.zeros(0, dtype)).dtype
+
+
+def _repeated(bound: Any, dtype: torch.dtype, device: Device) -> Any:
+    """A bound as a tensor; one number where all are the same, to be repeated without memory."""
+    same = bound.size > 0 and bool((bound == bound.flat[0]).all())
+    return torch.as_tensor(np.array(bound.flat[0] if same else bound), dtype=dtype, device=device)

@@ -1,0 +1,368 @@
+"""`Stacked` and `StackedComposite`: specs that differ, side by side along a dim."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+from tensordict import lazy_stack
+from torch import Tensor
+from typing_extensions import override
+
+from flatroll.specs.composite import Composite, is_key
+from flatroll.specs.leaf import TensorSpec, implements
+from flatroll.specs.shapes import ANY_LENGTH, Operation, Shape, as_shape
+
+
+@implements(torch.stack)
+def stack(specs: Sequence[Any], dim: int = 0) -> Any:
+    """Stack specs along a new dim: equal ones are expanded, others become `Stacked` or `StackedComposite`.
+
+    Raises:
+        ValueError: there is none, or they are of other classes, dtypes, devices or numbers of dims.
+
+    >>> from flatroll.specs import Bounded
+    >>> torch.stack([Bounded(0, 1, (3,)), Bounded(0, 1, (3,))]).shape
+    torch.Size([2, 3])
+    >>> torch.stack([Bounded(0, 1, (3,)), Bounded(0, 2, (4,))])
+    Stacked(shape=(2, -1), 2 of BoundedContinuous, dim=0, dtype=torch.float32)
+    """
+    specs = list(specs)
+    if specs and all(spec == specs[0] for spec in specs[1:]):
+        _, at = _stacked_shape(specs, dim)
+        wider = specs[0].unsqueeze(at)
+        return wider.expand(*wider.shape[:at], len(specs), *wider.shape[at + 1 :])
+    composite = specs and isinstance(specs[0], Composite)
+    return (StackedComposite if composite else Stacked)(*specs, dim=dim)
+
+
+class Parallel(TensorSpec):
+    """Base of stacks: what is asked of the whole is asked of each spec, and the answers are joined."""
+
+    specs: tuple[Any, ...]
+    dim: int
+
+    @abstractmethod
+    def __init__(self, *specs: Any, dim: int) -> None: ...
+
+    @property
+    def stack_dim(self) -> int:
+        """Where the stacked dim is."""
+        return self.dim
+
+    @abstractmethod
+    def _joined(self, parts: list[Any], dim: int) -> Any:
+        """The specs' values as one, along a dim."""
+
+    def _split_value(self, value: Any) -> list[Any]:
+        """The part of a value that belongs to each spec."""
+        if isinstance(value, Tensor) and value.is_nested:
+            return list(value.unbind())
+        return list(value.unbind(value.ndim - self.ndim + self.dim))
+
+    def _each_spec(self, change: Callable[[Any], Any]) -> Self:
+        return type(self)(*map(change, self.specs), dim=self.dim)
+
+    @override
+    def _map(self, operation: Operation, dims: int) -> Any:
+        return mapped(self, operation, dims)
+
+    @override
+    def to(self, dest: Any) -> Self:
+        return self if dest is None else self._each_spec(lambda spec: spec.to(dest))
+
+    @override
+    def clone(self) -> Self:
+        return self._each_spec(lambda spec: spec.clone())
+
+    def _drawn(self, shape: Shape, draw: Callable[[Any], Any]) -> Any:
+        added = 0 if shape is None else len(as_shape(shape))
+        return self._joined([draw(spec) for spec in self.specs], self.dim + added)
+
+    @override
+    def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Any:
+        """Draw values of all specs, joined: ``[*shape, *self.shape]``."""
+        return self._drawn(shape, lambda spec: spec.rand(shape, generator=generator))
+
+    @override
+    def zero(self, shape: Shape = ()) -> Any:
+        return self._drawn(shape, lambda spec: spec.zero(shape))
+
+    @override
+    def one(self, shape: Shape = ()) -> Any:
+        return self._drawn(shape, lambda spec: spec.one(shape))
+
+    @override
+    def is_in(self, value: Any) -> bool:
+        return self.problem(value) is None
+
+    @override
+    def problem(self, value: Any) -> str | None:
+        nested = isinstance(value, Tensor) and value.is_nested
+        if not hasattr(value, "unbind") or (value.ndim < self.ndim and not nested):
+            came = tuple(value.shape) if hasattr(value, "unbind") else type(value).__name__
+            return f"a value of shape {tuple(self.shape)} was expected, got {came}"
+        parts = self._split_value(value)
+        if len(parts) != len(self.specs):
+            return f"{len(self.specs)} parts were expected along dim {self.dim}, got {len(parts)}"
+        for number, (spec, part) in enumerate(zip(self.specs, parts, strict=True)):
+            text = spec.problem(part)
+            if text is not None:
+                return f"part {number}: {text}"
+        return None
+
+    @override
+    def project(self, value: Any) -> Any:
+        if self.is_in(value):
+            return value
+        added = 0 if isinstance(value, Tensor) and value.is_nested else value.ndim - self.ndim
+        parts = zip(self.specs, self._split_value(value), strict=True)
+        return self._joined([spec.project(part) for spec, part in parts], self.dim + added)
+
+    @override
+    def encode(self, value: Any, *, ignore_device: bool = False) -> Any:
+        """Encode one value for each spec: a sequence of them, or an array with the stacked dim."""
+        value = torch.as_tensor(value) if isinstance(value, np.ndarray) else value
+        parts = value.unbind(self.dim) if hasattr(value, "unbind") else list(value)
+        if len(parts) != len(self.specs):
+            raise ValueError(f"{len(self.specs)} values were expected, one for each spec, got {len(parts)}")
+        encoded = [s.encode(p, ignore_device=ignore_device) for s, p in zip(self.specs, parts, strict=True)]
+        return self._joined(encoded, self.dim)
+
+    @override
+    def to_numpy(self, value: Any, safe: bool | None = None) -> Any:
+        """What each spec makes of its part, in a list, or in one array if all are arrays of one shape.
+
+        ``safe=True`` checks the value first.
+        """
+        if safe:
+            self.assert_is_in(value)
+        parts = [spec.to_numpy(part) for spec, part in zip(self.specs, self._split_value(value), strict=True)]
+        shapes = {getattr(part, "shape", None) for part in parts}
+        return np.stack(parts, self.dim) if len(shapes) == 1 and None not in shapes else parts
+
+    @override
+    def cardinality(self) -> int | float:
+        """Number of values: one of each spec."""
+        counts: list[int | float] = [spec.cardinality() for spec in self.specs]
+        return math.prod(counts)
+
+    @override
+    def enumerate(self, use_mask: bool = False) -> Any:
+        """The first value of each spec, the second of each, and so on; all must have as many."""
+        listed = [spec.enumerate(use_mask) for spec in self.specs]
+        if any(len(values) != len(listed[0]) for values in listed):
+            raise ValueError(
+                "the specs have different numbers of values: list them one by one, from spec.unbind()"
+            )
+        return self._joined(listed, self.dim + 1)
+
+    @override
+    def _settings(self) -> tuple[Any, ...]:
+        return self.specs, self.dim
+
+
+class Stacked(Parallel):
+    """Specs of one class and dtype that differ in their domains or sizes, along a dim.
+
+    Sizes that differ are -1 in its shape, and its values then are nested tensors. ``torch.stack`` makes it.
+
+    Args:
+        *specs: the specs, in order.
+        dim: where the new dim is.
+
+    >>> from flatroll.specs import Categorical
+    >>> spec = torch.stack([Categorical(2), Categorical(3)])
+    >>> spec.is_in(torch.tensor([1, 2])), spec.is_in(torch.tensor([2, 1])), spec[1].n
+    (True, False, 3)
+    """
+
+    _default_device = None
+
+    def __init__(self, *specs: TensorSpec, dim: int) -> None:
+        shape, dim = _stacked_shape(specs, dim)
+        self._own_dims = specs[0]._own_dims
+        TensorSpec.__init__(self, shape, None, specs[0].device, specs[0].dtype, specs[0].domain)
+        self.specs, self.dim = specs, dim
+
+    @property
+    @override
+    def space(self) -> list[Any]:
+        """The domain of each spec."""
+        return [spec.space for spec in self.specs]
+
+    @override
+    def _joined(self, parts: list[Any], dim: int) -> Any:
+        if all(part.shape == parts[0].shape for part in parts):
+            return torch.stack(parts, dim)
+        sizes = [tuple(part.shape) for part in parts]
+        if dim:
+            raise ValueError(
+                f"values of sizes {sizes} stand beside each other only along dim 0: draw from spec.unbind() instead"
+            )
+        try:
+            return torch.nested.nested_tensor(parts, layout=torch.jagged)
+        except RuntimeError as error:
+            raise ValueError(
+                f"torch has no nested tensor of sizes {sizes}: draw from spec.unbind() instead"
+            ) from error
+
+    @override
+    def _repr_parts(self) -> list[str]:
+        return [f"{len(self.specs)} of {type(self.specs[0]).__name__}", f"dim={self.dim}"]
+
+
+class StackedComposite(Parallel, Composite):
+    """Composites that differ, side by side along a dim. Its keys are those that all of them have.
+
+    Its values are lazily stacked tensordicts.
+
+    Args:
+        *specs: the Composites, in order.
+        dim: where the new dim is.
+
+    >>> from flatroll.specs import Bounded, Composite
+    >>> one, two = Composite(a=Bounded(0, 1, (3,))), Composite(a=Bounded(0, 1, (4,)), b=Bounded(0, 1, (1,)))
+    >>> spec = torch.stack([one, two])
+    >>> spec.keys(), spec["a"].shape, spec.is_in(spec.rand())
+    (['a'], torch.Size([2, -1]), True)
+    """
+
+    specs: tuple[Composite, ...]
+
+    def __init__(self, *specs: Composite, dim: int) -> None:
+        shape, dim = _stacked_shape(specs, dim)
+        Composite.__init__(self, shape=shape, device=specs[0].device, data_cls=specs[0].data_cls)
+        self.specs, self.dim = specs, dim
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return (key for key in self.specs[0] if all(key in spec for spec in self.specs))
+
+    @override
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    @override
+    def __getitem__(self, index: Any) -> Any:
+        if not is_key(index):
+            return TensorSpec.__getitem__(self, index)
+        entries = [spec[index] for spec in self.specs]
+        return None if None in entries else stack(entries, self.dim)
+
+    @override
+    def __setitem__(self, key: Any, spec: Any) -> None:
+        self._check_unlocked()
+        parts = [None] * len(self.specs) if spec is None else spec.unbind(self.dim)
+        for own, part in zip(self.specs, parts, strict=True):
+            own[key] = part
+
+    @override
+    def __delitem__(self, key: Any) -> None:
+        self._check_unlocked()
+        holders = [spec for spec in self.specs if key in spec]
+        if not holders:
+            raise KeyError(key)
+        for spec in holders:
+            del spec[key]
+
+    @override
+    def type_check(self, value: Any, key: Any = None) -> None:
+        if key is not None:
+            super().type_check(value, key)
+            return
+        for spec, part in zip(self.specs, self._split_value(value), strict=True):
+            spec.type_check(part)
+
+    @override
+    def _composites(self) -> list[Composite]:
+        return list(self.specs)
+
+    @override
+    def is_empty(self, recurse: bool = False) -> bool:
+        return all(spec.is_empty(recurse) for spec in self.specs)
+
+    @override
+    def empty(self) -> Self:
+        return self._each_spec(lambda spec: spec.empty())
+
+    @override
+    def _present(self) -> dict[str, TensorSpec]:
+        return {key: spec for key in self if (spec := self[key]) is not None}
+
+    @override
+    def _each(self, change: Callable[[TensorSpec], Any], **attributes: Any) -> Self:
+        return self._each_spec(lambda spec: spec._each(change))
+
+    @override
+    def _joined(self, parts: list[Any], dim: int) -> Any:
+        return lazy_stack(parts, dim)
+
+    @override
+    def __repr__(self) -> str:
+        parts = "".join(f"    {spec!r},\n".replace("\n", "\n    ").rstrip(" ") for spec in self.specs)
+        return f"{type(self).__name__}(\n{parts}    shape={tuple(self.shape)}, dim={self.dim})"
+
+
+def _stacked_shape(specs: Sequence[Any], dim: int) -> tuple[list[int], int]:
+    """The shape of a stack, -1 where sizes differ, and the dim counted from the front."""
+    if not specs:
+        raise ValueError("there must be at least one spec to stack")
+    first = specs[0]
+    for spec in specs[1:]:
+        same = all(isinstance(s, Composite) for s in (first, spec)) or type(spec) is type(first)
+        devices = {s.device for s in (first, spec) if s.device is not None}
+        if not same or len(devices) > 1 or (spec.dtype, spec.ndim) != (first.dtype, first.ndim):
+            raise ValueError(
+                f"specs to stack must have one class, dtype, device and number of dims, got {first!r} and {spec!r}"
+            )
+    at = dim + first.ndim + 1 if dim < 0 else dim
+    if not 0 <= at <= first._frame.ndim:
+        raise IndexError(f"dim must be in [0, {first._frame.ndim}] for specs of {first.ndim} dims, got {dim}")
+    sizes = [size if all(s.shape[d] == size for s in specs) else -1 for d, size in enumerate(first.shape)]
+    return [*sizes[:at], len(specs), *sizes[at:]], at
+
+
+def mapped(stacked: "Parallel", operation: Operation, dims: int) -> Any:
+    """The stack after an operation on its first ``dims`` dims.
+
+    The operation is a closure, so what it does to the stacked dim is read off a probe: a tensor that holds the number
+    of the spec at each place.
+    """
+    specs, dim = stacked.specs, stacked.dim
+    if dim >= dims:  # behind the dims of the operation, which may change how many there are
+        done: Any = [spec._map(operation, dims) for spec in specs]
+        return type(stacked)(*done, dim=dim + done[0].ndim - specs[0].ndim)
+    sizes = [1 if size == ANY_LENGTH else size for size in stacked._frame.shape[:dims]]
+    numbers = torch.arange(len(specs)).reshape([-1 if d == dim else 1 for d in range(dims)])
+    probe = operation(numbers.expand(sizes))
+    # Along which dim of the result the number of the spec changes.
+    along = [
+        d for d in range(probe.ndim) if probe.shape[d] > 1 and bool((probe != probe.narrow(d, 0, 1)).any())
+    ]
+    if len(along) > 1 or probe.numel() == 0:
+        raise ValueError(
+            f"a {type(stacked).__name__} of shape {tuple(stacked.shape)}, stacked along dim {dim}, cannot be reshaped "
+            "or indexed so: its specs would not be along one dim any more, or nothing would be left of them"
+        )
+
+    def place(number: int, at: int | None) -> Any:
+        """The spec of a number after the operation, without the dim along which the numbers change."""
+        alone = specs[number]
+        filled = alone._map(lambda t: t.unsqueeze(dim), dims - 1)
+        wide = filled._map(lambda t: t.expand(*t.shape[:dim], len(specs), *t.shape[dim + 1 :]), dims)._map(
+            operation, dims
+        )
+        if at is None:
+            return wide
+        index = (*(slice(None),) * along[0], at)
+        return wide._map(lambda t: t[index], probe.ndim)
+
+    if not along:
+        number = int(probe.reshape(-1)[0])
+        alone = place(number, None)
+        return specs[number] if alone == specs[number] else alone  # itself, so that changes of it are kept
+    order = probe.movedim(along[0], 0).reshape(probe.shape[along[0]], -1)[:, 0].tolist()
+    return stack([place(number, at) for at, number in enumerate(order)], along[0])
