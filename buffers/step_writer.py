@@ -11,7 +11,7 @@ from typing_extensions import override
 from flatroll.buffers.columns.base import TensorColumn
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.step_episodes import Episodes
-from flatroll.buffers.step_reader import Buffer, StepReader
+from flatroll.buffers.step_reader import Buffer, StepReader, changes_stored
 from flatroll.buffers.step_rows import StagedColumn, StepPositions, entries, window_of
 from flatroll.buffers.storages.continuity import compared_keys
 from flatroll.buffers.storages.item_kinds import nest
@@ -152,7 +152,7 @@ class StepWriter(StepReader):
         kinds = {key: TensorColumn(column.data[0]) for key, column in staged.items()}
         self._episodes.compare(compared_keys(kinds, ()))
         storage = self.buffer.storage
-        if storage.columns and not self.buffer._transforms:
+        if storage.columns and not any(map(changes_stored, self.buffer._transforms)):
             # What does not go with the rows that are stored is an error now, not when the window is full.
             blank = {key: torch.zeros_like(column.window(1)) for key, column in staged.items()}
             with self.buffer._write_lock:
@@ -160,13 +160,14 @@ class StepWriter(StepReader):
         self._staged, self._tails = staged, {}
 
     @override
-    def _store(self) -> None:
+    def _store(self) -> Any:
         count = self._filled
         rows = count * self.num_envs
         if not count:
-            return
+            return None
         columns = {key: column.window(count) for key, column in self._staged.items()}
-        slots = self.buffer.extend(nest(columns, torch.Size([rows])))  # if it fails, the rows go on waiting
+        data = nest(columns, torch.Size([rows]))
+        slots = self.buffer.extend(data)  # if it fails, the rows go on waiting
         # After a flush the next window is shorter: windows end at multiples of L, where they fit the ring.
         self._filled, self._limit = 0, self.window - self.steps % self.window
         if len(slots) != rows:
@@ -176,6 +177,7 @@ class StepWriter(StepReader):
                 "then. Leave that transform out, or write with extend"
             )
         self._positions.append(self.buffer._ring, self.steps - count, int(slots[0]), count)
+        return data
 
     def flush(self) -> None:
         """Store the waiting rows now, as before saving the buffer. Often, it makes short windows, which cost bytes."""
@@ -210,26 +212,32 @@ class StepWriter(StepReader):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on with new episodes, whose ids none has had before the :meth:`state_dict` was made.
 
-        Rows that the buffer was loaded with cannot be read by step, only through the buffer.
+        Rows from before, and those that the buffer was loaded with, cannot be read by step, only through the buffer;
+        rows that wait are given up.
         """
         self.writer = whole_number("writer", state["writer"], 0)
         episode = whole_number("episode", state["episode"], 0)
         self._episodes = Episodes(self.num_envs, self.writer, episode)
+        self._positions = StepPositions(self.num_envs)
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a copy holds: the waiting rows are stored first, and the buffer comes along."""
         with self._lock:
-            self._store()
-            state = self.__dict__.copy()
+            newest = self._store()
+            # A pickle that took the buffer before the writer, and so lacks these rows, is given them when it is loaded.
+            state = {**self.__dict__, "_newest": (newest, self.buffer._ring.written)}
             if self._positions.ring is not self.buffer._ring:
                 state["_positions"] = StepPositions(self.num_envs)
         del state["_lock"], state["_staged"], state["_tails"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        newest, written = state.pop("_newest")
         self.__dict__.update(state)
         self._forget()
+        if newest is not None and self.buffer._ring.written < written:
+            self.buffer.extend(newest)
         self._positions.ring = self.buffer._ring
 
 

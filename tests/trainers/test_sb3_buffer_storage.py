@@ -1,7 +1,5 @@
 """FlatReplayBuffer: samples of every storage are SB3's bit by bit, how many bytes they take, and what is refused."""
 
-import runpy
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,7 +17,6 @@ from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 
 from flatroll.buffers import LazyTensorStorage, PrioritizedSampler
-from flatroll.trainers import sb3_buffer
 from flatroll.trainers.sb3 import FlatVecEnv
 from flatroll.trainers.sb3_buffer import FlatReplayBuffer
 
@@ -279,15 +276,22 @@ def test_a_loaded_buffer_of_other_envs(tmp_path: Path) -> None:
         model.learn(10)
 
 
-@pytest.mark.parametrize("version", ["2.6.1", "3.0.0a1", None])
-def test_an_sb3_that_does_not_fit(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    message = f"version {version} is installed, 2.7 or a later 2.x is needed"
-    if version is None:  # as if it were not installed
-        message = "import of stable_baselines3 halted"
-        monkeypatch.setitem(sys.modules, "stable_baselines3", None)
-    else:
-        monkeypatch.setattr("stable_baselines3.__version__", version)
-    with pytest.raises(ImportError, match=message) as caught:
-        runpy.run_path(sb3_buffer.__file__)
-    assert str(caught.value).startswith("flatroll.trainers.sb3_buffer needs Stable-Baselines3 (")
-    assert str(caught.value).endswith("pip install --upgrade 'flatroll[sb3]'")
+def test_a_window_that_cannot_be_stored_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last step was taken with it: the positions that SB3 draws stay those of the rows."""
+    ours, theirs = FlatReplayBuffer(40, BOX, TWO, "cpu", 2, window=4), ReplayBuffer(40, BOX, TWO, "cpu", 2)
+
+    def refuse(data: Any) -> Any:
+        raise MemoryError("full")
+
+    for t in range(50):
+        obs = np.array([[t, 0, 0], [t, 1, 0]], np.float32)
+        step = (obs, [*obs, 1, 0, 0], np.array([0, 1]), np.zeros(2), np.zeros(2, np.bool_), [{}, {}])
+        theirs.add(*step)
+        if t == 11:
+            with monkeypatch.context() as patch, pytest.raises(MemoryError, match="full"):
+                patch.setattr(ours.flat, "extend", refuse)
+                ours.add(*step)
+        else:
+            ours.add(*step)
+        assert (ours.pos, ours.full) == (theirs.pos, theirs.full)
+        assert_same_samples(ours, theirs, draws=1)
