@@ -285,7 +285,7 @@ def test_a_window_that_cannot_be_stored_waits(monkeypatch: pytest.MonkeyPatch) -
 
     for t in range(50):
         obs = np.array([[t, 0, 0], [t, 1, 0]], np.float32)
-        step = (obs, [*obs, 1, 0, 0], np.array([0, 1]), np.zeros(2), np.zeros(2, np.bool_), [{}, {}])
+        step = (obs, obs + np.float32(1), np.array([0, 1]), np.zeros(2), np.zeros(2, np.bool_), [{}, {}])
         theirs.add(*step)
         if t == 11:
             with monkeypatch.context() as patch, pytest.raises(MemoryError, match="full"):
