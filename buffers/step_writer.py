@@ -15,7 +15,7 @@ from flatroll.buffers.step_reader import Buffer, StepReader, changes_stored
 from flatroll.buffers.step_rows import StagedColumn, StepPositions, entries, window_of
 from flatroll.buffers.storages.continuity import compared_keys
 from flatroll.buffers.storages.item_kinds import nest
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import whole_number, writer_number
 from flatroll.layout.keys import DONE, IS_INIT, TERMINATED, TRAJ_IDS, TRUNCATED, NestedKey, as_tuple
 
 Step: TypeAlias = Mapping[Any, Any] | TensorDictBase
@@ -58,11 +58,9 @@ class StepWriter(StepReader):
                 f"LazyTensorStorage(max_size), got {type(buffer.storage).__name__} (ndim={buffer.storage.ndim}) and "
                 f"{type(buffer.writer).__name__}"
             )
-        if type(writer) is not int or not 0 <= writer < 2**23:
-            raise ValueError(f"writer must be in [0, 2**23), got {writer!r}")
         buffer.storage.compiled = True
         self.window = window_of(buffer.storage.capacity, num_envs, window)
-        self.writer, self.steps, self._closed = writer, 0, False
+        self.writer, self.steps, self._closed = writer_number(writer), 0, False
         self._positions = StepPositions(num_envs)
         self._episodes = Episodes(num_envs, writer)
         self._forget()
@@ -215,7 +213,7 @@ class StepWriter(StepReader):
         Rows from before, and those that the buffer was loaded with, cannot be read by step, only through the buffer;
         rows that wait are given up.
         """
-        self.writer = whole_number("writer", state["writer"], 0)
+        self.writer = writer_number(state["writer"])
         episode = whole_number("episode", state["episode"], 0)
         self._episodes = Episodes(self.num_envs, self.writer, episode)
         self._positions = StepPositions(self.num_envs)

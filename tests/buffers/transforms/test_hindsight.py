@@ -471,7 +471,12 @@ def _wide(achieved: Tensor, desired: Tensor, info: Any) -> Any:
         (None, {"info_keys": ["force"]}, KeyError, "force"),
         (None, {"reward_fn": lambda a, d, info: 1.0}, ValueError, "one number for each of the 5 rows"),
         (None, {"reward_fn": _wide}, ValueError, r"got \[5, 3\]"),
-        (None, {"reward_fn": lambda a, d, info: reached(a, d, info) * 1j}, TypeError, "complex64, which .* cannot hold"),
+        (
+            None,
+            {"reward_fn": lambda a, d, info: reached(a, d, info) * 1j},
+            TypeError,
+            "complex64, which .* cannot hold",
+        ),
         (None, {"terminated_fn": reached}, TypeError, "must return bool, got torch.float32"),
         (None, {"goal_key": "count"}, ValueError, "cannot take the place"),
     ],
