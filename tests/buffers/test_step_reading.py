@@ -16,6 +16,8 @@ from flatroll.buffers import (
     StepWriter,
 )
 from flatroll.buffers.columns.base import TensorColumn
+from flatroll.buffers.index.ring import Ring
+from flatroll.buffers.step_rows import StepPositions
 
 ENVS, WINDOW, STEPS, ENTRIES = 3, 4, 22, ["observation", ("next", "observation"), ("next", "terminated")]
 
@@ -160,3 +162,13 @@ def test_windows_of_unequal_lengths() -> None:
             writer.flush()
     steps, envs = random.integers(0, 170, 500), random.integers(0, ENVS, 500)
     assert writer.read_columns(steps, envs)["at"].tolist() == (10 * steps + envs).tolist()
+
+
+def test_overwritten_rows_have_no_position() -> None:
+    ring, positions = Ring(8), StepPositions(num_envs=2)
+    for window in range(3):  # of two steps each; the third overwrites the first
+        ring.claim(4), ring.publish(4)
+        positions.append(ring, 2 * window, 4 * window % 8, 2)
+    for step in range(6):
+        found = positions.find(torch.tensor([2 * step]), ring, stored=6, window=2)
+        assert (found is None) == (step < 2)
