@@ -172,3 +172,27 @@ def test_overwritten_rows_have_no_position() -> None:
     for step in range(6):
         found = positions.find(torch.tensor([2 * step]), ring, stored=6, window=2)
         assert (found is None) == (step < 2)
+
+
+def test_rows_that_are_overwritten_while_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another writer overwrites the first two windows then; what is read are no rows of it."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(32), generator=torch.Generator().manual_seed(0))
+    writer = buffer.writer_for(1, window=8)
+    for t in range(28):
+        writer.write({"observation": np.array([t]), ("next", "done"): np.array([False])})
+    foreign = buffer[:12].clone()
+    foreign["observation"][:] = -1
+    foreign["collector", "traj_ids"][:] = 1 << 40
+    read, late = buffer.storage.read_rows, [foreign]
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        if late:
+            buffer.extend(late.pop())
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(buffer.storage, "read_rows", interrupted)
+    steps = writer.sample(100)["observation"]
+    assert not late and writer.oldest == 8 and steps.min() >= 8 and steps.max() == 27
+    late.append(foreign)
+    with pytest.raises(IndexError, match="another writer has overwritten"):
+        writer.read(range(8, 28), 0)

@@ -1,5 +1,6 @@
 """FlatReplayBuffer: samples of every storage are SB3's bit by bit, how many bytes they take, and what is refused."""
 
+import pickle
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -106,6 +107,21 @@ def test_samples_are_those_of_sb3(options: dict[str, Any], tmp_path: Path) -> No
         assert_same_samples(ours, theirs)
     if "storage" in options and isinstance(options["storage"], Path):
         assert list(options["storage"].glob("*.memmap"))
+
+
+@pytest.mark.parametrize("window", [1, 4, 20])
+def test_pickles_at_every_step_lose_no_row(window: int) -> None:
+    """Each stores the rows that wait, in windows that are not full, while the ring of 20 steps wraps."""
+    theirs = ReplayBuffer(40, BOX, TWO, "cpu", 2)
+    ours = FlatReplayBuffer(40, BOX, TWO, "cpu", 2, window=window)
+    for t in range(55):
+        obs = np.array([[t, 0, 0], [t, 1, 0]], np.float32)
+        step = (obs, obs + np.float32(1), np.array([0, 1]), np.zeros(2), np.zeros(2, np.bool_), [{}, {}])
+        theirs.add(*step)
+        ours.add(*step)
+        if t % 7 < 5:
+            ours = pickle.loads(pickle.dumps(ours))
+        assert_same_samples(ours, theirs, draws=2)
 
 
 @pytest.mark.parametrize("gamma", [0.99, 0.7, 1.0])
