@@ -65,8 +65,8 @@ class StepReader:
     _tails: dict[tuple[NestedKey, ...] | None, "HostColumns[NestedKey]"]
     _positions: StepPositions
 
-    def _store(self) -> Any:
-        """Store the waiting rows; return them, a tensordict, or None."""
+    def _store(self) -> None:
+        """Store the waiting rows."""
         raise NotImplementedError
 
     def __len__(self) -> int:

@@ -158,14 +158,13 @@ class StepWriter(StepReader):
         self._staged, self._tails = staged, {}
 
     @override
-    def _store(self) -> Any:
+    def _store(self) -> None:
         count = self._filled
         rows = count * self.num_envs
         if not count:
-            return None
+            return
         columns = {key: column.window(count) for key, column in self._staged.items()}
-        data = nest(columns, torch.Size([rows]))
-        slots = self.buffer.extend(data)  # if it fails, the rows go on waiting
+        slots = self.buffer.extend(nest(columns, torch.Size([rows])))  # if it fails, the rows go on waiting
         # After a flush the next window is shorter: windows end at multiples of L, where they fit the ring.
         self._filled, self._limit = 0, self.window - self.steps % self.window
         if len(slots) != rows:
@@ -175,7 +174,6 @@ class StepWriter(StepReader):
                 "then. Leave that transform out, or write with extend"
             )
         self._positions.append(self.buffer._ring, self.steps - count, int(slots[0]), count)
-        return data
 
     def flush(self) -> None:
         """Store the waiting rows now, as before saving the buffer. Often, it makes short windows, which cost bytes."""
@@ -222,20 +220,16 @@ class StepWriter(StepReader):
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle or a copy holds: the waiting rows are stored first, and the buffer comes along."""
         with self._lock:
-            newest = self._store()
-            # A pickle that took the buffer before the writer, and so lacks these rows, is given them when it is loaded.
-            state = {**self.__dict__, "_newest": (newest, self.buffer._ring.written)}
+            self._store()
+            state = self.__dict__.copy()
             if self._positions.ring is not self.buffer._ring:
                 state["_positions"] = StepPositions(self.num_envs)
         del state["_lock"], state["_staged"], state["_tails"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        newest, written = state.pop("_newest")
         self.__dict__.update(state)
         self._forget()
-        if newest is not None and self.buffer._ring.written < written:
-            self.buffer.extend(newest)
         self._positions.ring = self.buffer._ring
 
 

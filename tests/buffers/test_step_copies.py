@@ -1,8 +1,6 @@
-"""A step writer that is copied, pickled or loaded with rows waiting."""
+"""A step writer that is copied or loaded with rows waiting."""
 
 import copy
-import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +9,8 @@ import torch
 from flatroll.buffers import LazyTensorStorage, MultiStepTransform, ReplayBuffer, StepWriter
 
 
-def writer_of(compact: bool = False, **options: Any) -> StepWriter:
-    storage = LazyTensorStorage(32, compact_obs=compact)
-    return ReplayBuffer(storage=storage, **options).writer_for(2, window=4)
+def writer_of(**options: Any) -> StepWriter:
+    return ReplayBuffer(storage=LazyTensorStorage(32), **options).writer_for(2, window=4)
 
 
 def step(t: int, dtype: torch.dtype = torch.float32, size: int = 1) -> dict[Any, torch.Tensor]:
@@ -21,34 +18,6 @@ def step(t: int, dtype: torch.dtype = torch.float32, size: int = 1) -> dict[Any,
     now = torch.tensor([t, 100 + t], dtype=dtype)[:, None].expand(2, size)
     flags = {("next", "done"): torch.zeros(2, dtype=torch.bool), ("next", "reward"): torch.zeros(2)}
     return {"observation": now, ("next", "observation"): now + 1, **flags}
-
-
-def assert_reads(writer: StepWriter, stop: int) -> None:
-    first = writer.oldest
-    rows = writer.read(torch.arange(first, stop)[:, None], torch.arange(2))
-    numbers = torch.arange(first, stop)[:, None] + torch.tensor([0, 100])
-    assert len(rows) == len(writer) and writer.steps == stop
-    assert torch.equal(rows["observation"], numbers.view(-1, 1).float())
-    assert torch.equal(rows["next", "observation"], rows["observation"] + 1)
-    assert torch.equal(rows["is_init"].flatten(), numbers.flatten() % 100 == 0)
-
-
-@pytest.mark.parametrize("compact", [False, True])
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-@pytest.mark.parametrize("written", [2, 7, 8, 22])
-def test_a_copy_that_takes_the_buffer_first_has_the_waiting_rows(
-    written: int, copied: Callable[[Any], Any], compact: bool
-) -> None:
-    writer = writer_of(compact)
-    for t in range(written):
-        writer.write(step(t))
-    buffer, other = copied((writer.buffer, writer))
-    assert other.buffer is buffer and len(buffer) == len(writer.buffer)
-    assert_reads(other, written)
-    for t in range(written, written + 11):
-        for each in (writer, other):
-            each.write(step(t))
-            assert_reads(each, t + 1)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float64, 1), (torch.float32, 4096)])
