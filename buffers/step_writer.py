@@ -10,11 +10,11 @@ from typing_extensions import override
 
 from flatroll.buffers.columns.base import TensorColumn
 from flatroll.buffers.step_episodes import Episodes
-from flatroll.buffers.step_reader import Buffer, StepReader
+from flatroll.buffers.step_reader import Buffer, StepReader, changes_stored
 from flatroll.buffers.step_rows import StagedColumn, StepPositions, entries, window_of
 from flatroll.buffers.storages.continuity import compared_keys
 from flatroll.buffers.storages.item_kinds import nest
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import whole_number, writer_number
 from flatroll.layout.keys import DONE, IS_INIT, TERMINATED, TRAJ_IDS, TRUNCATED, NestedKey, as_tuple
 
 Step: TypeAlias = Mapping[Any, Any] | TensorDictBase
@@ -57,11 +57,9 @@ class StepWriter(StepReader):
                 f"LazyTensorStorage(max_size), got {type(buffer.storage).__name__} (ndim={buffer.storage.ndim}) and "
                 f"{type(buffer.writer).__name__}"
             )
-        if type(writer) is not int or not 0 <= writer < 2**23:
-            raise ValueError(f"writer must be in [0, 2**23), got {writer!r}")
         buffer.storage.compiled = True
         self.window = window_of(buffer.storage.capacity, num_envs, window)
-        self.writer, self.steps, self._closed = writer, 0, False
+        self.writer, self.steps, self._closed = writer_number(writer), 0, False
         self._positions = StepPositions(num_envs)
         self._episodes = Episodes(num_envs, writer)
         self._forget()
@@ -153,7 +151,7 @@ class StepWriter(StepReader):
         kinds = {key: TensorColumn(column.data[0]) for key, column in staged.items()}
         self._episodes.begin(given, compared_keys(kinds, ()))
         storage = self.buffer.storage
-        if storage.columns and not self.buffer._transforms:
+        if storage.columns and not any(map(changes_stored, self.buffer._transforms)):
             # What does not go with the rows that are stored is an error now, not when the window is full.
             blank = {key: torch.zeros_like(column.window(1)) for key, column in staged.items()}
             with self.buffer._write_lock:
@@ -220,11 +218,13 @@ class StepWriter(StepReader):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on with new episodes, whose ids none has had before the :meth:`state_dict` was made.
 
-        Rows that the buffer was loaded with cannot be read by step, only through the buffer.
+        Rows from before, and those that the buffer was loaded with, cannot be read by step, only through the buffer;
+        rows that wait are given up.
         """
-        self.writer = whole_number("writer", state["writer"], 0)
+        self.writer = writer_number(state["writer"])
         episode = whole_number("episode", state["episode"], 0)
         self._episodes = Episodes(self.num_envs, self.writer, episode)
+        self._positions = StepPositions(self.num_envs)
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -26,9 +26,9 @@ PACKAGES = {
     "sb3-contrib": "`trainers.sb3_recurrent`",
     "skrl": "`trainers.skrl`",
     "rsl-rl-lib": "`trainers.rsl_rl`",
-    "tianshou": "batches and buffers, [as data](porting/tianshou.md)",
-    "rl-games": "environments",
-    "torchrl": "reads the batches; compared with in tests",
+    "tianshou": "`trainers.tianshou`",
+    "rl-games": "`trainers.rl_games`",
+    "torchrl": "`trainers.torchrl`; compared with in tests",
 }
 
 
@@ -43,7 +43,7 @@ def allowed() -> dict[str, str]:
     ranges = {}
     for line in [*project["dependencies"], *(line for extra in extras for line in extra)]:
         name, _, limits = re.match(r"([\w.-]+)(\[[^]]*\])?([^;]*)", line).groups()
-        ranges[normal(name)] = limits.strip()
+        ranges.setdefault(normal(name), limits.strip())  # what a user gets stands before dev's
     return ranges
 
 

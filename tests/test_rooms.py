@@ -3,6 +3,7 @@
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,12 @@ SUB_ROOMS: dict[str, list[str]] = {
 WIDEST_FOLDER, LONGEST_FILE, LONGEST_FUNCTION, LONGEST_CHAIN = 15, 500, 70, 8
 
 
-def modules_of(room: str) -> Iterator[tuple[Path, ast.Module]]:
-    for path in files_of(room):
-        yield path, ast.parse(path.read_text(), filename=str(path))
+@cache
+def modules_of(room: str) -> list[tuple[Path, ast.Module]]:
+    return [(path, ast.parse(path.read_text(), filename=str(path))) for path in files_of(room)]
+
+
+graph_of_rooms = cache(import_graph)
 
 
 def place(path: Path, node: ast.AST) -> str:
@@ -121,19 +125,19 @@ def test_a_room_reads_no_environment_variable(room: str) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 4], ids=["rooms", "sub-rooms", "files"])
 def test_arrows_go_one_way(depth: int) -> None:
     """Between rooms, between the sub-rooms of a room and the files beside them, and between files."""
-    assert circles(grouped(import_graph(), depth)) == []
+    assert circles(grouped(graph_of_rooms(), depth)) == []
 
 
 @pytest.mark.parametrize("room", SUB_ROOMS)
 def test_a_sub_room_imports_only_those_below_it(room: str) -> None:
-    arrows = grouped(import_graph(), 2)
+    arrows = grouped(graph_of_rooms(), 2)
     order = [f"{room}.{name}" for name in SUB_ROOMS[room]]
     assert set(order) <= set(arrows), "a name of SUB_ROOMS is gone"
     assert not [(name, above) for i, name in enumerate(order) for above in order[i:] if above in arrows[name]]
 
 
 def test_import_chains_are_short() -> None:
-    chain = longest_chain(import_graph())
+    chain = longest_chain(graph_of_rooms())
     assert len(chain) <= LONGEST_CHAIN, " > ".join(chain)
 
 

@@ -28,21 +28,17 @@ from flatroll.layout.keys import (
     next_key,
 )
 from flatroll.trainers.sb3_rows import DISCOUNTS, Entry, NStepReturns
+from flatroll.trainers.versions import require_version
 
 try:
-    import stable_baselines3
-
-    if not (2, 7) <= tuple(map(int, stable_baselines3.__version__.split(".")[:2])) < (3, 0):
-        raise ImportError(
-            f"version {stable_baselines3.__version__} is installed, 2.7 or a later 2.x is needed"
-        )
+    require_version("stable-baselines3", "2.7", "3")
     from stable_baselines3.common.buffers import BaseBuffer, ReplayBuffer
     from stable_baselines3.common.preprocessing import get_obs_shape
     from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
     from stable_baselines3.common.vec_env import VecNormalize
 except ImportError as error:
     raise ImportError(
-        f"flatroll.trainers.sb3_buffer needs Stable-Baselines3 ({error}): pip install --upgrade 'flatroll[sb3]'"
+        f"flatroll.trainers.sb3_buffer needs Stable-Baselines3 ({error}): pip install 'flatroll[sb3]'"
     ) from error
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -216,11 +212,15 @@ class FlatReplayBuffer(ReplayBuffer):
         # Rows that do not go on from the one before, as after an early reset, begin a trajectory. The writer finds
         # them, but for the first one after a load.
         step[IS_INIT] = self._left(step) if self._loaded else self._none
-        self.writer.write(step)
-        self._loaded = False
-        self.pos += 1
-        if self.pos == self.buffer_size:
-            self.full, self.pos = True, 0
+        steps = self.writer.steps
+        try:
+            self.writer.write(step)
+        finally:  # a window that cannot be stored waits, its last step in it
+            if self.writer.steps > steps:
+                self._loaded = False
+                self.pos += 1
+                if self.pos == self.buffer_size:
+                    self.full, self.pos = True, 0
 
     def _left(self, step: Mapping[NestedKey, Any]) -> Array:
         """Which envs do not go on from the last row written, bool ``[E]``."""

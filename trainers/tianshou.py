@@ -31,6 +31,7 @@ from flatroll.layout import (
     require,
     run_ends,
 )
+from flatroll.layout.checks import writer_number
 from flatroll.layout.export import to_numpy
 from flatroll.layout.final import check_final, read_final
 from flatroll.trainers.versions import require_version
@@ -195,8 +196,6 @@ def from_buffer(buffer: Any, *, writer: int = 0) -> TensorDict:
         raise TypeError(
             f"{type(buffer).__name__} rewrites goals when it is read: keep the rows in another buffer too"
         )
-    if not 0 <= writer < 2**23:
-        raise ValueError(f"writer must be in [0, 2**23), got {writer}")
     slots = buffer.sample_indices(0)  # all of them, oldest first, sub-buffer after sub-buffer
     if not len(slots) or len(slots) < len(buffer):
         raise ValueError(
@@ -228,7 +227,7 @@ def from_buffer(buffer: Any, *, writer: int = 0) -> TensorDict:
     for key, flag in (*flags.items(), (IS_INIT, is_init)):
         batch.set(key, torch.from_numpy(flag).unsqueeze(-1))
     batch.set(REWARD, torch.from_numpy(reward.astype(np.float32)).unsqueeze(-1))
-    ids = (first | after_end).cumsum() - 1 + writer * 2**40
+    ids = (first | after_end).cumsum() - 1 + writer_number(writer) * 2**40
     batch.set(TRAJ_IDS, torch.from_numpy(ids))
     if buffer.options["ignore_obs_next"]:
         batch.set(NEXT_KNOWN, ~run_ends(batch))

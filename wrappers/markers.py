@@ -13,6 +13,7 @@ from gymnasium import spaces
 from gymnasium.vector import VectorEnv, VectorWrapper
 from torch import Tensor
 
+from flatroll.layout.checks import writer_number
 from flatroll.layout.keys import EPISODE_REWARD, IS_INIT, STEP_COUNT, TRAJ_IDS, NestedKey, as_tuple
 from flatroll.wrappers.adapt_env import adapt_env, find_stream, reset_in_same_step
 from flatroll.wrappers.arrays import Array, Tree, fill_rows, full, own, select
@@ -227,9 +228,7 @@ class TrajId(MarkerWrapper):
 
     def __init__(self, env: Any, writer: int = 0, traj_key: NestedKey = TRAJ_IDS) -> None:
         super().__init__(env, traj_key)
-        if not 0 <= writer < 2**23:
-            raise ValueError(f"writer must be in [0, 2**23), got {writer}")
-        self.writer = writer
+        self.writer = writer_number(writer)
         self._ids: Array = None
         self._episode = 0
 

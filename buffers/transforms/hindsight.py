@@ -168,7 +168,7 @@ class HindsightTransform(Transform):
         Raises:
             KeyError: a goal, the reward or another entry that is needed is missing.
             ValueError: goals of different dtypes or shapes, or a function that does not return one number per row.
-            TypeError: ``terminated_fn`` does not return bool.
+            TypeError: ``terminated_fn`` does not return bool, or ``reward_fn`` what the reward's dtype cannot hold.
         """
         goal_key, achieved = self._goal_keys(columns)
         device = columns[self.reward_key].device
@@ -279,6 +279,10 @@ class HindsightTransform(Transform):
             info = {key: values.numpy(force=True) for key, values in info.items()}
         reward = columns[self.reward_key]
         values = self._checked("reward_fn", self.reward_fn(reached, wanted, info), reward, len(rows))
+        if not torch.can_cast(values.dtype, reward.dtype):
+            raise TypeError(
+                f"reward_fn returns {values.dtype}, which {self.reward_key!r}, {reward.dtype}, cannot hold"
+            )
         put_rows(reward, rows, values.to(reward.dtype))
         if self.terminated_fn is None:
             return

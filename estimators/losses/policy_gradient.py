@@ -300,7 +300,7 @@ class PolicyGradientLoss(LossModule):
                     diagnostics["entropy"] = masked_mean(entropy.detach(), inputs.mask)
             if critic is not None:
                 critic_loss, of_critic = self._critic_loss(inputs, critic, work)
-                weight = as_number(self.critic_coeff)
+                weight = as_number(cast(Tensor, self.critic_coeff))
                 is_one = isinstance(weight, float) and weight == 1.0  # a device is not asked
                 losses[critic_name] = critic_loss if is_one else weight * critic_loss
                 diagnostics |= of_critic

@@ -360,7 +360,7 @@ class SACLoss(SoftActorCritic):
         acted, critics = self._with_action(work, action), self.qvalue_network
         # gradients flow through the critics into the action, and stop there
         if torch.compiler.is_compiling():
-            value = self.minimum_value([cast(Any, Frozen(critic)) for critic in critics], acted)
+            value = self.minimum_value([cast(Any, Frozen(cast(Any, critic))) for critic in critics], acted)
         else:
             with frozen(parameters_and_buffers(critics)[0]):
                 value = self.minimum_value(critics, acted)

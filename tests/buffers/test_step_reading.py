@@ -16,6 +16,8 @@ from flatroll.buffers import (
     StepWriter,
 )
 from flatroll.buffers.columns.base import TensorColumn
+from flatroll.buffers.index.ring import Ring
+from flatroll.buffers.step_rows import StepPositions
 
 ENVS, WINDOW, STEPS, ENTRIES = 3, 4, 22, ["observation", ("next", "observation"), ("next", "terminated")]
 
@@ -160,3 +162,37 @@ def test_windows_of_unequal_lengths() -> None:
             writer.flush()
     steps, envs = random.integers(0, 170, 500), random.integers(0, ENVS, 500)
     assert writer.read_columns(steps, envs)["at"].tolist() == (10 * steps + envs).tolist()
+
+
+def test_overwritten_rows_have_no_position() -> None:
+    ring, positions = Ring(8), StepPositions(num_envs=2)
+    for window in range(3):  # of two steps each; the third overwrites the first
+        ring.claim(4), ring.publish(4)
+        positions.append(ring, 2 * window, 4 * window % 8, 2)
+    for step in range(6):
+        found = positions.find(torch.tensor([2 * step]), ring, stored=6, window=2)
+        assert (found is None) == (step < 2)
+
+
+def test_rows_that_are_overwritten_while_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another writer overwrites the first two windows then; what is read are no rows of it."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(32), generator=torch.Generator().manual_seed(0))
+    writer = buffer.writer_for(1, window=8)
+    for t in range(28):
+        writer.write({"observation": np.full((1, 2000), t), ("next", "done"): np.array([False])})
+    foreign = buffer[:12].clone()
+    foreign["observation"][:] = -1
+    foreign["collector", "traj_ids"][:] = 1 << 40
+    read, late = buffer.storage.read_rows, [foreign]
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        if late:
+            buffer.extend(late.pop())
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(buffer.storage, "read_rows", interrupted)
+    steps = writer.sample(100)["observation"]  # too much for one call under the lock
+    assert not late and writer.oldest == 8 and steps.min() >= 8 and steps.max() == 27
+    late.append(foreign)
+    with pytest.raises(IndexError, match="another writer has overwritten"):
+        writer.read([*range(8, 28)] * 10, 0)

@@ -17,6 +17,7 @@ ADAPTERS = {
     "rl_games": ("rl-games", "rl-games", "rl_games"),
     "rsl_rl": ("rsl-rl", "rsl-rl-lib", "rsl_rl"),
     "sb3": ("sb3", "stable-baselines3", "stable_baselines3"),
+    "sb3_buffer": ("sb3", "stable-baselines3", "stable_baselines3"),
     "sb3_recurrent": ("sb3", "sb3-contrib", "sb3_contrib"),
     "skrl": ("skrl", "skrl", "skrl"),
     "tianshou": ("tianshou", "tianshou", "tianshou"),

@@ -395,7 +395,7 @@ def test_one_gather_of_goals_and_nothing_else_is_read(monkeypatch: pytest.Monkey
 def test_goals_that_are_overwritten_meanwhile_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = buffer_of(hindsight("episode"), capacity=12)
     buffer.extend(one_episode(10, done=False))
-    read, late = buffer.storage.read_rows, [one_episode(14, first=10, done=False)]
+    read, late = buffer.storage.read_rows, [one_episode(4, 1)]
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         if options.get("keys") is not None and late:  # while the goals are read
@@ -406,7 +406,24 @@ def test_goals_that_are_overwritten_meanwhile_are_drawn_again(monkeypatch: pytes
     rows = buffer[[9] * 40]  # row 9 stays, rows 0 and 1 go
     assert not late
     steps = rows["desired_goal"][:, 2]
-    assert (rows["desired_goal"][:, :2] == 0).all() and steps.min() >= 3 and steps.max() == 14
+    assert (rows["desired_goal"][:, :2] == 0).all() and steps.min() >= 3 and steps.max() == 10
+
+
+def test_a_next_observation_that_moves_meanwhile_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the newest row moves, from the place that it had of its own, into the row after it."""
+    buffer = buffer_of(hindsight("final"), compact=True)
+    buffer.extend(one_episode(10, done=False))
+    read, late = buffer.storage.read_rows, [one_episode(11, first=10, done=False)]
+    late += [one_episode(1, number) for number in range(1, 5)]  # the last ones of which take its place
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        while options.get("keys") is not None and late:  # while the goals are read
+            buffer.extend(late.pop(0))
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(buffer.storage, "read_rows", interrupted)
+    goals = buffer[[5] * 4]["desired_goal"]
+    assert not late and goals.tolist() == [[0.0, 0.0, 11.0]] * 4
 
 
 def test_slots_that_are_read_are_not_changed() -> None:
@@ -471,6 +488,12 @@ def _wide(achieved: Tensor, desired: Tensor, info: Any) -> Any:
         (None, {"info_keys": ["force"]}, KeyError, "force"),
         (None, {"reward_fn": lambda a, d, info: 1.0}, ValueError, "one number for each of the 5 rows"),
         (None, {"reward_fn": _wide}, ValueError, r"got \[5, 3\]"),
+        (
+            None,
+            {"reward_fn": lambda a, d, info: reached(a, d, info) * 1j},
+            TypeError,
+            "complex64, which .* cannot hold",
+        ),
         (None, {"terminated_fn": reached}, TypeError, "must return bool, got torch.float32"),
         (None, {"goal_key": "count"}, ValueError, "cannot take the place"),
     ],
