@@ -79,8 +79,14 @@ def make_devices(
     )
 
 
-def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool) -> None:
-    """Raise ValueError for options that need trajectory ids without them, or padding with a replay buffer."""
+def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool, interruptor: Any) -> None:
+    """Raise ValueError for options that need trajectory ids without them, or padding with a replay buffer; TypeError
+    for an interruptor that cannot be asked."""
+    if interruptor is not None and not callable(getattr(interruptor, "is_set", None)):
+        raise TypeError(
+            "interruptor must have a method is_set(), as threading.Event and multiprocessing.Event have, got "
+            f"{type(interruptor).__name__}"
+        )
     if trajs is not None and not ids:
         raise ValueError("trajs_per_batch needs track_traj_ids=True: trajectories are joined by their ids")
     if split and not ids:

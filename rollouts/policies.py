@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from gymnasium import spaces
-from tensordict import TensorDictBase
-from torch import Tensor
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
 
 from flatroll.layout.fast_call import acted, nest
 from flatroll.layout.keys import ACTION, IS_INIT, NestedKey, as_tuple, next_key
@@ -133,6 +133,21 @@ class ModulePolicy:
         if isinstance(action, TensorDictBase):
             action = _tuples(self._space, action.to_dict())
         return action, written
+
+
+def copy_weights(policy: Any, weights: Any) -> None:
+    """Copy the weights of a module, its state dict, or a tensordict of its parameters into the policy.
+
+    Raises:
+        TypeError: the policy is no ``nn.Module``.
+    """
+    if not isinstance(policy, nn.Module):
+        raise TypeError(f"the policy, {type(policy).__name__}, is no nn.Module: it has no weights to update")
+    if isinstance(weights, TensorDictBase):
+        own: Any = TensorDict.from_module(policy)
+        own.data.update_(weights.data)
+        return
+    policy.load_state_dict(weights.state_dict() if isinstance(weights, nn.Module) else weights)
 
 
 def _has_parameter(function: Any, name: str) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from flatroll.layout.keys import (
     HAS_STATE,
     NEXT_KNOWN,
+    POLICY_VERSION,
     REWARD,
     TERMINATED,
     TRUNCATED,
@@ -52,12 +53,11 @@ class Runner:
     def __init__(
         self,
         env: Any,  # anything as_vector_env takes, or a stack of wrappers
-        *,
-        info_keys: Sequence[
-            NestedKey
-        ] = (),  # stored: key as it came with the observation, ("next", key) with the step
+        # stored: key as it came with the observation, ("next", key) with the step
+        info_keys: Sequence[NestedKey] = (),
         track_traj_ids: bool = True,
         writer: int = 0,  # for ids that are unique over all that write into one buffer
+        track_version: bool = False,  # of the policy, in each row
     ) -> None:
         env = adapt_env(env)
         if find_wrapper(env, InitTracker) is None:
@@ -104,6 +104,11 @@ class Runner:
         self._defaults: Columns = {}
         self._policy: ModulePolicy | Callable[[Any, Any], Any] | None = None
         self._stride = 1
+        self._versions: Array = None  # the policy's version for each env, int64 [E], if it is a column
+        if track_version:
+            keys.claim("track_policy_version", POLICY_VERSION)
+            self._versions = ()
+            self.set_version(0)
         self._ended: Array = None  # the envs whose last step ended an episode, bool [E]; None after a reset
         self._age: Array = None  # steps since the episode's first row
         self._obs: Tree = None
@@ -156,6 +161,13 @@ class Runner:
             same_step=self.stream.same_step,
             dense_finals=self._dense_finals,
         )
+
+    def set_version(self, version: int) -> None:
+        """Set the version of the policy in the steps that follow, for the column of it if there is one."""
+        if self._versions is None:
+            return
+        versions = torch.full((self.num_envs,), version, dtype=torch.int64, device=self.device)
+        self._versions = versions.numpy() if self._on_host else versions
 
     def prime(self, states: Columns) -> None:
         """Also carry these recurrent states from step to step, if the policy writes them under ``"next"``.
@@ -247,6 +259,8 @@ class Runner:
         window.put(self._seen_keys, seen)
         for name in keys.infos:
             window.put_loose(name, self._entry(info, name))
+        if self._versions is not None:
+            window.put((POLICY_VERSION,), (self._versions,))
         if self.states:
             self._restart_states()
         action = self.random() if self._policy is None else self._choose_action(seen, random)
