@@ -131,7 +131,8 @@ def make_env(
     if isinstance(env, (list, tuple)):
         raise TypeError(
             f"create_env_fn must be one env or one function that makes it, got a list of {len(env)}: "
-            "put them into one gymnasium.vector env (SyncVectorEnv, or AsyncVectorEnv for one process each)"
+            "put them into one gymnasium.vector env (SyncVectorEnv, or AsyncVectorEnv for one process each), or step "
+            f"parts of one pool in turn with splits={len(env)}"
         )
     if isinstance(env, type) or not (hasattr(env, "step") and hasattr(env, "reset")):
         if not callable(env):

@@ -14,10 +14,11 @@ from torch import nn
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import NestedKey
 from flatroll.layout.trajectories import mark_cuts, split_trajectories
-from flatroll.rollouts.arguments import check_counts, check_together, make_devices, make_env
+from flatroll.rollouts.arguments import check_counts, check_together, make_devices
 from flatroll.rollouts.policies import copy_weights
 from flatroll.rollouts.progress import ProgressBar
 from flatroll.rollouts.runner import Runner
+from flatroll.rollouts.splits import SplitRunner, make_envs
 from flatroll.rollouts.whole_trajectories import TrajectoryJoiner
 from flatroll.rollouts.window import compact_batch
 from flatroll.wrappers.markers import TrajId, find_wrapper
@@ -79,6 +80,11 @@ class Collector(Facts):
         info_keys: entries of ``info`` to store: ``key`` as the policy saw it, ``("next", key)`` as the step
             gave it; 0 in steps that came without it.
         exploration_type: how probabilistic modules choose. Default: they sample.
+        splits: number of parts in which the envs are stepped, in turn: while the policy acts for one part, the steps of
+            the others are under way. The env is a gymnasium AsyncVectorEnv (or a function that makes one), whose
+            worker processes are divided; or a list of so many envs (or functions), the parts of one pool:
+            AsyncVectorEnvs, envpools, other vector envs with ``step_async`` and ``step_wait``. Rows, ids and seeds
+            are those of the whole pool. Default 1: all envs at once.
         seed: seeds the env's first reset and the random actions.
         writer: number of this collector in the trajectory ids, 0 to 2**23 - 1. Default 0. Give each collector that
             writes into one buffer its own: equal ids would join their trajectories.
@@ -107,6 +113,7 @@ class Collector(Facts):
     _closed = True  # until the env is there
     _frames = 0  # rows collected so far
     _version = 0  # of the policy
+    _runner: Runner | SplitRunner
     _iterator: Iterator[TensorDict | None] | None = None  # of __next__
 
     def __init__(
@@ -138,6 +145,7 @@ class Collector(Facts):
         state_stride: int = 1,
         info_keys: Sequence[NestedKey] = (),
         exploration_type: InteractionType | str = InteractionType.RANDOM,
+        splits: int = 1,
         seed: int | None = None,
         writer: int = 0,
         track_policy_version: bool = False,
@@ -153,22 +161,22 @@ class Collector(Facts):
             init_random_frames=init_random_frames,
             max_frames_per_traj=max_frames_per_traj,
             state_stride=state_stride,
+            splits=splits,
         )
         check_together(track_traj_ids, trajs_per_batch, split_trajs, replay_buffer is not None, interruptor)
         with ExitStack() as undo:
-            env, self._made_env = make_env(create_env_fn, obs_dtype, max_frames_per_traj, undo)
-            runner = Runner(env, info_keys, track_traj_ids, writer, track_policy_version)
-            devices = make_devices(
-                runner.device, device, env_device, policy_device, storing_device, no_cuda_sync
+            envs, moves, self._made_env = make_envs(
+                create_env_fn, splits, obs_dtype, max_frames_per_traj, undo
             )
+            parts = [Runner(env, info_keys, track_traj_ids, writer, track_policy_version) for env in envs]
+            runner = parts[0] if splits == 1 else SplitRunner(parts, moves)
+            given = device, env_device, policy_device, storing_device, no_cuda_sync
+            devices = make_devices(runner.device, *given)
             steps = -(-frames_per_batch // runner.num_envs)  # rounded up
-            wires = auto_register_policy_transforms is not False
-            runner.start(
-                policy, steps, devices=devices, seed=seed, recurrent=wires, state_stride=state_stride
-            )
+            wire = auto_register_policy_transforms is not False
+            runner.start(policy, steps, devices=devices, seed=seed, recurrent=wire, state_stride=state_stride)
             undo.pop_all()
-        self._runner, self._devices = runner, devices
-        self.env, self.policy = runner.env, policy
+        self._runner, self._devices, self.env, self.policy = runner, devices, runner.env, policy
         self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
         self._random_frames, self._reset_each_iter = init_random_frames, reset_at_each_iter
         self._set_truncated, self._split_trajs = set_truncated, split_trajs
@@ -176,9 +184,8 @@ class Collector(Facts):
         self._pre_hook, self._post_hook = pre_collect_hook, post_collect_hook
         self._compact = compact_obs or runner.asks_compact
         self._joiner = TrajectoryJoiner(trajs_per_batch, runner.keys.traj) if trajs_per_batch else None
-        self._seed, self._seeded_at, self._progress = seed, 0, progress
         self._bar = ProgressBar(total_frames, runner.keys.returns)
-        self._closed = False
+        self._seed, self._seeded_at, self._progress, self._closed = seed, 0, progress, False
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches (or None with a replay buffer) until ``total_frames`` are collected."""
@@ -287,7 +294,8 @@ class Collector(Facts):
         self._bar.close()
         if not self._closed:
             self._closed = True
-            self.env.close()
+            for env in self._runner.envs:
+                env.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse to pickle or copy a collector that has begun."""
@@ -325,10 +333,10 @@ class Collector(Facts):
         The env's own state is not in it, nor are rows not yet yielded: on loading, open trajectories are cut and
         the env is reset.
         """
-        ids = find_wrapper(self.env, TrajId)
+        ids = [marker.state_dict() for marker in self._id_markers()]
         return {
             "frames": self._frames,
-            "traj_ids": None if ids is None else ids.state_dict(),
+            "traj_ids": max(ids, key=lambda state: state["episode"]) if ids else None,
             "random": self._runner.random.state_dict(),
             "policy": self.policy.state_dict() if isinstance(self.policy, nn.Module) else None,
             "policy_version": self._version,
@@ -342,9 +350,9 @@ class Collector(Facts):
         """
         runner = self._runner
         self._frames = state["frames"]
-        ids = find_wrapper(self.env, TrajId)
-        if ids is not None and state["traj_ids"] is not None:
-            ids.load_state_dict(state["traj_ids"])
+        if state["traj_ids"] is not None:
+            for marker in self._id_markers():
+                marker.load_state_dict(state["traj_ids"])
         runner.random.load_state_dict(state["random"])
         if isinstance(self.policy, nn.Module) and state["policy"] is not None:
             self.policy.load_state_dict(state["policy"])
@@ -352,6 +360,11 @@ class Collector(Facts):
         runner.forget()
         if self._joiner is not None:
             self._joiner = TrajectoryJoiner(self._joiner.per_batch, runner.keys.traj)
+
+    def _id_markers(self) -> list[TrajId]:
+        """The wrappers that give the ids, one for each part of the env; none without ids."""
+        found = [find_wrapper(env, TrajId) for env in self._runner.envs]
+        return [marker for marker in found if marker is not None]
 
     def _check_open(self) -> None:
         if self._closed:
@@ -380,7 +393,9 @@ class Collector(Facts):
         while True:
             ends = 0 < total <= self._frames
             if joiner is not None:
-                joined = joiner.pop(last=ends or (self._interruptor is not None and self._interruptor.is_set()))
+                joined = joiner.pop(
+                    last=ends or (self._interruptor is not None and self._interruptor.is_set())
+                )
                 if joined is not None:
                     return compact_batch(joined, keys) if self._compact else (joined, None)
                 if note is not None:

@@ -36,7 +36,7 @@ def as_function_of_obs(
             f"{type(policy).__name__}"
         )
     one_action = not isinstance(space, spaces.Dict | spaces.Tuple)
-    takes_is_init = _has_parameter(policy, IS_INIT)
+    takes_is_init = takes(policy, IS_INIT)
 
     def act(obs: Any, first: Array) -> Any:
         given = {IS_INIT: to_torch(first).unsqueeze(-1)} if takes_is_init else {}
@@ -150,7 +150,7 @@ def copy_weights(policy: Any, weights: Any) -> None:
     policy.load_state_dict(weights.state_dict() if isinstance(weights, nn.Module) else weights)
 
 
-def _has_parameter(function: Any, name: str) -> bool:
+def takes(function: Any, name: str) -> bool:
     """Whether a callable (of a module its ``forward``) has a parameter of this name."""
     try:
         return name in inspect.signature(getattr(function, "forward", function)).parameters

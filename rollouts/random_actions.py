@@ -81,7 +81,7 @@ class RandomActions:
     def __init__(
         self, space: spaces.Space[Any], num_envs: int, device: torch.device, seed: int | None
     ) -> None:
-        self._space = space
+        self.space = space
         self.num_envs = num_envs
         self._device = device
         self.generator = torch.Generator(device=device if device.type == "cuda" else "cpu")
@@ -99,7 +99,7 @@ class RandomActions:
     def __call__(self) -> Any:
         """The actions of the next vector step, a tree as the space is."""
         if self._used == _CHUNK:
-            self._chunk, self._used = self._draw(self._space), 0
+            self._chunk, self._used = self._draw(self.space), 0
             self._steps = _unbound(self._chunk)
         self._used += 1
         return self._steps[self._used - 1]

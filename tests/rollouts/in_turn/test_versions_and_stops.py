@@ -109,7 +109,10 @@ def test_the_version_is_saved_and_counts_without_the_column() -> None:
 def test_two_writers_of_the_version_are_refused() -> None:
     with pytest.raises(ValueError, match="track_policy_version"):
         Collector(
-            scripted(), frames_per_batch=4, track_policy_version=True, info_keys=[("collector", "policy_version")]
+            scripted(),
+            frames_per_batch=4,
+            track_policy_version=True,
+            info_keys=[("collector", "policy_version")],
         )
 
 
