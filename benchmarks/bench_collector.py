@@ -265,7 +265,7 @@ def spend(seconds: float, works: bool) -> None:
         pass
 
 
-def in_turn(num_envs: int = 8, steps: int = 40) -> str:
+def in_turn(num_envs: int = 8, steps: int = 20) -> str:
     """Vector steps per second of an AsyncVectorEnv stepped at once, and in two halves in turn."""
 
     def act(seconds: float, per_row: bool, works: bool, obs: torch.Tensor) -> torch.Tensor:
@@ -287,7 +287,7 @@ def in_turn(num_envs: int = 8, steps: int = 40) -> str:
                         Collector(env, policy, frames_per_batch=steps * num_envs, splits=splits)
                     )
                     runs[str(splits)] = collectors[-1].rollout
-                result = take_turns(runs, turns=7)
+                result = take_turns(runs, turns=5)
                 for collector in collectors:
                     collector.shutdown()
                 rates = [f"{steps / result[name].median:,.0f}" for name in runs]
