@@ -40,8 +40,8 @@ class Collector(Facts):
 
     Args:
         create_env_fn: an env (anything `flatroll.wrappers.as_vector_env` takes, or wrappers around it), or a
-            function that makes one; with ``splits`` also a list of them, and `env` is then a tuple. After an error an env that was made here is closed; one that was given stays
-            open, see `reset`.
+            function that makes one; with ``splits`` also a list of them (the attribute ``env`` is then a tuple). After
+            an error an env that was made here is closed; one that was given stays open, see `reset`.
         policy: a tensordict module, a module or callable from observation (tensor, or dict of tensors) to
             action, or None or a `RandomPolicy` for random actions. A callable with a parameter named ``is_init``
             is also given, by that name, which rows begin an episode, bool ``[E, 1]``.

@@ -181,7 +181,7 @@ class AsyncPart(AsyncVectorEnv):
         return bool(self._whole[0].closed)
 
     @closed.setter
-    def closed(self, value: bool) -> None:
+    def closed(self, value: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._whole[0].closed = value
 
     def close(self, **kwargs: Any) -> None:
