@@ -237,6 +237,72 @@ def against_peer(num_envs: int = 64) -> str:
     return table([f"CartPole x {num_envs}", "transitions/s", "ratio"], rows)
 
 
+class SlowEnv(gym.Env[Any, Any]):
+    """An env whose step takes a while, asleep or at work."""
+
+    observation_space = gym.spaces.Box(-1, 1, (4,))
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, seconds: float, works: bool) -> None:
+        self._wait = partial(spend, seconds, works)
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        super().reset(**kwargs)
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._wait()
+        return np.zeros(4, np.float32), 0.0, False, False, {}
+
+
+def spend(seconds: float, works: bool) -> None:
+    """Sleep, or use so much time of a core."""
+    if not works:
+        time.sleep(seconds)
+        return
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def in_turn(num_envs: int = 8, steps: int = 20) -> str:
+    """Vector steps per second of an AsyncVectorEnv stepped at once, and in two halves in turn."""
+
+    def act(seconds: float, per_row: bool, works: bool, obs: torch.Tensor) -> torch.Tensor:
+        spend(seconds * len(obs) / num_envs if per_row else seconds, works)
+        return torch.zeros(len(obs), dtype=torch.int64)
+
+    rows = []
+    for works in (False, True):
+        for at_once in (None, num_envs // 2):
+            for per_row in (False, True):
+                # Asleep, each env of 4 ms; at work, all envs together 4 ms of one core.
+                seconds = 0.004 / num_envs if works else 0.004
+                make = partial(SlowEnv, seconds, works)
+                runs, collectors = {}, []
+                for splits in (1, 2):
+                    env = gym.vector.AsyncVectorEnv([make] * num_envs, max_concurrency=at_once)
+                    policy = partial(act, 0.004, per_row, works)
+                    collectors.append(
+                        Collector(env, policy, frames_per_batch=steps * num_envs, splits=splits)
+                    )
+                    runs[str(splits)] = collectors[-1].rollout
+                result = take_turns(runs, turns=5)
+                for collector in collectors:
+                    collector.shutdown()
+                rates = [f"{steps / result[name].median:,.0f}" for name in runs]
+                what = "works" if works else "sleeps"
+                rows.append(
+                    [
+                        f"{what}, {at_once or num_envs} at once",
+                        f"{what}, {'each row' if per_row else 'each call'}",
+                        *rates,
+                        f"{ratio(result['1'], result['2']):.2f}",
+                    ]
+                )
+    return table(["env", "policy", "at once, steps/s", "splits=2, steps/s", "ratio"], rows)
+
+
 def real_share(num_envs: int, random: bool) -> float:
     """Measure the share of a NEXT_STEP env's outputs that are transitions, not resets."""
     env, rng, dead, steps = make_pool(num_envs), np.random.default_rng(0), 0, 2000
@@ -259,6 +325,8 @@ def main() -> None:
     print(against_peer())
     print("\nExtra time per vector step around an env that costs nothing\n")
     print(overhead())
+    print("\nTwo halves in turn: 8 env processes and a policy that each take 4 ms for a vector step\n")
+    print(in_turn())
     print("\nBatches of a few rows: the fastest of 20 (the median)\n")
     print(small_batches())
 

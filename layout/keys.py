@@ -29,6 +29,10 @@ TRAJ_IDS = ("collector", "traj_ids")  #: The number of the trajectory.
 MASK = ("collector", "mask")  #: Bool: False at padded rows.
 NEXT_KNOWN = ("collector", "next_known")  #: Bool: False where the env hid the last observation.
 HAS_STATE = ("collector", "has_state")  #: Bool: the row keeps its recurrent state.
+POLICY_VERSION = (
+    "collector",
+    "policy_version",
+)  #: How often the policy that chose the action had been updated.
 #: Rows that a loss may use, as an estimator that leaves some out says (the references' name for it).
 VALID = "shifted_valid"
 
@@ -45,6 +49,7 @@ _WRITTEN_BY: dict[NestedKey, str] = {
     IS_INIT: "wrap the env in flatroll.wrappers.InitTracker (Collector and rollout do it by themselves)",
     STEP_COUNT: "wrap the env in flatroll.wrappers.StepCounter",
     TRAJ_IDS: "wrap the env in flatroll.wrappers.TrajId (Collector and rollout do it by themselves)",
+    POLICY_VERSION: "the collector writes it with track_policy_version=True",
     MASK: "split_trajectories and SliceSampler(pad_output=True) write it",
     REWARD: "the collector writes it (under another name: set_keys(reward=...) of the estimator or loss)",
     TERMINATED: "the collector writes it (under another name: set_keys(terminated=...) of the estimator or loss)",

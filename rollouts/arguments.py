@@ -79,8 +79,14 @@ def make_devices(
     )
 
 
-def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool) -> None:
-    """Raise ValueError for options that need trajectory ids without them, or padding with a replay buffer."""
+def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool, interruptor: Any) -> None:
+    """Raise ValueError for options that need trajectory ids without them, or padding with a replay buffer; TypeError
+    for an interruptor that cannot be asked."""
+    if interruptor is not None and not callable(getattr(interruptor, "is_set", None)):
+        raise TypeError(
+            "interruptor must have a method is_set(), as threading.Event and multiprocessing.Event have, got "
+            f"{type(interruptor).__name__}"
+        )
     if trajs is not None and not ids:
         raise ValueError("trajs_per_batch needs track_traj_ids=True: trajectories are joined by their ids")
     if split and not ids:
@@ -125,7 +131,8 @@ def make_env(
     if isinstance(env, (list, tuple)):
         raise TypeError(
             f"create_env_fn must be one env or one function that makes it, got a list of {len(env)}: "
-            "put them into one gymnasium.vector env (SyncVectorEnv, or AsyncVectorEnv for one process each)"
+            "put them into one gymnasium.vector env (SyncVectorEnv, or AsyncVectorEnv for one process each), or step "
+            f"parts of one pool in turn with splits={len(env)}"
         )
     if isinstance(env, type) or not (hasattr(env, "step") and hasattr(env, "reset")):
         if not callable(env):

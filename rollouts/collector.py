@@ -7,16 +7,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 from torch import nn
 
 from flatroll.layout.inspect.text import Facts
-from flatroll.layout.keys import DONE, NestedKey
+from flatroll.layout.keys import NestedKey
 from flatroll.layout.trajectories import mark_cuts, split_trajectories
-from flatroll.rollouts.arguments import check_counts, check_together, make_devices, make_env
+from flatroll.rollouts.arguments import check_counts, check_together, make_devices
 from flatroll.rollouts.batch_spec import spec_of_columns
+from flatroll.rollouts.policies import copy_weights
+from flatroll.rollouts.progress import ProgressBar
 from flatroll.rollouts.runner import Runner
+from flatroll.rollouts.splits import SplitRunner, make_envs
 from flatroll.rollouts.whole_trajectories import TrajectoryJoiner
 from flatroll.rollouts.window import compact_batch
 from flatroll.specs import Composite
@@ -39,8 +42,8 @@ class Collector(Facts):
 
     Args:
         create_env_fn: an env (anything `flatroll.wrappers.as_vector_env` takes, or wrappers around it), or a
-            function that makes one. After an error an env that was made here is closed; one that was given stays
-            open, see `reset`.
+            function that makes one; with ``splits`` also a list of them (the attribute ``env`` is then a tuple). After
+            an error an env that was made here is closed; one that was given stays open, see `reset`.
         policy: a tensordict module, a module or callable from observation (tensor, or dict of tensors) to
             action, or None or a `RandomPolicy` for random actions. A callable with a parameter named ``is_init``
             is also given, by that name, which rows begin an episode, bool ``[E, 1]``.
@@ -79,9 +82,20 @@ class Collector(Facts):
         info_keys: entries of ``info`` to store: ``key`` as the policy saw it, ``("next", key)`` as the step
             gave it; 0 in steps that came without it.
         exploration_type: how probabilistic modules choose. Default: they sample.
+        splits: number of parts in which the envs are stepped, in turn: while the policy acts for one part, the steps of
+            the others are under way. The env is a gymnasium AsyncVectorEnv (or a function that makes one), whose
+            worker processes are divided; or a list of so many envs (or functions), the parts of one pool:
+            AsyncVectorEnvs, envpools, other vector envs with ``step_async`` and ``step_wait``. Rows, ids and seeds
+            are those of the whole pool. Default 1: all envs at once.
         seed: seeds the env's first reset and the random actions.
         writer: number of this collector in the trajectory ids, 0 to 2**23 - 1. Default 0. Give each collector that
             writes into one buffer its own: equal ids would join their trajectories.
+        track_policy_version: write ``("collector", "policy_version")``, int64 ``[N]``: the `policy_version` at the step
+            that made the row, also for rows that a later batch brings. Default False.
+        interruptor: anything with ``is_set()``, a ``threading.Event`` say, asked before each vector step. Once it says
+            True, the batch is yielded with the rows that there are, at least one; with ``trajs_per_batch``, with the
+            complete trajectories that there are, at least one. Nothing is lost: the next batch goes on from there.
+            Default None.
         progress: show a tqdm bar: rows, steps a second while collecting, and with RewardSum the mean return.
 
     Raises:
@@ -100,7 +114,8 @@ class Collector(Facts):
     final: TensorDict | None = None
     _closed = True  # until the env is there
     _frames = 0  # rows collected so far
-    _bar: Any = None  # of tqdm
+    _version = 0  # of the policy
+    _runner: Runner | SplitRunner
     _iterator: Iterator[TensorDict | None] | None = None  # of __next__
 
     def __init__(
@@ -132,8 +147,11 @@ class Collector(Facts):
         state_stride: int = 1,
         info_keys: Sequence[NestedKey] = (),
         exploration_type: InteractionType | str = InteractionType.RANDOM,
+        splits: int = 1,
         seed: int | None = None,
         writer: int = 0,
+        track_policy_version: bool = False,
+        interruptor: Any = None,
         progress: bool = False,
     ) -> None:
         self._exploration = InteractionType(exploration_type)
@@ -145,38 +163,38 @@ class Collector(Facts):
             init_random_frames=init_random_frames,
             max_frames_per_traj=max_frames_per_traj,
             state_stride=state_stride,
+            splits=splits,
         )
-        check_together(track_traj_ids, trajs_per_batch, split_trajs, replay_buffer is not None)
+        check_together(track_traj_ids, trajs_per_batch, split_trajs, replay_buffer is not None, interruptor)
         with ExitStack() as undo:
-            env, self._made_env = make_env(create_env_fn, obs_dtype, max_frames_per_traj, undo)
-            runner = Runner(env, info_keys=info_keys, track_traj_ids=track_traj_ids, writer=writer)
-            devices = make_devices(
-                runner.device, device, env_device, policy_device, storing_device, no_cuda_sync
+            envs, moves, self._made_env = make_envs(
+                create_env_fn, splits, obs_dtype, max_frames_per_traj, undo
             )
+            parts = [Runner(env, info_keys, track_traj_ids, writer, track_policy_version) for env in envs]
+            runner = parts[0] if splits == 1 else SplitRunner(parts, moves)
+            given = device, env_device, policy_device, storing_device, no_cuda_sync
+            devices = make_devices(runner.device, *given)
             steps = -(-frames_per_batch // runner.num_envs)  # rounded up
-            wires = auto_register_policy_transforms is not False
-            runner.start(
-                policy, steps, devices=devices, seed=seed, recurrent=wires, state_stride=state_stride
-            )
+            wire = auto_register_policy_transforms is not False
+            runner.start(policy, steps, devices=devices, seed=seed, recurrent=wire, state_stride=state_stride)
             undo.pop_all()
-        self._runner, self._devices = runner, devices
-        self.env, self.policy = runner.env, policy
+        self._runner, self._devices, self.env, self.policy = runner, devices, runner.env, policy
         self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
         self._random_frames, self._reset_each_iter = init_random_frames, reset_at_each_iter
         self._set_truncated, self._split_trajs = set_truncated, split_trajs
-        self._postproc, self._buffer = postproc, replay_buffer
+        self._postproc, self._buffer, self._interruptor = postproc, replay_buffer, interruptor
         self._pre_hook, self._post_hook = pre_collect_hook, post_collect_hook
         self._compact = compact_obs or runner.asks_compact
         self._joiner = TrajectoryJoiner(trajs_per_batch, runner.keys.traj) if trajs_per_batch else None
-        self._seed, self._seeded_at, self._progress = seed, 0, progress
-        self._closed = False
+        self._bar = ProgressBar(total_frames, runner.keys.returns)
+        self._seed, self._seeded_at, self._progress, self._closed = seed, 0, progress, False
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches (or None with a replay buffer) until ``total_frames`` are collected."""
         self._check_open()
         while not self._closed and (made := self._make_batch(self.total_frames)):
             yield made[0]
-        self._close_bar()
+        self._bar.close()
 
     def iterator(self) -> Iterator[Any]:
         """The same as ``iter(collector)``."""
@@ -219,6 +237,17 @@ class Collector(Facts):
         """Number of rows collected so far."""
         return self._frames
 
+    @property
+    def policy_version(self) -> int:
+        """How often the policy has been updated: `update_policy_weights_` counts it, and whoever counts otherwise
+        sets it. With ``track_policy_version`` each row has the number of the vector step in which it was chosen."""
+        return self._version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        self._version = version
+        self._runner.set_version(version)
+
     def set_recurrent_primers_from(self, policy: Any) -> None:
         """Carry ``policy``'s recurrent states between steps, if the collector's policy writes them.
 
@@ -253,7 +282,9 @@ class Collector(Facts):
         return seed + self._runner.num_envs
 
     def update_policy_weights_(self, policy_or_weights: Any = None) -> None:
-        """Copy weights into the policy; without an argument nothing is to do, since it acts with the policy itself.
+        """Copy weights into the policy, and count the update in `policy_version`.
+
+        Without an argument it only counts: the collector acts with the policy itself, which the caller has changed.
 
         Args:
             policy_or_weights: a module, its state dict, or a tensordict of its parameters.
@@ -261,25 +292,17 @@ class Collector(Facts):
         Raises:
             TypeError: the policy is no ``nn.Module``.
         """
-        if policy_or_weights is None or policy_or_weights is self.policy:
-            return
-        if not isinstance(self.policy, nn.Module):
-            raise TypeError(
-                f"the policy, {type(self.policy).__name__}, is no nn.Module: it has no weights to update"
-            )
-        if isinstance(policy_or_weights, TensorDictBase):
-            own: Any = TensorDict.from_module(self.policy)
-            own.data.update_(policy_or_weights.data)
-            return
-        is_module = isinstance(policy_or_weights, nn.Module)
-        self.policy.load_state_dict(policy_or_weights.state_dict() if is_module else policy_or_weights)
+        if policy_or_weights is not None and policy_or_weights is not self.policy:
+            copy_weights(self.policy, policy_or_weights)
+        self.policy_version += 1
 
     def shutdown(self) -> None:
         """Close the env; a second call does nothing, and iterating afterwards raises an error."""
-        self._close_bar()
+        self._bar.close()
         if not self._closed:
             self._closed = True
-            self.env.close()
+            for env in self._runner.envs:
+                env.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse to pickle or copy a collector that has begun."""
@@ -312,17 +335,18 @@ class Collector(Facts):
         self.shutdown()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what resuming needs: row count, last trajectory id, random state, policy parameters.
+        """Return what resuming needs: row count, last trajectory id, random state, policy parameters and version.
 
         The env's own state is not in it, nor are rows not yet yielded: on loading, open trajectories are cut and
         the env is reset.
         """
-        ids = find_wrapper(self.env, TrajId)
+        ids = [marker.state_dict() for marker in self._id_markers()]
         return {
             "frames": self._frames,
-            "traj_ids": None if ids is None else ids.state_dict(),
+            "traj_ids": max(ids, key=lambda state: state["episode"]) if ids else None,
             "random": self._runner.random.state_dict(),
             "policy": self.policy.state_dict() if isinstance(self.policy, nn.Module) else None,
+            "policy_version": self._version,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -333,24 +357,25 @@ class Collector(Facts):
         """
         runner = self._runner
         self._frames = state["frames"]
-        ids = find_wrapper(self.env, TrajId)
-        if ids is not None and state["traj_ids"] is not None:
-            ids.load_state_dict(state["traj_ids"])
+        if state["traj_ids"] is not None:
+            for marker in self._id_markers():
+                marker.load_state_dict(state["traj_ids"])
         runner.random.load_state_dict(state["random"])
         if isinstance(self.policy, nn.Module) and state["policy"] is not None:
             self.policy.load_state_dict(state["policy"])
+        self.policy_version = state.get("policy_version", 0)
         runner.forget()
         if self._joiner is not None:
             self._joiner = TrajectoryJoiner(self._joiner.per_batch, runner.keys.traj)
 
+    def _id_markers(self) -> list[TrajId]:
+        """The wrappers that give the ids, one for each part of the env; none without ids."""
+        found = [find_wrapper(env, TrajId) for env in self._runner.envs]
+        return [marker for marker in found if marker is not None]
+
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the collector is closed (by shutdown, or by an error in it): make a new one")
-
-    def _close_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
 
     def _make_batch(self, total: int) -> tuple[TensorDict | None] | None:
         """What is yielded next, in a tuple; None if ``total`` rows are collected."""
@@ -364,7 +389,7 @@ class Collector(Facts):
             self.reset()
             if self._made_env:
                 self.shutdown()
-            self._close_bar()
+            self._bar.close()
             raise
 
     def _next_batch(self, total: int) -> tuple[TensorDict, TensorDict | None] | None:
@@ -375,7 +400,9 @@ class Collector(Facts):
         while True:
             ends = 0 < total <= self._frames
             if joiner is not None:
-                joined = joiner.pop(last=ends)
+                joined = joiner.pop(
+                    last=ends or (self._interruptor is not None and self._interruptor.is_set())
+                )
                 if joined is not None:
                     return compact_batch(joined, keys) if self._compact else (joined, None)
                 if note is not None:
@@ -392,7 +419,7 @@ class Collector(Facts):
             joiner.drop_open_but(self._runner.open_ids())  # a reset may have cut others
 
     def _collect(self, reset_first: bool) -> tuple[TensorDict, TensorDict | None]:
-        """One window of ``frames_per_batch`` rows, of new episodes if ``reset_first``."""
+        """One window of ``frames_per_batch`` rows, less if interrupted; of new episodes if ``reset_first``."""
         if self._pre_hook is not None:
             self._pre_hook()
         began = perf_counter()
@@ -406,10 +433,13 @@ class Collector(Facts):
                 runner.reset(seed)
             elif reset_first and runner.window.count() < frames:
                 runner.reset()
-            may_be_random = self._frames < random_frames
+            may_be_random, stop = self._frames < random_frames, self._interruptor
             while (missing := frames - runner.window.count()) > 0:
                 # So many vector steps are needed at least; rows on which an env only resets may need more.
                 for _ in range(-(-missing // runner.num_envs)):
+                    if stop is not None and stop.is_set() and (count := runner.window.count()):
+                        frames = count
+                        break
                     # Counting the rows may wait for the device: it is done only while some have to be random.
                     random = may_be_random and self._frames + runner.window.count() < random_frames
                     runner.step(random)
@@ -418,26 +448,9 @@ class Collector(Facts):
             batch, final = runner.lay_out(mask, self._compact and self._joiner is None)
             runner.window.restart(reached)
         if self._progress:
-            self._show_progress(batch, perf_counter() - began)
+            self._bar.show(batch, self._frames, began)
         self._frames += frames
         return batch, final
-
-    def _show_progress(self, batch: TensorDict, seconds: float) -> None:
-        """Count the rows in a tqdm bar, with the steps a second while they were collected (the bar's own rate counts
-        the learner's time, too) and, where RewardSum is in the stack, the mean return of the episodes that ended."""
-        if self._bar is None:
-            from tqdm.auto import tqdm
-
-            self._postfix: dict[str, str] = {}
-            total = None if self.total_frames < 0 else self.total_frames
-            self._bar = tqdm(total=total, unit="frame", unit_scale=True, initial=self._frames)
-        self._bar.update(len(batch))
-        key = self._runner.keys.returns
-        returns = None if key is None else batch.get(key, None)
-        if returns is not None and len(ended := returns[batch.get(DONE)]):
-            self._postfix["return"] = f"{ended.mean().item():.1f}"
-        self._postfix["steps/s"] = self._bar.format_sizeof(len(batch) / seconds)
-        self._bar.set_postfix(self._postfix)
 
     def _deliver(self, batch: TensorDict, final: TensorDict | None) -> TensorDict | None:
         """What is yielded: the batch with cut marks, moved and processed; None where a buffer took it."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from gymnasium import spaces
-from tensordict import TensorDictBase
-from torch import Tensor
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
 
 from flatroll.layout.fast_call import acted, nest
 from flatroll.layout.keys import ACTION, IS_INIT, NestedKey, as_tuple, next_key
@@ -36,7 +36,7 @@ def as_function_of_obs(
             f"{type(policy).__name__}"
         )
     one_action = not isinstance(space, spaces.Dict | spaces.Tuple)
-    takes_is_init = _has_parameter(policy, IS_INIT)
+    takes_is_init = takes(policy, IS_INIT)
 
     def act(obs: Any, first: Array) -> Any:
         given = {IS_INIT: to_torch(first).unsqueeze(-1)} if takes_is_init else {}
@@ -135,7 +135,22 @@ class ModulePolicy:
         return action, written
 
 
-def _has_parameter(function: Any, name: str) -> bool:
+def copy_weights(policy: Any, weights: Any) -> None:
+    """Copy the weights of a module, its state dict, or a tensordict of its parameters into the policy.
+
+    Raises:
+        TypeError: the policy is no ``nn.Module``.
+    """
+    if not isinstance(policy, nn.Module):
+        raise TypeError(f"the policy, {type(policy).__name__}, is no nn.Module: it has no weights to update")
+    if isinstance(weights, TensorDictBase):
+        own: Any = TensorDict.from_module(policy)
+        own.data.update_(weights.data)
+        return
+    policy.load_state_dict(weights.state_dict() if isinstance(weights, nn.Module) else weights)
+
+
+def takes(function: Any, name: str) -> bool:
     """Whether a callable (of a module its ``forward``) has a parameter of this name."""
     try:
         return name in inspect.signature(getattr(function, "forward", function)).parameters

@@ -80,6 +80,7 @@ class RandomActions:
     def __init__(
         self, space: spaces.Space[Any], num_envs: int, device: torch.device, seed: int | None
     ) -> None:
+        self.space = space
         self.num_envs = num_envs
         self._device = device
         self.generator = torch.Generator(device=device if device.type == "cuda" else "cpu")

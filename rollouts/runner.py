@@ -15,15 +15,16 @@ from torch import Tensor
 from flatroll.layout.keys import (
     HAS_STATE,
     NEXT_KNOWN,
+    POLICY_VERSION,
     REWARD,
     TERMINATED,
     TRUNCATED,
     NestedKey,
-    as_tuple,
     next_key,
 )
 from flatroll.rollouts.arguments import Devices, check_writer
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
+from flatroll.rollouts.info_columns import InfoColumns
 from flatroll.rollouts.policies import Columns, ModulePolicy, as_function_of_obs
 from flatroll.rollouts.random_actions import RandomActions, RandomPolicy
 from flatroll.rollouts.window import Window
@@ -52,12 +53,11 @@ class Runner:
     def __init__(
         self,
         env: Any,  # anything as_vector_env takes, or a stack of wrappers
-        *,
-        info_keys: Sequence[
-            NestedKey
-        ] = (),  # stored: key as it came with the observation, ("next", key) with the step
+        # stored: key as it came with the observation, ("next", key) with the step
+        info_keys: Sequence[NestedKey] = (),
         track_traj_ids: bool = True,
         writer: int = 0,  # for ids that are unique over all that write into one buffer
+        track_version: bool = False,  # of the policy, in each row
     ) -> None:
         env = adapt_env(env)
         if find_wrapper(env, InitTracker) is None:
@@ -67,7 +67,7 @@ class Runner:
             env = TrajId(env, writer=writer)
         stream = find_stream(env)
         assert stream is not None
-        self.env = env
+        self.env, self.envs = env, [env]
         self.stream: VectorStream = stream
         self.num_envs: int = env.num_envs
         self.device = stream.capabilities.device
@@ -97,6 +97,9 @@ class Runner:
         self._at = -1  # the env's count of moves after this runner's own last one
         self._traces: Traces | None = None
         self._left: tuple[list[Any], ...] = ()  # what they were when the last batch was laid out
+        #: Whether `step` only begins steps, which `settle` awaits.
+        self.sends = False
+        self._sent: Tree = None  # the actions of the step under way
         self._paused = False  # between two batches anything may happen to the env
         self._watch = self._told = False
         #: The recurrent states ``[E, ...]`` that the next step starts from.
@@ -104,14 +107,16 @@ class Runner:
         self._defaults: Columns = {}
         self._policy: ModulePolicy | Callable[[Any, Any], Any] | None = None
         self._stride = 1
+        self._versions: Array = None  # the policy's version for each env, int64 [E], if it is a column
+        if track_version:
+            keys.claim("track_policy_version", POLICY_VERSION)
+            self._versions = ()
+            self.set_version(0)
         self._ended: Array = None  # the envs whose last step ended an episode, bool [E]; None after a reset
         self._age: Array = None  # steps since the episode's first row
         self._obs: Tree = None
         self._info: dict[str, Any] = {}
-        # RecordEpisodeStatistics leaves its entry, of the step, where under SAME_STEP those of the reset are.
-        around = (*layers(env), *layers(stream.source.env))
-        self._statistics = {layer._stats_key for layer in around if hasattr(layer, "_stats_key")}
-        self._infos_seen: set[NestedKey] = set()
+        self._infos = InfoColumns(env, stream, keys.infos)
 
     def start(
         self,
@@ -130,6 +135,8 @@ class Runner:
         if isinstance(policy, RandomPolicy):
             drawn_from, policy = policy.space_in(self.env), None
         self.random = RandomActions(drawn_from, self.num_envs, self.device, seed)
+        #: Gives the random actions of a step.
+        self.draw: Callable[[], Any] = self.random
         if hasattr(policy, "in_keys") and hasattr(policy, "out_keys"):
             primer = find_wrapper(self.env, RecurrentPrimer)
             primed = None if primer is None else primer.states
@@ -156,6 +163,13 @@ class Runner:
             same_step=self.stream.same_step,
             dense_finals=self._dense_finals,
         )
+
+    def set_version(self, version: int) -> None:
+        """Set the version of the policy in the steps that follow, for the column of it if there is one."""
+        if self._versions is None:
+            return
+        versions = torch.full((self.num_envs,), version, dtype=torch.int64, device=self.device)
+        self._versions = versions.numpy() if self._on_host else versions
 
     def prime(self, states: Columns) -> None:
         """Also carry these recurrent states from step to step, if the policy writes them under ``"next"``.
@@ -229,12 +243,38 @@ class Runner:
             )
         self.reset()
 
+    def begin_only(self) -> None:
+        """From now on `step` only begins a step, which `settle` awaits.
+
+        Raises:
+            ValueError: the env cannot do so.
+        """
+        base = self.stream.source.env
+        if not self.stream.capabilities.overlaps:
+            raise ValueError(
+                f"splits= needs envs whose steps can be begun and awaited later, and {base} cannot: an envpool, or a "
+                "vector env with step_async and step_wait (gymnasium's AsyncVectorEnv), without gymnasium's wrappers "
+                "around it (put them around the single envs, or take flatroll's)"
+            )
+        if self._check_actions is not None:
+            raise ValueError(
+                f"splits= sends the actions straight to {base}, and a wrapper in its stack may change them: put it "
+                "around the single envs"
+            )
+        self.sends = True
+
+    def settle(self) -> None:
+        """Await the step under way, if there is one."""
+        if self._sent is not None:
+            sent, self._sent = self._sent, None
+            self.finish(sent)
+
     def forget(self) -> None:
         """Discard the recorded transitions; the next step needs a reset first."""
         self.window.restart(self.num_envs)
         self.window.columns.clear()  # an interrupt may have come while they were made longer
-        self._infos_seen.clear()
-        self.started = False
+        self._infos.clear()
+        self.started, self._sent = False, None
 
     def step(self, random: bool = False) -> None:
         """Make one vector step: record the policy's input, act, step the env, record the results."""
@@ -246,10 +286,12 @@ class Runner:
         seen += [info[name] for name in keys.root_names]
         window.put(self._seen_keys, seen)
         for name in keys.infos:
-            window.put_loose(name, self._entry(info, name))
+            window.put_loose(name, self._infos.entry(info, name))
+        if self._versions is not None:
+            window.put((POLICY_VERSION,), (self._versions,))
         if self.states:
             self._restart_states()
-        action = self.random() if self._policy is None else self._choose_action(seen, random)
+        action = self.draw() if self._policy is None else self._choose_action(seen, random)
         if self._check_actions is not None:
             action = self._check_actions(action)
         if stream.moves.count != self._at:
@@ -257,6 +299,14 @@ class Runner:
                 f"{type(stream.source.stepped).__name__} was stepped or reset while the policy chose its action, so "
                 "the step would not follow what the policy saw: let it plan in an env of its own"
             )
+        if not self.sends:
+            self.finish(action)
+            return
+        self._sent = stream.send(action)
+
+    def finish(self, action: Tree) -> None:
+        """Step the env, or await the step that was begun with these actions; record the results."""
+        window, stream, keys = self.window, self.stream, self.keys
         obs, reward, terminated, truncated, info = self.env.step(action)
         taken = stream.actions if self._check_actions is None else action
         results = [reward, terminated, truncated, taken]
@@ -270,7 +320,7 @@ class Runner:
             results.append(stream.first)
         window.put(self._result_keys, results)
         if keys.infos:
-            self._record_infos(info)
+            self._infos.record(info, window)
         self._obs, self._info = obs, info
         self._ended, self._at = stream.ended, stream.at
         window.advance()
@@ -303,7 +353,7 @@ class Runner:
                 flat = column.ndim == 1 and key in self.keys.trailing
                 columns[key] = column.unsqueeze(-1) if flat else column
             for name in self.keys.infos:
-                if (entry := self._entry(self._info, name)) is not None:
+                if (entry := self._infos.entry(self._info, name)) is not None:
                     columns[name] = to_torch(entry)
             columns.update(self.states)
             action, written = policy(columns)
@@ -315,7 +365,7 @@ class Runner:
             assert policy is not None
             tensors = torch.from_numpy(obs) if isinstance(obs, np.ndarray) else map_tree(to_torch, obs)
             action = policy(tensors, self.stream.first)
-        return self.random() if random else action
+        return self.draw() if random else action
 
     def _record_finals(self, obs: Tree, info: dict[str, Any]) -> None:
         """Keep the true next observations of ended rows: dense on a device, only their rows on the host."""
@@ -331,43 +381,6 @@ class Runner:
             for key, leaf in zip(keys.obs, leaves_at(final, keys.obs_paths), strict=True):
                 window.put_final(key, envs, leaf[envs], window.steps)
 
-    def _record_infos(self, info: dict[str, Any]) -> None:
-        """Entries of the step just made; Gymnasium moves those of ended SAME_STEP rows to ``final_info``."""
-        window, stream = self.window, self.stream
-        final = info.get("final_info") if stream.same_step else None
-        for name in self.keys.infos:
-            value = self._entry(info, name)
-            last = self._entry(final, name) if isinstance(final, dict) else None
-            if last is not None:
-                value = last if value is None else select(stream.ended, last, value)
-            elif final is None or value is None or as_tuple(name)[0] in self._statistics:
-                pass
-            elif value.shape[:1] == (self.num_envs,):
-                value = fill_rows(own(value), stream.ended, False)  # it belongs to the next episode's reset
-            window.put_loose(next_key(name), value)
-            if value is not None and name not in self._infos_seen:
-                self._infos_seen.add(name)
-                if name not in window.columns:  # it came with no observation yet: all batches have both
-                    zeros = torch.zeros_like(value) if isinstance(value, Tensor) else np.zeros_like(value)
-                    window.put_loose(name, zeros)
-
-    def _entry(self, info: dict[str, Any], name: NestedKey) -> Array | None:
-        """An entry of ``info`` where the env's arrays are; None if it is not there."""
-        value: Any = info
-        for part in as_tuple(name):
-            value = value.get(part) if isinstance(value, dict) else None
-        if value is None:
-            return None
-        if isinstance(value, dict):
-            entries = [(*as_tuple(name), key) for key in value if not key.startswith("_")]
-            raise TypeError(
-                f"info_keys has {name!r}, which is a dict: name its entries, info_keys={entries}. (For returns and "
-                "lengths of episodes flatroll.wrappers.RewardSum and StepCounter give a number at every step)"
-            )
-        if self._on_host:
-            return value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
-        return to_torch(value, self.device)
-
     def open_ids(self) -> Tensor:
         """Return the ids (int64 ``[n]``) of trajectories that go on or have transitions that no batch has taken."""
         window, keys = self.window, self.keys
@@ -379,14 +392,8 @@ class Runner:
 
     def lay_out(self, mask: Array, compact: bool) -> tuple[TensorDict, TensorDict | None]:
         """Build a flat batch of the transitions where ``mask`` is True, and its ``final`` if compact."""
-        missing = [name for name in self.keys.infos if name not in self._infos_seen]
-        if missing:
-            names = sorted(key for key in self._info if not key.startswith("_"))
-            raise KeyError(
-                f"info_keys={missing} were in no step's info; the last one had {names}. An entry that comes only "
-                "now and then must come in the first batch: take more frames_per_batch. (For the return of episodes: "
-                "flatroll.wrappers.RewardSum, whose entry comes with every step)"
-            )
+        if self.keys.infos:
+            self._infos.check_seen(self._info)
         # The observations after the last step are the next ones of its rows.
         self.window.put(self.keys.obs, leaves_at(self._obs, self.keys.obs_paths))
         if self._traces is not None and not self._paused:

@@ -226,13 +226,16 @@ class Window:
                 gathered.device
             )
 
-    def restart(self, surplus_from: int) -> None:
-        """Clear the window, but keep the last step's cells from env ``surplus_from`` on as step 0."""
+    def restart(self, surplus_from: int, keep: bool = False) -> None:
+        """Clear the window, but keep the last step's cells from env ``surplus_from`` on as step 0.
+
+        With ``keep`` there is a step 0 in any case, taken whole if no cell is left over.
+        """
         last = self.steps - 1
         first = last * self.num_envs  # number of the last step's first cell
         self.steps = self.taken = 0
         finals, self._finals = self._finals, {}
-        if surplus_from == self.num_envs:
+        if surplus_from == self.num_envs and not keep:
             return
         for column in self.columns.values():
             column[0] = column[last]

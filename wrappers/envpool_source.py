@@ -22,7 +22,8 @@ class EnvPoolSource(VectorSource):
         if batch != num_envs:
             raise ValueError(
                 f"env must be an envpool in sync mode (batch_size == num_envs), got batch_size={batch} and "
-                f"num_envs={num_envs}: an async pool returns other rows at every step"
+                f"num_envs={num_envs}: an async pool returns other rows at every step. To overlap policy and envs step "
+                "two sync pools in turn: Collector([pool_a, pool_b], ..., splits=2)"
             )
         with warnings.catch_warnings():
             # envpool makes its bounds from float64 numbers, and Gymnasium warns of the cast.
@@ -37,8 +38,10 @@ class EnvPoolSource(VectorSource):
             seedable=False,
             checks_range=False,
             exact_flags=True,
+            overlaps=True,
         )
         super().__init__(env, num_envs, *single, capabilities)
+        self._sent = False  # whether a step is under way
         self._shown: Tree = None  # the observations returned last, for the rows that a partial reset leaves
 
     @override
@@ -51,6 +54,8 @@ class EnvPoolSource(VectorSource):
             )
         if options:
             raise ValueError(f"envpool takes no reset options but reset_mask, got {sorted(options)}")
+        if self._sent:
+            self.step(None)
         if rows is None:
             obs, info = self.env.reset()
             self._shown = _cast_discrete(obs, self.single_observation_space)
@@ -68,12 +73,26 @@ class EnvPoolSource(VectorSource):
 
     @override
     def step(self, actions: Tree) -> Step:
-        if not (isinstance(actions, np.ndarray) and actions.flags.c_contiguous):
-            actions = map_tree(np.ascontiguousarray, actions)
-        obs, reward, terminated, truncated, info = self.env.step(actions)
+        if not self._sent:
+            self.send(actions)
+        self._sent = False
+        obs, reward, terminated, truncated, info = self.env.recv()
         # Kept without a copy: envpool's arrays are new at each step, and a partial reset copies before it writes.
         self._shown = obs = _cast_discrete(obs, self.single_observation_space)
         return obs, reward, terminated, truncated, info
+
+    @override
+    def send(self, actions: Tree) -> None:
+        if not (isinstance(actions, np.ndarray) and actions.flags.c_contiguous):
+            actions = map_tree(np.ascontiguousarray, actions)
+        self.env.send(actions)
+        self._sent = True
+
+    @override
+    def close(self) -> None:
+        if self._sent:
+            self.step(None)
+        super().close()
 
 
 def _scatter(some: Array, rows: Array, whole: Array) -> Array:

@@ -1,5 +1,6 @@
 """The adapter for Gymnasium's vector environments: Sync, Async, native and custom ones."""
 
+from collections.abc import Iterable
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.async_vector_env import AsyncState
+from gymnasium.vector.utils import batch_space
 from typing_extensions import override
 
 from flatroll.wrappers.arrays import Array, Tree, map_tree, own
@@ -20,7 +22,10 @@ class GymSource(VectorSource):
 
     def __init__(self, env: VectorEnv[Any, Any, Any], mode: AutoresetMode, own_buffers: bool | str) -> None:
         base = env.unwrapped
-        gymnasiums_own = all(type(layer).__module__.startswith("gymnasium.") for layer in layers(env))
+        gymnasiums_own = all(
+            type(layer).__module__.startswith("gymnasium.") or isinstance(layer, AsyncPart)
+            for layer in layers(env)
+        )
         fresh = gymnasiums_own and getattr(base, "copy", True) is not False
         # Foreign envs may write into the arrays they return: what they return is copied at once.
         self._copies = not fresh if own_buffers == "auto" else bool(own_buffers)
@@ -33,6 +38,7 @@ class GymSource(VectorSource):
         self._keeps_pending = isinstance(base, AsyncVectorEnv) and not base.shared_memory
         self._pending = np.zeros(env.num_envs, dtype=bool)
         self._next_step = mode is AutoresetMode.NEXT_STEP
+        self._sent = False  # whether a step is under way
         partial = known_base or mode is AutoresetMode.DISABLED
         capabilities = Capabilities(
             torch.device("cpu"),
@@ -40,12 +46,16 @@ class GymSource(VectorSource):
             hides_final_obs=mode is AutoresetMode.SAME_STEP and not known_base,
             partial_reset=partial and not (self._keeps_pending and self._next_step),
             reuses_buffers=self._copies,
+            # A wrapper in between could not be told of half a step.
+            overlaps=env is base and hasattr(env, "step_async") and hasattr(env, "step_wait"),
         )
         spaces = env.single_observation_space, env.single_action_space
         super().__init__(env, env.num_envs, *spaces, capabilities)
 
     @override
     def reset(self, seed: Any, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
+        if self._sent:
+            self.step(None)
         if rows is not None:
             options = {**(options or {}), "reset_mask": rows}
         else:
@@ -62,7 +72,12 @@ class GymSource(VectorSource):
     @override
     def step(self, actions: Tree) -> Step:
         try:
-            obs, reward, terminated, truncated, info = self.env.step(actions)
+            if self._sent:
+                self._sent = False
+                env: Any = self.env
+                obs, reward, terminated, truncated, info = env.step_wait()
+            else:
+                obs, reward, terminated, truncated, info = self.env.step(actions)
         except (EOFError, OSError) as error:
             self._end_dead_workers(error)
             raise
@@ -72,6 +87,16 @@ class GymSource(VectorSource):
         if self._keeps_pending:
             self._pending = np.asarray(terminated) | np.asarray(truncated)
         return obs, reward, terminated, truncated, info
+
+    @override
+    def send(self, actions: Tree) -> None:
+        env: Any = self.env
+        try:
+            env.step_async(actions)
+        except (EOFError, OSError) as error:
+            self._end_dead_workers(error)
+            raise
+        self._sent = True
 
     @override
     def final_obs(self, info: Info, obs: Tree, ended: Array, given: Any = None) -> Tree | None:
@@ -130,6 +155,56 @@ class GymSource(VectorSource):
                 "autoreset_mode='NextStep' or 'Disabled'; if its final and reset observations really are "
                 "equal, pass own_buffers=False to as_vector_env to skip this check"
             )
+
+
+class AsyncPart(AsyncVectorEnv):
+    """Some envs of an AsyncVectorEnv, from ``first`` on; made by `split_async`."""
+
+    def __init__(self, whole: AsyncVectorEnv, first: int, num_envs: int) -> None:
+        vars(self).update(vars(whole))  # no new workers
+        rows = slice(first, first + num_envs)
+        self.num_envs = num_envs
+        self.action_space = batch_space(whole.single_action_space, num_envs)
+        self.observation_space = batch_space(whole.single_observation_space, num_envs)
+        self.env_fns = whole.env_fns[rows]
+        self.parent_pipes, self.processes = whole.parent_pipes[rows], whole.processes[rows]
+        # Views of the memory that the workers write into.
+        self.observations = map_tree(lambda leaf: leaf[rows], whole.observations)
+        self._first = first
+        # In a tuple, since a collector looks at the parts of an env for steps made by hand, and what is below `whole`
+        # changes with the other parts' steps.
+        self._whole = (whole,)
+
+    @property
+    def closed(self) -> bool:
+        """Whether all workers are closed: there is no closing a part."""
+        return bool(self._whole[0].closed)
+
+    @closed.setter
+    def closed(self, value: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._whole[0].closed = value
+
+    def close(self, **kwargs: Any) -> None:
+        """Close the whole env."""
+        self._whole[0].close(**kwargs)
+
+    def _raise_if_errors(self, successes: Iterable[bool]) -> None:
+        """The whole env knows the workers by the numbers that come with errors."""
+        successes = list(successes)
+        if not all(successes):
+            self._state = AsyncState.DEFAULT
+            whole = self._whole[0]
+            rest = whole.num_envs - self._first - len(successes)
+            whole._raise_if_errors([*[True] * self._first, *successes, *[True] * rest])
+
+    def __del__(self) -> None:
+        """The workers are the whole env's to end."""
+
+
+def split_async(env: AsyncVectorEnv, parts: int) -> list[AsyncPart]:
+    """Divide the envs into ``parts`` runs of almost equal length; the env is not to be stepped itself any more."""
+    groups = np.array_split(np.arange(env.num_envs), parts)
+    return [AsyncPart(env, int(group[0]), len(group)) for group in groups]
 
 
 def _dead_workers(env: AsyncVectorEnv) -> list[int]:

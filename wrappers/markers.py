@@ -231,33 +231,46 @@ class TrajId(MarkerWrapper):
         self.writer = writer_number(writer)
         self._ids: Array = None
         self._episode = 0
+        self._first, self._total = 0, self.num_envs  # of the pool that these envs are a part of
 
     def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         if self._ids is None:
             first = self.stream.first
-            numbers: Any = np.arange(self.num_envs)
+            numbers: Any = np.arange(self._first, self._first + self.num_envs)
             if isinstance(first, Tensor):
-                numbers = torch.arange(self.num_envs, device=first.device)
+                numbers = torch.from_numpy(numbers).to(first.device)
             # Writer in the bits from 40 up, below it episode * E + env: adding E gives a row its next episode.
-            self._ids = numbers + (self.writer << 40) + self._episode * self.num_envs
+            self._ids = numbers + (self.writer << 40) + self._episode * self._total
         else:
-            self._ids = self._ids + rows * self.num_envs  # a new array: the old one was given away
+            self._ids = self._ids + rows * self._total  # a new array: the old one was given away
         info[self.info_name] = own(self._ids)
 
     def step(self, actions: Tree) -> Step:
         """Step the env; give a new id to each sub-env whose observation is an episode's first."""
         result = self.env.step(actions)
         if self.stream.any_first is not False:
-            self._ids = self._ids + self.stream.first * self.num_envs  # bool counts as 0 or 1
+            self._ids = self._ids + self.stream.first * self._total  # bool counts as 0 or 1
         result[4][self.info_name] = own(self._ids)
         return result
+
+    def number_in(self, first: int, total: int) -> None:
+        """Give these envs the ids that the envs from number ``first`` on of a pool of ``total`` envs have.
+
+        Raises:
+            ValueError: the env was reset with other numbers.
+        """
+        if (first, total) != (self._first, self._total) and self._ids is not None:
+            raise ValueError(
+                "the env's TrajId has given ids already, which those of the whole pool could repeat: make a new env"
+            )
+        self._first, self._total = first, total
 
     def state_dict(self) -> dict[str, int]:
         """Return the highest episode number used, so that ids continue above it after a restart."""
         if self._ids is None:
             return {"writer": self.writer, "episode": self._episode}
         top = int(self._ids.max()) - (self.writer << 40)  # episode * E + env of the newest episode
-        return {"writer": self.writer, "episode": top // self.num_envs + 1}
+        return {"writer": self.writer, "episode": top // self._total + 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue above the ids of a saved run, from the next full reset, which must come before the next step."""

@@ -36,6 +36,7 @@ class Capabilities:
         seedable: whether ``reset(seed=...)`` has an effect.
         checks_range: whether the env itself refuses discrete actions outside its space.
         exact_flags: whether reward is float32 and flags are bool, all ``(E,)``, as they come.
+        overlaps: whether a step can be begun with `VectorSource.send` and awaited later.
     """
 
     device: torch.device
@@ -48,6 +49,7 @@ class Capabilities:
     seedable: bool = True
     checks_range: bool = True
     exact_flags: bool = False
+    overlaps: bool = False
 
 
 class VectorSource(ABC):
@@ -126,6 +128,13 @@ class VectorSource(ABC):
             Observations, reward, terminated, truncated and info. Reward and flags have one entry for each env; the
             stream makes them float32 and bool ``(E,)``.
         """
+
+    def send(self, actions: Tree) -> None:
+        """Begin a step without waiting for it; the `step` that follows, with the same actions, only awaits it.
+
+        Only asked of a source with ``Capabilities(overlaps=True)``. A reset that comes instead awaits it, too.
+        """
+        raise NotImplementedError(f"{type(self).__name__} says overlaps=True, and has no send")
 
     def final_obs(self, info: Info, obs: Tree, ended: Array, given: Any = None) -> Tree | None:
         """Return the last observations of the episodes that ended in the last step; SAME_STEP mode only.

@@ -248,6 +248,17 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             self.ended, self.any_ended = ended, any_ended
         return obs, reward, terminated, truncated, info
 
+    def send(self, actions: Tree) -> Tree:
+        """Begin a step and return its checked actions, with which the `step` that follows awaits it.
+
+        Only where ``capabilities.overlaps``. A copy of the actions is sent: the caller may reuse their memory.
+        """
+        if self.moves.count != self.at:
+            self._refuse("send was called before reset: call env.reset() first")
+        sent = map_tree(own, self._check_actions(actions))
+        self.source.send(sent)
+        return sent
+
     def _refuse(self, before_reset: str) -> None:
         """Raise the error for an env that is not where this stream has left it, or was never reset."""
         if self.at < 0:

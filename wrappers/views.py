@@ -25,6 +25,10 @@ class SourceView(VectorSource):
         self.stepped = source.stepped
 
     @override
+    def send(self, actions: Tree) -> None:
+        self._source.send(actions)
+
+    @override
     def close(self) -> None:
         self._source.close()
 
@@ -54,6 +58,10 @@ class TorchView(SourceView):
         self._seen = obs, terminated | truncated  # in NumPy, as the source's final_obs wants them
         flags = (self._tensors(np.asarray(x)) for x in (reward, terminated, truncated))
         return self._tensors(obs), *flags, info
+
+    @override
+    def send(self, actions: Tree) -> None:
+        self._source.send(self._check_actions(actions))
 
     @override
     def final_obs(self, info: Info, obs: Tree, ended: Array, given: Any = None) -> Tree | None:

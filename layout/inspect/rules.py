@@ -20,6 +20,7 @@ from flatroll.layout.keys import (
     IS_INIT,
     MASK,
     NEXT_KNOWN,
+    POLICY_VERSION,
     REWARD,
     STEP_COUNT,
     TERMINATED,
@@ -45,6 +46,7 @@ CONTRACT: dict[NestedKey, tuple[tuple[int, ...], torch.dtype]] = {
     TRAJ_IDS: ((), torch.int64),
     MASK: ((), torch.bool),
     NEXT_KNOWN: ((), torch.bool),
+    POLICY_VERSION: ((), torch.int64),
 }
 
 

@@ -1,0 +1,42 @@
+"""The progress bar of a collector."""
+
+from time import perf_counter
+from typing import Any
+
+from tensordict import TensorDict
+
+from flatroll.layout.keys import DONE, NestedKey
+
+
+class ProgressBar:
+    """A tqdm bar of a collector's rows.
+
+    It shows the steps a second while rows were collected (the bar's own rate counts the learner's time, too) and, where
+    RewardSum is in the stack, the mean return of the episodes that ended.
+    """
+
+    def __init__(self, total: int, returns: NestedKey | None) -> None:
+        self._total = None if total < 0 else total
+        self._returns = returns  # the key of the episodes' returns
+        self._postfix: dict[str, str] = {}
+        self._bar: Any = None  # of tqdm, from the first batch on
+
+    def show(self, batch: TensorDict, frames: int, began: float) -> None:
+        """Count a batch that comes after ``frames`` rows, and was begun at ``began`` (of ``perf_counter``)."""
+        seconds = perf_counter() - began
+        if self._bar is None:
+            from tqdm.auto import tqdm
+
+            self._bar = tqdm(total=self._total, unit="frame", unit_scale=True, initial=frames)
+        self._bar.update(len(batch))
+        returns = None if self._returns is None else batch.get(self._returns, None)
+        if returns is not None and len(ended := returns[batch.get(DONE)]):
+            self._postfix["return"] = f"{ended.mean().item():.1f}"
+        self._postfix["steps/s"] = self._bar.format_sizeof(len(batch) / seconds)
+        self._bar.set_postfix(self._postfix)
+
+    def close(self) -> None:
+        """Close the bar; the next batch opens another."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

@@ -1,0 +1,238 @@
+"""Envs in several parts that step in turn: while the policy acts for one part, the others' steps are under way."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from gymnasium.vector import AsyncVectorEnv
+from tensordict import TensorDict
+from torch import Tensor
+
+from flatroll.layout.keys import IS_INIT, require
+from flatroll.rollouts.arguments import Devices, make_env
+from flatroll.rollouts.policies import Columns, takes
+from flatroll.rollouts.random_actions import RandomActions
+from flatroll.rollouts.window import Window
+from flatroll.wrappers.arrays import Array, map_tree
+from flatroll.wrappers.gym_source import split_async
+from flatroll.wrappers.markers import TrajId, find_wrapper
+from flatroll.wrappers.moves import Moves, moves_of
+
+#: A `Runner`; imported it would lengthen the chain of imports.
+Part: TypeAlias = Any
+
+
+class SplitRunner:
+    """One `Runner` for each part of a pool, with the interface of a single one over the whole pool.
+
+    Each vector step goes through the parts: await the step of the part that is under way, choose its next actions,
+    begin its next step. Whoever looks at the window awaits all of them first, so nothing is under way between batches.
+    """
+
+    def __init__(self, parts: Sequence[Part], moves: Moves | None) -> None:
+        self._parts = parts
+        #: Number of the first env of each part in the pool.
+        self._firsts = np.cumsum([0, *(part.num_envs for part in parts)])[:-1].tolist()
+        self.num_envs = sum(part.num_envs for part in parts)
+        self.envs = [env for part in parts for env in part.envs]
+        self.env = tuple(self.envs)
+        self.device, self.keys, self.asks_compact = parts[0].device, parts[0].keys, parts[0].asks_compact
+        # Of the env that was divided, so that other collectors over it notice.
+        self._moves, self._at = moves, 0 if moves is None else moves.count
+        for part in parts:
+            part.begin_only()
+        _check_alike(parts)
+        for part, first in zip(parts, self._firsts, strict=True):
+            ids = find_wrapper(part.env, TrajId)
+            if ids is not None:
+                ids.number_in(first, self.num_envs)
+
+    def start(
+        self,
+        policy: Any,
+        steps: int,
+        *,
+        devices: Devices,
+        seed: int | None,
+        recurrent: bool,
+        state_stride: int,
+    ) -> None:
+        """Set the policy, and create windows with room for ``steps`` vector steps; see `Runner.start`."""
+        if not hasattr(policy, "in_keys") and takes(policy, IS_INIT):
+            raise ValueError(
+                "the policy takes is_init, so it remembers something of each env, and with splits= it is called for "
+                "some of the envs at a time: write it as a recurrent module (make_tensordict_primer), whose states "
+                "the collector keeps for each env, or leave splits out"
+            )
+        for part in self._parts:
+            part.start(policy, steps, devices=devices, seed=0, recurrent=recurrent, state_stride=state_stride)
+        self.random = RandomActions(self._parts[0].random.space, self.num_envs, self.device, seed)
+        self._drawn: list[list[Any]] = [[] for _ in self._parts]  # random actions that wait for a part's turn
+        for i, part in enumerate(self._parts):
+            part.draw = partial(self._draw, i)
+        self.window = JointWindow(self._parts)
+
+    @property
+    def started(self) -> bool:
+        """Whether the env has been reset."""
+        return all(part.started for part in self._parts)
+
+    def reset(self, seed: int | None = None) -> None:
+        """Reset all parts, env ``e`` of the pool with ``seed + e``."""
+        for part, first in zip(self._parts, self._firsts, strict=True):
+            part.settle()
+            part.reset(None if seed is None else seed + first)
+
+    def forget(self) -> None:
+        """Discard the recorded transitions; the next step needs a reset first."""
+        for part, drawn in zip(self._parts, self._drawn, strict=True):
+            part.forget()
+            drawn.clear()
+
+    def step(self, random: bool = False) -> None:
+        """Begin a vector step of each part, in turn."""
+        if self._moves is not None:
+            if self._moves.count != self._at:
+                for part in self._parts:
+                    part.stream.moves.count += 1  # it resets its envs
+            self._moves.count = self._at = self._moves.count + 1
+        for part in self._parts:
+            part.settle()
+            part.step(random)
+
+    def lay_out(self, mask: Array, compact: bool) -> tuple[TensorDict, TensorDict | None]:
+        """Build a flat batch of the transitions where bool ``mask`` ``[steps, E]`` is True, env after env."""
+        batches, finals, rows = [], [], 0
+        for part, first in zip(self._parts, self._firsts, strict=True):
+            batch, final = part.lay_out(mask[:, first : first + part.num_envs], compact)
+            if not len(batch):
+                continue
+            if not self.keys.has_ids:
+                require(batch, self.keys.init)[0] = True  # nothing else tells it from the last part's rows
+            if final is not None:
+                final.set("row", final.get("row") + rows)
+                finals.append(final)
+            batches.append(batch)
+            rows += len(batch)
+        return _joined(batches), _joined(finals) if compact else None
+
+    def open_ids(self) -> Tensor:
+        """Return the ids of trajectories that go on or have transitions that no batch has taken."""
+        return torch.cat([part.open_ids() for part in self._parts])
+
+    def prime(self, states: Columns) -> None:
+        """Also carry these recurrent states, see `Runner.prime`."""
+        for part in self._parts:
+            part.prime(states)
+
+    def set_version(self, version: int) -> None:
+        """Set the version of the policy in the steps that follow."""
+        for part in self._parts:
+            part.set_version(version)
+
+    def _draw(self, i: int) -> Any:
+        """The next random actions of part ``i``: drawn for the whole pool at once, as without splits."""
+        if not self._drawn[i]:
+            actions = self.random()
+            for part, first, drawn in zip(self._parts, self._firsts, self._drawn, strict=True):
+                drawn.append(map_tree(lambda leaf, a=first, n=part.num_envs: leaf[a : a + n], actions))
+        return self._drawn[i].pop(0)
+
+
+class JointWindow(Window):
+    """The windows of the parts side by side: bool ``[steps, E]`` of the whole pool."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self.num_envs = sum(part.num_envs for part in parts)
+        self.same_step = False  # what only a single window knows makes no difference to the rows
+        self.steps = 0
+
+    def count(self) -> int:
+        """Await the steps under way; count the transitions that no batch has taken."""
+        for part in self._parts:
+            part.settle()
+        self.steps = self._parts[0].window.steps
+        return sum(part.window.count() for part in self._parts)
+
+    def valid(self) -> Array:
+        """Return which recorded cells are transitions that no batch has taken."""
+        return np.concatenate([part.window.valid() for part in self._parts], 1)
+
+    def restart(self, surplus_from: int, keep: bool = False) -> None:
+        """Keep the last step's cells from env ``surplus_from`` on, in windows of the same number of steps."""
+        keep = surplus_from < self.num_envs
+        for part in self._parts:
+            part.window.restart(min(max(surplus_from, 0), part.num_envs), keep)
+            surplus_from -= part.num_envs
+
+
+def make_envs(
+    create_env_fn: Any, splits: int, obs_dtype: torch.dtype | None, max_steps: int | None, undo: ExitStack
+) -> tuple[list[Any], Moves | None, bool]:
+    """Return the env in so many parts, the count of moves of one that was divided, and whether they were made here.
+
+    For the other arguments see `make_env`.
+    """
+    if splits == 1:
+        env, made = make_env(create_env_fn, obs_dtype, max_steps, undo)
+        return [env], None, made
+    moves = None
+    if isinstance(create_env_fn, (list, tuple)):
+        if len(create_env_fn) != splits:
+            raise ValueError(
+                f"splits={splits} needs as many envs or functions, got a list of {len(create_env_fn)}"
+            )
+        envs = [make_env(one, obs_dtype, max_steps, undo) for one in create_env_fn]
+        made = all(made for _, made in envs)
+        if any(made for _, made in envs) != made:
+            raise TypeError("create_env_fn must be a list of envs or a list of functions, got some of each")
+    else:
+        whole, made = make_env(create_env_fn, None, None, undo)
+        if not isinstance(whole, AsyncVectorEnv):
+            raise ValueError(
+                f"splits={splits} divides a gymnasium.vector.AsyncVectorEnv, and {type(whole).__name__} is none: give "
+                f"a list of {splits} envs, each a part of the pool, or of functions that make them. (Two envpools "
+                "need seeds of their own: envpool.make_gymnasium(..., num_envs=4, seed=0) and seed=4)"
+            )
+        if splits > whole.num_envs:
+            raise ValueError(f"splits={splits} needs at least so many envs, and the env has {whole.num_envs}")
+        moves = moves_of(whole)
+        envs = [make_env(part, obs_dtype, max_steps, undo) for part in split_async(whole, splits)]
+    return [env for env, _ in envs], moves, made
+
+
+def _check_alike(parts: Sequence[Part]) -> None:
+    """Raise ValueError if the parts cannot make one batch, or would make the same rows."""
+    if len({id(part.stream.moves) for part in parts}) < len(parts):
+        raise ValueError("the parts of splits= must be different envs, got one of them twice")
+    for name, facts in (
+        ("observation space", [part.env.single_observation_space for part in parts]),
+        ("action space", [part.env.single_action_space for part in parts]),
+        ("autoreset mode", [(part.stream.same_step, part.stream.hides_final_obs) for part in parts]),
+        ("wrappers", [(part.keys.roots, part.keys.nexts, part.asks_compact) for part in parts]),
+        ("device", [part.device for part in parts]),
+    ):
+        if any(fact != facts[0] for fact in facts):
+            raise ValueError(f"the parts of splits= must have the same {name}, got {facts}")
+    seeds = [seed for part in parts for seed in _seeds_of_pool(part.stream.source.env)]
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(
+            "two envpools of splits= have envs with the same seed, which would make the same rows: env i of a pool has "
+            "the pool's seed + i (42 + i by default). Give each pool its seed: seed=0 and, after 4 envs, seed=4"
+        )
+
+
+def _seeds_of_pool(env: Any) -> Iterator[int]:
+    """The seeds of an envpool's envs; nothing for any other env."""
+    config = getattr(env, "config", None)
+    if isinstance(config, dict) and {"seed", "env_seed", "num_envs"} <= set(config):
+        yield from config["env_seed"] or range(config["seed"], config["seed"] + config["num_envs"])
+
+
+def _joined(batches: list[TensorDict]) -> TensorDict:
+    result: Any = TensorDict.cat(batches)
+    return result

@@ -1,0 +1,66 @@
+"""Scripted envs whose steps are begun and awaited, whole or as the parts of one pool."""
+
+from typing import Any
+
+import numpy as np
+
+from flatroll.wrappers.testing import Script, ScriptedVectorEnv
+
+LENGTHS: Any = [[3, 1, 4], [2, 5], [6], [1, 1, 7], [4]]
+ENDS: Any = [
+    ["terminated", "truncated", "both"],
+    ["truncated", "terminated"],
+    ["terminated"],
+    ["both"],
+    ["truncated"],
+]
+
+
+def script(first: int = 0, last: int = 5) -> Script:
+    return Script(last - first, lengths=LENGTHS[first:last], ends=ENDS[first:last])
+
+
+class Part(ScriptedVectorEnv):
+    """Envs ``first`` to ``last`` of the script; ``log`` hears what is done.
+
+    ``early`` envs make the step when it is begun, others when it is awaited, from the same memory of actions.
+    """
+
+    def __init__(
+        self, first: int = 0, last: int = 5, log: list[Any] | None = None, early: bool = False, **options: Any
+    ) -> None:
+        super().__init__(script(first, last), record_actions=True, **options)
+        self.first, self.log, self.early = first, [] if log is None else log, early
+        self.under_way: Any = None
+        observe = self._clock.observe
+
+        def shifted() -> Any:
+            obs = observe()
+            obs[:, 0] += first
+            return obs
+
+        self._clock.observe = shifted  # type: ignore[method-assign]
+
+    def reset(self, **options: Any) -> Any:
+        assert self.under_way is None, "reset while a step is under way"
+        self.log.append(("reset", self.first, options.get("seed")))
+        return super().reset(**options)
+
+    def step(self, actions: Any) -> Any:
+        assert self.under_way is None, "step while a step is under way"
+        return super().step(np.array(actions))
+
+    def step_async(self, actions: Any) -> None:
+        assert self.under_way is None, "two steps at once"
+        self.log.append(("begin", self.first))
+        self.under_way = (super().step(np.array(actions)) if self.early else actions,)
+
+    def step_wait(self) -> Any:
+        self.log.append(("await", self.first))
+        (kept,), self.under_way = self.under_way, None
+        return kept if self.early else super().step(np.array(kept))
+
+
+def parts(*borders: int, **options: Any) -> list[Part]:
+    """The pool of five envs in parts that begin at these numbers."""
+    return [Part(a, b, **options) for a, b in zip(borders, [*borders[1:], 5], strict=True)]
