@@ -15,6 +15,8 @@ import torch
 
 from flatroll.sharing import Channel, Inbox, Nursery, Outbox, Worker, WorkerDied, WorkerTraceback
 
+pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes through /proc")
+
 # Else each worker would import this file, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -38,9 +40,7 @@ def echo(channel: Channel, **arguments: Any) -> None:
 def facts(channel: Channel) -> None:
     tasks = len(os.listdir("/proc/self/task"))
     drawn = (torch.rand(1).item(), np.random.random())
-    sockets = sum(
-        "socket" in os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")[:-1]
-    )
+    sockets = sum(entry.is_socket() for entry in Path("/proc/self/fd").iterdir())
     channel.send("facts", (os.getpgid(0) == os.getpid(), tasks, torch.get_num_threads(), drawn, sockets))
 
 
@@ -124,7 +124,7 @@ def test_a_killed_worker_is_told_at_once_after_what_it_sent(nursery: Nursery) ->
         WorkerDied, match=rf"worker \d+ \(pid {worker.pid}\) was killed by signal 9 \(Killed: SIGKILL\)"
     ):
         worker.receive("echo", timeout=20)
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 2  # some milliseconds where the machine is idle
     worker.send("into nothing")  # no error
     worker.kill()
     assert worker.exitcode == -signal.SIGKILL
@@ -152,8 +152,8 @@ def test_the_children_of_a_killed_worker_go_with_it(nursery: Nursery) -> None:
     assert not running(child)
 
 
-def test_a_hundred_workers_leave_no_file_and_no_process(nursery: Nursery) -> None:
-    for _ in range(100):
+def test_forty_workers_leave_no_file_and_no_process(nursery: Nursery) -> None:
+    for _ in range(40):
         worker = nursery.start(hang)
         worker.receive("hanging", timeout=20)
         worker.kill()
@@ -237,17 +237,22 @@ def test_preloading_what_cannot_be_forked_is_an_error(
         assert caught.value.__notes__ == ["raised in the process that starts workers"]
 
 
-def test_spawned_workers_do_the_same() -> None:
+def facts_and_windows(channel: Channel) -> None:
+    facts(channel)
+    fill(channel, 3)
+
+
+def test_a_spawned_worker_does_the_same() -> None:
     with Nursery("spawn", num_threads=2) as nursery:
-        one, other = nursery.start(fill, count=3), nursery.start(facts)
-        box = Inbox(one.channel)
+        worker = nursery.start(facts_and_windows)
+        leads, _, threads, _, sockets = worker.receive("facts", timeout=60)
+        assert leads and threads == 2 and sockets == 1
+        box = Inbox(worker.channel)
         steps = []
         for _ in range(3):
             with box.take(timeout=60) as window:
                 steps += window.tables[0]["step"].tolist()
         assert steps == list(range(30))
-        leads, _, threads, _, sockets = other.receive("facts", timeout=60)
-        assert leads and threads == 2 and sockets == 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from flatroll.sharing import Channel, Nursery, SharedWeights
 
 
 def filled(value: float) -> dict[str, torch.Tensor]:
-    matrix = torch.full((200, 100), float(value))
+    matrix = torch.full((100, 50), float(value))
     return {"weight": matrix, "bias": torch.tensor(float(value)), "count": torch.tensor(int(value))}
 
 
@@ -49,8 +49,8 @@ def test_a_writer_that_stops_in_the_middle_leaves_the_version_before() -> None:
     ("change", "message"),
     [
         (
-            {"weight": torch.zeros(200, 101)},
-            r"'weight' was shared as float32 \[200, 100\], got float32 \[200, 101\]: a policy",
+            {"weight": torch.zeros(100, 51)},
+            r"'weight' was shared as float32 \[100, 50\], got float32 \[100, 51\]: a policy",
         ),
         (
             {"bias": torch.zeros((), dtype=torch.float64)},
