@@ -30,9 +30,8 @@ main(int(sys.argv[1]), int(sys.argv[2]))
 
 def main(descriptor: int, parent: int, fork: bool, preload: list[str]) -> None:
     """Serve the parent until its end of the channel is closed; then kill the workers that are left."""
-    os.set_inheritable(
-        descriptor, False
-    )  # it was passed to this interpreter, and must not go on to the workers'
+    # It was passed to this interpreter, and must not be passed on to those of the workers.
+    os.set_inheritable(descriptor, False)
     control = Channel(descriptor)
     for stop in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(stop, lambda *_: sys.exit(1))
