@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 
-ROOMS = ["layout", "kernels", "specs", "wrappers", "rollouts", "buffers", "modules", "estimators", "export"]
+ROOMS = [
+    "layout",
+    "sharing",
+    "kernels",
+    "specs",
+    "wrappers",
+    "rollouts",
+    "buffers",
+    "modules",
+    "estimators",
+    "export",
+]
 HEAVY = {
     "envpool",
     "h5py",

@@ -10,7 +10,17 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-ROOMS = ("layout", "kernels", "wrappers", "rollouts", "buffers", "modules", "estimators", "trainers")
+ROOMS = (
+    "layout",
+    "sharing",
+    "kernels",
+    "wrappers",
+    "rollouts",
+    "buffers",
+    "modules",
+    "estimators",
+    "trainers",
+)
 MESSAGE = re.compile(r"^```text\n(.*?)^```", re.M | re.S)
 
 

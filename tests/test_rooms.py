@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 # Room: the rooms that it may import.
 ARROWS: dict[str, set[str]] = {
     "layout": set(),
+    "sharing": {"layout"},
     "kernels": set(),
     "specs": {"layout"},
     "wrappers": {"layout", "specs"},

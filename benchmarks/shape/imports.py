@@ -10,7 +10,18 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = "flatroll"
-ROOMS = ("layout", "kernels", "specs", "wrappers", "rollouts", "buffers", "modules", "estimators", "trainers")
+ROOMS = (
+    "layout",
+    "sharing",
+    "kernels",
+    "specs",
+    "wrappers",
+    "rollouts",
+    "buffers",
+    "modules",
+    "estimators",
+    "trainers",
+)
 ROOT = Path(__file__).resolve().parents[2]
 
 Graph = Mapping[str, set[str]]  # file -> the files that it imports, as dotted names without the package's

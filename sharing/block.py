@@ -1,0 +1,169 @@
+"""`Block`: columns in shared memory, in equal slots; `Table` says which columns."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flatroll.sharing.memory import Memory
+
+if TYPE_CHECKING:
+    import torch
+
+Key = str | tuple[str, ...]
+
+_ALIGNMENT = 64  # bytes: a cache line, so that no two columns share one
+
+
+@dataclass(frozen=True)
+class Column:
+    """Data type, as torch and NumPy both name it ("float32"), and shape ``[*S]`` of a row of a column."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns with a common number of rows: ``[rows, *S]`` each, one behind the other.
+
+    Args:
+        rows: number of rows that there is room for.
+        columns: each key's `Column`.
+    """
+
+    rows: int
+    columns: Mapping[Key, Column]
+
+    @staticmethod
+    def like(columns: Mapping[Key, Any], rows: int | None = None) -> "Table":
+        """The table that holds tensors or arrays ``[N, *S]``.
+
+        Args:
+            columns: tensors or NumPy arrays by key.
+            rows: room for so many rows. Default: N.
+
+        Raises:
+            ValueError: the columns have different numbers of rows, or a data type that no memory is laid out for.
+
+        >>> Table.like({"reward": np.zeros((3, 1), np.float32)}).columns
+        {'reward': Column(dtype='float32', shape=(1,))}
+        """
+        count = row_count(columns)
+        made = {}
+        for key, values in columns.items():
+            name = dtype_name(values)
+            try:
+                _numpy_dtype(name)
+            except TypeError:
+                raise ValueError(f"column {key!r} has data type {name}, which cannot be shared") from None
+            made[key] = Column(name, tuple(values.shape[1:]))
+        return Table(count if rows is None else rows, made)
+
+
+def dtype_name(values: Any) -> str:
+    """ "float32" of a float32 tensor or array."""
+    return str(values.dtype).removeprefix("torch.")
+
+
+def row_count(columns: Mapping[Key, Any]) -> int:
+    """The number of rows N that all columns ``[N, *S]`` have; ValueError if they differ, or if there are none."""
+    counts = {key: len(values) if values.ndim else None for key, values in columns.items()}
+    if len(set(counts.values())) != 1 or None in counts.values():
+        raise ValueError(f"columns of one number of rows were expected, got {counts}")
+    (count, *_) = counts.values()
+    assert count is not None
+    return count
+
+
+@cache
+def _numpy_dtype(name: str) -> "np.dtype[Any]":
+    """NumPy's data type of that name. It has no bfloat16: arrays then show the 16 bits."""
+    dtype = np.dtype("uint16" if name == "bfloat16" else name)
+    if dtype.kind not in "biufc":  # bool, integers, floats, complex numbers
+        raise TypeError
+    return dtype
+
+
+class Block:
+    """Shared memory that is laid out as ``slots`` equal parts, each of which holds the same tables.
+
+    It goes to other processes as an argument of `Nursery.start` or in any message of a `Channel`.
+
+    Args:
+        tables: the tables of a slot.
+        slots: number of slots. Default 1.
+        memory: the memory to lay them out in. Default: new memory, all 0.
+
+    Raises:
+        ValueError: ``memory`` is too small.
+
+    >>> block = Block([Table.like({"reward": np.zeros((3, 1), np.float32)})], slots=2)
+    >>> block.arrays(slot=1)["reward"][:] = 5
+    >>> block.tensors(slot=1)["reward"].squeeze(-1)
+    tensor([5., 5., 5.])
+    """
+
+    def __init__(
+        self, tables: "list[Table] | tuple[Table, ...]", slots: int = 1, memory: Memory | None = None
+    ) -> None:
+        self.tables, self.slots = tuple(tables), slots
+        if slots < 1 or any(table.rows < 0 for table in self.tables):
+            raise ValueError(f"slots must be at least 1 and rows at least 0, got {slots} and {self.tables}")
+        self._offsets: list[dict[Key, int]] = []  # of each table: where its columns begin in a slot
+        end = 0
+        for table in self.tables:
+            offsets = {}
+            for key, column in table.columns.items():
+                offsets[key] = end
+                end += table.rows * prod(column.shape) * _numpy_dtype(column.dtype).itemsize
+                end = -(-end // _ALIGNMENT) * _ALIGNMENT  # rounded up
+            self._offsets.append(offsets)
+        self._slot_bytes = end
+        self.memory = Memory(max(1, end * slots)) if memory is None else memory
+        if self.memory.size < end * slots:
+            raise ValueError(
+                f"{slots} slots of {end} bytes do not fit into {self.memory.size} bytes of memory"
+            )
+
+    def arrays(self, slot: int = 0, table: int = 0) -> "dict[Key, np.ndarray[Any, Any]]":
+        """The columns of a table as NumPy arrays ``[rows, *S]`` that look at the memory."""
+        return {
+            key: np.frombuffer(
+                self.memory.map, _numpy_dtype(column.dtype), self._size(table, column), start
+            ).reshape(self.tables[table].rows, *column.shape)
+            for key, column, start in self._places(slot, table)
+        }
+
+    def tensors(self, slot: int = 0, table: int = 0) -> "dict[Key, torch.Tensor]":
+        """The columns of a table as tensors ``[rows, *S]`` that look at the memory."""
+        import torch  # here: a process that only starts others does without
+
+        made = {}
+        for key, column, start in self._places(slot, table):
+            shape = (self.tables[table].rows, *column.shape)
+            dtype, count = getattr(torch, column.dtype), self._size(table, column)
+            # frombuffer refuses to look at nothing
+            made[key] = (
+                torch.frombuffer(self.memory.map, dtype=dtype, count=count, offset=start).view(shape)
+                if count
+                else torch.empty(shape, dtype=dtype)
+            )
+        return made
+
+    def _size(self, table: int, column: Column) -> int:
+        return self.tables[table].rows * prod(column.shape)
+
+    def _places(self, slot: int, table: int) -> list[tuple[Key, Column, int]]:
+        """Key, column and first byte of each column of a table."""
+        if not 0 <= slot < self.slots:
+            raise IndexError(f"slot {slot} of {self.slots}")
+        start = slot * self._slot_bytes
+        columns, offsets = self.tables[table].columns, self._offsets[table]
+        return [(key, column, start + offsets[key]) for key, column in columns.items()]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Block, (self.tables, self.slots, self.memory)

@@ -1,0 +1,256 @@
+"""`Channel`: messages, and the descriptors in them, between two processes over an unnamed socket."""
+
+import io
+import os
+import pickle
+import select
+import socket
+import struct
+from collections import deque
+from contextlib import suppress
+from time import monotonic
+from typing import Any, NoReturn
+
+import cloudpickle
+
+from flatroll.sharing.memory import Memory
+
+_HEADER = struct.Struct("=QI")  # bytes of the message, descriptors that came with it
+_CHUNK = 1 << 18
+_MOST_DESCRIPTORS = 64  # in one message; Linux takes 253
+_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; elsewhere set after they came
+
+
+class Closed(EOFError):
+    """The other end of a channel is closed: its process ended, or let go of it."""
+
+
+class Channel:
+    """One end of an unnamed pair of sockets. Messages have a kind and a content; each arrives once, in order.
+
+    Contents are pickled by cloudpickle, so that functions and classes of ``__main__`` and lambdas may be among them;
+    `Memory` (and what holds it, as `Block`) and channels go along as descriptors. Nothing can connect to
+    a channel, which has no name: what is unpickled comes from a process that this one, or its parent, started.
+
+    Sending never waits for a receiver that waits to send: while the socket is full, what comes in is read.
+
+    Args:
+        descriptor: of a connected socket, which belongs to the channel from here on; see `pair`.
+
+    >>> here, there = Channel.pair()
+    >>> here.send("greeting", {"to": "you"})
+    >>> there.receive("greeting")
+    {'to': 'you'}
+    >>> here.close()
+    >>> there.receive("greeting")
+    Traceback (most recent call last):
+    ...
+    flatroll.sharing.channel.Closed: the other end of the channel is closed
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptors: deque[int] = deque()  # that came with the bytes
+        self._socket = _Socket(fileno=descriptor)
+        self._socket.setblocking(False)
+        self._bytes = bytearray()  # read, but not yet a whole message
+        self._messages: deque[tuple[str, Any]] = deque()
+        self._ended = False
+
+    @staticmethod
+    def pair() -> "tuple[Channel, Channel]":
+        """Two ends that are connected with each other."""
+        one, other = socket.socketpair()
+        return Channel(one.detach()), Channel(other.detach())
+
+    def send(self, kind: str, content: Any = None) -> None:
+        """Send a message.
+
+        Raises:
+            Closed: nobody can receive it any more.
+            TypeError, pickle.PicklingError, …: the content cannot be pickled; nothing is sent.
+        """
+        file = io.BytesIO(bytes(_HEADER.size))
+        file.seek(_HEADER.size)
+        pickler = MessagePickler(file)
+        pickler.dump((kind, content))
+        data, descriptors = file.getbuffer(), [passed.fileno() for passed in pickler.passed]
+        if len(descriptors) > _MOST_DESCRIPTORS:
+            raise ValueError(f"a message takes {_MOST_DESCRIPTORS} descriptors, got {len(descriptors)}")
+        _HEADER.pack_into(data, 0, len(data) - _HEADER.size, len(descriptors))
+        self._write(data, descriptors)
+
+    def _write(self, data: memoryview, descriptors: list[int]) -> None:
+        """Write the bytes; the descriptors travel with the first of them."""
+        while data:
+            if self._socket.fileno() < 0:
+                raise Closed("this channel is closed")
+            try:
+                sent = (
+                    socket.send_fds(self._socket, [data], descriptors)
+                    if descriptors  # else nothing but bytes, at half the cost
+                    else self._socket.send(data)
+                )
+            except BlockingIOError:
+                poll = select.poll()
+                poll.register(self._socket, select.POLLOUT | (0 if self._ended else select.POLLIN))
+                if any(event & select.POLLIN for _, event in poll.poll()):
+                    self.feed()
+            except (BrokenPipeError, ConnectionResetError):
+                raise Closed("the other end of the channel is closed") from None
+            else:
+                data, descriptors = data[sent:], []
+
+    def receive(self, *kinds: str, timeout: float | None = None) -> Any:
+        """Wait for the next message of one of these kinds (default: any); others stay for later.
+
+        Args:
+            kinds: the kinds to take. Of several kinds, or of any, the result is ``(kind, content)``.
+            timeout: seconds to wait. Default None: without end.
+
+        Raises:
+            Closed: none is there, and the other end is closed.
+            TimeoutError: none came in time.
+        """
+        deadline = None if timeout is None else monotonic() + timeout
+        while (message := self.pop(*kinds)) is None:
+            if self._ended:
+                raise Closed("the other end of the channel is closed")
+            left = None if deadline is None else deadline - monotonic()
+            if not self.wait(left):
+                raise TimeoutError(f"no message of kind {kinds} came within {timeout} s")
+            self.feed()
+        return message[1] if len(kinds) == 1 else message
+
+    def pop(self, *kinds: str) -> tuple[str, Any] | None:
+        """The next message of one of these kinds (default: any) that has been read, without waiting; None if none."""
+        for place, message in enumerate(self._messages):
+            if not kinds or message[0] in kinds:
+                del self._messages[place]
+                return message
+        return None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for something to read, ``timeout`` seconds at most; the end of the channel counts, too."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(None if timeout is None else max(0, timeout) * 1000))
+
+    def feed(self) -> None:
+        """Read what has come, without waiting."""
+        while not self._ended:
+            try:
+                data, descriptors, flags, _ = socket.recv_fds(
+                    self._socket, _CHUNK, _MOST_DESCRIPTORS, _CLOSE_ON_EXEC
+                )
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                data, descriptors, flags = b"", [], 0
+            for descriptor in descriptors:
+                os.set_inheritable(descriptor, False)
+            self._descriptors.extend(descriptors)
+            if flags & socket.MSG_CTRUNC:
+                raise OSError("a descriptor was lost: this process has too many open files (see ulimit -n)")
+            if not data:
+                self._ended = True
+                return
+            self._bytes += data
+            self._take_messages()
+
+    def _take_messages(self) -> None:
+        """Unpickle the messages of which all bytes are there."""
+        while len(self._bytes) >= _HEADER.size:
+            size, count = _HEADER.unpack_from(self._bytes)
+            end = _HEADER.size + size
+            if len(self._bytes) < end:
+                return
+            data = io.BytesIO(self._bytes[_HEADER.size : end])
+            del self._bytes[:end]
+            descriptors = [self._descriptors.popleft() for _ in range(count)]
+            self._messages.append(_Unpickler(data, descriptors).load())
+
+    @property
+    def ended(self) -> bool:
+        """Whether the other end was closed when this one was last read."""
+        return self._ended
+
+    def has_messages(self) -> bool:
+        """Whether a message was read that nobody has taken."""
+        return bool(self._messages)
+
+    def hung_up(self) -> bool:
+        """Whether the other end is closed, or closed for writing, now. One system call: cheap enough for each step."""
+        if not self._ended and self.wait(0):
+            self.feed()
+        return self._ended
+
+    def fileno(self) -> int:
+        """The descriptor, which is ready for reading when there is something to read."""
+        return self._socket.fileno()
+
+    def finish(self) -> None:
+        """Send nothing more: the other end sees the channel closed, and may still send."""
+        self._shut(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Close it, for copies of it in forked processes, too; a second call does nothing."""
+        if self._socket.fileno() >= 0:
+            self._shut(socket.SHUT_RDWR)
+        self.forget()
+
+    def forget(self) -> None:
+        """Close this process's descriptor only: a process to which it was sent, or that was forked, keeps its own."""
+        self._socket.close()
+        self._ended = True
+
+    def _shut(self, how: int) -> None:
+        with suppress(OSError):  # the other end went first, which is as good
+            self._socket.shutdown(how)
+
+    def __del__(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a channel has no name that a pickle could hold: send it through another channel")
+
+
+class _Socket(socket.socket):
+    """A socket that is closed without a warning when nobody has it any more."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class MessagePickler(cloudpickle.Pickler):
+    """Leaves what has a descriptor out of the pickle and lists it."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.passed: list[Memory | Channel] = []
+
+    def persistent_id(self, obj: Any) -> tuple[str, int] | None:
+        if type(obj) not in (Memory, Channel):
+            return None
+        places = [place for place, known in enumerate(self.passed) if known is obj]
+        if not places:
+            self.passed.append(obj)
+        return type(obj).__name__, places[0] if places else len(self.passed) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts in again what `MessagePickler` left out."""
+
+    def __init__(self, file: io.BytesIO, descriptors: list[int]) -> None:
+        super().__init__(file)
+        self._descriptors = descriptors
+        self._made: dict[int, Memory | Channel] = {}
+
+    def persistent_load(self, pid: tuple[str, int]) -> Memory | Channel:
+        name, place = pid
+        if place not in self._made:
+            descriptor = self._descriptors[place]
+            self._made[place] = (
+                Memory.from_descriptor(descriptor) if name == "Memory" else Channel(descriptor)
+            )
+        return self._made[place]

@@ -1,0 +1,183 @@
+"""The mailbox of a worker: `Outbox` writes windows of rows into slots of shared memory, `Inbox` takes them out."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from flatroll.sharing.block import Block, Key, Table, dtype_name, row_count
+from flatroll.sharing.channel import Channel, Closed
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK, WINDOW, FREE = "mailbox: block", "mailbox: window", "mailbox: free"  # kinds of messages
+
+
+class Outbox:
+    """The end that writes. A window is one or more tables, each with its own number of rows.
+
+    The memory is laid out for the first window, and anew, larger, for a window that does not fit. Rows are copied
+    once, into their slot; a message of some bytes says so. Where no slot is free, `put` waits until the reader
+    gives one back.
+
+    Args:
+        channel: the writer's end of a channel to the reader.
+        slots: number of windows that may be under way: written and not yet given back. Default 2.
+
+    >>> import torch
+    >>> here, there = Channel.pair()
+    >>> inbox, outbox = Inbox(here), Outbox(there)
+    >>> outbox.put({"reward": torch.ones(3, 1)}, note="of env 0")
+    >>> with inbox.take() as window:
+    ...     print(window.tables[0]["reward"].shape, window.note)
+    torch.Size([3, 1]) of env 0
+    """
+
+    def __init__(self, channel: Channel, slots: int = 2) -> None:
+        if slots < 1:
+            raise ValueError(f"slots must be at least 1, got {slots}")
+        self._channel, self._slots = channel, slots
+        self._block: Block | None = None
+        self._tensors: list[list[dict[Key, torch.Tensor]]] = []  # of each slot, of each table
+        self._number = -1  # of the block
+        self._free: list[int] = []  # slots of it that nobody reads
+        self._under_way = 0  # windows that were not given back, of older blocks, too
+
+    def put(self, *tables: "Mapping[Key, torch.Tensor]", note: Any = None) -> None:
+        """Write a window; wait for a free slot if there is none.
+
+        Args:
+            tables: tensors ``[N, *S]`` by key, N the same within a table. Without any key: no rows.
+            note: anything small that is to come with the window.
+
+        Raises:
+            Closed: the reader is gone.
+            ValueError: the columns of a table have different numbers of rows.
+        """
+        rows = [row_count(table) if table else 0 for table in tables]
+        while (freed := self._channel.pop(FREE)) or self._under_way == self._slots:
+            number, slot = freed[1] if freed else self._channel.receive(FREE)
+            self._under_way -= 1
+            if number == self._number:
+                self._free.append(slot)
+        if not self._fits(tables, rows):
+            self._lay_out(tables, rows)
+        slot = self._free.pop()
+        for table, count, places in zip(tables, rows, self._tensors[slot], strict=True):
+            for key, values in table.items():
+                places[key][:count].copy_(values)
+        self._under_way += 1
+        self._channel.send(WINDOW, (self._number, slot, rows, note))
+
+    def _fits(self, tables: "tuple[Mapping[Key, torch.Tensor], ...]", rows: list[int]) -> bool:
+        if self._block is None or len(tables) != len(self._block.tables):
+            return False
+        return all(
+            not table
+            or (
+                count <= shared.rows
+                and table.keys() == shared.columns.keys()
+                and all(
+                    (column := shared.columns[key]).dtype == dtype_name(values)
+                    and column.shape == values.shape[1:]
+                    for key, values in table.items()
+                )
+            )
+            for table, count, shared in zip(tables, rows, self._block.tables, strict=True)
+        )
+
+    def _lay_out(self, tables: "tuple[Mapping[Key, torch.Tensor], ...]", rows: list[int]) -> None:
+        """Make a block that this window fits into, and half as many rows again if the one before was too small."""
+        known = () if self._block is None else self._block.tables
+        laid_out = []
+        for place, (table, count) in enumerate(zip(tables, rows, strict=True)):
+            before = known[place] if place < len(known) else Table(0, {})
+            room = max(before.rows, count + count // 2 if 0 < before.rows < count else count)
+            laid_out.append(Table.like(table, room) if table else before)
+        self._block = Block(laid_out, self._slots)
+        self._tensors = [
+            [self._block.tensors(slot, place) for place in range(len(tables))] for slot in range(self._slots)
+        ]
+        self._number += 1
+        self._free = list(range(self._slots))
+        self._channel.send(BLOCK, (self._number, self._block))
+
+
+class Window:
+    """What `Outbox.put` wrote: ``tables``, a list of tensors ``[N, *S]`` by key, and ``note``.
+
+    The tensors look at the writer's memory. They are good until `release`, or until the end of a ``with`` block;
+    afterwards the writer writes other rows there. `copy` gives tensors to keep.
+    """
+
+    def __init__(
+        self, inbox: "Inbox", tables: "list[dict[Key, torch.Tensor]]", note: Any, place: Any
+    ) -> None:
+        self.tables, self.note = tables, note
+        self._inbox, self._place = inbox, place
+
+    def copy(self) -> "list[dict[Key, torch.Tensor]]":
+        """The tables in memory of their own."""
+        return [{key: values.clone() for key, values in table.items()} for table in self.tables]
+
+    def release(self) -> None:
+        """Give the slot back to the writer; a second call does nothing. A writer that is gone is no error here."""
+        if self._place is not None:
+            self._inbox.give_back(self._place)
+            self._place, self.tables = None, []
+
+    def __enter__(self) -> "Window":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+class Inbox:
+    """The end that reads: takes windows in the order in which they were written.
+
+    Args:
+        channel: the reader's end of a channel to the writer.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._number, self._tensors = -1, list[list[dict[Key, "torch.Tensor"]]]()
+
+    def take(self, timeout: float | None = None) -> Window:
+        """Wait for the next window, ``timeout`` seconds at most. See `Channel.receive` for the errors."""
+        while True:
+            window = self.open(*self._channel.receive(BLOCK, WINDOW, timeout=timeout))
+            if window is not None:
+                return window
+
+    def open(self, kind: str, content: Any) -> Window | None:
+        """Understand a message of kind `BLOCK` (None is returned) or `WINDOW`.
+
+        Raises:
+            ValueError: the message does not fit to the memory.
+        """
+        if kind == BLOCK:
+            self._number, block = content
+            self._tensors = [
+                [block.tensors(slot, place) for place in range(len(block.tables))]
+                for slot in range(block.slots)
+            ]
+            return None
+        number, slot, rows, note = content
+        if number != self._number or not 0 <= slot < len(self._tensors):
+            raise ValueError(
+                f"slot {slot} of block {number} was announced, but the memory is block {self._number} with "
+                f"{len(self._tensors)} slots"
+            )
+        tables = []
+        for count, table in zip(rows, self._tensors[slot], strict=True):
+            if any(not 0 <= count <= len(values) for values in table.values()):
+                raise ValueError(f"{count} rows were announced, more than the slot has room for")
+            tables.append({key: values[:count] for key, values in table.items()})
+        return Window(self, tables, note, (number, slot))
+
+    def give_back(self, place: tuple[int, int]) -> None:
+        """Tell the writer that it may write into a slot again."""
+        with suppress(Closed):  # it is gone: who reads from it next is told
+            self._channel.send(FREE, place)

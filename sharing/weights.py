@@ -1,0 +1,146 @@
+"""`SharedWeights`: tensors with a version, written by one process and read by others without a lock."""
+
+from collections.abc import Mapping
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flatroll.sharing.block import Block, Key, Table, dtype_name
+
+if TYPE_CHECKING:
+    import torch
+
+_HEADER, _VALUES = 0, 1  # tables of the block
+_BEGUN, _DONE = 0, 1  # numbers in the header
+
+
+class SharedWeights:
+    """The state dict of a policy in shared memory, with a version number that counts the updates.
+
+    One process publishes; any number of others fetch, each at its own pace. Nobody waits for anybody, and nobody
+    gets a mixture of two versions: version v stands in copy v % 2, and who has read copy v % 2 reads it again if
+    version v + 2 was begun meanwhile. A writer that is killed leaves the version before.
+
+    Args:
+        state: tensors by name, as ``module.state_dict()`` gives them. They are version 0.
+
+    Raises:
+        TypeError: an entry is no tensor with a size, such as a lazy parameter before its first use.
+
+    >>> import torch
+    >>> policy, copy = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    >>> weights = SharedWeights(policy.state_dict())
+    >>> weights.fetch_into(copy.state_dict())
+    0
+    >>> torch.equal(copy.weight, policy.weight), weights.publish(policy.state_dict()), weights.version
+    (True, 1, 1)
+    """
+
+    def __init__(self, state: "Mapping[str, torch.Tensor]") -> None:
+        rows: dict[Key, torch.Tensor] = {
+            name: _values(name, value).unsqueeze(0) for name, value in state.items()
+        }
+        header = Table.like({"": np.zeros((1, 2), np.int64)})
+        self._open(Block([header, Table.like(rows, rows=1) if rows else Table(1, {})], slots=2))
+        self._write(0, state)
+
+    def _open(self, block: Block) -> None:
+        self._block = block
+        self._header = block.arrays(table=_HEADER)[""][0]  # int64 [2], of slot 0 only
+        self._copies = [
+            {str(key): values[0] for key, values in block.tensors(slot, _VALUES).items()} for slot in range(2)
+        ]
+
+    @property
+    def version(self) -> int:
+        """Number of the last update that is whole."""
+        return int(self._header[_DONE])
+
+    def publish(self, state: "Mapping[str, torch.Tensor]") -> int:
+        """Make these tensors the next version. One process does so, and one of its threads at a time.
+
+        Returns:
+            The new version.
+
+        Raises:
+            ValueError: names, shapes or data types differ from version 0; nothing is changed.
+        """
+        self._check(state)
+        version = self.version + 1
+        self._write(version, state)
+        return version
+
+    def _write(self, version: int, state: "Mapping[str, torch.Tensor]") -> None:
+        self._header[_BEGUN] = version
+        _fence()
+        for name, copy in self._copies[version % 2].items():
+            copy.copy_(state[name].detach())
+        _fence()
+        self._header[_DONE] = version
+
+    def fetch_into(self, state: "Mapping[str, torch.Tensor]") -> int:
+        """Copy the newest whole version into these tensors, which is what ``module.state_dict()`` gives.
+
+        Returns:
+            Its number.
+
+        Raises:
+            ValueError: names, shapes or data types differ from those published; nothing is copied.
+        """
+        self._check(state)
+        while True:
+            version = self.version
+            _fence()
+            for name, copy in self._copies[version % 2].items():
+                state[name].detach().copy_(copy)
+            _fence()
+            if self._header[_BEGUN] < version + 2:  # nobody wrote into the copy while it was read
+                return version
+
+    def _check(self, state: "Mapping[str, torch.Tensor]") -> None:
+        shared = self._copies[0]
+        if state.keys() != shared.keys():
+            missing, added = sorted(shared.keys() - state.keys()), sorted(state.keys() - shared.keys())
+            raise ValueError(
+                f"the weights have other names than those that were shared: missing {missing}, new {added}"
+            )
+        for name, copy in shared.items():
+            value = _values(name, state[name])
+            if value.shape != copy.shape or value.dtype != copy.dtype:
+                raise ValueError(
+                    f"weight {name!r} was shared as {dtype_name(copy)} {list(copy.shape)}, got "
+                    f"{dtype_name(value)} {list(value.shape)}: a policy that changes its shape needs new workers"
+                )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _from_block, (self._block,)
+
+
+def _from_block(block: Block) -> SharedWeights:
+    weights = SharedWeights.__new__(SharedWeights)
+    weights._open(block)
+    return weights
+
+
+def _values(name: str, value: Any) -> "torch.Tensor":
+    import torch  # here: a process that only starts others does without
+
+    if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
+        raise TypeError(
+            f"weight {name!r} is of type {type(value).__name__}: only tensors whose shape is known can be shared "
+            "(run a lazy module once before)"
+        )
+    return value
+
+
+_FENCE = Lock()
+
+
+def _fence() -> None:
+    """Order what this process reads and writes before against what it does afterwards, for processors (such as ARM)
+    that do not keep that order. Memory accesses may move into a critical section but not out of it, so one pair of
+    acquire and release lets two of them pass each other inside; two pairs do not."""
+    for _ in range(2):
+        _FENCE.acquire()
+        _FENCE.release()

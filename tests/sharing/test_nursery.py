@@ -1,0 +1,273 @@
+"""Workers: how they start, what their errors look like in the parent, and how they end."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+
+from flatroll.sharing import Channel, Inbox, Nursery, Outbox, Worker, WorkerDied, WorkerTraceback
+
+pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes through /proc")
+
+# Else each worker would import this file, and pytest with it.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def echo(channel: Channel, **arguments: Any) -> None:
+    channel.send("echo", arguments)
+    channel.receive("never")
+
+
+def facts(channel: Channel) -> None:
+    tasks = len(os.listdir("/proc/self/task"))
+    drawn = (torch.rand(1).item(), np.random.random())
+    sockets = sum(entry.is_socket() for entry in Path("/proc/self/fd").iterdir())
+    channel.send("facts", (os.getpgid(0) == os.getpid(), tasks, torch.get_num_threads(), drawn, sockets))
+
+
+def fill(channel: Channel, count: int) -> None:
+    outbox = Outbox(channel)
+    for number in range(count):
+        outbox.put({"step": torch.arange(number * 10, number * 10 + 10)})
+
+
+def hang(channel: Channel) -> None:
+    channel.send("hanging")
+    time.sleep(1000)
+
+
+def test_a_worker_is_alone_in_its_process(nursery: Nursery) -> None:
+    workers = [nursery.start(facts) for _ in range(3)]
+    told = [worker.receive("facts", timeout=20) for worker in workers]
+    assert all(leads and tasks == threads == sockets == 1 for leads, tasks, threads, _, sockets in told)
+    assert len({drawn for *_, drawn, _ in told}) == 3  # each has random numbers of its own
+
+
+def test_two_workers_fill_their_mailboxes(nursery: Nursery) -> None:
+    workers = [nursery.start(fill, count=50) for _ in range(2)]
+    boxes = {worker: Inbox(worker.channel) for worker in workers}
+    steps: dict[Worker, list[int]] = {worker: [] for worker in workers}
+    while waiting := [worker for worker in workers if len(steps[worker]) < 500]:
+        for worker in nursery.wait(waiting, timeout=20):
+            with boxes[worker].take() as window:
+                steps[worker] += window.tables[0]["step"].tolist()
+    assert all(taken == list(range(500)) for taken in steps.values())
+    assert nursery.wait(workers, timeout=20)  # their end is news, too
+    with pytest.raises(WorkerDied, match="ended with status 0"):
+        workers[0].receive("more")
+
+
+class Stubborn(Exception):
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(f"{one} {other}")
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (ValueError("wrong action"), ValueError),
+        (KeyboardInterrupt("as such"), KeyboardInterrupt),
+        (Stubborn("needs", "two"), RuntimeError),  # it cannot be unpickled
+        (OSError(threading.Lock()), RuntimeError),  # nor pickled
+    ],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
+)
+def test_an_error_in_a_worker_is_raised_in_the_parent(nursery: Nursery, error: Any, raised: Any) -> None:
+    kind, text = type(error).__name__, str(error)
+
+    def fail(channel: Channel, number: int) -> None:
+        channel.send("before", number)
+        made = {"Stubborn": lambda: Stubborn("needs", "two"), "OSError": lambda: OSError(threading.Lock())}
+        raise made.get(kind, lambda: getattr(__import__("builtins"), kind)(text))()
+
+    worker = nursery.start(fail, number=4, name="the fourth")
+    assert worker.receive("before", timeout=20) == 4
+    with pytest.raises(raised) as caught:
+        worker.receive("after", timeout=20)
+    expected = text.partition(" object")[0]
+    assert expected in str(caught.value) and (raised is not RuntimeError or kind in str(caught.value))
+    assert caught.value.__notes__ == [f"raised in the fourth (pid {worker.pid})"]
+    assert isinstance(caught.value.__cause__, WorkerTraceback)
+    assert "in fail" in str(caught.value.__cause__)
+    with pytest.raises(WorkerDied, match="ended with status 1"):
+        worker.receive("after", timeout=20)
+
+
+def test_a_killed_worker_is_told_at_once_after_what_it_sent(nursery: Nursery) -> None:
+    worker = nursery.start(echo, x=1)
+    assert nursery.wait([worker], timeout=20) == [worker]
+    os.kill(worker.pid, signal.SIGKILL)
+    began = time.monotonic()
+    while not worker.has_ended():
+        nursery.wait([worker], timeout=1)
+    assert worker.receive("echo") == {"x": 1}
+    with pytest.raises(
+        WorkerDied, match=rf"worker \d+ \(pid {worker.pid}\) was killed by signal 9 \(Killed: SIGKILL\)"
+    ):
+        worker.receive("echo", timeout=20)
+    assert time.monotonic() - began < 2  # some milliseconds where the machine is idle
+    worker.send("into nothing")  # no error
+    worker.kill()
+    assert worker.exitcode == -signal.SIGKILL
+
+
+def with_child(channel: Channel) -> None:
+    pid = os.fork()  # as an env with processes of its own
+    if pid == 0:
+        time.sleep(1000)
+    channel.send("child", pid)
+    time.sleep(1000)
+
+
+def test_the_children_of_a_killed_worker_go_with_it(nursery: Nursery) -> None:
+    worker = nursery.start(with_child)
+    child = worker.receive("child", timeout=20)
+    worker.kill()
+    with pytest.raises(
+        WorkerDied, match="SIGKILL"
+    ):  # although the child holds the worker's end of the channel
+        worker.receive("more", timeout=20)
+    deadline = time.monotonic() + 5
+    while running(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not running(child)
+
+
+def test_forty_workers_leave_no_file_and_no_process(nursery: Nursery) -> None:
+    for _ in range(40):
+        worker = nursery.start(hang)
+        worker.receive("hanging", timeout=20)
+        worker.kill()
+        with pytest.raises(WorkerDied):
+            worker.receive("more", timeout=20)
+        worker.channel.close()
+        if worker is nursery.workers[0] or _ == 1:
+            files = len(os.listdir("/proc/self/fd"))
+            theirs = len(os.listdir(f"/proc/{nursery._helper._process.pid}/fd"))
+    assert len(os.listdir("/proc/self/fd")) <= files
+    assert len(os.listdir(f"/proc/{nursery._helper._process.pid}/fd")) <= theirs
+    assert children(nursery._helper._process.pid) == []
+
+
+def test_what_cannot_be_sent_is_named(nursery: Nursery) -> None:
+    with pytest.raises(
+        TypeError, match="env and other cannot be sent to a process, since pickling fails with: cannot"
+    ):
+        nursery.start(echo, env=threading.Lock(), fine=1, other=threading.Lock())
+    locked = threading.Lock()
+    with pytest.raises(TypeError, match="function cannot be sent to a process"):
+        nursery.start(lambda channel: locked.acquire())
+
+
+@pytest.mark.parametrize("how", ["tidy", "hanging", "stopped", "dead"])
+def test_close_ends_all_in_bounded_time(how: str) -> None:
+    nursery = Nursery(preload=())
+    workers = [nursery.start(echo, x=1), nursery.start(hang if how == "hanging" else echo)]
+    for worker in workers:
+        nursery.wait([worker], timeout=20)
+    if how in ("stopped", "dead"):
+        os.kill(workers[1].pid, signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+    began = time.monotonic()
+    nursery.close(timeout=0.3)
+    nursery.close()
+    assert time.monotonic() - began < 3
+    assert not any(running(worker.pid) for worker in workers)
+    assert nursery._helper._process.poll() is not None
+    with pytest.raises(RuntimeError, match="the process that starts workers is gone"):
+        nursery.start(echo)
+    assert workers[0].exitcode == 0
+
+
+def test_a_killed_helper_takes_its_workers_along() -> None:
+    nursery = Nursery(preload=())
+    worker = nursery.start(hang)
+    worker.receive("hanging", timeout=20)
+    nursery._helper._process.kill()
+    with pytest.raises(WorkerDied, match="was killed, since the process that starts workers is gone"):
+        worker.receive("more", timeout=20)
+    deadline = time.monotonic() + 5
+    while running(worker.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not running(worker.pid)
+    nursery.close()
+
+
+def test_a_nursery_that_is_dropped_ends_its_workers() -> None:
+    nursery = Nursery(preload=())
+    worker = nursery.start(hang)
+    worker.receive("hanging", timeout=20)
+    del nursery
+    assert not running(worker.pid)
+    with pytest.raises(WorkerDied):
+        worker.receive("more", timeout=20)
+
+
+def test_preloading_what_cannot_be_forked_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "busy.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(9,), daemon=True).start()"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, kind, message in [
+        ("busy", RuntimeError, '2 threads run after busy were imported.*start_method="spawn"'),
+        ("no_such_module", ModuleNotFoundError, "No module named 'no_such_module'"),
+    ]:
+        with Nursery("fork", preload=[name]) as nursery, pytest.raises(kind, match=message) as caught:
+            nursery.start(echo)
+        assert caught.value.__notes__ == ["raised in the process that starts workers"]
+
+
+def facts_and_windows(channel: Channel) -> None:
+    facts(channel)
+    fill(channel, 3)
+
+
+def test_a_spawned_worker_does_the_same() -> None:
+    with Nursery("spawn", num_threads=2) as nursery:
+        worker = nursery.start(facts_and_windows)
+        leads, _, threads, _, sockets = worker.receive("facts", timeout=60)
+        assert leads and threads == 2 and sockets == 1
+        box = Inbox(worker.channel)
+        steps = []
+        for _ in range(3):
+            with box.take(timeout=60) as window:
+                steps += window.tables[0]["step"].tolist()
+        assert steps == list(range(30))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"start_method": "forkserver"}, "start_method is .*, got 'forkserver'"),
+        ({"num_threads": 0}, "num_threads must be"),
+    ],
+)
+def test_arguments_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Nursery(**options)
+
+
+def test_elsewhere_workers_are_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with Nursery() as nursery:
+        assert nursery.start_method == "spawn"

@@ -1,0 +1,143 @@
+"""Programs with workers that are killed, interrupted or badly written: none leaves anything behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes through /proc")
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+# No guard of __main__, a lambda, and an exception class of the program: all of it must work in a worker.
+HEAD = f"""
+import sys
+sys.path.insert(0, {str(SOURCE)!r})
+import os, signal, threading, time
+from flatroll.sharing import *
+
+class OwnError(Exception):
+    pass
+
+def long_step(channel):
+    channel.send("pid", os.getpid())
+    time.sleep(1000)
+
+def busy(channel):
+    channel.send("pid", os.getpid())
+    while True:
+        pass
+
+def nursery_of(*functions, method="fork"):
+    nursery = Nursery(method, preload=())
+    workers = [nursery.start(function) for function in functions]
+    print(nursery._helper._process.pid, *(worker.receive("pid", timeout=60) for worker in workers), flush=True)
+    return nursery, workers
+"""
+
+KILLED = {
+    "in a long step": "kept = nursery_of(long_step, busy); time.sleep(1000)",
+    "with fresh interpreters": "kept = nursery_of(long_step, busy, method='spawn'); time.sleep(1000)",
+    "while a forked child holds the sockets": """
+        kept = nursery_of(long_step)
+        if os.fork() == 0:
+            time.sleep(8); os._exit(0)
+        time.sleep(1000)
+        """,
+}
+
+ENDS = {
+    "a forgotten close": "kept = nursery_of(long_step)",
+    "an error": "kept = nursery_of(busy); raise SystemExit(0)",
+    "an exception class of the program": """
+        def fail(channel): raise OwnError("mine")
+        nursery, _ = nursery_of()
+        try: nursery.start(fail).receive("x", timeout=60)
+        except OwnError as error: assert str(error) == "mine"
+        else: raise AssertionError
+        """,
+    "a lambda": """
+        nursery, _ = nursery_of()
+        assert nursery.start(lambda channel: channel.send("x", 5)).receive("x", timeout=60) == 5
+        """,
+    "a fork that closes its copy": """
+        nursery, workers = nursery_of(long_step)
+        if os.fork() == 0:
+            nursery.close(); os._exit(0)
+        os.wait()
+        assert nursery.wait(workers, timeout=0.2) == []
+        """,
+}
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def start(program: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", HEAD + textwrap.dedent(program)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def assert_gone(pids: list[int], seconds: float = 2) -> None:
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_two_seconds_after_a_killed_parent_nothing_is_left(name: str) -> None:
+    with start(KILLED[name]) as process:
+        assert process.stdout is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        process.kill()
+        process.wait()
+        assert len(pids) >= 2
+        assert_gone(pids)
+
+
+def test_a_killed_parent_and_helper_leave_no_worker() -> None:
+    with start("kept = nursery_of(long_step, busy); time.sleep(1000)") as process:
+        assert process.stdout is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        os.kill(process.pid, signal.SIGSTOP)  # so that it cannot do anything about it
+        os.kill(pids[0], signal.SIGKILL)
+        process.kill()
+        assert_gone(pids)
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_program_ends_and_its_workers_with_it(name: str) -> None:
+    with start(ENDS[name]) as process:
+        output, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    assert_gone([int(pid) for pid in output.split()])
+
+
+def test_ctrl_c_is_the_parent_s_alone() -> None:
+    program = """
+        nursery, workers = nursery_of(long_step, busy)
+        try: workers[0].receive("never")
+        except KeyboardInterrupt: print("interrupted")
+        """
+    with start(program) as process:
+        assert process.stdout is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        os.killpg(process.pid, signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output, errors) == (0, "interrupted\n", "")
+    assert_gone(pids)
