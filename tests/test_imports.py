@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-ROOMS = ["layout", "kernels", "wrappers", "rollouts", "buffers", "modules", "estimators", "export"]
+ROOMS = ["layout", "kernels", "wrappers", "rollouts", "buffers", "modules", "estimators", "trees", "export"]
 HEAVY = {
     "envpool",
     "h5py",

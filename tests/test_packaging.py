@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = {"layout", "kernels", "wrappers", "rollouts", "buffers", "modules", "estimators"}
+ROOMS = {"layout", "kernels", "wrappers", "rollouts", "buffers", "modules", "estimators", "trees"}
 FOLDERS = ROOMS | {"trainers", "examples", "benchmarks"}
 SOURCE_FILES = {f"src/flatroll/{name}" for name in ("__init__.py", "__main__.py", "export.py", "py.typed")}
 

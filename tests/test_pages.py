@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-ROOMS = ("layout", "kernels", "wrappers", "rollouts", "buffers", "modules", "estimators", "trainers")
+ROOMS = ("layout", "kernels", "wrappers", "rollouts", "buffers", "modules", "estimators", "trees", "trainers")
 MESSAGE = re.compile(r"^```text\n(.*?)^```", re.M | re.S)
 
 

@@ -28,6 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "buffers": {"layout", "kernels"},
     "modules": {"layout", "kernels"},
     "estimators": {"layout", "kernels", "modules"},
+    "trees": {"layout", "kernels", "buffers"},
     "trainers": {"layout", "kernels", "wrappers", "rollouts", "buffers", "modules", "estimators"},
 }
 

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = "flatroll"
-ROOMS = ("layout", "kernels", "wrappers", "rollouts", "buffers", "modules", "estimators", "trainers")
+ROOMS = ("layout", "kernels", "wrappers", "rollouts", "buffers", "modules", "estimators", "trees", "trainers")
 ROOT = Path(__file__).resolve().parents[2]
 
 Graph = Mapping[str, set[str]]  # file -> the files that it imports, as dotted names without the package's

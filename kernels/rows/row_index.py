@@ -1,6 +1,5 @@
 """Numbers the distinct rows of columns, exactly: equal rows get equal numbers, different rows different ones."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -50,9 +49,9 @@ class RowIndex:
         """The numbers of the rows of ``words`` (int64 ``[N, W]``), -1 for those that are not there; int64 ``[N]``."""
         return self._rows.find(self._checked(words))
 
-    def clear(self) -> None:
-        """Forget all rows."""
-        self._rows = type(self._rows)(self.width, self.device)
+    def truncate(self, count: int) -> None:
+        """Forget the rows with numbers from ``count`` on, the newest ones."""
+        self._rows.truncate(count)
 
     def _checked(self, words: Tensor) -> Tensor:
         if words.dtype is not torch.int64 or words.ndim != 2 or words.shape[1] != self.width:
@@ -69,6 +68,7 @@ class _Rows(Protocol):
     def words(self) -> Tensor: ...
     def insert(self, words: Tensor) -> Tensor: ...
     def find(self, words: Tensor) -> Tensor: ...
+    def truncate(self, count: int) -> None: ...
 
 
 class HashedRows:
@@ -100,6 +100,11 @@ class HashedRows:
         rows, ids = np.ascontiguousarray(words.numpy()), np.empty(len(words), np.int64)
         self._kernels.find(self._table, self._keys, self._hashes, rows, ids)
         return torch.from_numpy(ids)
+
+    def truncate(self, count: int) -> None:
+        self._count = min(count, self._count)
+        self._table.fill(-1)
+        self._kernels.rebuild(self._table, self._hashes, self._count)
 
     def _reserve(self, rows: int) -> None:
         if rows <= len(self._keys):
@@ -162,6 +167,10 @@ class SortedRows:
             self.words = torch.cat([self.words, distinct[order]])
         return ids
 
+    def truncate(self, count: int) -> None:
+        kept = self._ids < count
+        self.words, self._hashes, self._ids = self.words[:count], self._hashes[kept], self._ids[kept]
+
 
 def occurrences(ids: Tensor) -> Tensor:
     """How many equal numbers stand before each of ``ids`` (int64 ``[N]``); int64 ``[N]``.
@@ -176,16 +185,3 @@ def occurrences(ids: Tensor) -> Tensor:
     before = torch.empty_like(ids)
     before[order] = at - torch.where(starts, at, 0).cummax(0).values
     return before
-
-
-def grown(columns: Sequence[Tensor], rows: int) -> list[Tensor]:
-    """Copies of columns ``[capacity, ...]`` with room for ``rows`` rows at least, doubled; zeros behind the old rows.
-
-    >>> grown([torch.ones(2)], 3)
-    [tensor([1., 1., 0., 0.])]
-    """
-    room = 1 << max(rows - 1, 1).bit_length()
-    larger = [column.new_zeros(room, *column.shape[1:]) for column in columns]
-    for new, old in zip(larger, columns, strict=True):
-        new[: len(old)] = old
-    return larger

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatroll.kernels.rows.row_index import HashedRows, RowIndex, SortedRows, grown, occurrences
+from flatroll.kernels.rows.row_index import HashedRows, RowIndex, SortedRows, occurrences
 from flatroll.kernels.rows.words import hash_by_torch, hash_words, pack_rows
 
 KINDS = [HashedRows, SortedRows]
@@ -79,11 +79,15 @@ def test_the_number_of_words_is_checked() -> None:
     assert len(index) == 0
 
 
-def test_clear() -> None:
-    index = RowIndex(1)
-    index.insert(torch.tensor([[1], [2]]))
-    index.clear()
-    assert len(index) == 0 and index.insert(torch.tensor([[2]])).tolist() == [0]
+def test_the_newest_rows_can_be_forgotten(make_index) -> None:
+    index, rows = make_index(1), torch.arange(300).unsqueeze(-1)
+    index.insert(rows)
+    index.truncate(200)
+    assert len(index) == len(index.words) == 200
+    assert index.find(rows).tolist() == [*range(200), *[-1] * 100]
+    assert index.insert(rows.flip(0)).tolist() == [*range(200, 300), *range(199, -1, -1)]
+    index.truncate(0)
+    assert len(index) == 0 and index.insert(rows[2:3]).tolist() == [0]
 
 
 @pytest.mark.parametrize(
@@ -127,11 +131,10 @@ def test_hashes_are_the_same_in_every_process() -> None:
     assert runs == {f"{hash_words(torch.tensor([[1, 2]])).item()}\n"}
 
 
-def test_occurrences_and_grown() -> None:
+def test_occurrences() -> None:
     ids = torch.tensor([3, 1, 3, 3, 1, 0])
     assert occurrences(ids).tolist() == [0, 0, 1, 2, 1, 0]
     assert occurrences(ids[:0]).tolist() == []
-    assert [len(column) for column in grown([torch.ones(4, 2), torch.ones(4)], 9)] == [16, 16]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

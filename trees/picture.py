@@ -1,0 +1,116 @@
+"""A tree as a picture."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+
+from flatroll.trees.tree import Tree
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INK, LINE, NODE, DONE = (
+    "#37424d",
+    "#9aa7b4",
+    "#0072b2",
+    "#d55e00",
+)  # of Okabe and Ito's colours, as the timeline
+_LABELLED = 60  # vertices up to which each gets a text by default
+
+
+def draw(
+    tree: Tree, ax: "Axes | None", make_labels: Callable[[Tree], str] | None, max_vertices: int
+) -> "Axes":
+    """Draw a tree; see `Tree.plot`."""
+    if ax is None:
+        ax = Figure(figsize=(8, 4.5), layout="constrained").add_subplot()
+    shown, links = _choose(tree, max_vertices)
+    x, y = _place(shown, links)
+    number = {vertex.node_id: i for i, vertex in enumerate(shown)}
+    counts = np.array([vertex.count for vertex in shown], float)
+    most = max(counts.max(), 1.0)
+    for style, wanted in (("solid", True), ("dashed", False)):
+        pairs = [(number[a], number[b]) for a, b, first in links if first is wanted]
+        lines = [[(x[a], y[a]), (x[b], y[b])] for a, b in pairs]
+        widths = [0.6 + 3.4 * counts[b] / most for _, b in pairs]
+        ax.add_collection(LineCollection(lines, linewidths=widths, linestyles=style, colors=LINE, zorder=1))
+    done = np.array([vertex.is_terminal for vertex in shown])
+    sizes = 12 + 150 * counts / most
+    for mask, mark, colour, name in ((~done, "o", NODE, "goes on"), (done, "s", DONE, "done")):
+        if mask.any():
+            ax.scatter(x[mask], y[mask], sizes[mask], c=colour, marker=mark, label=name, zorder=2)
+    if make_labels is not None or len(shown) <= _LABELLED:
+        for vertex, at_x, at_y in zip(shown, x, y, strict=True):
+            text = _label(vertex) if make_labels is None else make_labels(vertex)
+            ax.annotate(
+                text, (at_x, at_y), (0, 8), textcoords="offset points", ha="center", fontsize=7, color=INK
+            )
+    total = tree.num_vertices()
+    more = "" if len(shown) == total else f" (the first {len(shown)} of {total} are drawn)"
+    ax.set_title(f"{total} vertices, {int(counts[0])} visits of the root{more}", loc="left", fontsize=10)
+    ax.set(xlabel="steps from the root", yticks=[])
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.margins(0.06, 0.12)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    if done.any():
+        ax.legend(frameon=False, fontsize=8, loc="best")
+    return ax
+
+
+def _choose(tree: Tree, most: int) -> tuple[list[Tree], list[tuple[int, int, bool]]]:
+    """The first vertices, breadth first, and lines (parent, child, whether it is the child's first) among them."""
+    shown, seen, links = [tree], {tree.node_id}, []
+    queue = deque([tree])
+    while queue:
+        vertex = queue.popleft()
+        for child in vertex.subtree or ():
+            first = child.node_id not in seen
+            if first and len(shown) >= most:
+                continue
+            links.append((vertex.node_id, child.node_id, first))
+            if first:
+                seen.add(child.node_id)
+                shown.append(child)
+                queue.append(child)
+    return shown, links
+
+
+def _place(shown: list[Tree], links: list[tuple[int, int, bool]]) -> tuple[np.ndarray, np.ndarray]:
+    """Places of vertices: x is the steps from the root, y a row per leaf and the middle of their children for others."""
+    number = {vertex.node_id: i for i, vertex in enumerate(shown)}
+    children: list[list[int]] = [[] for _ in shown]
+    x = np.zeros(len(shown))
+    for parent, child, first in links:  # breadth first: parents before their children
+        if first:
+            a, b = number[parent], number[child]
+            children[a].append(b)
+            x[b] = x[a] + shown[b].num_steps
+    y, row = np.zeros(len(shown)), 0
+    order, stack = [], [0]
+    while stack:
+        vertex = stack.pop()
+        order.append(vertex)
+        stack += children[vertex][::-1]
+        if not children[vertex]:
+            y[vertex], row = -row, row + 1
+    for vertex in reversed(order):  # children before their parents
+        if children[vertex]:
+            y[vertex] = (y[children[vertex][0]] + y[children[vertex][-1]]) / 2
+    return x, y
+
+
+def _label(vertex: Tree) -> str:
+    """The first action and the count."""
+    if not vertex.node_id or not hasattr(vertex.branching_action, "tolist"):
+        return f"{vertex.count}"
+    action = vertex.branching_action
+    text = (
+        f"{action.item()}"
+        if action.numel() == 1
+        else "(" + ", ".join(f"{a:g}" for a in action.tolist()) + ")"
+    )
+    return f"a={text}, n={vertex.count}"
