@@ -101,12 +101,18 @@ class MCTSForest:
     ) -> None:
         self.done_keys = _listed(done_keys) or _DONE_KEYS
         self.reward_keys = _listed(reward_keys) or ["reward"]
-        self.observation_keys = _listed(observation_keys) or (list(node_map.in_keys) if node_map is not None else [])
+        self.observation_keys = _listed(observation_keys) or (
+            list(node_map.in_keys) if node_map is not None else []
+        )
         if data_map is not None and not self.observation_keys:
             raise ValueError(
                 "data_map needs observation_keys or node_map beside it, to tell them from actions"
             )
-        of_data = [key for key in data_map.in_keys if key not in self.observation_keys] if data_map is not None else []
+        of_data = (
+            [key for key in data_map.in_keys if key not in self.observation_keys]
+            if data_map is not None
+            else []
+        )
         self.action_keys = _listed(action_keys) or of_data or ["action"]
         self.excluded_keys = {plain_key(as_tuple(key)) for key in excluded_keys or ()}
         needed = self.excluded_keys & {*self.observation_keys, *self.action_keys, "observation"}
@@ -114,7 +120,11 @@ class MCTSForest:
             raise ValueError(
                 f"excluded_keys must not name observations or actions, got {sorted(map(str, needed))}"
             )
-        limits = {limit for limit in (max_size, *(m.max_size for m in (data_map, node_map) if m is not None)) if limit}
+        limits = {
+            limit
+            for limit in (max_size, *(m.max_size for m in (data_map, node_map) if m is not None))
+            if limit
+        }
         if len(limits) > 1:
             raise ValueError(f"max_size and the maps' max_size must be equal, got {sorted(limits)}")
         self.max_size = whole_number("max_size", limits.pop()) if limits else None

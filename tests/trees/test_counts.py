@@ -49,6 +49,7 @@ def test_states_are_drawn_equally_often() -> None:
     buffer.extend(cells(*[4] * 60))  # over the rows of cell 1
     assert [share(buffer, cell) for cell in (1, 2, 3, 4)] == pytest.approx([0, *[1 / 3] * 3], abs=0.03)
     buffer[:60] = cells(*[2] * 60)
+    buffer.mark_update(torch.arange(60))
     assert [share(buffer, cell) for cell in (2, 3, 4)] == pytest.approx([0.5, 0.5, 0], abs=0.03)
 
 
