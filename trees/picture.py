@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from flatroll.trees.tree import Tree
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+Floats = NDArray[np.float64]
 
 INK, LINE, NODE, DONE = (
     "#37424d",
@@ -19,6 +22,7 @@ INK, LINE, NODE, DONE = (
     "#0072b2",
     "#d55e00",
 )  # of Okabe and Ito's colours, as the timeline
+_HALO = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.4}
 _LABELLED = 60  # vertices up to which each gets a text by default
 
 
@@ -26,16 +30,17 @@ def draw(
     tree: Tree, ax: "Axes | None", make_labels: Callable[[Tree], str] | None, max_vertices: int
 ) -> "Axes":
     """Draw a tree; see `Tree.plot`."""
-    if ax is None:
-        ax = Figure(figsize=(8, 4.5), layout="constrained").add_subplot()
     shown, links = _choose(tree, max_vertices)
     x, y = _place(shown, links)
+    if ax is None:
+        height = min(max(3.0, 1.2 + 0.24 * -y.min()), 12.0)
+        ax = Figure(figsize=(9, height), layout="constrained").add_subplot()
     number = {vertex.node_id: i for i, vertex in enumerate(shown)}
     counts = np.array([vertex.count for vertex in shown], float)
     most = max(counts.max(), 1.0)
     for style, wanted in (("solid", True), ("dashed", False)):
         pairs = [(number[a], number[b]) for a, b, first in links if first is wanted]
-        lines = [[(x[a], y[a]), (x[b], y[b])] for a, b in pairs]
+        lines = [_line(x[[a, b]], y[[a, b]], bend=0.0 if wanted else 0.3) for a, b in pairs]
         widths = [0.6 + 3.4 * counts[b] / most for _, b in pairs]
         ax.add_collection(LineCollection(lines, linewidths=widths, linestyles=style, colors=LINE, zorder=1))
     done = np.array([vertex.is_terminal for vertex in shown])
@@ -47,7 +52,14 @@ def draw(
         for vertex, at_x, at_y in zip(shown, x, y, strict=True):
             text = _label(vertex) if make_labels is None else make_labels(vertex)
             ax.annotate(
-                text, (at_x, at_y), (0, 8), textcoords="offset points", ha="center", fontsize=7, color=INK
+                text,
+                (at_x, at_y),
+                (8, -2.5),
+                textcoords="offset points",
+                fontsize=7,
+                color=INK,
+                zorder=3,
+                bbox=_HALO,
             )
     total = tree.num_vertices()
     more = "" if len(shown) == total else f" (the first {len(shown)} of {total} are drawn)"
@@ -59,6 +71,12 @@ def draw(
     if done.any():
         ax.legend(frameon=False, fontsize=8, loc="best")
     return ax
+
+
+def _line(x: Floats, y: Floats, bend: float) -> Floats:
+    """Points ``[K, 2]`` of a line between two, which leaves its straight way by ``bend`` to the right."""
+    way = np.linspace(0, 1, 13 if bend else 2)
+    return np.stack([x[0] + way * (x[1] - x[0]) + 4 * bend * way * (1 - way), y[0] + way * (y[1] - y[0])], -1)
 
 
 def _choose(tree: Tree, most: int) -> tuple[list[Tree], list[tuple[int, int, bool]]]:
@@ -79,7 +97,7 @@ def _choose(tree: Tree, most: int) -> tuple[list[Tree], list[tuple[int, int, boo
     return shown, links
 
 
-def _place(shown: list[Tree], links: list[tuple[int, int, bool]]) -> tuple[np.ndarray, np.ndarray]:
+def _place(shown: list[Tree], links: list[tuple[int, int, bool]]) -> tuple[Floats, Floats]:
     """Places of vertices: x is the steps from the root, y a row per leaf and the middle of their children for others."""
     number = {vertex.node_id: i for i, vertex in enumerate(shown)}
     children: list[list[int]] = [[] for _ in shown]
