@@ -87,7 +87,8 @@ def main() -> None:
     args = parser.parse_args()
     out: Path = args.out
     IMAGES.mkdir(exist_ok=True)
-    tree_of_first_move(maze=0, simulations=60).plot().figure.savefig(IMAGES / "tree.png", dpi=90)
+    axes = tree_of_first_move(maze=0, simulations=60).plot()
+    axes.figure.savefig(IMAGES / "tree.png", dpi=90)
     if args.which == "tree":
         return
     draw_first_training(range(5)).savefig(IMAGES / "first_training.png", dpi=110)

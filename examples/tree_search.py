@@ -1,8 +1,8 @@
 """Monte Carlo tree search (Kocsis and Szepesvári 2006) in a maze, on a forest that is kept between moves.
 
 ``python -m flatroll.examples.tree_search`` plays some mazes by search and by random actions. Each simulation goes down
-known transitions by their upper confidence bounds, tries one new action in a copy of the env, and adds what it saw to an
-`MCTSForest`. Ways that lead to the same cell share what is known of it, and the next move starts from it.
+known transitions by their upper confidence bounds, tries one new action in a copy of the env, and adds what it saw to
+an `MCTSForest`. Ways that lead to the same cell share what is known of it, and the next move starts from it.
 """
 
 import argparse
@@ -163,7 +163,11 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         print(f"maze {maze}: {'solved' if reached else 'not solved'} in {steps} steps, {known}")
     print(f"solved by search {solved['search']:.0%}, at random {solved['random']:.0%}")
     if args.picture is not None:
-        tree_of_first_move(0, args.simulations).plot().figure.savefig(args.picture, dpi=110)
+        from matplotlib.figure import Figure
+
+        figure = tree_of_first_move(0, args.simulations).plot().figure
+        assert isinstance(figure, Figure)
+        figure.savefig(args.picture, dpi=110)
     return solved
 
 

@@ -56,9 +56,13 @@ class GrowingColumns:
 
         Columns that the rows before do not have are left out. Call :meth:`check` first.
         """
-        if not len(at):
+        if not at.shape[0]:
             return
+        # Positions are different and end where as many rows more would: they can only be the next ones, in some order.
         rows = int(at.max()) + 1
+        appended = (
+            rows - self._count == len(at) and int(at[0]) == self._count and bool((at[1:] > at[:-1]).all())
+        )
         if not self._columns:
             self._columns = {key: column.new_empty(0, *column.shape[1:]) for key, column in columns.items()}
         for key, stored in self._columns.items():
@@ -66,7 +70,10 @@ class GrowingColumns:
                 larger = stored.new_empty(max(64, 1 << (rows - 1).bit_length()), *stored.shape[1:])
                 larger[: self._count] = stored[: self._count]
                 self._columns[key] = stored = larger
-            stored.index_copy_(0, at, columns[key].detach())
+            if appended:
+                stored[self._count : rows] = columns[key].detach()
+            else:
+                stored.index_copy_(0, at, columns[key].detach())
         self._count = max(self._count, rows)
 
     def get(self, at: Tensor) -> TensorDict:

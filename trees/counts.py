@@ -115,8 +115,8 @@ class CountSampler(RandomSampler):
     each state is drawn equally often, however many rows it has; with 0 each row is. After a write, the next draw takes
     time in the number of stored rows; the others take time in its logarithm for each row.
 
-    The storage must be a column storage (`LazyTensorStorage`, `LazyMemmapStorage`), since states are read from it. After
-    ``buffer[index] = ...`` has changed states in place, call ``buffer.mark_update(index)``.
+    The storage must be a column storage (`LazyTensorStorage`, `LazyMemmapStorage`), since states are read from it.
+    After ``buffer[index] = ...`` has changed states in place, call ``buffer.mark_update(index)``.
 
     Args:
         keys: one entry or a list of entries that make a state. Default ``"observation"``.

@@ -47,7 +47,7 @@ class Edges(NamedTuple):
     source: Tensor
     target: Tensor
     pair: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides the method of tuples
     reward: Tensor
 
 
@@ -56,7 +56,8 @@ class MCTSForest:
 
     Equal observations are one *state*, so trajectories that meet share what follows: a forest is a graph, with
     transpositions, and with cycles where an env has them. A transition seen again is counted; an action with two
-    outcomes has two transitions. Observations and actions are compared exactly. It lives in host memory, wherever batches are.
+    outcomes has two transitions. Observations and actions are compared exactly. It lives in host memory, wherever
+    batches are.
 
     Args:
         data_map: an empty `TensorDictMap` whose in-keys name the observations and the actions. Default None. It only
@@ -272,7 +273,7 @@ class MCTSForest:
         """Number the transitions of columns ``[N, *F]``, count them, and store the new ones."""
         both = [torch.cat([columns[key], columns[next_key(key)]]) for key in keys]
         rows, before = len(columns[keys[0]]), len(self)
-        source, target = self._states.insert(self._states_of_columns(both, keys)).unflatten(0, (2, rows))
+        source, target = self._states.insert(self._states_of_columns(both, keys)).reshape(2, rows)
         pair = self._pairs.insert([source, *(columns[key] for key in self.action_keys)])
         edge = self._edges.insert([pair, target])
         if self.max_size is not None and len(self) > self.max_size:
@@ -294,7 +295,11 @@ class MCTSForest:
         self._rows.check(stored)
         reward = self._rewards(columns, rows)
         zeros = torch.zeros(new, dtype=torch.int64)
-        numbers = {"source": source[first], "target": target[first], "pair": pair[first]}
+        numbers: dict[NestedKey, Tensor] = {
+            "source": source[first],
+            "target": target[first],
+            "pair": pair[first],
+        }
         self._rows.set(at, stored)
         self._columns.set(at, {**numbers, "count": zeros, "reward": zeros.double()})
         if rows:

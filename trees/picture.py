@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from flatroll.trees.tree import Tree
@@ -65,7 +66,7 @@ def draw(
     more = "" if len(shown) == total else f" (the first {len(shown)} of {total} are drawn)"
     ax.set_title(f"{total} vertices, {int(counts[0])} visits of the root{more}", loc="left", fontsize=10)
     ax.set(xlabel="steps from the root", yticks=[])
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.margins(0.06, 0.12)
     ax.spines[["top", "right", "left"]].set_visible(False)
     if done.any():
@@ -98,7 +99,7 @@ def _choose(tree: Tree, most: int) -> tuple[list[Tree], list[tuple[int, int, boo
 
 
 def _place(shown: list[Tree], links: list[tuple[int, int, bool]]) -> tuple[Floats, Floats]:
-    """Places of vertices: x is the steps from the root, y a row per leaf and the middle of their children for others."""
+    """Places of vertices: x is steps from the root, y a row per leaf, and for others the middle of their children."""
     number = {vertex.node_id: i for i, vertex in enumerate(shown)}
     children: list[list[int]] = [[] for _ in shown]
     x = np.zeros(len(shown))

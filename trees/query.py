@@ -10,7 +10,8 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from flatroll.kernels.rows.words import hash_words, pack_rows
-from flatroll.layout.keys import NestedKey, require
+from flatroll.layout.fast_call import fetched, put
+from flatroll.layout.keys import NestedKey, missing_marker
 from flatroll.trees.row_numbers import RowNumbers
 
 Hash = Callable[[Any], Any]
@@ -109,16 +110,20 @@ class QueryModule(TensorDictModuleBase):
         if not extend and self.hash_to_int is None:
             index = torch.where(index < 0, len(self), index)
         written = tensordict.copy() if (self.clone if clone is None else clone) else tensordict
-        written.set(self.index_key, index.reshape(tensordict.batch_size))
+        put(written, self.index_key, index.reshape(tensordict.batch_size))
         if write_hash:
-            written.set(self.hash_key, self.hashes(columns).reshape(tensordict.batch_size))
+            put(written, self.hash_key, self.hashes(columns).reshape(tensordict.batch_size))
         return written
 
     def columns(self, tensordict: TensorDictBase) -> list[Tensor]:
         """What rows are compared by: the in-keys, or their hashes, each ``[N, *F]`` with N rows of all batch dims."""
         rows = tensordict.batch_size.numel()
-        columns = [require(tensordict, key) for key in self.in_keys]
-        columns = [column.reshape(rows, *column.shape[tensordict.batch_dims :]) for column in columns]
+        columns = [fetched(tensordict, key) for key in self.in_keys]
+        for key, column in zip(self.in_keys, columns, strict=True):
+            if column is None:
+                raise missing_marker(key, tensordict.keys(True, True))
+        if tensordict.batch_dims != 1:
+            columns = [column.reshape(rows, *column.shape[tensordict.batch_dims :]) for column in columns]
         if self.hash_module is not None:
             columns = [module(column) for module, column in zip(self.hash_module, columns, strict=True)]
         return columns if self.aggregator is None else [self.aggregator(torch.stack(columns, -1))]

@@ -12,7 +12,7 @@ from torch import Tensor
 from flatroll.buffers import Storage
 from flatroll.kernels.rows.row_index import occurrences
 from flatroll.layout.checks import whole_number
-from flatroll.layout.fast_call import nest
+from flatroll.layout.fast_call import nest, put
 from flatroll.layout.keys import NestedKey, require
 from flatroll.trees.columns import GrowingColumns, flat_columns
 from flatroll.trees.query import Hash, QueryModule
@@ -243,8 +243,8 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             if not done:
                 query.truncate(count)
         if not item.is_locked:
-            item.set(query.index_key, at.reshape(item.batch_size))
-            item.set(query.hash_key, query.hashes(columns).reshape(item.batch_size))
+            put(item, query.index_key, at.reshape(item.batch_size))
+            put(item, query.hash_key, query.hashes(columns).reshape(item.batch_size))
 
     def _write(self, at: Tensor, new: dict[NestedKey, Tensor], count: int) -> None:
         """Write rows at positions, of which those from ``count`` on are new."""
@@ -254,6 +254,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         last.scatter_reduce_(0, at, torch.arange(len(at), device=at.device), "amax")
         if self.write_fn is not None:
             new = {key: column.clone() for key, column in new.items()}
+            before = torch.zeros_like(last)  # row of the turn before with each position
             for round_ in range(int(turn.max()) + 1 if len(at) else 0):
                 rows = (turn == round_).nonzero().squeeze(-1)
                 if round_:
@@ -265,7 +266,6 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
                     if bool(known.any()):
                         stored = self.collate_fn(self.storage.get(at[rows[known]]))
                         self._combine(new, rows[known], flat_columns(stored))
-                    before = torch.zeros_like(last)
                 before[at[rows]] = rows
         rows = last[at] == torch.arange(len(at), device=at.device)
         rows = rows.nonzero().squeeze(-1)

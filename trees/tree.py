@@ -206,7 +206,8 @@ class Tree:
         """The observation at the vertex's end, where it branches: a tensordict ``[]``."""
         graph, keys = self._vertices.graph, self._vertices.graph.observation_keys
         if self._chain:
-            edge, read = self._chain[-1], [next_key(key) for key in keys]
+            edge = self._chain[-1]
+            read: list[NestedKey] = [next_key(key) for key in keys]
         else:
             leaving = graph.leaving(self._vertices.states[self.node_id])
             # A root that no transition leaves is the end of one.
@@ -266,7 +267,7 @@ class Tree:
             return num_actions <= 0
         columns = [actions] if isinstance(actions, Tensor) else list(actions.values(True, True))
         rows = torch.cat([column.reshape(self.num_children, -1).double() for column in columns], -1)
-        return len(rows.unique(dim=0)) >= num_actions
+        return len(set(map(tuple, rows.tolist()))) >= num_actions
 
     # -- neighbours --------------------------------------------------------------------------------------------------
 
@@ -302,7 +303,8 @@ class Tree:
 
     def _walk_paths(self) -> "Iterator[tuple[Tree, Path, bool]]":
         """Vertices breadth first, with their paths, and whether they are seen for the first time."""
-        seen, queue = {self.node_id}, deque([(self.node_id, (), True)])
+        seen = {self.node_id}
+        queue: deque[tuple[int, Path, bool]] = deque([(self.node_id, (), True)])
         while queue:
             vertex, path, first = queue.popleft()
             yield Tree(self._vertices, vertex), path, first
@@ -337,7 +339,7 @@ class Tree:
         return list(dict.fromkeys(pairs))
 
     def valid_paths(self) -> Iterator[Path]:
-        """Paths to the leaves, as numbers of children; a path also ends at a vertex that an earlier one came through."""
+        """Paths to the leaves, as numbers of children; a path also ends at a vertex that was met before."""
         for vertex, path, first in self._walk_paths():
             if not first or not vertex.num_children:
                 yield path
@@ -394,8 +396,8 @@ class Tree:
             node_format_fn: makes an object, which is printed, of a vertex. Default: its ``node_data`` as a dict.
         """
         lines: list[str] = []
-        seen = {self.node_id: ()}
-        stack = [(child, (i,)) for i, child in enumerate(self._child_ids)][::-1]
+        seen: dict[int, Path] = {self.node_id: ()}
+        stack: list[tuple[int, Path]] = [(child, (i,)) for i, child in enumerate(self._child_ids)][::-1]
         while stack:
             vertex, path = stack.pop()
             tree = Tree(self._vertices, vertex)
@@ -404,7 +406,7 @@ class Tree:
             lines.append(f"{' ' * (len(path) - 1)}{path} {text}{again}")
             if not again:
                 seen[vertex] = path
-                stack += [((child), (*path, i)) for i, child in enumerate(tree._child_ids)][::-1]
+                stack += [(child, (*path, i)) for i, child in enumerate(tree._child_ids)][::-1]
         return "\n".join(lines)
 
     def plot(

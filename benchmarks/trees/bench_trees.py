@@ -4,6 +4,7 @@ Thread time, contenders in turns in one process. TorchRL is left out where it is
 """
 
 import argparse
+import importlib
 import importlib.util
 import time
 from collections.abc import Callable
@@ -99,7 +100,8 @@ def write(batch: int, peer: Any) -> Case:
         for part in parts:
             mapped[part] = value
 
-    return {"flatroll": ours} | ({"torchrl": theirs} if peer else {})
+    case: Case = {"flatroll": ours}
+    return case | ({"torchrl": theirs} if peer else {})
 
 
 def extend(runs_of: int, length: int, peer: Any) -> Case:
@@ -151,7 +153,7 @@ def main(arguments: list[str] | None = None) -> str:
     torch.set_num_threads(1)
     peer: Any = None
     if not args.alone and importlib.util.find_spec("torchrl") is not None:
-        import torchrl.data as peer
+        peer = importlib.import_module("torchrl.data")
     cases: dict[str, tuple[Case, int]] = {
         **{f"insert, batches of {n}": (insert(n, peer), 16384) for n in (64, 1024, 16384)},
         **{f"write, batches of {n}": (write(n, peer), 4096 if n < 4096 else n) for n in (64, 1024, 16384)},

@@ -1,6 +1,7 @@
 """`MCTSForest` and `Tree`, against networkx and by hand."""
 
 from collections import Counter
+from itertools import pairwise
 
 import networkx as nx
 import pytest
@@ -66,7 +67,7 @@ def test_random_graphs_against_networkx(seed: int, compact: bool) -> None:
                 assert vertex.wins == vertex.count
         for path in tree.valid_paths():
             taken = [] if tree.rollout is None and not path else triples(tree.rollout_from_path(path))
-            assert all(before[2] == after[0] for before, after in zip(taken, taken[1:], strict=False))
+            assert all(before[2] == after[0] for before, after in pairwise(taken))
             assert not taken or taken[0][0] == root
 
 
@@ -212,7 +213,7 @@ def test_any_flat_batch(make_rollout) -> None:
         assert sorted(forest._hashes().tolist()) == sorted(flat._hashes().tolist())
     left = batch.copy()
     del left["next", "observation"]
-    with pytest.raises(ValueError, match="next observation of [0-9]+ rows is not known, the first is row"):
+    with pytest.raises(ValueError, match=r"next observation of [0-9]+ rows is not known, the first is row"):
         compact.extend(left)
     assert len(compact) == compact.num_states == 0
     ends = run_ends(batch).nonzero().squeeze(-1)
@@ -236,7 +237,7 @@ def test_a_refused_batch_leaves_nothing() -> None:
     forest = forest_of((0, 0, 1), (1, 0, 2), max_size=3)
     before = [column.clone() for column in forest.edges]
     bad = [
-        (steps((1, 0, 2), (2, 0, 3), (3, 0, 4)), RuntimeError, "2 new transitions do not fit: the forest has 2 of at most 3"),
+        (steps((1, 0, 2), (2, 0, 3), (3, 0, 4)), RuntimeError, "2 new transitions do not fit: .* 2 of at most 3"),
         (steps((7, 0, 8)).exclude("action"), KeyError, "'action'"),
         (steps((7, 0, 8)).exclude("observation"), KeyError, "'observation'"),
         (steps((7, 0, 8)).exclude(("next", "reward")), KeyError, "reward"),
@@ -290,7 +291,7 @@ def test_names_of_keys() -> None:
     )
     forest.extend(batch)
     tree = forest.get_tree(batch[0])
-    assert tree.wins == 0.0 and tree.rollout["move"].tolist() == [0, 1] and "big" not in tree.rollout.keys()
+    assert tree.wins == 0.0 and tree.rollout["move"].tolist() == [0, 1] and "big" not in tree.rollout
     assert forest.edges.reward.tolist() == [1.0, 1.0]
     with pytest.raises(ValueError, match="excluded_keys"):
         MCTSForest(excluded_keys=["observation"])
@@ -315,7 +316,7 @@ def test_maps_name_the_keys() -> None:
     forest = MCTSForest(data_map=data_map, node_map=node_map)
     forest.extend(steps((0, 0, 11), (12, 0, 25), (21, 0, 5)))
     assert forest.num_states == 3 and forest.max_size == 5 and forest.action_keys == ["action"]
-    with pytest.raises(ValueError, match="max_size must be equal|maps' max_size"):
+    with pytest.raises(ValueError, match=r"max_size must be equal|maps' max_size"):
         MCTSForest(data_map=data_map, node_map=node_map, max_size=6)
     with pytest.raises(ValueError, match="data_map needs"):
         MCTSForest(data_map=data_map)

@@ -155,7 +155,7 @@ def test_more_than_a_thousand_transitions_and_refused_batches() -> None:
     mapped = TensorDictMap(query_module=QueryModule(["key"]), storage=LazyTensorStorage(3))
     mapped[keys(1, 2)] = values(1, 2)
     with pytest.raises(
-        RuntimeError, match="2 new keys do not fit: the map has 2 of at most 3. Nothing was written"
+        RuntimeError, match=r"2 new keys do not fit: the map has 2 of at most 3. Nothing was written"
     ):
         mapped[keys(1, 5, 6)] = values(9, 9, 9)
     assert len(mapped) == 2 and not mapped.contains(keys(5, 6)).any() and mapped[keys(1)]["value"].item() == 1

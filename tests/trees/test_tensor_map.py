@@ -99,7 +99,7 @@ def test_a_failed_write_changes_nothing(storage) -> None:
         mapped[keys(1, 3)] = values(8.0, 8.0).exclude("deep")
     with pytest.raises(ValueError, match="one batch size"):
         mapped[keys(1, 3)] = values(8.0)
-    with pytest.raises(TypeError, match="'x' must be torch.int64"):
+    with pytest.raises(TypeError, match=r"'x' must be torch.int64"):
         mapped[keys(1, 3).float()] = values(8.0, 8.0)
     assert len(mapped) == 2 and mapped.contains(keys(1, 2, 3, 4)).tolist() == [True, True, False, False]
     mapped[keys(3, 4)] = values(3.0, 4.0)
@@ -116,7 +116,7 @@ def test_values_of_another_kind_are_refused() -> None:
 
 def test_a_broken_write_fn_is_named() -> None:
     mapped = make_map(write_fn=lambda *parts: parts[0].exclude("v"))
-    with pytest.raises(KeyError, match="write_fn must return the entry .*v"):
+    with pytest.raises(KeyError, match=r"write_fn must return the entry .*v"):
         mapped[keys(1)] = values(1.0)
     assert len(mapped) == 0
 
@@ -150,7 +150,7 @@ def test_from_a_pair() -> None:
         TensorDictMap.from_tensordict_pair(keys(1), values(1.0), ["z"])
     used = LazyTensorStorage(2)
     used.set(range(1), values(1.0))
-    with pytest.raises(ValueError, match="empty flatroll.buffers.Storage"):
+    with pytest.raises(ValueError, match=r"empty flatroll.buffers.Storage"):
         make_map(storage=used)
 
 
@@ -158,10 +158,10 @@ def test_query_options() -> None:
     query = QueryModule(["x", "y"], "i", "h", clone=True)
     rows = keys(3, 3, 4)
     written = query(rows)
-    assert written["i"].tolist() == [0, 0, 1] and "i" not in rows.keys() and len(query) == 2
+    assert written["i"].tolist() == [0, 0, 1] and "i" not in rows and len(query) == 2
     assert query(keys(4, 9), extend=False)["i"].tolist() == [1, 2]  # unknown: the count
-    assert "h" not in query(rows, write_hash=False).keys()
-    assert "i" in query(rows, clone=False).keys() and "i" in rows.keys()
+    assert "h" not in query(rows, write_hash=False)
+    assert "i" in query(rows, clone=False) and "i" in rows
     assert written["h"].equal(QueryModule(["x", "y"])(keys(3, 3, 4))["_hash"])
     with pytest.raises(ValueError, match="in_keys"):
         QueryModule([])
