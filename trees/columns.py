@@ -1,6 +1,6 @@
 """Columns that grow: the values of a map and the rows of a forest."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -58,7 +58,7 @@ class GrowingColumns:
         """
         if not at.shape[0]:
             return
-        # Positions are different and end where as many rows more would: they can only be the next ones, in some order.
+        # Whether they are the next positions, in order: then a slice is written, in a fraction of the time.
         rows = int(at.max()) + 1
         appended = (
             rows - self._count == len(at) and int(at[0]) == self._count and bool((at[1:] > at[:-1]).all())
@@ -101,8 +101,19 @@ def flat_columns(rows: TensorDictBase, keys: Iterable[NestedKey] | None = None) 
     torch.Size([6, 4])
     """
     dims, count = rows.batch_dims, rows.batch_size.numel()
-    names = rows.keys(True, True) if keys is None else keys
-    columns = {plain_key(as_tuple(key)): fetched(rows, key) for key in names}
+    named = (
+        _leaves(rows) if keys is None else ((plain_key(as_tuple(key)), fetched(rows, key)) for key in keys)
+    )
+    columns = dict(named)
     if dims == 1:
         return columns
     return {key: column.reshape(count, *column.shape[dims:]) for key, column in columns.items()}
+
+
+def _leaves(rows: TensorDictBase, *parents: str) -> Iterator[tuple[NestedKey, Tensor]]:
+    """All tensors with their keys; ``rows.items(True, True)`` takes three times as long."""
+    for name, value in rows.items():
+        if isinstance(value, TensorDictBase):
+            yield from _leaves(value, *parents, name)
+        elif isinstance(value, Tensor):
+            yield (*parents, name) if parents else name, value

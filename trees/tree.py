@@ -211,10 +211,8 @@ class Tree:
         else:
             leaving = graph.leaving(self._vertices.states[self.node_id])
             # A root that no transition leaves is the end of one.
-            edge, read = (
-                (leaving[0], keys) if leaving else (graph.target.index(self._vertices.states[0]), None)
-            )
-            read = [next_key(key) for key in keys] if read is None else read
+            edge = leaving[0] if leaving else graph.target.index(self._vertices.states[0])
+            read = list(keys) if leaving else [next_key(key) for key in keys]
         columns = {key: graph.rows.column(entry)[edge].clone() for key, entry in zip(keys, read, strict=True)}
         return nest(columns)
 
@@ -397,7 +395,8 @@ class Tree:
         """
         lines: list[str] = []
         seen: dict[int, Path] = {self.node_id: ()}
-        stack: list[tuple[int, Path]] = [(child, (i,)) for i, child in enumerate(self._child_ids)][::-1]
+        stack: list[tuple[int, Path]] = []
+        stack += [(child, (i,)) for i, child in enumerate(self._child_ids)][::-1]
         while stack:
             vertex, path = stack.pop()
             tree = Tree(self._vertices, vertex)
