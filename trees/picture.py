@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from matplotlib.collections import LineCollection
@@ -10,12 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from flatroll.trees.tree import Tree
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Floats = NDArray[np.float64]
+Tree: TypeAlias = Any  # `flatroll.trees.Tree`, whose file imports this one
 
 INK, LINE, NODE, DONE = (
     "#37424d",
