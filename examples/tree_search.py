@@ -75,6 +75,7 @@ class Search:
 
     def simulate(self, env: Maze, seen: Any) -> None:
         """Go down from the env's state, try one new action, play on at random, and update the edges on the way."""
+        edge: int | None = None
         env, path, steps, over = copy.copy(env), list[int](), list[tuple[Any, int, Any]](), False
         while not over:
             edge, action = self.choose(seen)

@@ -110,7 +110,7 @@ class MCTSForest:
                 "data_map needs observation_keys or node_map beside it, to tell them from actions"
             )
         of_data = (
-            [key for key in data_map.in_keys if key not in self.observation_keys]
+            [key for key in cast(list[NestedKey], data_map.in_keys) if key not in self.observation_keys]
             if data_map is not None
             else []
         )

@@ -61,7 +61,8 @@ class QueryModule(TensorDictModuleBase):
         keys = list(in_keys) if isinstance(in_keys, list) else [cast(NestedKey, in_keys)]
         if not keys:
             raise ValueError("in_keys must name at least one entry, got an empty list")
-        self.in_keys, self.out_keys = keys, [index_key, hash_key]
+        self._read: list[NestedKey] = keys
+        self.in_keys, self.out_keys = keys, [index_key, hash_key]  # pyright: ignore[reportAttributeAccessIssue]
         self.index_key, self.hash_key, self.clone = index_key, hash_key, clone
         if hash_module is not None and not isinstance(hash_module, list):
             hash_module = [hash_module, *(deepcopy(hash_module) for _ in keys[1:])]
@@ -118,8 +119,8 @@ class QueryModule(TensorDictModuleBase):
     def columns(self, tensordict: TensorDictBase) -> list[Tensor]:
         """What rows are compared by: the in-keys, or their hashes, each ``[N, *F]`` with N rows of all batch dims."""
         rows = tensordict.batch_size.numel()
-        columns = [fetched(tensordict, key) for key in self.in_keys]
-        for key, column in zip(self.in_keys, columns, strict=True):
+        columns = [fetched(tensordict, key) for key in self._read]
+        for key, column in zip(self._read, columns, strict=True):
             if column is None:
                 raise missing_marker(key, tensordict.keys(True, True))
         if tensordict.batch_dims != 1:
@@ -148,7 +149,7 @@ class QueryModule(TensorDictModuleBase):
 
     def truncate(self, count: int) -> None:
         """Forget the rows from position ``count`` on; without effect on a ``hash_to_int`` that cannot."""
-        numbering = self._rows if self.hash_to_int is None else self.hash_to_int
+        numbering: Any = self._rows if self.hash_to_int is None else self.hash_to_int
         if hasattr(numbering, "truncate"):
             numbering.truncate(count)
 

@@ -87,6 +87,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             raise ValueError(f"storage must be an empty flatroll.buffers.Storage, got {storage!r}")
         if len(query_module):
             raise ValueError("query_module must not have seen any rows, since they have no values")
+        self._read = cast(list[NestedKey], query_module.in_keys)
         self.query_module, self.in_keys, self.index_key = (
             query_module,
             query_module.in_keys,

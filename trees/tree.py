@@ -263,7 +263,7 @@ class Tree:
         actions = self.selected_actions
         if actions is None:
             return num_actions <= 0
-        columns = [actions] if isinstance(actions, Tensor) else list(actions.values(True, True))
+        columns: list[Any] = [actions] if isinstance(actions, Tensor) else list(actions.values(True, True))
         rows = torch.cat([column.reshape(self.num_children, -1).double() for column in columns], -1)
         return len(set(map(tuple, rows.tolist()))) >= num_actions
 

@@ -51,7 +51,8 @@ def insert(batch: int, peer: Any) -> Case:
     def by_dict() -> None:
         known: dict[bytes, int] = {}
         for part in parts:
-            for row in part["observation"].numpy():
+            rows: Any = part["observation"].numpy()
+            for row in rows:
                 known.setdefault(row.tobytes(), len(known))
 
     def index_alone() -> None:
