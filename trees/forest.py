@@ -103,7 +103,7 @@ class MCTSForest:
         self.done_keys = _listed(done_keys) or _DONE_KEYS
         self.reward_keys = _listed(reward_keys) or ["reward"]
         self.observation_keys = _listed(observation_keys) or (
-            list(node_map.in_keys) if node_map is not None else []
+            cast(list[NestedKey], list(node_map.in_keys)) if node_map is not None else []
         )
         if data_map is not None and not self.observation_keys:
             raise ValueError(

@@ -144,11 +144,11 @@ class RandomProjectionHash(SipHash):
         return super().forward((rows @ self.transform).to(self.dtype_cast))
 
     @override
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: Any, *args: Any, **kwargs: Any) -> None:
         saved = state_dict.get(f"{prefix}transform")
         if saved is not None:
             self.transform = torch.empty_like(saved)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 class BinaryToDecimal(nn.Module):

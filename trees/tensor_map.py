@@ -88,11 +88,8 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         if len(query_module):
             raise ValueError("query_module must not have seen any rows, since they have no values")
         self._read = cast(list[NestedKey], query_module.in_keys)
-        self.query_module, self.in_keys, self.index_key = (
-            query_module,
-            query_module.in_keys,
-            query_module.index_key,
-        )
+        self.in_keys = query_module.in_keys  # pyright: ignore[reportAttributeAccessIssue]
+        self.query_module, self.index_key = query_module, query_module.index_key
         self.storage = GrowingColumns() if storage is None else storage
         self.collate_fn, self.write_fn = _stacked if collate_fn is None else collate_fn, write_fn
         self._count, self._stored_keys = 0, list[NestedKey]()
@@ -148,7 +145,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         )
 
     @property
-    def out_keys(self) -> list[NestedKey]:
+    def out_keys(self) -> list[NestedKey]:  # pyright: ignore
         """Entries of the values; empty before the first write if they were not named."""
         if self._wanted is not None:
             return self._wanted
@@ -197,9 +194,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         if bool(unknown.any()):
             row = int(unknown.nonzero()[0, 0])
             if default is None or (not len(self) and not isinstance(default, TensorDictBase)):
-                first = {
-                    key: require(item, key).reshape(len(found), -1)[row].tolist() for key in self.in_keys
-                }
+                first = {key: require(item, key).reshape(len(found), -1)[row].tolist() for key in self._read}
                 raise KeyError(
                     f"{int(unknown.sum())} of {len(found)} keys are not in the map, the first in row {row}: {first}. "
                     "Ask contains(), or pass default="
