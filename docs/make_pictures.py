@@ -1,6 +1,7 @@
 """Draws the pictures of these pages: ``python docs/make_pictures.py`` (trains the demo twice, a few minutes).
 
-``python docs/make_pictures.py first`` draws only the learning curves of the README's first training.
+``python docs/make_pictures.py first`` draws only the learning curves of the README's first training and the tree of a
+search, with ``tree`` only the latter.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from flatroll.examples import recurrent_ppo
+from flatroll.examples.tree_search import tree_of_first_move
 from flatroll.layout import timeline
 from flatroll.rollouts import rollout
 
@@ -79,10 +81,16 @@ def main() -> None:
     """Train, and save the pictures under docs/img."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the runs")
-    parser.add_argument("which", nargs="?", choices=["first", "all"], default="all", help="default: all")
+    parser.add_argument(
+        "which", nargs="?", choices=["first", "tree", "all"], default="all", help="default: all"
+    )
     args = parser.parse_args()
     out: Path = args.out
     IMAGES.mkdir(exist_ok=True)
+    axes = tree_of_first_move(maze=0, simulations=60).plot()
+    axes.figure.savefig(IMAGES / "tree.png", dpi=90)
+    if args.which == "tree":
+        return
     draw_first_training(range(5)).savefig(IMAGES / "first_training.png", dpi=110)
     if args.which == "first":
         return

@@ -230,7 +230,10 @@ class Collector(Facts):
     @property
     def spec(self) -> Composite:
         """The spec of its batches, shape ``(-1,)``; ``collector.spec.assert_is_in(batch)`` names the first bad row."""
-        return spec_of_columns(self._runner.keys, self.env, self._compact)
+        first = (
+            self.env[0] if isinstance(self.env, tuple) else self.env
+        )  # of the parts of a pool, which are alike
+        return spec_of_columns(self._runner.keys, first, self._compact)
 
     @property
     def frames(self) -> int:

@@ -20,6 +20,7 @@ ROOMS = [
     "buffers",
     "modules",
     "estimators",
+    "trees",
     "export",
 ]
 HEAVY = {

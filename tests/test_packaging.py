@@ -14,7 +14,18 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = {"layout", "sharing", "kernels", "specs", "wrappers", "rollouts", "buffers", "modules", "estimators"}
+ROOMS = {
+    "layout",
+    "sharing",
+    "kernels",
+    "specs",
+    "wrappers",
+    "rollouts",
+    "buffers",
+    "modules",
+    "estimators",
+    "trees",
+}
 FOLDERS = ROOMS | {"trainers", "examples", "benchmarks"}
 SOURCE_FILES = {f"src/flatroll/{name}" for name in ("__init__.py", "__main__.py", "export.py", "py.typed")}
 

@@ -14,11 +14,13 @@ ROOMS = (
     "layout",
     "sharing",
     "kernels",
+    "specs",
     "wrappers",
     "rollouts",
     "buffers",
     "modules",
     "estimators",
+    "trees",
     "trainers",
 )
 MESSAGE = re.compile(r"^```text\n(.*?)^```", re.M | re.S)

@@ -31,6 +31,7 @@ ARROWS: dict[str, set[str]] = {
     "buffers": {"layout", "kernels", "specs"},
     "modules": {"layout", "kernels"},
     "estimators": {"layout", "kernels", "modules"},
+    "trees": {"layout", "kernels", "buffers"},
     "trainers": {"layout", "kernels", "specs", "wrappers", "rollouts", "buffers", "modules", "estimators"},
 }
 

@@ -20,6 +20,7 @@ ROOMS = (
     "buffers",
     "modules",
     "estimators",
+    "trees",
     "trainers",
 )
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,187 @@
+"""Numbers the distinct rows of columns, exactly: equal rows get equal numbers, different rows different ones."""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatroll.kernels.rows.words import hash_words
+
+_SMALLEST = 64  # rows for which a new index has room
+
+
+class RowIndex:
+    """Numbers distinct rows of 64-bit words from 0 on, in the order in which they are first seen.
+
+    Whole rows are compared, so no two different rows share a number. It grows as it needs to. On the CPU it is a hash
+    table in compiled code; on other devices it is a sorted list of hashes, which each insertion of new rows sorts anew.
+
+    Args:
+        width: 64-bit words of a row, at least 0.
+        device: where rows come from and numbers go to. Default the CPU.
+
+    >>> index = RowIndex(width=1)
+    >>> index.insert(torch.tensor([[7], [9], [7]]))
+    tensor([0, 1, 0])
+    >>> index.find(torch.tensor([[9], [8]])), len(index)
+    (tensor([ 1, -1]), 2)
+    """
+
+    def __init__(self, width: int, device: torch.device | str = "cpu") -> None:
+        self.width = width
+        self.device = torch.device(device)
+        self._rows: _Rows = HashedRows(width) if self.device.type == "cpu" else SortedRows(width, self.device)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def words(self) -> Tensor:
+        """The distinct rows, int64 ``[len, W]``: row i has number i. A view; do not write into it."""
+        return self._rows.words
+
+    def insert(self, words: Tensor) -> Tensor:
+        """Number the rows of ``words`` (int64 ``[N, W]``), new ones with new numbers; int64 ``[N]``."""
+        return self._rows.insert(self._checked(words))
+
+    def find(self, words: Tensor) -> Tensor:
+        """The numbers of the rows of ``words`` (int64 ``[N, W]``), -1 for those that are not there; int64 ``[N]``."""
+        return self._rows.find(self._checked(words))
+
+    def truncate(self, count: int) -> None:
+        """Forget the rows with numbers from ``count`` on, the newest ones."""
+        self._rows.truncate(count)
+
+    def _checked(self, words: Tensor) -> Tensor:
+        if words.dtype is not torch.int64 or words.ndim != 2 or words.shape[1] != self.width:
+            raise ValueError(
+                f"words must be int64 of shape [N, {self.width}], got {words.dtype} {list(words.shape)}"
+            )
+        return words.to(self.device)
+
+
+class _Rows(Protocol):
+    def __init__(self, width: int, device: torch.device) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def words(self) -> Tensor: ...
+    def insert(self, words: Tensor) -> Tensor: ...
+    def find(self, words: Tensor) -> Tensor: ...
+    def truncate(self, count: int) -> None: ...
+
+
+class HashedRows:
+    """Rows in a hash table in host memory; see `flatroll.kernels.rows.hash_table`."""
+
+    def __init__(self, width: int, device: torch.device | None = None) -> None:
+        from flatroll.kernels.rows import hash_table
+
+        self._kernels = hash_table
+        self._count = 0
+        self._keys = np.empty((_SMALLEST, width), np.int64)
+        self._hashes = np.empty(_SMALLEST, np.uint64)
+        self._table = np.full(2 * _SMALLEST, -1, np.int64)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def words(self) -> Tensor:
+        return torch.from_numpy(self._keys[: self._count])
+
+    def insert(self, words: Tensor) -> Tensor:
+        self._reserve(self._count + len(words))
+        rows, ids = np.ascontiguousarray(words.numpy()), np.empty(len(words), np.int64)
+        self._count = self._kernels.insert(self._table, self._keys, self._hashes, self._count, rows, ids)
+        return torch.from_numpy(ids)
+
+    def find(self, words: Tensor) -> Tensor:
+        rows, ids = np.ascontiguousarray(words.numpy()), np.empty(len(words), np.int64)
+        self._kernels.find(self._table, self._keys, self._hashes, rows, ids)
+        return torch.from_numpy(ids)
+
+    def truncate(self, count: int) -> None:
+        self._count = min(count, self._count)
+        self._table.fill(-1)
+        self._kernels.rebuild(self._table, self._hashes, self._count)
+
+    def _reserve(self, rows: int) -> None:
+        if rows <= len(self._keys):
+            return
+        room = max(_SMALLEST, 1 << (rows - 1).bit_length())  # so the table is grown once for each doubling
+        keys, hashes = np.empty((room, self._keys.shape[1]), np.int64), np.empty(room, np.uint64)
+        keys[: self._count], hashes[: self._count] = self._keys[: self._count], self._hashes[: self._count]
+        table = np.full(2 * room, -1, np.int64)
+        self._kernels.rebuild(table, hashes, self._count)
+        self._keys, self._hashes, self._table = keys, hashes, table
+
+
+class SortedRows:
+    """Rows found by binary search among their sorted hashes, on any device."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self.words = torch.empty(0, width, dtype=torch.int64, device=device)
+        self._hashes = torch.empty(0, dtype=torch.int64, device=device)  # ascending
+        self._ids = torch.empty(0, dtype=torch.int64, device=device)  # number of the row with each hash
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def find(self, words: Tensor) -> Tensor:
+        ids = torch.full((len(words),), -1, dtype=torch.int64, device=words.device)
+        wanted = hash_words(words)
+        place = torch.searchsorted(self._hashes, wanted)
+        rows = torch.arange(len(words), device=words.device)  # those still looked for
+        while len(rows):  # once, and once more for each row beside it with the same hash
+            at = place[rows]
+            near = at < len(self._hashes)
+            near[near.clone()] &= self._hashes[at[near]] == wanted[rows[near]]
+            rows = rows[near]
+            number = self._ids[place[rows]]
+            same = (self.words[number] == words[rows]).all(-1)
+            ids[rows[same]] = number[same]
+            rows = rows[~same]
+            place[rows] += 1
+        return ids
+
+    def insert(self, words: Tensor) -> Tensor:
+        ids = self.find(words)
+        new = (ids < 0).nonzero().squeeze(-1)
+        if len(new):
+            if self.words.shape[1]:
+                distinct, inverse = torch.unique(words[new], dim=0, return_inverse=True)
+            else:  # rows without words are all the same, and torch.unique does not take them
+                distinct, inverse = words[new[:1]], torch.zeros_like(new)
+            # torch.unique sorts the rows: number them by their first place in the batch instead
+            first = torch.full((len(distinct),), len(new), dtype=torch.int64, device=words.device)
+            first.scatter_reduce_(0, inverse, torch.arange(len(new), device=words.device), "amin")
+            order = first.argsort()
+            rank = torch.empty_like(order)
+            rank[order] = torch.arange(len(order), device=words.device)
+            ids[new] = len(self.words) + rank[inverse]
+            numbers = torch.arange(len(distinct), device=words.device) + len(self.words)
+            hashes = torch.cat([self._hashes, hash_words(distinct[order])])
+            self._hashes, by_hash = hashes.sort(stable=True)
+            self._ids = torch.cat([self._ids, numbers])[by_hash]
+            self.words = torch.cat([self.words, distinct[order]])
+        return ids
+
+    def truncate(self, count: int) -> None:
+        kept = self._ids < count
+        self.words, self._hashes, self._ids = self.words[:count], self._hashes[kept], self._ids[kept]
+
+
+def occurrences(ids: Tensor) -> Tensor:
+    """How many equal numbers stand before each of ``ids`` (int64 ``[N]``); int64 ``[N]``.
+
+    >>> occurrences(torch.tensor([4, 9, 4, 4]))
+    tensor([0, 0, 1, 2])
+    """
+    ordered, order = ids.sort(stable=True)
+    at = torch.arange(len(ids), device=ids.device)
+    starts = torch.ones_like(ids, dtype=torch.bool)
+    starts[1:] = ordered[1:] != ordered[:-1]
+    before = torch.empty_like(ids)
+    before[order] = at - torch.where(starts, at, 0).cummax(0).values
+    return before

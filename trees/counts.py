@@ -1,0 +1,182 @@
+"""How often states were seen: counts of a batch or over a run, and a sampler that prefers rare states."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from typing_extensions import override
+
+from flatroll.buffers import Draw, RandomSampler, Ring
+from flatroll.layout.keys import NestedKey, plain_key, require
+from flatroll.trees.columns import GrowingColumns, flat_columns
+from flatroll.trees.row_numbers import RowNumbers
+
+
+class StateCounter:
+    """Counts how often each state was seen, over all batches it is given.
+
+    Args:
+        keys: entries that make a state. Default ``"observation"``. Round or crop them beforehand to count cells.
+
+    >>> from tensordict import TensorDict
+    >>> counter = StateCounter("cell")
+    >>> counter.add(TensorDict({"cell": torch.tensor([4, 4, 9])}, [3]))
+    tensor([2, 2, 1])
+    >>> counter.add(TensorDict({"cell": torch.tensor([9, 5])}, [2])), len(counter)
+    (tensor([2, 1]), 3)
+    """
+
+    def __init__(self, keys: Sequence[NestedKey] | NestedKey = "observation") -> None:
+        self.keys = (
+            list(cast(Sequence[NestedKey], keys)) if isinstance(keys, list) else [cast(NestedKey, keys)]
+        )
+        self._states, self._counts = RowNumbers(self.keys), GrowingColumns()
+
+    def __len__(self) -> int:
+        """How many different states were seen."""
+        return len(self._states)
+
+    def add(self, batch: TensorDictBase) -> Tensor:
+        """Count the rows of a batch ``[*B]``, and return the counts of their states so far, int64 ``[*B]``.
+
+        Raises:
+            KeyError: an entry is missing.
+            TypeError: an entry has another dtype or shape than before.
+        """
+        before = len(self)
+        states = self._states.insert(self._columns(batch)).cpu()
+        new = torch.arange(before, len(self))
+        self._counts.set(new, {"count": torch.zeros_like(new)})
+        if not len(states):
+            return torch.zeros(batch.batch_size, dtype=torch.int64)
+        counts = self._counts.column("count")
+        counts.index_add_(0, states, torch.ones_like(states))
+        return counts[states].reshape(batch.batch_size)
+
+    def count(self, batch: TensorDictBase) -> Tensor:
+        """How often the states of a batch ``[*B]`` were counted, int64 ``[*B]``; the batch is not counted."""
+        states = self._states.find(self._columns(batch)).cpu()
+        if not len(self):
+            return torch.zeros(batch.batch_size, dtype=torch.int64)
+        counts = torch.where(states < 0, 0, self._counts.column("count")[states.clamp(min=0)])
+        return counts.reshape(batch.batch_size)
+
+    def _columns(self, batch: TensorDictBase) -> list[Tensor]:
+        for key in self.keys:
+            require(batch, key)
+        return list(flat_columns(batch, self.keys).values())
+
+
+def count_states(batch: TensorDictBase, keys: Sequence[NestedKey] | NestedKey = "observation") -> Tensor:
+    """Count, for each row, how many rows of the batch have its state.
+
+    ``count_states(batch, keys) ** -0.5`` is an exploration bonus, and ``batch[first]`` with ``first`` of
+    `first_of_state` has each state once. To count over several batches, use `StateCounter`.
+
+    Args:
+        batch: ``[*B]``.
+        keys: one entry or a list of entries that make a state, compared exactly. Default ``"observation"``.
+
+    Returns:
+        int64 ``[*B]``, at least 1.
+
+    >>> from tensordict import TensorDict
+    >>> batch = TensorDict({"x": torch.tensor([0.5, 0.0, -0.0]), "y": torch.tensor([1, 2, 2])}, [3])
+    >>> count_states(batch, ["x", "y"])
+    tensor([1, 2, 2])
+    """
+    counter = StateCounter(keys)
+    counter.add(batch)
+    return counter.count(batch)
+
+
+def first_of_state(batch: TensorDictBase, keys: Sequence[NestedKey] | NestedKey = "observation") -> Tensor:
+    """Mark the first row of each state, bool ``[*B]``: ``batch[first_of_state(batch)]`` has no duplicates.
+
+    >>> from tensordict import TensorDict
+    >>> first_of_state(TensorDict({"x": torch.tensor([7, 8, 7])}, [3]), "x")
+    tensor([ True,  True, False])
+    """
+    counter = StateCounter(keys)
+    states = RowNumbers(counter.keys).insert(counter._columns(batch))
+    # Numbers go up by one at each new state, so the running maximum does just there.
+    highest = states.cummax(0).values if len(states) else states
+    new = torch.ones_like(states, dtype=torch.bool)
+    new[1:] = highest[1:] > highest[:-1]
+    return new.reshape(batch.batch_size)
+
+
+class CountSampler(RandomSampler):
+    """Draws rows with a probability that falls with the count of their state: rare states are drawn more often.
+
+    A row's weight is ``count ** -power``, where the count is that of the stored rows with its state. With ``power`` 1
+    each state is drawn equally often, however many rows it has; with 0 each row is. After a write, the next draw takes
+    time in the number of stored rows; the others take time in its logarithm for each row.
+
+    The storage must be a column storage (`LazyTensorStorage`, `LazyMemmapStorage`), since states are read from it.
+    After ``buffer[index] = ...`` has changed states in place, call ``buffer.mark_update(index)``.
+
+    Args:
+        keys: one entry or a list of entries that make a state. Default ``"observation"``.
+        power: at least 0. Default 1.0.
+
+    >>> from tensordict import TensorDict
+    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=CountSampler("cell"), batch_size=1000)
+    >>> rows = buffer.extend(TensorDict({"cell": torch.tensor([3, 3, 3, 3, 8])}, [5]))
+    >>> 400 < int((buffer.sample()["cell"] == 8).sum()) < 600
+    True
+    """
+
+    def __init__(self, keys: Sequence[NestedKey] | NestedKey = "observation", power: float = 1.0) -> None:
+        if not power >= 0:
+            raise ValueError(f"power must be at least 0, got {power}")
+        self.keys = StateCounter(keys).keys
+        self.power = power
+        self._storage: Any = None
+        self._drawn_from: tuple[tuple[int, int], int] | None = None
+        self._sums = torch.empty(0, dtype=torch.float64)
+        self._slots = torch.empty(0, dtype=torch.int64)
+
+    @override
+    def attach(self, storage: Any) -> None:
+        self._storage = storage
+
+    @override
+    def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
+        version = ring.version
+        ring.check_not_empty()
+        now = (version, len(ring))
+        if self._drawn_from != now:
+            self._weigh(ring)
+            self._drawn_from = now
+        # Row i is drawn by numbers from the sum of the weights before it up to that with its own.
+        at = torch.rand(batch_size, generator=generator, dtype=torch.float64) * self._sums[-1]
+        ranks = torch.searchsorted(self._sums, at, right=True).clamp(max=len(self._sums) - 1)
+        slots = self._slots[ranks]
+        return Draw(slots, follow=ring.follow(slots) if follow else None, version=version)
+
+    @override
+    def mark_update(self, ring: Ring, slots: Tensor) -> None:
+        self._drawn_from = None  # the rows may have other states now
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._drawn_from = None
+
+    def _weigh(self, ring: Ring) -> None:
+        """Add up the weights of the stored rows."""
+        self._slots = ring.slots_by_age(torch.arange(len(ring)))
+        columns: Mapping[NestedKey, Any] = self._storage.columns
+        missing = [key for key in self.keys if plain_key(key) not in columns]
+        if missing:
+            raise KeyError(
+                f"the stored rows have no entry {missing[0]!r}; they have {', '.join(map(repr, columns)) or 'none'}"
+            )
+        states = RowNumbers(self.keys).insert(
+            [columns[plain_key(key)].take(self._slots) for key in self.keys]
+        )
+        weights = torch.bincount(states).double() ** -self.power
+        self._sums = weights[states.cpu()].cumsum(0)

@@ -1,0 +1,420 @@
+"""`MCTSForest`: the transitions of many trajectories as one graph of states, from which trees are cut."""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple, cast
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from flatroll.kernels.rows.words import hash_words
+from flatroll.layout.boundaries import run_ends
+from flatroll.layout.checks import whole_number
+from flatroll.layout.fast_call import fetched, nest
+from flatroll.layout.final import check_final, read_final
+from flatroll.layout.keys import (
+    MASK,
+    NEXT_KNOWN,
+    NestedKey,
+    as_tuple,
+    marker,
+    next_key,
+    observation_keys,
+    plain_key,
+    require,
+    under_next,
+    without_next,
+)
+from flatroll.trees.columns import GrowingColumns, flat_columns
+from flatroll.trees.row_numbers import RowNumbers
+from flatroll.trees.tensor_map import TensorDictMap
+from flatroll.trees.tree import Graph, Tree, grow_tree
+
+_DONE_KEYS: list[NestedKey] = ["done", "terminated", "truncated"]
+
+
+class Edges(NamedTuple):
+    """The distinct transitions of a forest, numbered in the order in which they were first seen.
+
+    Attributes:
+        source, target: int64 ``[E]``, numbers of the state before and after.
+        pair: int64 ``[E]``, number of (state, action); two outcomes of one action share it.
+        count: int64 ``[E]``, how often it was seen.
+        reward: float64 ``[E]``, sum of its rewards over these times.
+    """
+
+    source: Tensor
+    target: Tensor
+    pair: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides the method of tuples
+    reward: Tensor
+
+
+class MCTSForest:
+    """Collects transitions (observation, action) -> next observation, and cuts trees out of them.
+
+    Equal observations are one *state*, so trajectories that meet share what follows: a forest is a graph, with
+    transpositions, and with cycles where an env has them. A transition seen again is counted; an action with two
+    outcomes has two transitions. Observations and actions are compared exactly. It lives in host memory, wherever
+    batches are.
+
+    Args:
+        data_map: an empty `TensorDictMap` whose in-keys name the observations and the actions. Default None. It only
+            says what the keys are, and gives ``max_size``; the forest keeps transitions in memory of its own.
+        node_map: an empty `TensorDictMap` whose in-keys name the observations, and by whose hash modules states are
+            compared. Default None.
+        max_size: most distinct transitions; a batch that does not fit is refused whole. Default: of the maps, or no
+            limit.
+        done_keys: names of the done flags under ``"next"``. Default ``"done"``, ``"terminated"``, ``"truncated"``.
+        reward_keys: names of the rewards under ``"next"``, which are summed. Default ``"reward"``.
+        observation_keys: entries that make a state. Default: those of the first batch
+            (`flatroll.layout.observation_keys`).
+        action_keys: entries that make an action. Default ``"action"``.
+        excluded_keys: entries, at the root or under ``"next"``, that are not stored.
+        consolidated: has no effect; columns are separate tensors always.
+
+    >>> forest = MCTSForest()
+    >>> runs = [([0, 123, 392], [1, 2, 3], [123, 392, 989]), ([0, 123], [1, 6], [123, 235])]
+    >>> for seen, actions, then in runs:
+    ...     columns = {"observation": torch.tensor(seen), "action": torch.tensor(actions)}
+    ...     forest.extend(TensorDict(columns | {"next": {"observation": torch.tensor(then)}}, [len(seen)]))
+    >>> tree = forest.get_tree(TensorDict({"observation": torch.tensor(0)}))
+    >>> tree.rollout["action"], tree.selected_actions, [child.count for child in tree.subtree]
+    (tensor([1]), tensor([2, 6]), [1, 1])
+    >>> print(tree.to_string())
+    (0,) {'observation': tensor(989)}
+    (1,) {'observation': tensor(235)}
+    """
+
+    def __init__(
+        self,
+        *,
+        data_map: TensorDictMap | None = None,
+        node_map: TensorDictMap | None = None,
+        max_size: int | None = None,
+        done_keys: Sequence[NestedKey] | NestedKey | None = None,
+        reward_keys: Sequence[NestedKey] | NestedKey | None = None,
+        observation_keys: Sequence[NestedKey] | NestedKey | None = None,
+        action_keys: Sequence[NestedKey] | NestedKey | None = None,
+        excluded_keys: Sequence[NestedKey] | None = None,
+        consolidated: bool | None = None,
+    ) -> None:
+        self.done_keys = _listed(done_keys) or _DONE_KEYS
+        self.reward_keys = _listed(reward_keys) or ["reward"]
+        self.observation_keys = _listed(observation_keys) or (
+            cast(list[NestedKey], list(node_map.in_keys)) if node_map is not None else []
+        )
+        if data_map is not None and not self.observation_keys:
+            raise ValueError(
+                "data_map needs observation_keys or node_map beside it, to tell them from actions"
+            )
+        of_data = (
+            [key for key in cast(list[NestedKey], data_map.in_keys) if key not in self.observation_keys]
+            if data_map is not None
+            else []
+        )
+        self.action_keys = _listed(action_keys) or of_data or ["action"]
+        self.excluded_keys = {plain_key(as_tuple(key)) for key in excluded_keys or ()}
+        needed = self.excluded_keys & {*self.observation_keys, *self.action_keys, "observation"}
+        if needed:
+            raise ValueError(
+                f"excluded_keys must not name observations or actions, got {sorted(map(str, needed))}"
+            )
+        limits = {
+            limit
+            for limit in (max_size, *(m.max_size for m in (data_map, node_map) if m is not None))
+            if limit
+        }
+        if len(limits) > 1:
+            raise ValueError(f"max_size and the maps' max_size must be equal, got {sorted(limits)}")
+        self.max_size = whole_number("max_size", limits.pop()) if limits else None
+        if max_size is not None:
+            whole_number("max_size", max_size)
+        self._state_columns = None if node_map is None else node_map.query_module.columns
+        self._states, self._pairs = RowNumbers(["observation"]), RowNumbers(["state", *self.action_keys])
+        self._edges = RowNumbers(["pair", "target"])
+        self._columns, self._rows = GrowingColumns(), GrowingColumns()
+        self._graph: Graph | None = None
+
+    def __len__(self) -> int:
+        """How many distinct transitions there are."""
+        return len(self._edges)
+
+    @property
+    def num_states(self) -> int:
+        """How many distinct states there are."""
+        return len(self._states)
+
+    @property
+    def edges(self) -> Edges:
+        """The distinct transitions: views, which the next :meth:`extend` may leave behind."""
+        if not len(self):
+            nothing = torch.empty(0, dtype=torch.int64)
+            return Edges(nothing, nothing, nothing, nothing, nothing.double())
+        return Edges(*(self._columns.column(key) for key in Edges._fields))
+
+    def rows(self, edges: Tensor) -> TensorDict:
+        """The stored rows of transitions (numbers int64 ``[K]``), as they were first seen: a tensordict ``[K]``."""
+        return self._rows.get(edges)
+
+    def states(self, observations: TensorDictBase) -> Tensor:
+        """Numbers of the states of observations ``[*B]``, int64 ``[*B]``; -1 for unknown ones."""
+        found = self._states.find(self._states_of(observations, self._observed(observations)))
+        return found.reshape(observations.batch_size)
+
+    def children(self, state: int) -> Tensor:
+        """Numbers of the transitions that leave a state, int64 ``[K]``, in the order in which they were first seen.
+
+        A state that is not known, such as -1, has none.
+        """
+        leaving = self._made_graph().leaving(state) if 0 <= state < self.num_states else []
+        return torch.tensor(leaving, dtype=torch.int64)
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def extend(
+        self,
+        rollout: TensorDictBase,
+        *,
+        return_node: bool = False,
+        final: TensorDictBase | None = None,
+    ) -> Tree | None:
+        """Add the transitions of a batch. If it is refused, nothing is added.
+
+        Args:
+            rollout: rows ``[N]`` or ``[*B, T]`` with observations, actions and, under ``"next"``, the observations
+                after them; rewards and done flags if there are any. Of a compact batch, which has no next
+                observations, they are those of the next rows. Padding by its mask is left out.
+            return_node: return the tree of the first row's observation. Default False.
+            final: with a compact batch, ``collector.final``: the next observations of the last rows of its runs.
+
+        Raises:
+            KeyError: an entry is missing.
+            TypeError: an entry has another dtype or shape than in the batches before.
+            ValueError: rows whose next observation is not known.
+            RuntimeError: there would be more than ``max_size`` transitions.
+        """
+        keys = self.observation_keys or observation_keys(rollout)
+        columns = self._checked(rollout, keys, final)
+        counts = [(numbers, len(numbers)) for numbers in (self._states, self._pairs, self._edges)]
+        done = False
+        try:
+            self._insert(columns, keys)
+            done = True
+        finally:
+            if not done:
+                for numbers, count in counts:
+                    numbers.truncate(count)
+        self.observation_keys, self._graph = keys, None
+        if return_node and len(columns[self.action_keys[0]]):
+            first = nest({key: columns[key][:1] for key in keys}, 1)
+            return self.get_tree(first)
+        return None
+
+    def add(self, step: TensorDictBase, *, return_node: bool = False) -> Tree | None:
+        """Add one transition, a tensordict ``[]``; see :meth:`extend`."""
+        return self.extend(step.unsqueeze(0), return_node=return_node)
+
+    def _checked(
+        self, rollout: TensorDictBase, keys: list[NestedKey], final: TensorDictBase | None
+    ) -> dict[NestedKey, Tensor]:
+        """The columns ``[N, *F]`` of a batch, with next observations and without padding."""
+        if not rollout.batch_dims:
+            raise ValueError("rollout must have a batch dimension, got a single row: use add()")
+        if not keys:
+            raise KeyError("rollout has no observation: name its entries by observation_keys=")
+        for key in (*keys, *self.action_keys):
+            require(rollout, key)
+        columns = {key: column.detach().cpu() for key, column in flat_columns(rollout).items()}
+        known = None
+        if any(fetched(rollout, next_key(key)) is None for key in keys):
+            known = self._fill_next(rollout, columns, keys, final)
+        if fetched(rollout, NEXT_KNOWN) is not None:
+            seen = marker(rollout, NEXT_KNOWN).reshape(-1).cpu()
+            known = seen if known is None else known & seen
+        if fetched(rollout, MASK) is not None:
+            real = marker(rollout, MASK).reshape(-1).cpu()
+            columns = {key: column[real] for key, column in columns.items()}
+            known = None if known is None else known[real]
+        if known is not None and not bool(known.all()):
+            unknown = (~known).nonzero().squeeze(-1)
+            raise ValueError(
+                f"the next observation of {len(unknown)} rows is not known, the first is row {int(unknown[0])}: "
+                "pass final=collector.final with a compact batch, or leave these rows out"
+            )
+        return columns
+
+    def _fill_next(
+        self,
+        rollout: TensorDictBase,
+        columns: dict[NestedKey, Tensor],
+        keys: list[NestedKey],
+        final: TensorDictBase | None,
+    ) -> Tensor:
+        """Add next observations to the columns of a compact batch; return which rows have one, bool ``[N]``."""
+        known = (
+            ~run_ends(rollout).reshape(-1).cpu()
+        )  # the observation of a row that ends a run is not in the next row
+        at, last = None, {}
+        if final is not None:
+            read = read_final(final.cpu(), keys)
+            at, last = check_final(read, columns, len(known)), read.next
+            if set(last) == set(keys):
+                known[at] = True
+        for key in keys:
+            column = columns[key].roll(-1, 0)
+            if at is not None and key in last:
+                column[at] = last[key]
+            columns[next_key(key)] = column
+        return known
+
+    def _insert(self, columns: dict[NestedKey, Tensor], keys: list[NestedKey]) -> None:
+        """Number the transitions of columns ``[N, *F]``, count them, and store the new ones."""
+        both = [torch.cat([columns[key], columns[next_key(key)]]) for key in keys]
+        rows, before = len(columns[keys[0]]), len(self)
+        source, target = self._states.insert(self._states_of_columns(both, keys)).reshape(2, rows)
+        pair = self._pairs.insert([source, *(columns[key] for key in self.action_keys)])
+        edge = self._edges.insert([pair, target])
+        if self.max_size is not None and len(self) > self.max_size:
+            raise RuntimeError(
+                f"{len(self) - before} new transitions do not fit: the forest has {before} of at most "
+                f"{self.max_size}. Nothing was added"
+            )
+        new = len(self) - before
+        # The first row of each new transition.
+        first = torch.full((new,), rows, dtype=torch.int64)
+        fresh = (edge >= before).nonzero().squeeze(-1)
+        first.scatter_reduce_(0, edge[fresh] - before, fresh, "amin")
+        stored = {
+            key: column[first]
+            for key, column in columns.items()
+            if key not in self.excluded_keys and without_next(key) not in self.excluded_keys
+        }
+        at = torch.arange(before, len(self))
+        self._rows.check(stored)
+        reward = self._rewards(columns, rows)
+        zeros = torch.zeros(new, dtype=torch.int64)
+        numbers: dict[NestedKey, Tensor] = {
+            "source": source[first],
+            "target": target[first],
+            "pair": pair[first],
+        }
+        self._rows.set(at, stored)
+        self._columns.set(at, {**numbers, "count": zeros, "reward": zeros.double()})
+        if rows:
+            self._columns.column("count").index_add_(0, edge, torch.ones_like(edge))
+            self._columns.column("reward").index_add_(0, edge, reward)
+
+    def _rewards(self, columns: dict[NestedKey, Tensor], rows: int) -> Tensor:
+        """The sum of all rewards of each row, float64 ``[N]``; zeros if there are none."""
+        total = torch.zeros(rows, dtype=torch.float64)
+        for key in self.reward_keys:
+            column = columns.get(under_next(key))
+            if column is not None:
+                total += column.double().reshape(rows, prod(column.shape[1:])).sum(-1)
+        return total
+
+    def _observed(self, rows: TensorDictBase) -> list[NestedKey]:
+        keys = self.observation_keys
+        if not keys:
+            raise KeyError("the forest is empty: extend it first")
+        for key in keys:
+            require(rows, key)
+        return keys
+
+    def _states_of(self, rows: TensorDictBase, keys: list[NestedKey]) -> list[Tensor]:
+        return self._states_of_columns(list(flat_columns(rows, keys).values()), keys)
+
+    def _states_of_columns(self, columns: list[Tensor], keys: list[NestedKey]) -> list[Tensor]:
+        """What states are compared by: the observations, or the hashes that the node map's modules make of them."""
+        self._states.names = keys
+        if self._state_columns is None:
+            return columns
+        return self._state_columns(nest(dict(zip(keys, columns, strict=True)), len(columns[0])))
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def get_child(self, root: TensorDictBase) -> TensorDict:
+        """The stored row of a transition: of an observation and an action, a tensordict ``[]`` with ``"next"``.
+
+        Of several outcomes it is the one seen most often.
+
+        Raises:
+            KeyError: it was not seen.
+        """
+        rows = root.unsqueeze(0)
+        state = self._states.find(self._states_of(rows, self._observed(rows)))
+        pair = self._pairs.find([state, *(require(rows, key) for key in self.action_keys)])
+        if int(pair) < 0:
+            raise KeyError("this action was not seen in this state")
+        among = (self.edges.pair == pair).nonzero().squeeze(-1)
+        return cast(TensorDict, self.rows(among[self.edges.count[among].argmax()].reshape(1))[0])
+
+    def get_tree(self, root: TensorDictBase, *, max_depth: int | None = None, compact: bool = True) -> Tree:
+        """Cut out the tree that begins at an observation. Each state is expanded once; see `Tree`.
+
+        It takes time and memory in the number of transitions that can be reached, whatever ways lead to them. A tree
+        shows the forest as it was when the tree was cut.
+
+        Args:
+            root: an observation, of batch size ``[]`` or ``[1]``.
+            max_depth: vertices that many levels below the root are the last to be expanded. Default: all are.
+            compact: join transitions that follow one another without a branch into one vertex. Default True; False
+                makes each transition a vertex.
+
+        Raises:
+            KeyError: the observation was not seen.
+        """
+        if root.batch_size.numel() != 1:
+            raise ValueError(f"root must be one observation, got batch size {list(root.batch_size)}")
+        if max_depth is not None:
+            whole_number("max_depth", max_depth, least=0)
+        state = int(self.states(root))
+        if state < 0:
+            seen = {key: require(root, key).tolist() for key in self.observation_keys}
+            raise KeyError(f"no transition of the forest begins or ends at the observation {seen}")
+        return grow_tree(self._made_graph(), state, max_depth, compact)
+
+    def to_string(self, td_root: TensorDictBase, node_format_fn: Callable[[Tree], Any] | None = None) -> str:
+        """The tree of an observation as text; see `Tree.to_string`."""
+        return self.get_tree(td_root).to_string(node_format_fn)
+
+    @classmethod
+    def valid_paths(cls, tree: Tree) -> Any:
+        """The paths of a tree; see `Tree.valid_paths`."""
+        yield from tree.valid_paths()
+
+    def _made_graph(self) -> Graph:
+        if self._graph is None:
+            source, target, _, count, reward = self.edges
+            order = source.argsort(stable=True)
+            # Transitions that leave state s are order[offsets[s]:offsets[s + 1]].
+            offsets = torch.zeros(self.num_states + 1, dtype=torch.int64)
+            offsets[1:] = torch.bincount(source, minlength=self.num_states).cumsum(0)
+            self._graph = Graph(
+                offsets.tolist(),
+                order.tolist(),
+                target.tolist(),
+                count.clone(),
+                reward.clone(),
+                self._hashes(),
+                self._rows,
+                self.observation_keys,
+                self.action_keys,
+                [under_next(key) for key in self.done_keys],
+            )
+        return self._graph
+
+    def _hashes(self) -> Tensor:
+        """A hash of each transition, int64 ``[E]``, of the values and not of numbers, so the same in all forests."""
+        assert self._states.index is not None and self._pairs.index is not None
+        states, (source, target, pair, _, _) = hash_words(self._states.index.words), self.edges
+        actions = self._pairs.index.words[:, 1:]  # behind the number of the state
+        return hash_words(torch.cat([states[source, None], actions[pair], states[target, None]], -1))
+
+
+def _listed(keys: Sequence[NestedKey] | NestedKey | None) -> list[NestedKey]:
+    if keys is None:
+        return []
+    return list(cast(Sequence[NestedKey], keys)) if isinstance(keys, list) else [cast(NestedKey, keys)]

@@ -1,0 +1,134 @@
+"""A tree as a picture."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Floats = NDArray[np.float64]
+Tree: TypeAlias = Any  # `flatroll.trees.Tree`, whose file imports this one
+
+INK, LINE, NODE, DONE = (
+    "#37424d",
+    "#9aa7b4",
+    "#0072b2",
+    "#d55e00",
+)  # of Okabe and Ito's colours, as the timeline
+_HALO = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.4}
+_LABELLED = 60  # vertices up to which each gets a text by default
+
+
+def draw(
+    tree: Tree, ax: "Axes | None", make_labels: Callable[[Tree], str] | None, max_vertices: int
+) -> "Axes":
+    """Draw a tree; see `Tree.plot`."""
+    shown, links = _choose(tree, max_vertices)
+    x, y = _place(shown, links)
+    if ax is None:
+        height = min(max(3.0, 1.2 + 0.24 * -y.min()), 12.0)
+        ax = Figure(figsize=(9, height), layout="constrained").add_subplot()
+    number = {vertex.node_id: i for i, vertex in enumerate(shown)}
+    counts = np.array([vertex.count for vertex in shown], float)
+    most = max(counts.max(), 1.0)
+    for style, wanted in (("solid", True), ("dashed", False)):
+        pairs = [(number[a], number[b]) for a, b, first in links if first is wanted]
+        lines = [_line(x[[a, b]], y[[a, b]], bend=0.0 if wanted else 0.3) for a, b in pairs]
+        widths = [0.6 + 3.4 * counts[b] / most for _, b in pairs]
+        ax.add_collection(LineCollection(lines, linewidths=widths, linestyles=style, colors=LINE, zorder=1))
+    done = np.array([vertex.is_terminal for vertex in shown])
+    sizes = 12 + 150 * counts / most
+    for mask, mark, colour, name in ((~done, "o", NODE, "goes on"), (done, "s", DONE, "done")):
+        if mask.any():
+            ax.scatter(x[mask], y[mask], sizes[mask], c=colour, marker=mark, label=name, zorder=2)
+    if make_labels is not None or len(shown) <= _LABELLED:
+        for vertex, at_x, at_y in zip(shown, x, y, strict=True):
+            text = _label(vertex) if make_labels is None else make_labels(vertex)
+            ax.annotate(
+                text,
+                (at_x, at_y),
+                (8, -2.5),
+                textcoords="offset points",
+                fontsize=7,
+                color=INK,
+                zorder=3,
+                bbox=_HALO,
+            )
+    total = tree.num_vertices()
+    more = "" if len(shown) == total else f" (the first {len(shown)} of {total} are drawn)"
+    ax.set_title(f"{total} vertices, {int(counts[0])} visits of the root{more}", loc="left", fontsize=10)
+    ax.set(xlabel="steps from the root", yticks=[])
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.margins(0.06, 0.12)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    if done.any():
+        ax.legend(frameon=False, fontsize=8, loc="best")
+    return ax
+
+
+def _line(x: Floats, y: Floats, bend: float) -> Floats:
+    """Points ``[K, 2]`` of a line between two, which leaves its straight way by ``bend`` to the right."""
+    way = np.linspace(0, 1, 13 if bend else 2)
+    return np.stack([x[0] + way * (x[1] - x[0]) + 4 * bend * way * (1 - way), y[0] + way * (y[1] - y[0])], -1)
+
+
+def _choose(tree: Tree, most: int) -> tuple[list[Tree], list[tuple[int, int, bool]]]:
+    """The first vertices, breadth first, and lines (parent, child, whether it is the child's first) among them."""
+    shown, seen, links = [tree], {tree.node_id}, []
+    queue = deque([tree])
+    while queue:
+        vertex = queue.popleft()
+        for child in vertex.subtree or ():
+            first = child.node_id not in seen
+            if first and len(shown) >= most:
+                continue
+            links.append((vertex.node_id, child.node_id, first))
+            if first:
+                seen.add(child.node_id)
+                shown.append(child)
+                queue.append(child)
+    return shown, links
+
+
+def _place(shown: list[Tree], links: list[tuple[int, int, bool]]) -> tuple[Floats, Floats]:
+    """Places of vertices: x is steps from the root, y a row per leaf, and for others the middle of their children."""
+    number = {vertex.node_id: i for i, vertex in enumerate(shown)}
+    children: list[list[int]] = [[] for _ in shown]
+    x = np.zeros(len(shown))
+    for parent, child, first in links:  # breadth first: parents before their children
+        if first:
+            a, b = number[parent], number[child]
+            children[a].append(b)
+            x[b] = x[a] + shown[b].num_steps
+    y, row = np.zeros(len(shown)), 0
+    order, stack = [], [0]
+    while stack:
+        vertex = stack.pop()
+        order.append(vertex)
+        stack += children[vertex][::-1]
+        if not children[vertex]:
+            y[vertex], row = -row, row + 1
+    for vertex in reversed(order):  # children before their parents
+        if children[vertex]:
+            y[vertex] = (y[children[vertex][0]] + y[children[vertex][-1]]) / 2
+    return x, y
+
+
+def _label(vertex: Tree) -> str:
+    """The first action and the count."""
+    if not vertex.node_id or not hasattr(vertex.branching_action, "tolist"):
+        return f"{vertex.count}"
+    action = vertex.branching_action
+    text = (
+        f"{action.item()}"
+        if action.numel() == 1
+        else "(" + ", ".join(f"{a:g}" for a in action.tolist()) + ")"
+    )
+    return f"a={text}, n={vertex.count}"

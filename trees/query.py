@@ -1,0 +1,168 @@
+"""`QueryModule`: finds the position of each row of a tensordict by its entries."""
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from flatroll.kernels.rows.words import hash_words, pack_rows
+from flatroll.layout.fast_call import fetched, put
+from flatroll.layout.keys import NestedKey, missing_marker
+from flatroll.trees.row_numbers import RowNumbers
+
+Hash = Callable[[Any], Any]
+
+
+class QueryModule(TensorDictModuleBase):
+    """Writes to each row of a tensordict its position in a map, by the values of some entries.
+
+    Positions are dense, in the order in which rows are first seen; rows are compared exactly, unless a hash module is
+    given. The hash of a row is a 64-bit integer that is the same in every process.
+
+    Args:
+        in_keys: the entries that tell rows apart.
+        index_key: where positions are written, int64 ``[*B]``. Default ``"_index"``.
+        hash_key: where hashes are written, int64 ``[*B]``. Default ``"_hash"``.
+        hash_module: maps an entry's rows ``[N, *F]`` to ``[N]`` or ``[N, H]``; rows count as equal where its values
+            are. One for all entries (copied for each), or a list with one per entry. Default None: rows are equal
+            where the entries are.
+        hash_to_int: maps hashes ``[N]`` and a keyword ``extend`` to positions, as `HashToInt` does. Default: exact
+            numbering inside this module.
+        aggregator: maps the stacked hashes ``[N, len(in_keys)]`` to one hash ``[N]``; not used with one entry. Default:
+            rows are equal where all hashes are.
+        clone: write to a shallow copy. Default False: to the tensordict given.
+
+    Raises:
+        ValueError: no ``in_keys``, or a list of hash modules of another length.
+
+    >>> from tensordict import TensorDict
+    >>> query = QueryModule(in_keys=["x", "y"])
+    >>> rows = TensorDict({"x": torch.tensor([[1.0], [1.0], [1.0], [2.0]]), "y": torch.tensor([3, 3, 2, 3])}, [4])
+    >>> query(rows)["_index"]
+    tensor([0, 0, 1, 2])
+    """
+
+    def __init__(
+        self,
+        in_keys: Sequence[NestedKey] | NestedKey,
+        index_key: NestedKey = "_index",
+        hash_key: NestedKey = "_hash",
+        *,
+        hash_module: Hash | list[Hash] | None = None,
+        hash_to_int: Callable[..., Tensor] | None = None,
+        aggregator: Hash | None = None,
+        clone: bool = False,
+    ) -> None:
+        super().__init__()
+        keys = list(in_keys) if isinstance(in_keys, list) else [cast(NestedKey, in_keys)]
+        if not keys:
+            raise ValueError("in_keys must name at least one entry, got an empty list")
+        self._read: list[NestedKey] = keys
+        self.in_keys, self.out_keys = keys, [index_key, hash_key]  # pyright: ignore[reportAttributeAccessIssue]
+        self.index_key, self.hash_key, self.clone = index_key, hash_key, clone
+        if hash_module is not None and not isinstance(hash_module, list):
+            hash_module = [hash_module, *(deepcopy(hash_module) for _ in keys[1:])]
+        if hash_module is not None and len(hash_module) != len(keys):
+            raise ValueError(
+                f"hash_module must have one module for each of the {len(keys)} in_keys, got {len(hash_module)}"
+            )
+        # Modules among them are registered, so that state_dict() has their state.
+        self.hash_module = hash_module
+        for i, module in enumerate(hash_module or ()):
+            if isinstance(module, torch.nn.Module):
+                self.add_module(f"hash_module_{i}", module)
+        self.hash_to_int, self.aggregator = hash_to_int, aggregator if len(keys) > 1 else None
+        self._rows = RowNumbers(
+            keys if hash_module is None and self.aggregator is None else ["hash"] * len(keys)
+        )
+
+    def __len__(self) -> int:
+        """How many distinct rows were seen."""
+        if self.hash_to_int is None:
+            return len(self._rows)
+        return len(cast(Any, self.hash_to_int))
+
+    def forward(
+        self,
+        tensordict: TensorDictBase,
+        *,
+        extend: bool = True,
+        write_hash: bool = True,
+        clone: bool | None = None,
+    ) -> TensorDictBase:
+        """Write positions and hashes.
+
+        Args:
+            tensordict: ``[*B]`` with the in-keys.
+            extend: give positions to rows that have none. Default True. False: they get ``len(self)``.
+            write_hash: write hashes as well. Default True.
+            clone: overrides the option of this name.
+
+        Raises:
+            KeyError: an in-key is missing.
+            TypeError: an entry has another dtype or shape than in the rows before.
+        """
+        columns = self.columns(tensordict)
+        index = self.insert(columns) if extend else self.find(columns)
+        if not extend and self.hash_to_int is None:
+            index = torch.where(index < 0, len(self), index)
+        written = tensordict.copy() if (self.clone if clone is None else clone) else tensordict
+        put(written, self.index_key, index.reshape(tensordict.batch_size))
+        if write_hash:
+            put(written, self.hash_key, self.hashes(columns).reshape(tensordict.batch_size))
+        return written
+
+    def columns(self, tensordict: TensorDictBase) -> list[Tensor]:
+        """What rows are compared by: the in-keys, or their hashes, each ``[N, *F]`` with N rows of all batch dims."""
+        rows = tensordict.batch_size.numel()
+        columns = [fetched(tensordict, key) for key in self._read]
+        for key, column in zip(self._read, columns, strict=True):
+            if column is None:
+                raise missing_marker(key, tensordict.keys(True, True))
+        if tensordict.batch_dims != 1:
+            columns = [column.reshape(rows, *column.shape[tensordict.batch_dims :]) for column in columns]
+        if self.hash_module is not None:
+            columns = [module(column) for module, column in zip(self.hash_module, columns, strict=True)]
+        return columns if self.aggregator is None else [self.aggregator(torch.stack(columns, -1))]
+
+    def insert(self, columns: list[Tensor]) -> Tensor:
+        """Positions int64 ``[N]`` of rows given as :meth:`columns` returns them; new rows get new ones."""
+        if self.hash_to_int is None:
+            return self._rows.insert(columns)
+        return self.hash_to_int(self.hashes(columns), extend=True)
+
+    def find(self, columns: list[Tensor]) -> Tensor:
+        """Positions int64 ``[N]``; -1 for unknown rows, or what the given ``hash_to_int`` returns for them."""
+        if self.hash_to_int is None:
+            return self._rows.find(columns)
+        return self.hash_to_int(self.hashes(columns), extend=False)
+
+    def hashes(self, columns: list[Tensor]) -> Tensor:
+        """One hash per row, int64 ``[N]``."""
+        if len(columns) == 1 and (self.hash_module is not None or self.aggregator is not None):
+            return columns[0]
+        return hash_words(pack_rows(columns))
+
+    def truncate(self, count: int) -> None:
+        """Forget the rows from position ``count`` on; without effect on a ``hash_to_int`` that cannot."""
+        numbering: Any = self._rows if self.hash_to_int is None else self.hash_to_int
+        if hasattr(numbering, "truncate"):
+            numbering.truncate(count)
+
+    def clear(self) -> None:
+        """Forget all rows, and their dtypes and shapes."""
+        if self.hash_to_int is None:
+            self._rows.truncate(0)
+        else:
+            cast(Any, self.hash_to_int).clear()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The rows in the order of their positions; part of ``state_dict()``."""
+        return self._rows.state_dict()
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self._rows.load_state_dict(state)

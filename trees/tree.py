@@ -1,0 +1,430 @@
+"""`Tree`: a view of a forest from one state on."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from flatroll.layout.fast_call import nest
+from flatroll.layout.keys import NestedKey, next_key
+from flatroll.trees.columns import GrowingColumns
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Graph:
+    """A forest's transitions by the state that they leave, as trees read them."""
+
+    offsets: list[int]
+    order: list[int]
+    target: list[int]
+    count: Tensor
+    reward: Tensor
+    hashes: Tensor
+    rows: GrowingColumns
+    observation_keys: list[NestedKey]
+    action_keys: list[NestedKey]
+    done_keys: list[tuple[str, ...]]
+
+    def leaving(self, state: int) -> list[int]:
+        """Numbers of the transitions that leave a state."""
+        return self.order[self.offsets[state] : self.offsets[state + 1]]
+
+
+class Vertices:
+    """The vertices of one tree by their numbers, in breadth-first order; vertex 0 is the root.
+
+    Attributes:
+        chains: transitions that lead from the parent's state to the vertex's, in order; of the root, those up to the
+            first branch.
+        states: the state at the end of each.
+        children: of each, the numbers of its children; None if it is not expanded.
+        parents: of each, the numbers of its parents.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.chains: list[list[int]] = []
+        self.states: list[int] = []
+        self.children: list[list[int] | None] = []
+        self.parents: list[list[int]] = []
+
+    def new(self, chain: list[int], state: int) -> int:
+        self.chains.append(chain)
+        self.states.append(state)
+        self.children.append(None)
+        self.parents.append([])
+        return len(self.chains) - 1
+
+
+def grow_tree(graph: Graph, root: int, max_depth: int | None, compact: bool) -> "Tree":
+    """Build the tree of a state; see `MCTSForest.get_tree`."""
+    entering = _count_entering(graph, root) if compact else {}
+
+    def chain_from(edge: int) -> list[int]:
+        """The transition, and those after it up to a branch, a state that two transitions enter, or the root.
+
+        Every other state on the way is entered by one transition only, so that no chain comes back to itself, and
+        each transition is in one chain.
+        """
+        chain = [edge]
+        while compact:
+            state = graph.target[chain[-1]]
+            leaving = graph.leaving(state)
+            if len(leaving) != 1 or entering[state] > 1 or state == root:
+                break
+            chain.append(leaving[0])
+        return chain
+
+    vertices = Vertices(graph)
+    beginning = graph.leaving(root)
+    chain = chain_from(beginning[0]) if compact and len(beginning) == 1 else []
+    vertices.new(chain, graph.target[chain[-1]] if chain else root)
+    by_edge = {chain[0]: 0} if chain else {}
+    queue = deque([(0, 0)])
+    while queue:
+        vertex, depth = queue.popleft()
+        if max_depth is not None and depth > max_depth:
+            continue
+        vertices.children[vertex] = children = []
+        for edge in graph.leaving(vertices.states[vertex]):
+            child = by_edge.get(edge)
+            if child is None:
+                chain = chain_from(edge)
+                child = by_edge[edge] = vertices.new(chain, graph.target[chain[-1]])
+                queue.append((child, depth + 1))
+            children.append(child)
+            vertices.parents[child].append(vertex)
+    return Tree(vertices, 0)
+
+
+def _count_entering(graph: Graph, root: int) -> dict[int, int]:
+    """How many of the transitions that can be reached enter each state."""
+    entering: dict[int, int] = {root: 0}
+    stack = [root]
+    while stack:
+        for edge in graph.leaving(stack.pop()):
+            state = graph.target[edge]
+            if state not in entering:
+                entering[state] = 0
+                stack.append(state)
+            entering[state] += 1
+    return entering
+
+
+class Tree:
+    """A vertex of a tree, with all that follows: what `MCTSForest.get_tree` returns.
+
+    A vertex is a transition and, in a compact tree, those after it up to the next branch; :attr:`rollout` has them,
+    and :attr:`node_data` the observation at their end. The root's rollout goes from the root's observation to the
+    first branch; it is None if the root branches at once. Each child in :attr:`subtree` begins with another transition:
+    another action, or another outcome of the same one.
+
+    Ways that meet again lead to the same vertices: two parents share a child. A vertex that comes back to itself is
+    its own descendant. Lists of paths and of edges expand each vertex once, so they end.
+
+    Two trees are equal if they are the same vertex of the same tree. Build trees with `MCTSForest.get_tree`.
+    """
+
+    __slots__ = ("_vertices", "node_id")
+
+    def __init__(self, vertices: Vertices, node_id: int) -> None:
+        self._vertices = vertices
+        #: Number of the vertex in breadth-first order; the root is 0.
+        self.node_id = node_id
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Tree):
+            return NotImplemented
+        return self._vertices is other._vertices and self.node_id == other.node_id
+
+    def __hash__(self) -> int:
+        return hash((id(self._vertices), self.node_id))
+
+    def __repr__(self) -> str:
+        return (
+            f"Tree(node_id={self.node_id}, count={self.count}, children={self.num_children}, "
+            f"steps={len(self._chain)}, hash={self.hash})"
+        )
+
+    # -- what is at this vertex --------------------------------------------------------------------------------------
+
+    @property
+    def _chain(self) -> list[int]:
+        return self._vertices.chains[self.node_id]
+
+    @property
+    def count(self) -> int:
+        """How often the vertex's first transition was seen; of the root, how often its state was left."""
+        graph = self._vertices.graph
+        if self.node_id:
+            return int(graph.count[self._chain[0]])
+        chain = self._chain
+        return int(graph.count[chain[:1] or graph.leaving(self._vertices.states[0])].sum())
+
+    @property
+    def visits(self) -> int:
+        """The same as :attr:`count`."""
+        return self.count
+
+    @property
+    def wins(self) -> float:
+        """The sum of the rewards of the vertex's first transition over its visits; of the root 0.0."""
+        return float(self._vertices.graph.reward[self._chain[0]]) if self.node_id else 0.0
+
+    @property
+    def hash(self) -> int | None:
+        """A 64-bit hash of the vertex's first transition, the same in all forests; of the root None."""
+        return int(self._vertices.graph.hashes[self._chain[0]]) if self.node_id else None
+
+    @property
+    def index(self) -> Tensor:
+        """Numbers in the forest of the transitions that the children begin with, int64 ``[num_children]``."""
+        edges = [self._vertices.chains[child][0] for child in self._child_ids]
+        return torch.tensor(edges, dtype=torch.int64)
+
+    @property
+    def num_steps(self) -> int:
+        """Transitions of the vertex, rows of :attr:`rollout`."""
+        return len(self._chain)
+
+    @property
+    def rollout(self) -> TensorDict | None:
+        """The vertex's transitions as rows ``[T]``, as they were first seen; None of a root that branches at once."""
+        return self._vertices.graph.rows.get(torch.tensor(self._chain)) if self._chain else None
+
+    @property
+    def node_data(self) -> TensorDict:
+        """The observation at the vertex's end, where it branches: a tensordict ``[]``."""
+        graph, keys = self._vertices.graph, self._vertices.graph.observation_keys
+        if self._chain:
+            edge = self._chain[-1]
+            read: list[NestedKey] = [next_key(key) for key in keys]
+        else:
+            leaving = graph.leaving(self._vertices.states[self.node_id])
+            # A root that no transition leaves is the end of one.
+            edge = leaving[0] if leaving else graph.target.index(self._vertices.states[0])
+            read = list(keys) if leaving else [next_key(key) for key in keys]
+        columns = {key: graph.rows.column(entry)[edge].clone() for key, entry in zip(keys, read, strict=True)}
+        return nest(columns)
+
+    @property
+    def node_observations(self) -> TensorDict:
+        """The same as :attr:`node_data`."""
+        return self.node_data
+
+    @property
+    def node_observation(self) -> Tensor | TensorDictBase:
+        """The observation where the vertex branches: a tensor, or a tensordict if a state has several entries."""
+        data, keys = self.node_data, self._vertices.graph.observation_keys
+        return cast(Tensor, data[keys[0]]) if len(keys) == 1 else data
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the vertex's last transition is done; False without done flags, and for a root without rollout."""
+        graph = self._vertices.graph
+        stored = [key for key in graph.done_keys if key in graph.rows.keys]
+        return bool(self._chain) and any(
+            bool(graph.rows.column(key)[self._chain[-1]].any()) for key in stored
+        )
+
+    # -- actions -----------------------------------------------------------------------------------------------------
+
+    def _actions(self, edges: list[int]) -> Tensor | TensorDict:
+        graph = self._vertices.graph
+        columns = {key: graph.rows.column(key)[edges] for key in graph.action_keys}
+        return next(iter(columns.values())) if len(columns) == 1 else nest(columns, len(edges))
+
+    @property
+    def selected_actions(self) -> Tensor | TensorDict | None:
+        """The actions that the children begin with, ``[num_children, *F]``; None without children."""
+        return self._actions(self.index.tolist()) if self._child_ids else None
+
+    @property
+    def branching_action(self) -> Any:
+        """The vertex's first action, which led away from its parent; None without rollout."""
+        return self._actions(self._chain[:1])[0] if self._chain else None
+
+    @property
+    def prev_action(self) -> Any:
+        """The vertex's last action, which led to :attr:`node_data`; None without rollout."""
+        return self._actions(self._chain[-1:])[0] if self._chain else None
+
+    def fully_expanded(self, num_actions: int) -> bool:
+        """Whether so many different actions, or more, were taken here."""
+        actions = self.selected_actions
+        if actions is None:
+            return num_actions <= 0
+        columns: list[Any] = [actions] if isinstance(actions, Tensor) else list(actions.values(True, True))
+        rows = torch.cat([column.reshape(self.num_children, -1).double() for column in columns], -1)
+        return len(set(map(tuple, rows.tolist()))) >= num_actions
+
+    # -- neighbours --------------------------------------------------------------------------------------------------
+
+    @property
+    def _child_ids(self) -> list[int]:
+        return self._vertices.children[self.node_id] or []
+
+    @property
+    def subtree(self) -> "tuple[Tree, ...] | None":
+        """The children, in the order in which they were first seen; None if there are none."""
+        return tuple(Tree(self._vertices, child) for child in self._child_ids) or None
+
+    @property
+    def num_children(self) -> int:
+        """How many children there are."""
+        return len(self._child_ids)
+
+    @property
+    def parents(self) -> "tuple[Tree, ...]":
+        """All parents, the first found first; of a root that nothing leads back to none."""
+        return tuple(Tree(self._vertices, parent) for parent in self._vertices.parents[self.node_id])
+
+    @property
+    def parent(self) -> "Tree | None":
+        """The first of :attr:`parents`; None of the root."""
+        return self.parents[0] if self.node_id else None
+
+    def __contains__(self, other: "Tree") -> bool:
+        """Whether a vertex of this tree begins with the same transition as ``other``."""
+        return any(vertex.hash == other.hash for vertex in self._walk())
+
+    # -- all vertices ------------------------------------------------------------------------------------------------
+
+    def _walk_paths(self) -> "Iterator[tuple[Tree, Path, bool]]":
+        """Vertices breadth first, with their paths, and whether they are seen for the first time."""
+        seen = {self.node_id}
+        queue: deque[tuple[int, Path, bool]] = deque([(self.node_id, (), True)])
+        while queue:
+            vertex, path, first = queue.popleft()
+            yield Tree(self._vertices, vertex), path, first
+            if first:
+                for i, child in enumerate(self._vertices.children[vertex] or ()):
+                    queue.append((child, (*path, i), child not in seen))
+                    seen.add(child)
+
+    def _walk(self) -> "Iterator[Tree]":
+        return (vertex for vertex, _, first in self._walk_paths() if first)
+
+    def vertices(self, *, key_type: Literal["hash", "id", "path"] = "hash") -> "dict[Any, Tree]":
+        """All vertices, breadth first.
+
+        Args:
+            key_type: keys are the hashes (default; None for the root), the numbers, or the paths. By paths, a vertex
+                that several ways lead to is listed for each of them, but what follows it only once.
+        """
+        if key_type == "path":
+            return {path: vertex for vertex, path, _ in self._walk_paths()}
+        if key_type not in ("hash", "id"):
+            raise ValueError(f"key_type must be 'hash', 'id' or 'path', got {key_type!r}")
+        return {vertex.hash if key_type == "hash" else vertex.node_id: vertex for vertex in self._walk()}
+
+    def num_vertices(self, *, count_repeat: bool = False) -> int:
+        """How many vertices there are; with ``count_repeat``, how many paths of :meth:`vertices`."""
+        return sum(1 for _, _, first in self._walk_paths() if first or count_repeat)
+
+    def edges(self) -> list[tuple[int, int]]:
+        """Pairs (number of the parent, number of the child), each once, breadth first."""
+        pairs = ((vertex.node_id, child) for vertex in self._walk() for child in vertex._child_ids)
+        return list(dict.fromkeys(pairs))
+
+    def valid_paths(self) -> Iterator[Path]:
+        """Paths to the leaves, as numbers of children; a path also ends at a vertex that was met before."""
+        for vertex, path, first in self._walk_paths():
+            if not first or not vertex.num_children:
+                yield path
+
+    def max_length(self) -> int:
+        """Vertices below this one on the longest of :meth:`valid_paths`."""
+        return max(len(path) for path in self.valid_paths())
+
+    def get_vertex(self, path: Path) -> "Tree":
+        """The vertex at the end of a path.
+
+        Raises:
+            IndexError: there is no such child.
+        """
+        vertex = self.node_id
+        for depth, i in enumerate(path):
+            children = self._vertices.children[vertex] or []
+            if not 0 <= i < len(children):
+                raise IndexError(f"path[{depth}] is {i}, but there are {len(children)} children")
+            vertex = children[i]
+        return Tree(self._vertices, vertex)
+
+    def get_vertex_by_id(self, id: int) -> "Tree":
+        """The vertex with a number; ValueError if this tree has none."""
+        return self._first(f"node_id {id}", lambda vertex: vertex.node_id == id)
+
+    def get_vertex_by_hash(self, hash: int | None) -> "Tree":
+        """The vertex with a hash; ValueError if this tree has none."""
+        return self._first(f"hash {hash}", lambda vertex: vertex.hash == hash)
+
+    def _first(self, name: str, matches: "Callable[[Tree], bool]") -> "Tree":
+        found = next((vertex for vertex in self._walk() if matches(vertex)), None)
+        if found is None:
+            raise ValueError(f"no vertex of this tree has the {name}")
+        return found
+
+    def rollout_from_path(self, path: Path) -> TensorDict | None:
+        """The transitions along a path, from this vertex's own on, as rows ``[T]``; None if there are none."""
+        self.get_vertex(path)
+        vertex, edges = self.node_id, list(self._chain)
+        for i in path:
+            vertex = cast(list[int], self._vertices.children[vertex])[i]
+            edges += self._vertices.chains[vertex]
+        return self._vertices.graph.rows.get(torch.tensor(edges)) if edges else None
+
+    # -- showing -----------------------------------------------------------------------------------------------------
+
+    def to_string(self, node_format_fn: "Callable[[Tree], Any] | None" = None) -> str:
+        """One line per vertex below this one, depth first: its path, and what ``node_format_fn`` makes of it.
+
+        Lines are indented by their depth. A vertex met again is marked, and what follows it is not listed again.
+
+        Args:
+            node_format_fn: makes an object, which is printed, of a vertex. Default: its ``node_data`` as a dict.
+        """
+        lines: list[str] = []
+        seen: dict[int, Path] = {self.node_id: ()}
+        stack: list[tuple[int, Path]] = []
+        stack += [(child, (i,)) for i, child in enumerate(self._child_ids)][::-1]
+        while stack:
+            vertex, path = stack.pop()
+            tree = Tree(self._vertices, vertex)
+            text = tree.node_data.to_dict() if node_format_fn is None else node_format_fn(tree)
+            again = f" (as {seen[vertex]})" if vertex in seen else ""
+            lines.append(f"{' ' * (len(path) - 1)}{path} {text}{again}")
+            if not again:
+                seen[vertex] = path
+                stack += [(child, (*path, i)) for i, child in enumerate(tree._child_ids)][::-1]
+        return "\n".join(lines)
+
+    def plot(
+        self,
+        ax: "Axes | None" = None,
+        *,
+        make_labels: "Callable[[Tree], str] | None" = None,
+        max_vertices: int = 400,
+    ) -> "Axes":
+        """Draw the tree from left to right, with matplotlib.
+
+        A vertex's area grows with its count; lines are as wide as counts of transitions, and dashed where they lead to
+        a vertex that is drawn already. Vertices whose last transition is done are squares.
+
+        Args:
+            ax: axes to draw in. Default: those of a new figure.
+            make_labels: text beside a vertex. Default: the action and the count, as long as there are few vertices.
+            max_vertices: draw the first so many vertices, breadth first, and say so. Default 400.
+        """
+        from flatroll.trees.picture import draw
+
+        return draw(self, ax, make_labels, max_vertices)
