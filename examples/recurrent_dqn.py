@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.estimators import DQNLoss, SoftUpdate
-from flatroll.examples.last_action import LastAction
+from flatroll.examples.envs.last_action import LastAction
 from flatroll.examples.recurrent_ppo import make_env
 from flatroll.modules import GRUModule
 from flatroll.rollouts import Collector, rollout

@@ -1,0 +1,1 @@
+"""Wrappers of environments that the example programs use."""
