@@ -145,15 +145,15 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         )
 
     @property
-    def out_keys(self) -> list[NestedKey]:  # pyright: ignore
+    def out_keys(self) -> list[NestedKey]:
         """Entries of the values; empty before the first write if they were not named."""
         if self._wanted is not None:
             return self._wanted
         return self._stored_keys
 
     @out_keys.setter
-    def out_keys(self, keys: list[NestedKey]) -> None:
-        self._wanted = keys
+    def out_keys(self, value: list[NestedKey]) -> None:
+        self._wanted = value
 
     def __len__(self) -> int:
         return self._count
