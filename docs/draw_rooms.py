@@ -14,11 +14,14 @@ WIDTH, GAP, ROW_GAP, LINE = 4.6, 0.5, 1.1, 0.21  # a card, between cards, betwee
 COLOURS = {
     "layout": "#E8E8E8",
     "kernels": "#E8E8E8",
+    "sharing": "#E8E8E8",
+    "specs": "#E8E8E8",
     "wrappers": "#CFE4F3",
     "rollouts": "#A9D0EA",
     "buffers": "#FCE3B6",
     "modules": "#CDEBDD",
     "estimators": "#9FDCC0",
+    "trees": "#F9C9B6",
 }
 
 
