@@ -29,10 +29,7 @@ TRAJ_IDS = ("collector", "traj_ids")  #: The number of the trajectory.
 MASK = ("collector", "mask")  #: Bool: False at padded rows.
 NEXT_KNOWN = ("collector", "next_known")  #: Bool: False where the env hid the last observation.
 HAS_STATE = ("collector", "has_state")  #: Bool: the row keeps its recurrent state.
-POLICY_VERSION = (
-    "collector",
-    "policy_version",
-)  #: How often the policy that chose the action had been updated.
+POLICY_VERSION = ("collector", "policy_version")  #: How often the policy had been updated.
 #: Rows that a loss may use, as an estimator that leaves some out says (the references' name for it).
 VALID = "shifted_valid"
 
