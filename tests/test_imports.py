@@ -10,19 +10,9 @@ from typing import Any
 
 import pytest
 
-ROOMS = [
-    "layout",
-    "sharing",
-    "kernels",
-    "specs",
-    "wrappers",
-    "rollouts",
-    "buffers",
-    "modules",
-    "estimators",
-    "trees",
-    "export",
-]
+from flatroll.benchmarks.shape import imports
+
+ROOMS = [*(room for room in imports.ROOMS if room != "trainers"), "export"]
 HEAVY = {
     "envpool",
     "h5py",

@@ -13,19 +13,10 @@ from typing import Any
 
 import pytest
 
+from flatroll.benchmarks.shape import imports
+
 ROOT = Path(__file__).parents[1]
-ROOMS = {
-    "layout",
-    "sharing",
-    "kernels",
-    "specs",
-    "wrappers",
-    "rollouts",
-    "buffers",
-    "modules",
-    "estimators",
-    "trees",
-}
+ROOMS = set(imports.ROOMS) - {"trainers"}
 FOLDERS = ROOMS | {"trainers", "examples", "benchmarks"}
 SOURCE_FILES = {f"src/flatroll/{name}" for name in ("__init__.py", "__main__.py", "export.py", "py.typed")}
 

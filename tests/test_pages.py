@@ -8,21 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from flatroll.benchmarks.shape.imports import ROOMS
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-ROOMS = (
-    "layout",
-    "sharing",
-    "kernels",
-    "specs",
-    "wrappers",
-    "rollouts",
-    "buffers",
-    "modules",
-    "estimators",
-    "trees",
-    "trainers",
-)
 MESSAGE = re.compile(r"^```text\n(.*?)^```", re.M | re.S)
 
 

@@ -54,6 +54,7 @@ def _same(a: Array, b: Array) -> Any:
 @compiled()
 def find(table: Array, keys: Array, hashes: Array, words: Array, ids: Array) -> None:
     """Write the number of each row of ``words`` to ``ids``, -1 for an unknown one."""
+    # The search stands in `insert`, too: as a function of its own, inlined or not, it takes 1.7 times as long.
     mask = np.uint64(len(table) - 1)
     for i in range(len(words)):
         wanted = _hash_row(words[i])
