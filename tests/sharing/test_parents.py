@@ -130,8 +130,9 @@ def test_a_program_ends_and_its_workers_with_it(name: str) -> None:
 
 def test_ctrl_c_is_the_parent_s_alone() -> None:
     program = """
-        nursery, workers = nursery_of(long_step, busy)
-        try: workers[0].receive("never")
+        try:  # around all of it: the signal comes as soon as the numbers are printed
+            nursery, workers = nursery_of(long_step, busy)
+            workers[0].receive("never")
         except KeyboardInterrupt: print("interrupted")
         """
     with start(program) as process:
