@@ -15,22 +15,15 @@ from rl_games.algos_torch.a2c_discrete import DiscreteA2CAgent
 from rl_games.algos_torch.sac_agent import SACAgent
 from rl_games.common import vecenv
 from rl_games.torch_runner import Runner
+from trainer_envs import ENDS, LENGTHS, envs_of
 
 from flatroll.trainers.rl_games import FinalObservations, FlatVecEnv, register
 from flatroll.wrappers.testing import Script, ScriptedTorchEnv, decode, expected_rows, make_scripted
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what rl_games itself warns of
 
-SCRIPT = Script(2, lengths=[[3, 1, 4], [2, 5]], ends=[["terminated", "truncated", "both"], ["truncated"]])
-ENVS: dict[str, Any] = {
-    **{
-        mode: (lambda mode=mode: make_scripted(SCRIPT, autoreset_mode=mode))
-        for mode in ("NextStep", "SameStep", "Disabled")
-    },
-    "torch": lambda: ScriptedTorchEnv(SCRIPT),
-    "torch, last observations by env id": lambda: ScriptedTorchEnv(SCRIPT, final_obs="ids"),
-    "torch Disabled": lambda: ScriptedTorchEnv(SCRIPT, autoreset=False, reuse_obs=True),
-}
+SCRIPT = Script(2, lengths=LENGTHS, ends=ENDS)
+ENVS = envs_of(SCRIPT)
 
 
 class ExactPPO(FinalObservations, A2CAgent): ...

@@ -10,22 +10,13 @@ pytest.importorskip("rsl_rl.algorithms", exc_type=ImportError)
 
 from rsl_rl.algorithms import PPO
 from rsl_rl.runners import OnPolicyRunner
+from trainer_envs import ENDS, LENGTHS, envs_of
 
 from flatroll.trainers.rsl_rl import FinalObservations, FlatVecEnv
 from flatroll.wrappers.testing import Script, ScriptedTorchEnv, decode, expected_rows, make_scripted
 
-SCRIPT = Script(
-    2, lengths=[[3, 1, 4], [2, 5]], ends=[["terminated", "truncated", "both"], ["truncated"]], action="box"
-)
-ENVS: dict[str, Any] = {
-    **{
-        mode: (lambda mode=mode: make_scripted(SCRIPT, autoreset_mode=mode))
-        for mode in ("NextStep", "SameStep", "Disabled")
-    },
-    "torch": lambda: ScriptedTorchEnv(SCRIPT),
-    "torch, last observations by env id": lambda: ScriptedTorchEnv(SCRIPT, final_obs="ids"),
-    "torch Disabled": lambda: ScriptedTorchEnv(SCRIPT, autoreset=False, reuse_obs=True),
-}
+SCRIPT = Script(2, lengths=LENGTHS, ends=ENDS, action="box")
+ENVS = envs_of(SCRIPT)
 
 
 class ExactPPO(FinalObservations, PPO): ...
