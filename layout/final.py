@@ -99,3 +99,23 @@ def check_final(final: Final, columns: Mapping[NestedKey, Tensor], rows: int) ->
                 f"batch[{key!r}] is {column.dtype} {tuple(column.shape[1:])}"
             )
     return row
+
+
+def next_values(column: Tensor, row: Tensor | None = None, last: Tensor | None = None) -> Tensor:
+    """Return the next values of a compact batch's column: those of the rows behind, and ``last`` after some rows.
+
+    Args:
+        column: observations ``[N, *F]``.
+        row: int64 ``[K]``, the rows that ``last`` follows, as `check_final` returns them. Default: none.
+        last: ``[K, *F]``.
+
+    Returns:
+        ``[N, *F]``, a copy. Where a run ends without an entry of ``last``, the value is that of another run.
+
+    >>> next_values(torch.tensor([1, 2, 7]), torch.tensor([1, 2]), torch.tensor([3, 8]))
+    tensor([2, 3, 8])
+    """
+    following = column.roll(-1, 0)
+    if row is not None and last is not None:
+        following[row] = last
+    return following

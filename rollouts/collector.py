@@ -230,10 +230,8 @@ class Collector(Facts):
     @property
     def spec(self) -> Composite:
         """The spec of its batches, shape ``(-1,)``; ``collector.spec.assert_is_in(batch)`` names the first bad row."""
-        first = (
-            self.env[0] if isinstance(self.env, tuple) else self.env
-        )  # of the parts of a pool, which are alike
-        return spec_of_columns(self._runner.keys, first, self._compact)
+        # Of several envs, the parts of one pool, the first one stands for all.
+        return spec_of_columns(self._runner.keys, self._runner.envs[0], self._compact)
 
     @property
     def frames(self) -> int:
@@ -415,9 +413,8 @@ class Collector(Facts):
             batch, final = self._collect(reset_first)
             if joiner is None:
                 return batch, final
-            reset_first = (
-                False  # windows of one batch go on: episodes longer than a window must end in some of them
-            )
+            # Windows of one batch go on: episodes longer than a window must end in some of them.
+            reset_first = False
             joiner.add(batch)
             joiner.drop_open_but(self._runner.open_ids())  # a reset may have cut others
 

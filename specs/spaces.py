@@ -10,7 +10,7 @@ from flatroll.specs.binary import Binary
 from flatroll.specs.bounded import Bounded, Unbounded
 from flatroll.specs.composite import Composite
 from flatroll.specs.discrete import Categorical, Encoded
-from flatroll.specs.leaf import Device, TensorSpec
+from flatroll.specs.leaf import Device, TensorSpec, checked_dtype
 from flatroll.specs.multi import MultiCategorical
 from flatroll.specs.non_tensor import NonTensor
 from flatroll.specs.ranges import is_whole
@@ -58,7 +58,7 @@ def _unbatched(space: Any, device: Device) -> TensorSpec:
         spec.of_tuple = True
         return spec
     if isinstance(space, spaces.Box):
-        dtype, shape = _torch_dtype(space.dtype), space.shape
+        dtype, shape = checked_dtype(space.dtype), space.shape
         below, above = space.bounded_below, space.bounded_above
         if not below.any() and not above.any():
             return Unbounded(shape, device, dtype)
@@ -68,13 +68,13 @@ def _unbatched(space: Any, device: Device) -> TensorSpec:
             return box.open_where(torch.from_numpy(~below), torch.from_numpy(~above))
         return box
     if isinstance(space, spaces.Discrete):
-        return Categorical(int(space.n), (), device, _torch_dtype(space.dtype), start=int(space.start))
+        return Categorical(int(space.n), (), device, checked_dtype(space.dtype), start=int(space.start))
     if isinstance(space, spaces.MultiDiscrete):
         counts, start = (torch.as_tensor(part.astype(np.int64)) for part in (space.nvec, space.start))
         start = torch.tensor(0) if not bool(start.any()) else start
-        return MultiCategorical(counts, space.shape, device, _torch_dtype(space.dtype), start=start)
+        return MultiCategorical(counts, space.shape, device, checked_dtype(space.dtype), start=start)
     if isinstance(space, spaces.MultiBinary):
-        flags = Binary(None, space.shape, device, _torch_dtype(space.dtype))
+        flags = Binary(None, space.shape, device, checked_dtype(space.dtype))
         flags.by_shape = not isinstance(space.n, int | np.integer)
         return flags
     if not isinstance(space, spaces.Space):
@@ -124,10 +124,6 @@ def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
         named = spec.ndim != 1 or getattr(spec, "by_shape", False)
         return spaces.MultiBinary(tuple(spec.shape) if named else spec.shape[0])
     raise TypeError(f"no Gymnasium space holds the values of {spec!r}")
-
-
-def _torch_dtype(dtype: Any) -> torch.dtype:
-    return torch.from_numpy(np.zeros(0, dtype)).dtype
 
 
 def _repeated(bound: Any, dtype: torch.dtype, device: Device) -> Any:

@@ -33,7 +33,7 @@ from flatroll.layout import (
 )
 from flatroll.layout.checks import writer_number
 from flatroll.layout.export import to_numpy
-from flatroll.layout.final import check_final, read_final
+from flatroll.layout.final import check_final, next_values, read_final
 from flatroll.trainers.versions import require_version
 
 try:
@@ -259,9 +259,7 @@ def _add_next_observations(batch: TensorDictBase, final: TensorDictBase | None) 
                 "final must have the next observation of the last row of each run, and of no other row"
             )
         for key, column in columns.items():
-            following = column.roll(-1, 0)
-            following[row] = given.next[key]
-            batch.set(next_key(key), following)
+            batch.set(next_key(key), next_values(column, row, given.next[key]))
     return keys
 
 

@@ -12,7 +12,7 @@ from flatroll.kernels.rows.words import hash_words
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
 from flatroll.layout.fast_call import fetched, nest
-from flatroll.layout.final import check_final, read_final
+from flatroll.layout.final import check_final, next_values, read_final
 from flatroll.layout.keys import (
     MASK,
     NEXT_KNOWN,
@@ -253,9 +253,8 @@ class MCTSForest:
         final: TensorDictBase | None,
     ) -> Tensor:
         """Add next observations to the columns of a compact batch; return which rows have one, bool ``[N]``."""
-        known = (
-            ~run_ends(rollout).reshape(-1).cpu()
-        )  # the observation of a row that ends a run is not in the next row
+        # The next observation of a row that ends a run is not in the row after it.
+        known = ~run_ends(rollout).reshape(-1).cpu()
         at, last = None, {}
         if final is not None:
             read = read_final(final.cpu(), keys)
@@ -263,10 +262,7 @@ class MCTSForest:
             if set(last) == set(keys):
                 known[at] = True
         for key in keys:
-            column = columns[key].roll(-1, 0)
-            if at is not None and key in last:
-                column[at] = last[key]
-            columns[next_key(key)] = column
+            columns[next_key(key)] = next_values(columns[key], at, last.get(key))
         return known
 
     def _insert(self, columns: dict[NestedKey, Tensor], keys: list[NestedKey]) -> None:
