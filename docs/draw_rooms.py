@@ -15,6 +15,7 @@ COLOURS = {
     "layout": "#E8E8E8",
     "kernels": "#E8E8E8",
     "sharing": "#E8E8E8",
+    "disk": "#E8E8E8",
     "specs": "#E8E8E8",
     "wrappers": "#CFE4F3",
     "rollouts": "#A9D0EA",
@@ -22,6 +23,8 @@ COLOURS = {
     "modules": "#CDEBDD",
     "estimators": "#9FDCC0",
     "trees": "#F9C9B6",
+    "datasets": "#F9C9B6",
+    "text": "#F9C9B6",
 }
 
 

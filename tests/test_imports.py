@@ -14,6 +14,7 @@ from flatroll.benchmarks.shape import imports
 
 ROOMS = [*(room for room in imports.ROOMS if room != "trainers"), "export"]
 HEAVY = {
+    "datasets",
     "envpool",
     "h5py",
     "matplotlib",
@@ -22,8 +23,10 @@ HEAVY = {
     "pandas",
     "pyarrow",
     "ray",
+    "sklearn",
     "torchrl",
     "tqdm",
+    "transformers",
     "triton",
 }
 HEAVY |= {"zstandard"}

@@ -24,14 +24,17 @@ ROOT = Path(__file__).parents[1]
 ARROWS: dict[str, set[str]] = {
     "layout": set(),
     "sharing": {"layout"},
+    "disk": {"layout"},
     "kernels": set(),
     "specs": {"layout"},
     "wrappers": {"layout", "specs"},
-    "rollouts": {"layout", "specs", "wrappers"},
-    "buffers": {"layout", "kernels", "specs"},
+    "rollouts": {"layout", "specs", "sharing", "disk", "wrappers"},
+    "buffers": {"layout", "kernels", "specs", "sharing", "disk"},
     "modules": {"layout", "kernels"},
     "estimators": {"layout", "kernels", "modules"},
-    "trees": {"layout", "kernels", "buffers"},
+    "trees": {"layout", "kernels", "specs", "buffers"},
+    "datasets": {"layout", "specs", "disk", "buffers"},
+    "text": {"layout", "buffers"},
     "trainers": {"layout", "kernels", "specs", "wrappers", "rollouts", "buffers", "modules", "estimators"},
 }
 
@@ -46,6 +49,8 @@ SUB_ROOMS: dict[str, list[str]] = {
     "wrappers": ["arrays", "source", "stream", "adapt_env", "testing"],
 }
 WIDEST_FOLDER, LONGEST_FILE, LONGEST_FUNCTION, LONGEST_CHAIN = 15, 500, 70, 8
+# What stands on whole collectors and buffers, whose own chains have 8 files, may add two.
+ON_TOP, LONGEST_CHAIN_ON_TOP = ("rollouts.workers.", "datasets.", "text.", "trees.", "trainers."), 10
 
 
 @cache
@@ -139,8 +144,11 @@ def test_a_sub_room_imports_only_those_below_it(room: str) -> None:
 
 
 def test_import_chains_are_short() -> None:
-    chain = longest_chain(graph_of_rooms())
+    graph = graph_of_rooms()
+    chain = longest_chain({file: graph[file] for file in graph if not file.startswith(ON_TOP)})
     assert len(chain) <= LONGEST_CHAIN, " > ".join(chain)
+    chain = longest_chain(graph)
+    assert len(chain) <= LONGEST_CHAIN_ON_TOP, " > ".join(chain)
 
 
 @pytest.mark.parametrize("folder", [*ARROWS, "benchmarks", "examples", "tests"])

@@ -13,6 +13,7 @@ PACKAGE = "flatroll"
 ROOMS = (
     "layout",
     "sharing",
+    "disk",
     "kernels",
     "specs",
     "wrappers",
@@ -21,6 +22,8 @@ ROOMS = (
     "modules",
     "estimators",
     "trees",
+    "datasets",
+    "text",
     "trainers",
 )
 ROOT = Path(__file__).resolve().parents[2]
