@@ -18,4 +18,4 @@ collect_ignore = [
 ]
 # Importing a notebook runs it, and notebooks hold no doctests: tests/examples executes them.
 NOTEBOOKS = ("first_rollout", "frames", "from_sb3", "markers", "memory", "own_env")
-collect_ignore += [f"flatroll/examples/{name}.py" for name in NOTEBOOKS]
+collect_ignore += [f"flatroll/examples/notebooks/{name}.py" for name in NOTEBOOKS]

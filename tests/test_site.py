@@ -88,7 +88,7 @@ def test_nothing_is_fetched_from_elsewhere(hooks: Any) -> None:
         (
             "docs/howto/own_loss.md",
             "howto/own_loss.md",
-            "../../examples/markers.py",
+            "../../examples/notebooks/markers.py",
             "../notebooks/markers.md",
         ),
         ("docs/howto/own_loss.md", "howto/own_loss.md", "../losses.md", "../losses.md"),
@@ -115,7 +115,7 @@ def test_the_navigation_leaves_out_what_is_missing_and_adds_examples(hooks: Any)
     assert part[0] == "layout.md"
     notebooks = part[1]["Notebooks"]
     assert notebooks[0] == "notebooks/frames.md"
-    sources = {p.stem for p in (ROOT / "examples").glob("*.py") if p.read_text().startswith("# ---")}
+    sources = {p.stem for p in (ROOT / "examples" / "notebooks").glob("[a-z]*.py")}
     assert sorted(notebooks) == sorted(f"notebooks/{name}.md" for name in sources)
 
 

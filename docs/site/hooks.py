@@ -27,9 +27,9 @@ documented: set[str] = set()  # names that the pages of this build have anchors 
 
 #: Page of the site -> file of the repository it shows.
 SHOWN = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"} | {
-    f"{'notebooks' if is_notebook(path) else 'programs'}/{path.stem}.md": f"examples/{path.name}"
-    for path in sorted((ROOT / "examples").glob("*.py"))
-    if path.stem not in ("__init__", "report")
+    f"{'notebooks' if is_notebook(path) else 'programs'}/{path.stem}.md": str(path.relative_to(ROOT))
+    for path in sorted((ROOT / "examples").rglob("*.py"))
+    if path.stem not in ("__init__", "report") and path.parent.name != "envs"
 }
 PAGES = {source: uri for uri, source in SHOWN.items()}
 

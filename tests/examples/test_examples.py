@@ -84,7 +84,7 @@ def test_the_notebooks_run(
     monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel is to choose its own
     jupytext = pytest.importorskip("jupytext")
     nbclient = pytest.importorskip("nbclient")
-    notebook = jupytext.read(ROOT / "examples" / f"{name}.py")
+    notebook = jupytext.read(ROOT / "examples" / "notebooks" / f"{name}.py")
     nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any(printed in output.get("text", "") for output in outputs)
