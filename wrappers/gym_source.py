@@ -1,5 +1,7 @@
 """The adapter for Gymnasium's vector environments: Sync, Async, native and custom ones."""
 
+import os
+import weakref
 from collections.abc import Iterable
 from multiprocessing.connection import wait
 from typing import Any
@@ -39,6 +41,9 @@ class GymSource(VectorSource):
         self._pending = np.zeros(env.num_envs, dtype=bool)
         self._next_step = mode is AutoresetMode.NEXT_STEP
         self._sent = False  # whether a step is under way
+        if isinstance(base, AsyncVectorEnv):
+            whole = base._whole[0] if isinstance(base, AsyncPart) else base
+            weakref.finalize(whole, _end_at_exit, weakref.ref(whole), os.getpid())
         partial = known_base or mode is AutoresetMode.DISABLED
         capabilities = Capabilities(
             torch.device("cpu"),
@@ -219,6 +224,13 @@ def _kill_workers(env: AsyncVectorEnv) -> None:
         process.kill()
     env._state = AsyncState.DEFAULT  # no answer is waited for
     env.close(terminate=True)
+
+
+def _end_at_exit(env: "weakref.ref[AsyncVectorEnv]", owner: int) -> None:
+    """Close an env that the program's end finds open: Gymnasium would do so when half of its modules are gone."""
+    alive = env()  # None if it was dropped before the end
+    if alive is not None and not alive.closed and os.getpid() == owner:
+        _kill_workers(alive)
 
 
 def _compare(test: Any, one: Tree, other: Tree) -> list[bool]:
