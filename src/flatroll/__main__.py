@@ -145,12 +145,12 @@ def run_compile(arguments: argparse.Namespace) -> int:
     begun = time.perf_counter()
     sizes: dict[str, Any] = {"max_capacity": 64, "alpha": 0.6, "beta": 0.4}
     kinds: list[tuple[buffers.Sampler, dict[str, Any]]] = [
-        (buffers.SliceSampler(slice_len=4), {}),
+        (buffers.SliceSampler(slice_len=4, fill=False), {}),
         (buffers.SliceSamplerWithoutReplacement(slice_len=4), {}),
         (buffers.PrioritizedSampler(**sizes), {}),
-        (buffers.PrioritizedSliceSampler(slice_len=4, **sizes), {}),
+        (buffers.PrioritizedSliceSampler(slice_len=4, fill=False, **sizes), {}),
         (buffers.RandomSampler(), {"compact_obs": True}),
-        (buffers.SliceSampler(slice_len=4), {"compact_obs": True, "frame_stack": {"observation": 3}}),
+        (buffers.SliceSampler(slice_len=4, fill=False), {"compact_obs": True, "frame_stack": {"observation": 3}}),
     ]
     critic = TensorDictModule(torch.nn.Linear(3, 1), ["observation"], ["state_value"])
     gae = estimators.GAE(gamma=0.99, lmbda=0.95, value_network=critic)
