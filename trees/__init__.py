@@ -2,6 +2,7 @@
 
 from flatroll.trees.counts import CountSampler, StateCounter, count_states, first_of_state
 from flatroll.trees.forest import Edges, MCTSForest
+from flatroll.trees.forest_maps import DataMap, NodeMap
 from flatroll.trees.hashes import BinaryToDecimal, HashToInt, RandomProjectionHash, SipHash
 from flatroll.trees.query import QueryModule
 from flatroll.trees.scores import backup, best_edges, puct, ucb
@@ -11,9 +12,11 @@ from flatroll.trees.tree import Tree
 __all__ = [
     "BinaryToDecimal",
     "CountSampler",
+    "DataMap",
     "Edges",
     "HashToInt",
     "MCTSForest",
+    "NodeMap",
     "QueryModule",
     "RandomProjectionHash",
     "SipHash",

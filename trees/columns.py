@@ -60,21 +60,33 @@ class GrowingColumns:
             return
         # Whether they are the next positions, in order: then a slice is written, in a fraction of the time.
         rows = int(at.max()) + 1
-        appended = (
-            rows - self._count == len(at) and int(at[0]) == self._count and bool((at[1:] > at[:-1]).all())
-        )
+        if rows - self._count == len(at) and int(at[0]) == self._count and bool((at[1:] > at[:-1]).all()):
+            self.append(columns, len(at))
+            return
+        self._reserve(columns, rows)
+        for key, stored in self._columns.items():
+            stored.index_copy_(0, at, columns[key].detach())
+        self._count = max(self._count, rows)
+
+    def append(self, columns: Mapping[NestedKey, Tensor], new: int) -> None:
+        """Write ``new`` rows ``[new, *F]`` after the last one, as :meth:`set` does."""
+        if not new:
+            return
+        before, rows = self._count, self._count + new
+        self._reserve(columns, rows)
+        for key, stored in self._columns.items():
+            stored[before:rows] = columns[key].detach()
+        self._count = rows
+
+    def _reserve(self, columns: Mapping[NestedKey, Tensor], rows: int) -> None:
+        """Have room for so many rows of columns like these."""
         if not self._columns:
             self._columns = {key: column.new_empty(0, *column.shape[1:]) for key, column in columns.items()}
         for key, stored in self._columns.items():
-            if rows > len(stored):
+            if rows > stored.shape[0]:
                 larger = stored.new_empty(max(64, 1 << (rows - 1).bit_length()), *stored.shape[1:])
                 larger[: self._count] = stored[: self._count]
-                self._columns[key] = stored = larger
-            if appended:
-                stored[self._count : rows] = columns[key].detach()
-            else:
-                stored.index_copy_(0, at, columns[key].detach())
-        self._count = max(self._count, rows)
+                self._columns[key] = larger
 
     def get(self, at: Tensor) -> TensorDict:
         """The rows at positions ``at`` (int64 ``[N]``), copied, as a tensordict ``[N]``."""

@@ -27,6 +27,7 @@ from flatroll.layout.keys import (
     without_next,
 )
 from flatroll.trees.columns import GrowingColumns, flat_columns
+from flatroll.trees.forest_maps import DataMap, NodeMap
 from flatroll.trees.row_numbers import RowNumbers
 from flatroll.trees.tensor_map import TensorDictMap
 from flatroll.trees.tree import Graph, Tree, grow_tree
@@ -287,7 +288,6 @@ class MCTSForest:
             for key, column in columns.items()
             if key not in self.excluded_keys and without_next(key) not in self.excluded_keys
         }
-        at = torch.arange(before, len(self))
         self._rows.check(stored)
         reward = self._rewards(columns, rows)
         zeros = torch.zeros(new, dtype=torch.int64)
@@ -296,8 +296,8 @@ class MCTSForest:
             "target": target[first],
             "pair": pair[first],
         }
-        self._rows.set(at, stored)
-        self._columns.set(at, {**numbers, "count": zeros, "reward": zeros.double()})
+        self._rows.append(stored, new)
+        self._columns.append({**numbers, "count": zeros, "reward": zeros.double()}, new)
         if rows:
             self._columns.column("count").index_add_(0, edge, torch.ones_like(edge))
             self._columns.column("reward").index_add_(0, edge, reward)
@@ -331,21 +331,39 @@ class MCTSForest:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def get_child(self, root: TensorDictBase) -> TensorDict:
-        """The stored row of a transition: of an observation and an action, a tensordict ``[]`` with ``"next"``.
+    @property
+    def node_map(self) -> NodeMap:
+        """From observations to the transitions that leave their states."""
+        return NodeMap(self)
 
-        Of several outcomes it is the one seen most often.
+    @property
+    def data_map(self) -> DataMap:
+        """From transitions, by their numbers or by observation and action, to their rows."""
+        return DataMap(self)
+
+    def find_edges(self, rows: TensorDictBase) -> Tensor:
+        """Numbers of the transitions of observations and actions ``[*B]``, int64 ``[*B]``; -1 for unknown ones.
+
+        Of several outcomes it is the one seen most often, the first of those seen equally often.
+        """
+        size = rows.batch_size
+        states = self._states.find(self._states_of(rows, self._observed(rows)))
+        actions = flat_columns(rows, self.action_keys)
+        for key in self.action_keys:
+            require(rows, key)
+        pairs = self._pairs.find([states, *actions.values()])
+        by_count = self.edges.count.argsort(descending=True, stable=True)
+        order = by_count[self.edges.pair[by_count].argsort(stable=True)]
+        first = torch.searchsorted(self.edges.pair[order], pairs).clamp_(max=max(len(order) - 1, 0))
+        return torch.where(pairs < 0, -1, order[first]).reshape(size)
+
+    def get_child(self, root: TensorDictBase) -> TensorDict:
+        """The stored rows of transitions: of observations and actions ``[*B]``, with ``"next"``; see `DataMap`.
 
         Raises:
-            KeyError: it was not seen.
+            KeyError: one was not seen.
         """
-        rows = root.unsqueeze(0)
-        state = self._states.find(self._states_of(rows, self._observed(rows)))
-        pair = self._pairs.find([state, *(require(rows, key) for key in self.action_keys)])
-        if int(pair) < 0:
-            raise KeyError("this action was not seen in this state")
-        among = (self.edges.pair == pair).nonzero().squeeze(-1)
-        return cast(TensorDict, self.rows(among[self.edges.count[among].argmax()].reshape(1))[0])
+        return cast(TensorDict, self.data_map[root])
 
     def get_tree(self, root: TensorDictBase, *, max_depth: int | None = None, compact: bool = True) -> Tree:
         """Cut out the tree that begins at an observation. Each state is expanded once; see `Tree`.
@@ -394,7 +412,7 @@ class MCTSForest:
                 target.tolist(),
                 count.clone(),
                 reward.clone(),
-                self._hashes(),
+                self.hashes,
                 self._rows,
                 self.observation_keys,
                 self.action_keys,
@@ -402,7 +420,8 @@ class MCTSForest:
             )
         return self._graph
 
-    def _hashes(self) -> Tensor:
+    @property
+    def hashes(self) -> Tensor:
         """A hash of each transition, int64 ``[E]``, of the values and not of numbers, so the same in all forests."""
         assert self._states.index is not None and self._pairs.index is not None
         states, (source, target, pair, _, _) = hash_words(self._states.index.words), self.edges

@@ -106,15 +106,19 @@ class QueryModule(TensorDictModuleBase):
             KeyError: an in-key is missing.
             TypeError: an entry has another dtype or shape than in the rows before.
         """
-        columns = self.columns(tensordict)
-        index = self.insert(columns) if extend else self.find(columns)
+        index, hashes = self.number(self.columns(tensordict), extend)
         if not extend and self.hash_to_int is None:
             index = torch.where(index < 0, len(self), index)
         written = tensordict.copy() if (self.clone if clone is None else clone) else tensordict
-        put(written, self.index_key, index.reshape(tensordict.batch_size))
-        if write_hash:
-            put(written, self.hash_key, self.hashes(columns).reshape(tensordict.batch_size))
+        self.write(written, index, hashes if write_hash else None)
         return written
+
+    def write(self, tensordict: TensorDictBase, index: Tensor, hashes: Tensor | None) -> None:
+        """Write positions and hashes, ``[N]`` each, into a tensordict ``[*B]`` of N rows."""
+        rows = tensordict.batch_size
+        for key, column in ((self.index_key, index), (self.hash_key, hashes)):
+            if column is not None:
+                put(tensordict, key, column if len(rows) == 1 else column.reshape(rows))
 
     def columns(self, tensordict: TensorDictBase) -> list[Tensor]:
         """What rows are compared by: the in-keys, or their hashes, each ``[N, *F]`` with N rows of all batch dims."""
@@ -129,23 +133,18 @@ class QueryModule(TensorDictModuleBase):
             columns = [module(column) for module, column in zip(self.hash_module, columns, strict=True)]
         return columns if self.aggregator is None else [self.aggregator(torch.stack(columns, -1))]
 
-    def insert(self, columns: list[Tensor]) -> Tensor:
-        """Positions int64 ``[N]`` of rows given as :meth:`columns` returns them; new rows get new ones."""
-        if self.hash_to_int is None:
-            return self._rows.insert(columns)
-        return self.hash_to_int(self.hashes(columns), extend=True)
+    def number(self, columns: list[Tensor], extend: bool = True) -> tuple[Tensor, Tensor]:
+        """Positions and hashes, int64 ``[N]`` each, of rows given as :meth:`columns` returns them.
 
-    def find(self, columns: list[Tensor]) -> Tensor:
-        """Positions int64 ``[N]``; -1 for unknown rows, or what the given ``hash_to_int`` returns for them."""
+        New rows get new positions if ``extend``, else -1, or what the given ``hash_to_int`` returns for them.
+        """
+        hashed = self.hash_module is not None or self.aggregator is not None
+        if self.hash_to_int is None and not (hashed and len(columns) == 1):
+            return self._rows.number(columns, extend)
+        hashes = columns[0] if hashed and len(columns) == 1 else hash_words(pack_rows(columns))
         if self.hash_to_int is None:
-            return self._rows.find(columns)
-        return self.hash_to_int(self.hashes(columns), extend=False)
-
-    def hashes(self, columns: list[Tensor]) -> Tensor:
-        """One hash per row, int64 ``[N]``."""
-        if len(columns) == 1 and (self.hash_module is not None or self.aggregator is not None):
-            return columns[0]
-        return hash_words(pack_rows(columns))
+            return self._rows.number(columns, extend)[0], hashes
+        return self.hash_to_int(hashes, extend=extend), hashes
 
     def truncate(self, count: int) -> None:
         """Forget the rows from position ``count`` on; without effect on a ``hash_to_int`` that cannot."""

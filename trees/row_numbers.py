@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flatroll.kernels.rows.row_index import RowIndex
-from flatroll.kernels.rows.words import pack_rows
+from flatroll.kernels.rows.words import hash_words, pack_rows, view_rows
 from flatroll.layout.keys import NestedKey
 
 Kind = tuple[torch.dtype, torch.Size]
@@ -29,30 +29,37 @@ class RowNumbers:
     def __len__(self) -> int:
         return 0 if self.index is None else len(self.index)
 
-    def pack(self, columns: Sequence[Tensor]) -> Tensor:
-        """The rows of columns ``[N, *F]`` as words, after a check that they are of the kinds seen before."""
+    def insert(self, columns: Sequence[Tensor]) -> Tensor:
+        """The number of each row, int64 ``[N]``; new rows get new numbers."""
+        return self.number(columns)[0]
+
+    def find(self, columns: Sequence[Tensor]) -> Tensor:
+        """The number of each row, int64 ``[N]``; -1 for unknown rows."""
+        return self.number(columns, extend=False)[0]
+
+    def number(self, columns: Sequence[Tensor], extend: bool = True) -> tuple[Tensor, Tensor]:
+        """Numbers and hashes, int64 ``[N]`` each, of the rows of columns ``[N, *F]``.
+
+        Unknown rows get new numbers if ``extend``, else -1.
+
+        Raises:
+            TypeError: a column is of another dtype or shape than in the rows before.
+        """
         for name, column, kind in zip(self.names, columns, self.kinds or (), strict=False):
             if (column.dtype, column.shape[1:]) != kind:
                 raise TypeError(
                     f"{name!r} must be {kind[0]} {tuple(kind[1])} per row as in the rows before, "
                     f"got {column.dtype} {tuple(column.shape[1:])}"
                 )
-        return pack_rows(columns)
-
-    def insert(self, columns: Sequence[Tensor]) -> Tensor:
-        """The number of each row, int64 ``[N]``; new rows get new numbers."""
-        words = self.pack(columns)
+        words, floats = view_rows(columns)
         if self.index is None:
+            if not extend:
+                return torch.full((len(words),), -1, dtype=torch.int64, device=words.device), hash_words(
+                    pack_rows(columns)
+                )
             self.index = RowIndex(words.shape[1], words.device)
             self.kinds = [(column.dtype, column.shape[1:]) for column in columns]
-        return self.index.insert(words)
-
-    def find(self, columns: Sequence[Tensor]) -> Tensor:
-        """The number of each row, int64 ``[N]``; -1 for unknown rows."""
-        words = self.pack(columns)
-        if self.index is None:
-            return torch.full((len(words),), -1, dtype=torch.int64, device=words.device)
-        return self.index.find(words)
+        return self.index.number(words, floats=floats, extend=extend)
 
     def truncate(self, count: int) -> None:
         """Forget the rows with numbers from ``count`` on; with 0, also what kinds of columns they had."""

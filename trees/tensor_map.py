@@ -12,7 +12,7 @@ from torch import Tensor
 from flatroll.buffers import Storage
 from flatroll.kernels.rows.row_index import occurrences
 from flatroll.layout.checks import whole_number
-from flatroll.layout.fast_call import nest, put
+from flatroll.layout.fast_call import nest
 from flatroll.layout.keys import NestedKey, require
 from flatroll.trees.columns import GrowingColumns, flat_columns
 from flatroll.trees.query import Hash, QueryModule
@@ -223,7 +223,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         query, count = self.query_module, self._count
         new = flat_columns(value, self._keys_to_write(value))
         columns = query.columns(item)
-        at = query.insert(columns)
+        at, hashes = query.number(columns)
         done = False
         try:
             if self.max_size is not None and len(query) > self.max_size:
@@ -239,8 +239,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             if not done:
                 query.truncate(count)
         if not item.is_locked:
-            put(item, query.index_key, at.reshape(item.batch_size))
-            put(item, query.hash_key, query.hashes(columns).reshape(item.batch_size))
+            query.write(item, at, hashes)
 
     def _write(self, at: Tensor, new: dict[NestedKey, Tensor], count: int) -> None:
         """Write rows at positions, of which those from ``count`` on are new."""
@@ -302,7 +301,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
 
     def _find(self, item: TensorDictBase) -> Tensor:
         query = self.query_module
-        return query.find(query.columns(item))
+        return query.number(query.columns(item), extend=False)[0]
 
     def get_extra_state(self) -> dict[str, Any]:
         """The values; the keys are in the query module. Part of ``state_dict()``."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flatroll.layout.fast_call import nest
 from flatroll.layout.keys import NestedKey, next_key
+from flatroll.specs import Composite, make_composite_from_td
 from flatroll.trees.columns import GrowingColumns
 
 if TYPE_CHECKING:
@@ -200,6 +201,13 @@ class Tree:
     def rollout(self) -> TensorDict | None:
         """The vertex's transitions as rows ``[T]``, as they were first seen; None of a root that branches at once."""
         return self._vertices.graph.rows.get(torch.tensor(self._chain)) if self._chain else None
+
+    @property
+    def specs(self) -> Composite:
+        """The spec of one row of the forest, with any values: dtypes and shapes of :attr:`rollout`'s entries."""
+        return make_composite_from_td(
+            self._vertices.graph.rows.get(torch.tensor([0]))[0], unsqueeze_null_shapes=False
+        )
 
     @property
     def node_data(self) -> TensorDict:

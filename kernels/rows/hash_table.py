@@ -16,7 +16,12 @@ from flatroll.kernels.compiled import Array, Int, compiled
 
 # The steps of SplitMix64's output function (Steele, Lea and Flood 2014), and its odd increment.
 _FIRST, _SECOND, _STEP = (np.uint64(x) for x in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15))
-_BITS_30, _BITS_27, _BITS_31 = np.uint64(30), np.uint64(27), np.uint64(31)
+_BITS_30, _BITS_27, _BITS_31, _BITS_32 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(32)
+
+# Floating-point numbers of 4 and 8 bytes as words: the sign's bit, infinity, and the NaN that torch writes.
+_ZERO, _ONE, _LOW = np.uint64(0), np.uint64(1), np.uint64(0xFFFFFFFF)
+_SIGN_4, _INF_4, _NAN_4 = (np.uint64(x) for x in (0x80000000, 0x7F800000, 0x7FC00000))
+_SIGN_8, _INF_8, _NAN_8 = (np.uint64(x) for x in (1 << 63, 0x7FF << 52, 0xFFF << 51))
 
 
 @compiled(inline="always")
@@ -51,45 +56,66 @@ def _same(a: Array, b: Array) -> Any:
     return True
 
 
-@compiled()
-def find(table: Array, keys: Array, hashes: Array, words: Array, ids: Array) -> None:
-    """Write the number of each row of ``words`` to ``ids``, -1 for an unknown one."""
-    # The search stands in `insert`, too: as a function of its own, inlined or not, it takes 1.7 times as long.
-    mask = np.uint64(len(table) - 1)
-    for i in range(len(words)):
-        wanted = _hash_row(words[i])
-        place = np.int64(wanted & mask)
-        while table[place] >= 0:
-            at = table[place]
-            if hashes[at] == wanted and _same(keys[at], words[i]):
-                break
-            place = (place + 1) & np.int64(mask)
-        ids[i] = table[place]
+@compiled(inline="always")
+def _plain_word(word: Any, floats: Any) -> Any:
+    """A word of ``floats``-byte numbers with 0.0 in the place of -0.0, and one NaN for all; any word if it is 0."""
+    if floats == 8:
+        if word == _SIGN_8:
+            return _ZERO
+        return _NAN_8 if word & ~_SIGN_8 > _INF_8 else word
+    if floats == 4:
+        low, high = word & _LOW, word >> _BITS_32
+        if low & ~_SIGN_4 > _INF_4:
+            low = _NAN_4
+        elif low == _SIGN_4:
+            low = _ZERO
+        if high & ~_SIGN_4 > _INF_4:
+            high = _NAN_4
+        elif high == _SIGN_4:
+            high = _ZERO
+        return low | high << _BITS_32
+    return word
 
 
 @compiled()
-def insert(table: Array, keys: Array, hashes: Array, count: Int, words: Array, ids: Array) -> Int:
-    """Number the rows of ``words``: a known row gets its number, a new one is stored under the next number.
+def number_rows(
+    table: Array,
+    keys: Array,
+    hashes: Array,
+    count: Int,
+    words: Array,
+    floats: Int,
+    extend: bool,
+    ids: Array,
+    row_hashes: Array,
+) -> Int:
+    """Write the number of each row of ``words`` to ``ids`` and its hash to ``row_hashes``.
+
+    A known row gets its number. A new one is stored under the next number if ``extend``, else it gets -1. ``floats``
+    is the size in bytes of the floating-point numbers that the words are made of, 0 if there are none to look at.
 
     Returns:
-        the new count of rows. ``keys`` and half of ``table`` must hold ``count + len(words)`` rows.
+        the new count of rows. To extend, ``keys`` and half of ``table`` must hold ``count + len(words)`` rows.
     """
     mask = np.uint64(len(table) - 1)
+    row = np.empty(words.shape[1], np.int64)
     for i in range(len(words)):
-        wanted = _hash_row(words[i])
-        place = np.int64(wanted & mask)
-        while table[place] >= 0:
+        for j in range(len(row)):
+            row[j] = np.int64(_plain_word(np.uint64(words[i, j]), floats))
+        wanted = _hash_row(row)
+        place = wanted & mask
+        at = table[place]
+        while at >= 0 and not (hashes[at] == wanted and _same(keys[at], row)):
+            place = (place + _ONE) & mask
             at = table[place]
-            if hashes[at] == wanted and _same(keys[at], words[i]):
-                break
-            place = (place + 1) & np.int64(mask)
-        if table[place] < 0:
-            table[place] = count
+        if extend and at < 0:
+            table[place] = at = count
             hashes[count] = wanted
-            for j in range(words.shape[1]):
-                keys[count, j] = words[i, j]
+            for j in range(len(row)):
+                keys[count, j] = row[j]
             count += 1
-        ids[i] = table[place]
+        ids[i] = at
+        row_hashes[i] = wanted
     return count
 
 

@@ -1,17 +1,43 @@
 """Numbers the distinct rows of columns, exactly: equal rows get equal numbers, different rows different ones."""
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from flatroll.kernels.rows.words import hash_words
 
 _SMALLEST = 64  # rows for which a new index has room
 
 
-class RowIndex:
+class Numbering(ABC):
+    """Numbers rows of 64-bit words."""
+
+    @abstractmethod
+    def number(self, words: Tensor, floats: int = 0, extend: bool = True) -> tuple[Tensor, Tensor]:
+        """Number rows, and hash them in the same pass.
+
+        Args:
+            words: int64 ``[N, W]``.
+            floats: what `flatroll.kernels.rows.words.view_rows` returns with them. Default 0.
+            extend: give new rows new numbers. Default True. False: they get -1.
+
+        Returns:
+            Their numbers and their hashes (those of `flatroll.kernels.rows.words.hash_words`), int64 ``[N]`` each.
+        """
+
+    def insert(self, words: Tensor) -> Tensor:
+        """Number the rows of ``words`` (int64 ``[N, W]``), new ones with new numbers; int64 ``[N]``."""
+        return self.number(words)[0]
+
+    def find(self, words: Tensor) -> Tensor:
+        """The numbers of the rows of ``words`` (int64 ``[N, W]``), -1 for those that are not there; int64 ``[N]``."""
+        return self.number(words, extend=False)[0]
+
+
+class RowIndex(Numbering):
     """Numbers distinct rows of 64-bit words from 0 on, in the order in which they are first seen.
 
     Whole rows are compared, so no two different rows share a number. It grows as it needs to. On the CPU it is a hash
@@ -31,7 +57,9 @@ class RowIndex:
     def __init__(self, width: int, device: torch.device | str = "cpu") -> None:
         self.width = width
         self.device = torch.device(device)
-        self._rows: _Rows = HashedRows(width) if self.device.type == "cpu" else SortedRows(width, self.device)
+        self._rows: HashedRows | SortedRows = (
+            HashedRows(width) if self.device.type == "cpu" else SortedRows(width, self.device)
+        )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -41,43 +69,28 @@ class RowIndex:
         """The distinct rows, int64 ``[len, W]``: row i has number i. A view; do not write into it."""
         return self._rows.words
 
-    def insert(self, words: Tensor) -> Tensor:
-        """Number the rows of ``words`` (int64 ``[N, W]``), new ones with new numbers; int64 ``[N]``."""
-        return self._rows.insert(self._checked(words))
-
-    def find(self, words: Tensor) -> Tensor:
-        """The numbers of the rows of ``words`` (int64 ``[N, W]``), -1 for those that are not there; int64 ``[N]``."""
-        return self._rows.find(self._checked(words))
+    @override
+    def number(self, words: Tensor, floats: int = 0, extend: bool = True) -> tuple[Tensor, Tensor]:
+        if words.dtype is not torch.int64 or words.ndim != 2 or words.shape[1] != self.width:
+            raise ValueError(
+                f"words must be int64 of shape [N, {self.width}], got {words.dtype} {list(words.shape)}"
+            )
+        return self._rows.number(
+            words if words.device == self.device else words.to(self.device), floats, extend
+        )
 
     def truncate(self, count: int) -> None:
         """Forget the rows with numbers from ``count`` on, the newest ones."""
         self._rows.truncate(count)
 
-    def _checked(self, words: Tensor) -> Tensor:
-        if words.dtype is not torch.int64 or words.ndim != 2 or words.shape[1] != self.width:
-            raise ValueError(
-                f"words must be int64 of shape [N, {self.width}], got {words.dtype} {list(words.shape)}"
-            )
-        return words.to(self.device)
 
-
-class _Rows(Protocol):
-    def __init__(self, width: int, device: torch.device) -> None: ...
-    def __len__(self) -> int: ...
-    @property
-    def words(self) -> Tensor: ...
-    def insert(self, words: Tensor) -> Tensor: ...
-    def find(self, words: Tensor) -> Tensor: ...
-    def truncate(self, count: int) -> None: ...
-
-
-class HashedRows:
+class HashedRows(Numbering):
     """Rows in a hash table in host memory; see `flatroll.kernels.rows.hash_table`."""
 
     def __init__(self, width: int, device: torch.device | None = None) -> None:
         from flatroll.kernels.rows import hash_table
 
-        self._kernels = hash_table
+        self._number_rows, self._rebuild = hash_table.number_rows, hash_table.rebuild
         self._count = 0
         self._keys = np.empty((_SMALLEST, width), np.int64)
         self._hashes = np.empty(_SMALLEST, np.uint64)
@@ -90,21 +103,20 @@ class HashedRows:
     def words(self) -> Tensor:
         return torch.from_numpy(self._keys[: self._count])
 
-    def insert(self, words: Tensor) -> Tensor:
-        self._reserve(self._count + len(words))
-        rows, ids = np.ascontiguousarray(words.numpy()), np.empty(len(words), np.int64)
-        self._count = self._kernels.insert(self._table, self._keys, self._hashes, self._count, rows, ids)
-        return torch.from_numpy(ids)
-
-    def find(self, words: Tensor) -> Tensor:
-        rows, ids = np.ascontiguousarray(words.numpy()), np.empty(len(words), np.int64)
-        self._kernels.find(self._table, self._keys, self._hashes, rows, ids)
-        return torch.from_numpy(ids)
+    @override
+    def number(self, words: Tensor, floats: int = 0, extend: bool = True) -> tuple[Tensor, Tensor]:
+        if extend:
+            self._reserve(self._count + len(words))
+        numbers, hashes = np.empty(len(words), np.int64), np.empty(len(words), np.int64)
+        self._count = self._number_rows(
+            self._table, self._keys, self._hashes, self._count, words.numpy(), floats, extend, numbers, hashes
+        )
+        return torch.from_numpy(numbers), torch.from_numpy(hashes)
 
     def truncate(self, count: int) -> None:
         self._count = min(count, self._count)
         self._table.fill(-1)
-        self._kernels.rebuild(self._table, self._hashes, self._count)
+        self._rebuild(self._table, self._hashes, self._count)
 
     def _reserve(self, rows: int) -> None:
         if rows <= len(self._keys):
@@ -113,11 +125,11 @@ class HashedRows:
         keys, hashes = np.empty((room, self._keys.shape[1]), np.int64), np.empty(room, np.uint64)
         keys[: self._count], hashes[: self._count] = self._keys[: self._count], self._hashes[: self._count]
         table = np.full(2 * room, -1, np.int64)
-        self._kernels.rebuild(table, hashes, self._count)
+        self._rebuild(table, hashes, self._count)
         self._keys, self._hashes, self._table = keys, hashes, table
 
 
-class SortedRows:
+class SortedRows(Numbering):
     """Rows found by binary search among their sorted hashes, on any device."""
 
     def __init__(self, width: int, device: torch.device) -> None:
@@ -128,9 +140,14 @@ class SortedRows:
     def __len__(self) -> int:
         return len(self.words)
 
-    def find(self, words: Tensor) -> Tensor:
+    @override
+    def number(self, words: Tensor, floats: int = 0, extend: bool = True) -> tuple[Tensor, Tensor]:
+        hashes = hash_words(words)
+        ids = self._find(words, hashes)
+        return self._insert(words, ids) if extend else ids, hashes
+
+    def _find(self, words: Tensor, wanted: Tensor) -> Tensor:
         ids = torch.full((len(words),), -1, dtype=torch.int64, device=words.device)
-        wanted = hash_words(words)
         place = torch.searchsorted(self._hashes, wanted)
         rows = torch.arange(len(words), device=words.device)  # those still looked for
         while len(rows):  # once, and once more for each row beside it with the same hash
@@ -145,8 +162,7 @@ class SortedRows:
             place[rows] += 1
         return ids
 
-    def insert(self, words: Tensor) -> Tensor:
-        ids = self.find(words)
+    def _insert(self, words: Tensor, ids: Tensor) -> Tensor:
         new = (ids < 0).nonzero().squeeze(-1)
         if len(new):
             if self.words.shape[1]:

@@ -150,7 +150,10 @@ def run_compile(arguments: argparse.Namespace) -> int:
         (buffers.PrioritizedSampler(**sizes), {}),
         (buffers.PrioritizedSliceSampler(slice_len=4, fill=False, **sizes), {}),
         (buffers.RandomSampler(), {"compact_obs": True}),
-        (buffers.SliceSampler(slice_len=4, fill=False), {"compact_obs": True, "frame_stack": {"observation": 3}}),
+        (
+            buffers.SliceSampler(slice_len=4, fill=False),
+            {"compact_obs": True, "frame_stack": {"observation": 3}},
+        ),
     ]
     critic = TensorDictModule(torch.nn.Linear(3, 1), ["observation"], ["state_value"])
     gae = estimators.GAE(gamma=0.99, lmbda=0.95, value_network=critic)

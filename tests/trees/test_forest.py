@@ -161,7 +161,7 @@ def test_two_outcomes_of_an_action() -> None:
     assert len({child.hash for child in tree.subtree}) == 2 and not tree.fully_expanded(2)
     both = at(0).set("action", torch.tensor(1))
     assert forest.get_child(both)["next", "observation"].item() == 6  # the more frequent one
-    with pytest.raises(KeyError, match="action was not seen"):
+    with pytest.raises(KeyError, match="1 of 1 pairs of observation and action are not in the forest"):
         forest.get_child(at(0).set("action", torch.tensor(2)))
 
 
@@ -210,7 +210,7 @@ def test_any_flat_batch(make_rollout) -> None:
     assert len(flat) == len(batch) and flat.num_states > len(batch)
     for forest in (lanes, padded):
         assert forest.get_tree(batch[0]).to_string() == flat.get_tree(batch[0]).to_string()
-        assert sorted(forest._hashes().tolist()) == sorted(flat._hashes().tolist())
+        assert sorted(forest.hashes.tolist()) == sorted(flat.hashes.tolist())
     left = batch.copy()
     del left["next", "observation"]
     with pytest.raises(ValueError, match=r"next observation of [0-9]+ rows is not known, the first is row"):
@@ -320,3 +320,52 @@ def test_maps_name_the_keys() -> None:
         MCTSForest(data_map=data_map, node_map=node_map, max_size=6)
     with pytest.raises(ValueError, match="data_map needs"):
         MCTSForest(data_map=data_map)
+
+
+def test_the_maps_of_a_forest_are_asked_as_the_references_ask_them() -> None:
+    forest = MCTSForest()
+    seen, action, then = torch.tensor([0, 0, 1, 0]), torch.tensor([1, 2, 1, 2]), torch.tensor([1, 2, 2, 3])
+    forest.extend(TensorDict({"observation": seen, "action": action, "next": {"observation": then}}, [4]))
+    forest.extend(
+        TensorDict({"observation": seen[3:], "action": action[3:], "next": {"observation": then[3:]}}, [1])
+    )
+    data = TensorDict({"observation": torch.tensor(0)})
+    metadata = forest.node_map[data]
+    assert metadata["_index"].tolist() == [0, 1, 3] and metadata["count"].tolist() == [1, 1, 2]
+    assert metadata["_hash"].tolist() == [
+        child.hash for child in forest.get_tree(data, compact=False).subtree or ()
+    ]
+    assert forest.data_map[metadata["_index"]]["next", "observation"].tolist() == [1, 2, 3]
+    # Two of action 2's outcomes: the one seen twice.
+    asked = TensorDict({"observation": seen[None, :2], "action": action[None, :2]}, [1, 2])
+    assert forest.data_map[asked]["next", "observation"].tolist() == [[1, 3]]
+    assert (len(forest.node_map), len(forest.data_map)) == (4, 4)
+    unknown = TensorDict({"observation": torch.tensor([0, 9]), "action": torch.tensor([1, 1])}, [2])
+    assert (
+        forest.node_map.contains(unknown).tolist()
+        == forest.data_map.contains(unknown).tolist()
+        == [True, False]
+    )
+    assert data in forest.node_map and unknown not in forest.data_map
+    two = forest.node_map[TensorDict({"observation": torch.tensor([1, 0])}, [2])]
+    assert [len(part["_index"]) for part in two.unbind(0)] == [1, 3]
+    with pytest.raises(KeyError, match="1 of 2 observations are no states of the forest"):
+        forest.node_map[unknown]
+    with pytest.raises(KeyError, match="1 of 2 pairs of observation and action are not in the forest"):
+        forest.data_map[unknown]
+    with pytest.raises(KeyError, match="1 of 2 numbers of transitions are not in the forest"):
+        forest.data_map[torch.tensor([0, 4])]
+    with pytest.raises(ValueError, match="must be one, or a batch"):
+        forest.node_map[asked]
+
+
+def test_a_tree_tells_the_specs_of_its_rows() -> None:
+    forest = MCTSForest()
+    after = {"observation": torch.ones(2, 3), "reward": torch.zeros(2, 1)}
+    forest.extend(
+        TensorDict({"observation": torch.zeros(2, 3), "action": torch.arange(2), "next": after}, [2])
+    )
+    tree = forest.get_tree(TensorDict({"observation": torch.zeros(3)}))
+    assert tree.specs["next", "observation"].shape == (3,)
+    assert tree.subtree is not None and tree.subtree[0].rollout is not None
+    tree.specs.assert_is_in(tree.subtree[0].rollout[0])
