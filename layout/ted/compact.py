@@ -52,6 +52,15 @@ def is_shift(root: Tensor, following: Tensor, ends: Tensor) -> bool:
     return True
 
 
+def rows_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two columns ``[N, *F]`` are the same, bit by bit.
+
+    >>> rows_equal(torch.tensor([0.0]), torch.tensor([-0.0]))
+    False
+    """
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(_bits(one), _bits(other))
+
+
 def _bits(rows: Tensor) -> Tensor:
     """Rows ``[n, *F]`` as their bytes, uint8 ``[n, bytes per row]``: NaN equals itself and -0.0 is not 0.0."""
     if rows.numel() == 0:
