@@ -304,25 +304,39 @@ def read_lerobot(path: str | Path) -> Iterator[TensorDict]:
     ours = (root / _RECORD).is_file()
     fields = json.loads((root / _RECORD).read_text()) if ours else None
     last = from_arrow(parquet.read_table(root / _LAST)) if ours else None
-    for file in sorted((root / "meta/episodes").rglob("*.parquet")):
-        for episode in parquet.read_table(file).to_pylist():
-            table = _frames(parquet, root, episode)
-            if fields is None:
-                yield _foreign(table, info, int(episode["episode_index"]))
-            else:
-                yield _recorded(table, fields, last, int(episode["episode_index"]))
+    files = sorted((root / "meta/episodes").rglob("*.parquet"))
+    episodes = (episode for file in files for episode in parquet.read_table(file).to_pylist())
+    for number, table in _frames(root, episodes):
+        yield _foreign(table, info, number) if fields is None else _recorded(table, fields, last, number)
 
 
-def _frames(parquet: Any, root: Path, episode: dict[str, Any]) -> Any:
-    """The frames of an episode, by a filter that reads only row groups which hold some of them."""
-    place = {name: int(episode[f"data/{name}"]) for name in ("chunk_index", "file_index")}
-    number = int(episode["episode_index"])
-    table = parquet.read_table(root / _DATA.format(**place), filters=[("episode_index", "==", number)])
-    if len(table) != episode["length"]:
-        raise ValueError(
-            f"episode {number} of {root} should have {episode['length']} frames, got {len(table)}"
-        )
-    return table
+def _frames(root: Path, episodes: Iterator[dict[str, Any]]) -> Iterator[tuple[int, Any]]:
+    """The number and the frames of each episode. A row group may hold several, and an episode several of them."""
+    pyarrow = optional_package("pyarrow", "parquet", "import_lerobot")
+    parquet = optional_package("pyarrow.parquet", "parquet", "import_lerobot")
+    opened, groups, waiting = Path(), iter(()), None
+    for episode in episodes:
+        number, length = int(episode["episode_index"]), int(episode["length"])
+        place = {name: int(episode[f"data/{name}"]) for name in ("chunk_index", "file_index")}
+        file = root / _DATA.format(**place)
+        if file != opened:
+            opened, waiting = file, None
+            groups = _row_groups(parquet, file)
+        while waiting is None or len(waiting) < length:
+            group = next(groups, None)
+            if group is None:
+                raise ValueError(f"{file} ends before the {length} frames of episode {number}")
+            waiting = group if waiting is None else pyarrow.concat_tables([waiting, group])
+        table, waiting = waiting.slice(0, length), waiting.slice(length)
+        if table["episode_index"].unique().to_pylist() != [number]:
+            raise ValueError(f"{file} should go on with {length} frames of episode {number}, and does not")
+        yield number, table
+
+
+def _row_groups(parquet: Any, file: Path) -> Iterator[Any]:
+    with parquet.ParquetFile(file) as opened:
+        for number in range(opened.num_row_groups):
+            yield opened.read_row_group(number)
 
 
 def _decoded(column: Any, about: dict[str, Any], length: int) -> Array:

@@ -168,7 +168,7 @@ def read_minari(source: Any) -> Iterator[TensorDict]:
         TypeError: observations or actions of text.
     """
     minari = optional_package("minari", "minari", "import_minari")
-    data = minari.MinariDataset(Path(source)) if isinstance(source, str | Path) else source
+    data = minari.MinariDataset(Path(source).absolute()) if isinstance(source, str | Path) else source
     record = data.storage.metadata.get(_RECORD)
     for episode in data.iterate_episodes():
         columns = _columns_of(episode) if record is None else _recorded(episode, record)

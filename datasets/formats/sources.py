@@ -174,7 +174,7 @@ def written_beside(path: str | Path) -> Iterator[Path]:
         FileExistsError: something has that name.
         FileNotFoundError: there is no folder for it.
     """
-    target = Path(path)
+    target = Path(path).absolute()  # Minari's folders must not be named from the working directory
     if target.exists() or target.is_symlink():
         raise FileExistsError(f"{target} exists: remove it first, or choose another path")
     if not target.parent.is_dir():

@@ -116,6 +116,24 @@ def test_a_buffer_is_exported_oldest_row_first(format: str, tmp_path: Path) -> N
     check_same(expected(format, oldest_first), read_back(format, tmp_path / "rows"))
 
 
+@pytest.mark.parametrize("format", ["parquet", "h5", "lerobot"])
+def test_few_rows_are_read_at_a_time(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(50), batch_size=4)
+    for number in range(5):
+        buffer.extend(window(number, images=False))
+    sizes: list[int] = []
+    real = ReplayBuffer.__getitem__
+
+    def noted(self: Any, index: Any) -> Any:
+        rows = real(self, index)
+        sizes.append(len(rows))
+        return rows
+
+    monkeypatch.setattr(ReplayBuffer, "__getitem__", noted)
+    export(buffer, tmp_path / "rows", format, chunk_rows=7)
+    assert max(sizes) == 7  # an episode has 4 rows at most
+
+
 def test_a_buffer_with_lanes_is_exported_lane_after_lane(tmp_path: Path) -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(16, ndim=2), batch_size=4)
     for number in range(2):
@@ -261,6 +279,37 @@ def test_a_lerobot_folder_of_other_makers(tmp_path: Path) -> None:
     assert torch.equal(again["observation", "pixels"], batch["pixels"].permute(0, 2, 3, 1))
 
 
+def test_a_lerobot_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    import json
+
+    parquet = pytest.importorskip("pyarrow.parquet")
+    export(window(0), tmp_path / "rows", "lerobot")
+    data = tmp_path / "rows/data/chunk-000/file-000.parquet"
+    frames = parquet.read_table(data)
+    parquet.write_table(frames, data)  # all episodes in one row group, as other makers write them
+    check_same(by_trajectory(window(0)), read_back("lerobot", tmp_path / "rows"))
+    parquet.write_table(frames.slice(1), data)
+    with pytest.raises(ValueError, match="go on with 3 frames of episode 0"):
+        read_back("lerobot", tmp_path / "rows")
+    parquet.write_table(frames.slice(0, 9), data)
+    with pytest.raises(ValueError, match="ends before the 1 frames of episode 3"):
+        read_back("lerobot", tmp_path / "rows")
+    about = tmp_path / "rows/meta/info.json"
+    info = json.loads(about.read_text())
+    info["features"]["observation.pixels"]["shape"] = [60000, 60000, 4]
+    (tmp_path / "rows/meta/flatroll.json").unlink()
+    about.write_text(json.dumps(info))
+    with pytest.raises(ValueError, match=r"an image is \(5, 6\)"):
+        read_back("lerobot", tmp_path / "rows")
+    info["features"]["observation.pixels"]["dtype"] = "video"
+    about.write_text(json.dumps(info))
+    with pytest.raises(ValueError, match=r"videos \['observation.pixels'\]"):
+        read_back("lerobot", tmp_path / "rows")
+    about.write_text(json.dumps({**info, "codebase_version": "v2.1"}))
+    with pytest.raises(ValueError, match=r"v2\.1, not v3"):
+        read_back("lerobot", tmp_path / "rows")
+
+
 def test_long_lerobot_folders_have_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from flatroll.datasets.formats import lerobot
 
@@ -280,6 +329,16 @@ def test_pandas_reads_the_frame_of_to_pandas(tmp_path: Path) -> None:
     frame, made = pandas.read_parquet(tmp_path / "rows.parquet"), module.to_pandas(batch)
     pandas.testing.assert_frame_equal(frame, made)
     assert frame.attrs == made.attrs
+
+
+@each_format
+def test_a_path_from_the_working_directory(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    batch = window(0, images=False)
+    export(batch, "rows", format)
+    check_same(expected(format, batch), read_back(format, Path("rows")))
 
 
 def test_the_module_can_be_called(tmp_path: Path) -> None:
