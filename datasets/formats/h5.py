@@ -1,7 +1,7 @@
 """HDF5 files with a dataset for each column, rows end to end."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +73,14 @@ def read_h5(
             yield from_numpy({name: column[cut] for name, column in columns.items()}, separator="/")
 
 
-def h5_columns(file: Any) -> dict[str, Any]:
+def h5_columns(file: Any, *, leave_out: Collection[str] = ()) -> dict[str, Any]:
     """Return the datasets of an open HDF5 file by their path, after checking that they are what they claim to be.
 
     A file from elsewhere may name other files, or claim more rows than it holds; nothing is read or allocated here.
 
     Args:
         file: `h5py.File`, opened for reading.
+        leave_out: names at the root that are not looked at. Default: none.
 
     Raises:
         ValueError: soft or external links, one dataset under two names, data in other files, groups deeper than 64, a
@@ -97,6 +98,8 @@ def h5_columns(file: Any) -> dict[str, Any]:
             raise ValueError(f"{prefix} lies in more than {_DEEPEST} groups")
         for name in group:
             place = prefix + name
+            if place in leave_out:
+                continue
             if not isinstance(group.get(name, getlink=True), h5py.HardLink):
                 raise ValueError(
                     f"{place} is a link, which may lead to another file: copy the data into this one"

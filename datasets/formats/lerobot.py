@@ -388,8 +388,8 @@ def _foreign(table: Any, info: dict[str, Any], number: int) -> TensorDict:
         if name.startswith(f"{OBSERVATION}."):
             array = columns[name]
             columns[f"{NEXT}.{name}"] = np.concatenate([array[1:], array[-1:]])
-    is_init, done, known = (np.zeros((length, 1), bool) for _ in range(3))
-    is_init[0], done[-1], known[:-1] = True, True, True
+    is_init, done, known = np.zeros((length, 1), bool), np.zeros((length, 1), bool), np.ones(length, bool)
+    is_init[0], done[-1], known[-1] = True, True, False
     columns.setdefault("next.done", done)
     columns["is_init"], columns["collector.next_known"] = is_init, known
     columns["collector.traj_ids"] = np.full(length, number)

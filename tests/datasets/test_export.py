@@ -187,7 +187,7 @@ def test_dtypes_and_one_row(format: str, dtype: torch.dtype, tmp_path: Path) -> 
 @pytest.mark.parametrize("data_format", ["arrow", "parquet"])
 def test_the_other_formats_of_minari(data_format: str, tmp_path: Path) -> None:
     batch = window(0).exclude("logits")
-    export(batch, tmp_path / "rows", "minari", data_format=data_format, description="two envs")
+    export(batch, tmp_path / "rows", "minari", data_format=data_format, author={"Ada"})
     check_same(by_trajectory(batch), read_back("minari", tmp_path / "rows"))
 
 
@@ -272,7 +272,7 @@ def test_a_lerobot_folder_of_other_makers(tmp_path: Path) -> None:
     for name in ("flatroll.json", "flatroll_last.parquet"):
         (tmp_path / "rows/meta" / name).unlink()
     again = read_back("lerobot", tmp_path / "rows")
-    known = again["collector", "next_known"].squeeze(-1)
+    known = again["collector", "next_known"]
     assert known.tolist() == [True, True, False, True, False, True, True, True, False, False]
     assert torch.equal(again["observation", "state"], batch["observation"])
     assert torch.equal(again["next", "observation", "state"][known], batch["next", "observation"][known])
