@@ -68,9 +68,8 @@ def write_lerobot(
     try:
         for number, rows in enumerate(chain([first], trajectories)):
             table = _table(pyarrow, rows, fields, number, frames, fps, stats)
-            place = dict(
-                zip(("chunk_index", "file_index"), divmod(file_number, _FILES_IN_CHUNK), strict=True)
-            )
+            chunk_index, file_index = divmod(file_number, _FILES_IN_CHUNK)
+            place: dict[str, int] = {"chunk_index": chunk_index, "file_index": file_index}
             target = path / _DATA.format(**place)
             if data is None:
                 target.parent.mkdir(exist_ok=True)

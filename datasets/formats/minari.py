@@ -145,12 +145,13 @@ def _space_of(columns: Any) -> gym.Space[Any]:
     if isinstance(columns, dict):
         return gym.spaces.Dict({name: _space_of(column) for name, column in columns.items()})
     shape, dtype = columns.shape[1:], columns.dtype
+    kind: Any = dtype.type
     if dtype.kind == "f":
-        return gym.spaces.Box(-np.inf, np.inf, shape, dtype.type)
+        return gym.spaces.Box(-np.inf, np.inf, shape, kind)
     if dtype.kind == "b":
-        return gym.spaces.Box(0, 1, shape, np.bool_)  # pyright: ignore[reportArgumentType]
-    limits = np.iinfo(dtype)
-    return gym.spaces.Box(limits.min, limits.max, shape, dtype.type)
+        return gym.spaces.Box(0, 1, shape, kind)
+    limits = np.iinfo(kind)
+    return gym.spaces.Box(limits.min, limits.max, shape, kind)
 
 
 def read_minari(source: Any) -> Iterator[TensorDict]:
