@@ -23,7 +23,7 @@ from flatroll.layout.export import Array, from_arrow, from_numpy, optional_packa
 from flatroll.layout.keys import NEXT, OBSERVATION, as_tuple, observation_keys
 from flatroll.layout.ted.compact import is_shift
 
-_FILE_BYTES, _FILES_IN_CHUNK = 100 << 20, 1000
+_FILE_BYTES, _FILES_IN_CHUNK, _FINALS_AT_ONCE = 100 << 20, 1000, 256
 _DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 _EPISODES = "meta/episodes/chunk-000/file-000.parquet"
 _RECORD, _LAST = "meta/flatroll.json", "meta/flatroll_last.parquet"
@@ -65,6 +65,7 @@ def write_lerobot(
     frames = file_number = 0
     data: Any = None
     last: Any = None
+    finals: list[Any] = []
     try:
         for number, rows in enumerate(chain([first], trajectories)):
             table = _table(pyarrow, rows, fields, number, frames, fps, stats)
@@ -75,14 +76,16 @@ def write_lerobot(
                 target.parent.mkdir(exist_ok=True)
                 data = parquet.ParquetWriter(target, table.schema)
             data.write_table(table)
-            final = to_arrow(_last_observations(rows))
-            last = last or parquet.ParquetWriter(path / _LAST, final.schema)
-            last.write_table(final)
+            finals.append(to_arrow(_last_observations(rows)))
+            if len(finals) == _FINALS_AT_ONCE:
+                last = _write_finals(pyarrow, parquet, finals, path, last)
             episodes.append(_episode_row(number, frames, len(rows), task, place))
             frames += len(rows)
             if target.stat().st_size > _FILE_BYTES:
                 data.close()
                 data, file_number = None, file_number + 1
+        if finals:
+            last = _write_finals(pyarrow, parquet, finals, path, last)
     finally:
         for writer in (data, last):
             if writer is not None:
@@ -92,6 +95,15 @@ def write_lerobot(
     _write_json(path / "meta/stats.json", {name: stat.summary() for name, stat in stats.items()})
     _write_json(path / _RECORD, fields)
     _write_json(path / "meta/info.json", _info(fields, len(episodes), frames, fps, robot_type))
+
+
+def _write_finals(pyarrow: Any, parquet: Any, finals: list[Any], path: Path, writer: Any) -> Any:
+    """Write the last observations that were gathered as one row group, and forget them; return the writer."""
+    table = pyarrow.concat_tables(finals)
+    writer = writer or parquet.ParquetWriter(path / _LAST, table.schema)
+    writer.write_table(table)
+    finals.clear()
+    return writer
 
 
 def _write_json(path: Path, value: Any) -> None:

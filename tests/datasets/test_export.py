@@ -315,6 +315,7 @@ def test_long_lerobot_folders_have_several_files(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(lerobot, "_FILE_BYTES", 1)
     monkeypatch.setattr(lerobot, "_FILES_IN_CHUNK", 2)
+    monkeypatch.setattr(lerobot, "_FINALS_AT_ONCE", 2)
     batch = torch.cat([window(0), window(1)])
     export(batch, tmp_path / "rows", "lerobot")
     assert len(list((tmp_path / "rows/data").rglob("*.parquet"))) > 2
