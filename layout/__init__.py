@@ -34,6 +34,8 @@ from flatroll.layout.keys import (
     require,
 )
 from flatroll.layout.step_mdp import step_mdp
+from flatroll.layout.ted.flat import Flat2TED, TED2Flat
+from flatroll.layout.ted.nested import H5Combine, H5Split, Nested2TED, TED2Nested
 from flatroll.layout.trajectories import join, mark_cuts, split_trajectories
 
 __all__ = [
@@ -54,8 +56,14 @@ __all__ = [
     "TRAJ_IDS",
     "TRUNCATED",
     "Finding",
+    "Flat2TED",
+    "H5Combine",
+    "H5Split",
+    "Nested2TED",
     "NestedKey",
     "NextObservationDelta",
+    "TED2Flat",
+    "TED2Nested",
     "as_tuple",
     "audit",
     "check_delta",

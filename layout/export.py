@@ -141,7 +141,7 @@ def to_pandas(batch: TensorDictBase, *, separator: str = ".", split: int = 16) -
         frame = to_pandas(batch)
         frame.groupby("collector.traj_ids")["next.reward"].sum()
     """
-    pandas = _optional("pandas", "pandas", "to_pandas")
+    pandas = optional_package("pandas", "pandas", "to_pandas")
     columns: dict[str, Any] = {}
     record: dict[str, Any] = {}
     for name, array in to_numpy(batch, separator=separator).items():
@@ -255,7 +255,7 @@ def to_arrow(batch: TensorDictBase, *, separator: str = ".") -> Any:
         pyarrow.parquet.write_table(to_arrow(batch), "batch.parquet")
         batch = from_arrow(pyarrow.parquet.read_table("batch.parquet"))
     """
-    pyarrow = _optional("pyarrow", "arrow", "to_arrow")
+    pyarrow = optional_package("pyarrow", "arrow", "to_arrow")
     fields, arrays = [], []
     for name, array in to_numpy(batch, separator=separator).items():
         if array.dtype.kind == "c":
@@ -287,7 +287,7 @@ def from_arrow(table: Any, *, separator: str = ".") -> TensorDict:
         ValueError: a column has missing values, or names clash.
         TypeError: a column is not of numbers, bools or fixed-size lists of them.
     """
-    pyarrow = _optional("pyarrow", "arrow", "from_arrow")
+    pyarrow = optional_package("pyarrow", "arrow", "from_arrow")
     entries: dict[str, Array] = {}
     if len(set(table.column_names)) < len(table.column_names):
         raise ValueError(f"columns must have names of their own, got {table.column_names}")
@@ -315,7 +315,7 @@ def from_arrow(table: Any, *, separator: str = ".") -> TensorDict:
     return _assemble(entries.items(), separator)
 
 
-def _optional(name: str, extra: str, needed_by: str) -> Any:
+def optional_package(name: str, extra: str, needed_by: str) -> Any:
     """The package ``name``; ImportError that names the extra."""
     try:
         return importlib.import_module(name)

@@ -241,10 +241,12 @@ def _nest(flat: TensorDictBase, offsets: Tensor, layout: torch.layout) -> Tensor
 def _unnest(parts: TensorDictBase) -> TensorDictBase:
     """Nested tensors to the flat batch; in the jagged layout their values are its columns."""
 
-    def flatten(column: Tensor) -> Tensor:
-        return column.values() if column.layout is torch.jagged else torch.cat(column.unbind())
-
     # rows of all trajectories together, by any column
     first = next(iter(parts.values(True, True)))
     rows = len(first.values()) if first.layout is torch.jagged else sum(map(len, first.unbind()))
-    return cast(TensorDictBase, parts.apply(flatten, batch_size=[rows]))
+    return cast(TensorDictBase, parts.apply(nested_values, batch_size=[rows]))
+
+
+def nested_values(column: Tensor) -> Tensor:
+    """The values ``[N, *F]`` of a nested tensor, end to end; of the jagged layout they are its own memory."""
+    return column.values() if column.layout is torch.jagged else torch.cat(column.unbind())

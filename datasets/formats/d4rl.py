@@ -1,0 +1,83 @@
+"""HDF5 files as D4RL has them: steps end to end, ``terminals`` and ``timeouts`` beside them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensordict import TensorDict
+
+from flatroll.datasets.formats.h5 import h5_columns
+from flatroll.layout.export import Array, from_numpy, optional_package
+
+_NAMES = {"observations": "observation", "actions": "action"}
+_OWN = ("rewards", "terminals", "timeouts", "next_observations")
+
+
+def read_d4rl(path: str | Path, *, drop_unknown: bool = False) -> Iterator[TensorDict]:
+    """Yield the episodes of a D4RL-like HDF5 file as flat batches ``[T]``.
+
+    The file has ``observations`` ``[N, ...]``, ``actions``, ``rewards`` ``[N]`` and ``terminals`` ``[N]``, and may have
+    ``timeouts`` ``[N]``, ``next_observations`` and others, such as ``infos/qpos``, which keep their names. An episode
+    ends with a terminal or a timeout; one that neither ends is cut by the end of the file. Without
+    ``next_observations`` the one that comes after an episode's last row is in no file: it is given as that row's own,
+    and ``("collector", "next_known")`` is False there.
+
+    Args:
+        path: of the file. Its group ``metadata`` is not read.
+        drop_unknown: leave out the last rows whose next observation is unknown, as ``d4rl.qlearning_dataset`` does, but
+            for terminal ones, whose next value is 0 anyway. Default False.
+
+    Raises:
+        ImportError: h5py is missing; the text names the extra.
+        KeyError: a dataset is missing.
+        ValueError, TypeError: as `h5_columns`; datasets of different length.
+
+    Source: Fu et al., D4RL: Datasets for Deep Data-Driven Reinforcement Learning (2020).
+    """
+    h5py = optional_package("h5py", "h5", "read_d4rl")
+    with h5py.File(path, "r") as file:
+        columns = h5_columns(file, leave_out=("metadata",))
+        for name in ("observations", "actions", "rewards", "terminals"):
+            if name not in columns:
+                raise KeyError(f"{path} has no dataset {name!r}; it has {sorted(columns)}")
+        lengths = {name: column.shape[0] for name, column in columns.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"datasets must have one row for each step, got lengths {lengths}")
+        terminal = columns["terminals"][:].reshape(-1).astype(bool)
+        timeout = (
+            columns["timeouts"][:].reshape(-1).astype(bool) if "timeouts" in columns else terminal & False
+        )
+        over = terminal | timeout
+        over[-1:] = True
+        first = 0
+        for number, last in enumerate(np.flatnonzero(over)):
+            rows = {name: column[first : last + 1] for name, column in columns.items()}
+            rows |= {"terminals": terminal[first : last + 1], "timeouts": timeout[first : last + 1]}
+            episode = _episode(rows, number)
+            first = int(last) + 1
+            if drop_unknown and "next_observations" not in columns and not terminal[last]:
+                episode = episode[:-1]
+            if len(episode):
+                yield episode
+
+
+def _episode(rows: dict[str, Array], number: int) -> TensorDict:
+    length, seen = len(rows["rewards"]), rows["observations"]
+    is_init = np.zeros((length, 1), bool)
+    is_init[0] = True
+    terminated, truncated = (rows[name].reshape(-1, 1) for name in ("terminals", "timeouts"))
+    columns: dict[str, Any] = {
+        **{_NAMES.get(name, name.replace("/", ".")): row for name, row in rows.items() if name not in _OWN},
+        "is_init": is_init,
+        "collector.traj_ids": np.full(length, number),
+        "next.observation": rows.get("next_observations"),
+        "next.reward": rows["rewards"].reshape(-1, 1).astype(np.float32, copy=False),
+        "next.terminated": terminated,
+        "next.truncated": truncated,
+        "next.done": terminated | truncated,
+    }
+    if "next_observations" not in rows:
+        columns["next.observation"] = np.concatenate([seen[1:], seen[-1:]])
+        columns["collector.next_known"] = np.arange(length) < length - 1
+    return from_numpy(columns)

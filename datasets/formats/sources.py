@@ -1,0 +1,187 @@
+"""What writers of files share: rows of a batch or buffer in pieces, and files that appear when they are whole."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from flatroll.layout.boundaries import run_starts
+from flatroll.layout.checks import whole_number
+from flatroll.layout.keys import (
+    DONE,
+    IS_INIT,
+    STEP_COUNT,
+    TRAJ_IDS,
+    next_key,
+    observation_keys,
+    optional_marker,
+)
+from flatroll.layout.ted.compact import rows_equal
+
+CHUNK_BYTES = 32 << 20  # of rows that are in memory at a time
+
+
+class Source(NamedTuple):
+    """Rows to be written, oldest first.
+
+    Attributes:
+        rows: number of rows.
+        read: returns the flat batch of some of them, by their numbers 0 ... rows - 1, int64 ``[n]``.
+        chunk_rows: how many to read at a time.
+    """
+
+    rows: int
+    read: Callable[[Tensor], TensorDictBase]
+    chunk_rows: int
+
+    def chunks(self) -> Iterator[TensorDictBase]:
+        """Yield all rows in order, at most ``chunk_rows`` at a time."""
+        for first in range(0, self.rows, self.chunk_rows):
+            yield self.read(torch.arange(first, min(first + self.chunk_rows, self.rows)))
+
+
+def open_source(source: Any, chunk_rows: int | None = None) -> Source:
+    """Return the rows of a flat batch, or those that a buffer stores, in the order in which they were written.
+
+    A buffer's rows are read as ``buffer[...]`` gives them, changed by its transforms; of a storage with several lanes
+    lane after lane.
+
+    Args:
+        source: flat batch ``[N]``, or a `flatroll.buffers.ReplayBuffer`.
+        chunk_rows: rows to be read at a time. Default: as many as take 32 MiB.
+
+    Raises:
+        TypeError: ``source`` is neither, or a buffer whose items are no rows.
+        ValueError: it has no rows, is not ``[N]``, or ``chunk_rows`` is below 1.
+    """
+    if isinstance(source, TensorDictBase):
+        if source.batch_dims != 1:
+            raise ValueError(
+                f"a batch to be exported must have batch size [N], got {list(source.batch_size)}: "
+                "join() lays rows end to end"
+            )
+        rows, lanes, slots = len(source), (), None
+    elif hasattr(source, "storage") and hasattr(source, "_ring"):
+        lanes = source.storage.lanes
+        slots = source._ring.stored().reshape(-1, lanes.numel()).T.reshape(-1)  # slot = step * lanes + lane
+        rows = len(slots)
+    else:
+        raise TypeError(f"source must be a flat batch or a ReplayBuffer, got {type(source).__name__}")
+    if not rows:
+        raise ValueError("source has no rows: there is nothing to export")
+
+    def read(numbers: Tensor) -> TensorDictBase:
+        places: Any = numbers if slots is None else slots[numbers]
+        if lanes:
+            places = torch.unravel_index(places, (source.storage.max_size, *lanes))  # steps, and lanes
+        found = source[places]
+        if not isinstance(found, TensorDictBase):
+            raise TypeError(f"the buffer's items must be rows of tensors, got {type(found).__name__}")
+        return found
+
+    if chunk_rows is None:
+        chunk_rows = max(1, CHUNK_BYTES // max(1, read(torch.arange(1)).bytes()))
+    return Source(rows, read, whole_number("chunk_rows", chunk_rows))
+
+
+def first_rows(source: Source) -> Tensor | None:
+    """Return the number of the first row of each run, int64 ``[R]``; None if no marker says where runs begin."""
+    markers = _markers(source)
+    return None if markers is None else run_starts(markers).nonzero().squeeze(-1)
+
+
+def _markers(source: Source, *others: Any) -> TensorDict | None:
+    """The columns of all rows that say where runs begin, and ``others`` as far as they are there."""
+    parts = [
+        chunk.select(IS_INIT, DONE, TRAJ_IDS, *others, strict=False).clone() for chunk in source.chunks()
+    ]
+    markers = cast(TensorDict, TensorDict.cat(parts))
+    kept = any(markers.get(key, None) is not None for key in (IS_INIT, DONE, TRAJ_IDS))
+    return markers if kept else None
+
+
+def episodes_of(source: Source) -> Iterator[TensorDictBase]:
+    """Yield each trajectory of the source as a flat batch ``[T]``, in the order in which they began.
+
+    Runs with the same id make one trajectory if one goes on where the other stopped: its first row is no ``is_init``
+    row, and its observations and step count are those that come after the other's last row.
+
+    Raises:
+        KeyError: no marker says where runs begin.
+    """
+    markers = _markers(source, STEP_COUNT)
+    starts = run_starts(TensorDict({}, [source.rows]) if markers is None else markers)
+    assert markers is not None  # else run_starts has raised
+    first = starts.nonzero().squeeze(-1).tolist()
+    stops = [*first[1:], source.rows]
+    for runs in _joined(source, markers, first, stops):
+        yield source.read(torch.cat([torch.arange(first[run], stops[run]) for run in runs]))
+
+
+def _joined(source: Source, markers: TensorDict, first: list[int], stops: list[int]) -> list[list[int]]:
+    """Numbers of the runs of each trajectory."""
+    ids, done, is_init = (
+        markers.get(TRAJ_IDS, None),
+        optional_marker(markers, DONE),
+        optional_marker(markers, IS_INIT),
+    )
+    if ids is None:
+        return [[run] for run in range(len(first))]
+    trajectories: list[list[int]] = []
+    newest: dict[int, list[int]] = {}  # of each id, the trajectory that was seen last
+    for run, number in enumerate(ids.reshape(source.rows)[torch.tensor(first)].tolist()):
+        before = newest.get(number)
+        start, end = first[run], stops[before[-1]] - 1 if before else 0
+        goes_on = (
+            before is not None
+            and not (done is not None and bool(done[end]))
+            and not (is_init is not None and bool(is_init[start]))
+            and _continues(source, markers, end, start)
+        )
+        if goes_on and before is not None:
+            before.append(run)
+        else:
+            newest[number] = [run]
+            trajectories.append(newest[number])
+    return trajectories
+
+
+def _continues(source: Source, markers: TensorDict, last: int, first: int) -> bool:
+    """Whether row ``first`` comes after row ``last``, by step counts and observations."""
+    steps = markers.get(STEP_COUNT, None)
+    if steps is not None and not bool((steps[first] == steps[last] + 1).all()):
+        return False
+    rows = source.read(torch.tensor([last, first]))
+    pairs = [(rows.get(key), rows.get(next_key(key), None)) for key in observation_keys(rows)]
+    known = [(root, following) for root, following in pairs if following is not None]
+    return bool(known) and all(rows_equal(root[1:], following[:1]) for root, following in known)
+
+
+@contextmanager
+def written_beside(path: str | Path) -> Iterator[Path]:
+    """Yield a path for a new file or folder, which takes the name ``path`` when it is whole.
+
+    On an error, what was written is removed, and ``path`` is as it was.
+
+    Raises:
+        FileExistsError: something has that name.
+        FileNotFoundError: there is no folder for it.
+    """
+    target = Path(path).absolute()  # Minari's folders must not be named from the working directory
+    if target.exists() or target.is_symlink():
+        raise FileExistsError(f"{target} exists: remove it first, or choose another path")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{target.parent} is no folder: make it first")
+    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+    try:
+        yield beside / target.name
+        os.rename(beside / target.name, target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)

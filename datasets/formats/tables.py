@@ -1,0 +1,117 @@
+"""Parquet and Arrow files, and Parquet files that pandas reads as the data frames of `flatroll.export.to_pandas`."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensordict import TensorDict
+
+from flatroll.datasets.formats.sources import Source
+from flatroll.layout.export import from_arrow, from_pandas, optional_package, to_arrow, to_pandas
+
+_ATTRS = b"PANDAS_ATTRS"  # where pandas keeps `frame.attrs` in a Parquet file
+
+
+def write_parquet(source: Source, path: Path, *, compression: str = "zstd") -> None:
+    """Write a Parquet file, one row group for each chunk.
+
+    Args:
+        source: the rows.
+        path: of the file to be made.
+        compression: as `pyarrow.parquet.ParquetWriter` takes it. Default ``"zstd"``.
+    """
+    parquet = optional_package("pyarrow.parquet", "parquet", "export")
+    _write_tables(
+        (to_arrow(chunk) for chunk in source.chunks()),
+        lambda schema: parquet.ParquetWriter(path, schema, compression=compression),
+    )
+
+
+def write_arrow(source: Source, path: Path) -> None:
+    """Write an Arrow IPC file (also known as Feather), one record batch for each chunk."""
+    ipc = optional_package("pyarrow.ipc", "arrow", "export")
+    _write_tables(
+        (to_arrow(chunk) for chunk in source.chunks()), lambda schema: ipc.new_file(str(path), schema)
+    )
+
+
+def write_pandas(source: Source, path: Path, *, split: int = 16) -> None:
+    """Write a Parquet file that `pandas.read_parquet` reads as the frame that `to_pandas` makes.
+
+    Args:
+        source: the rows.
+        path: of the file to be made.
+        split: as `to_pandas` has it. Default 16.
+    """
+    optional_package("pandas", "pandas", "export")
+    pyarrow = optional_package("pyarrow", "parquet", "export")
+    parquet = optional_package("pyarrow.parquet", "parquet", "export")
+
+    def table_of(frame: Any) -> Any:
+        attrs = frame.attrs
+        for name in frame.columns:
+            if frame[name].dtype == object:  # arrays of a row: Parquet's lists have one dimension
+                frame[name] = [array.reshape(-1) for array in frame[name]]
+        table = pyarrow.Table.from_pandas(frame, preserve_index=False)
+        return table.replace_schema_metadata({**table.schema.metadata, _ATTRS: json.dumps(attrs)})
+
+    _write_tables(
+        (table_of(to_pandas(chunk, split=split)) for chunk in source.chunks()),
+        lambda schema: parquet.ParquetWriter(path, schema, compression="zstd"),
+    )
+
+
+def _write_tables(tables: Iterator[Any], open_writer: Any) -> None:
+    first = next(tables)
+    with open_writer(first.schema) as writer:
+        writer.write_table(first)
+        for table in tables:
+            writer.write_table(table)
+
+
+def read_parquet(path: str | Path) -> Iterator[TensorDict]:
+    """Yield the rows of a Parquet file as flat batches, one for each row group.
+
+    Args:
+        path: of the file; its columns as `from_arrow` takes them.
+
+    Raises:
+        ImportError: pyarrow is missing; the text names the extra.
+        ValueError, TypeError: as `from_arrow`.
+    """
+    parquet = optional_package("pyarrow.parquet", "parquet", "import_parquet")
+    with parquet.ParquetFile(path) as file:
+        for group in range(file.num_row_groups):
+            yield from_arrow(file.read_row_group(group))
+
+
+def read_arrow(path: str | Path) -> Iterator[TensorDict]:
+    """Yield the rows of an Arrow IPC file as flat batches, one for each record batch; errors as `read_parquet`."""
+    pyarrow = optional_package("pyarrow", "arrow", "import_arrow")
+    ipc = optional_package("pyarrow.ipc", "arrow", "import_arrow")
+    with pyarrow.memory_map(str(path)) as memory, ipc.open_file(memory) as file:
+        for number in range(file.num_record_batches):
+            table = pyarrow.Table.from_batches([file.get_batch(number)], schema=file.schema)
+            yield from_arrow(table).clone()  # the map ends with the file
+
+
+def read_pandas(path: str | Path) -> Iterator[TensorDict]:
+    """Yield the rows of a Parquet file of data frames as flat batches, one for each row group.
+
+    Raises:
+        ImportError: pandas or pyarrow is missing; the text names the extra.
+        ValueError, TypeError: as `from_pandas`.
+    """
+    optional_package("pandas", "pandas", "import_pandas")
+    parquet = optional_package("pyarrow.parquet", "parquet", "import_pandas")
+    with parquet.ParquetFile(path) as file:
+        attrs = json.loads((file.schema_arrow.metadata or {}).get(_ATTRS, b"{}"))
+        for group in range(file.num_row_groups):
+            frame = file.read_row_group(group).to_pandas()
+            frame.attrs = attrs
+            for name, (dtype, shape) in attrs.get("flatroll", {}).items():
+                if name in frame.columns and frame[name].dtype == object:
+                    frame[name] = [np.asarray(cells, dtype).reshape(shape) for cells in frame[name]]
+            yield from_pandas(frame)

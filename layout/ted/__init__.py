@@ -1,0 +1,1 @@
+"""TED (root and ``"next"`` side by side, each observation twice) to forms with each observation once, and back."""
