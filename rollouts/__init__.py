@@ -4,8 +4,17 @@ from flatroll.rollouts.batch_spec import batch_spec
 from flatroll.rollouts.collector import Collector
 from flatroll.rollouts.random_actions import RandomPolicy
 from flatroll.rollouts.rollout import check_env_specs, rollout
+from flatroll.rollouts.workers.ray_collector import RayCollector
 
 #: The references' older name.
 SyncDataCollector = Collector
 
-__all__ = ["Collector", "RandomPolicy", "SyncDataCollector", "batch_spec", "check_env_specs", "rollout"]
+__all__ = [
+    "Collector",
+    "RandomPolicy",
+    "RayCollector",
+    "SyncDataCollector",
+    "batch_spec",
+    "check_env_specs",
+    "rollout",
+]

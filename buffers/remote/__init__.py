@@ -1,0 +1,1 @@
+"""Buffers that other processes and machines use."""

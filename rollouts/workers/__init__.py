@@ -1,0 +1,1 @@
+"""Collectors whose envs are stepped in other processes and on other machines."""
