@@ -1,1 +1,1 @@
-"""Buffers that other processes and machines use."""
+"""Lets other processes use a buffer that one process owns."""

@@ -9,6 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers.replay_buffer import ReplayBuffer
+from flatroll.buffers.transforms.base import Transform
 from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.sharing.nursery import WorkerDied
@@ -50,16 +51,16 @@ class BufferActor:
 class RayReplayBuffer(Facts):
     """A `ReplayBuffer` in an actor, with its methods; any process of the cluster that has it may use it.
 
-    One owner writes: the actor. Each call goes to it and back, which takes a hundred times as long as a call of a buffer
-    in this process, so a single trainer does better with an ordinary `ReplayBuffer` that a `RayCollector` fills. For
+    One owner writes: the actor. Each call goes to it and back, which takes many times as long as a call of a buffer in
+    this process, so a single trainer does better with an ordinary `ReplayBuffer` that a `RayCollector` fills. For
     several trainers, ``prefetch`` samples are kept under way. Ray is needed: ``pip install 'flatroll[ray]'``.
 
-    The parts are given as functions that make them, in the actor. Pickled into a task or an actor of Ray, it is the same
-    buffer there; only where it was made does `shutdown` end it.
+    The parts are given as functions that make them, in the actor. Pickled into a task or an actor of Ray, it is the
+    same buffer there.
 
     Args:
         storage: a function that makes the storage, such as ``partial(LazyTensorStorage, 100_000)``.
-        sampler, writer, transform, collate_fn: likewise. Default: those of the buffer.
+        sampler, writer, transform: likewise. Default: those of the buffer.
         batch_size: rows of a sample.
         prefetch: samples under way, drawn before the latest ``extend`` or ``update_priority``; needs ``batch_size``.
             Default None: none.
@@ -68,7 +69,7 @@ class RayReplayBuffer(Facts):
         remote_config: options of ``ray.remote`` for the actor. Default: no CPU of its own, and no restart.
         ray_init_config: see `flatroll.rollouts.RayCollector`.
         calls: what runs the actor. Default: Ray.
-        options: further arguments of the buffer.
+        options: further arguments of the buffer, such as ``collate_fn``.
 
     Raises:
         ImportError: Ray is not installed.
@@ -86,7 +87,6 @@ class RayReplayBuffer(Facts):
         sampler: Callable[[], Any] | None = None,
         writer: Callable[[], Any] | None = None,
         transform: Callable[[], Any] | None = None,
-        collate_fn: Callable[[], Any] | None = None,
         batch_size: int | None = None,
         prefetch: int | None = None,
         seed: int | None = None,
@@ -101,14 +101,10 @@ class RayReplayBuffer(Facts):
             "sampler": sampler,
             "writer": writer,
             "transform": transform,
-            "collate_fn": collate_fn,
         }
         parts = {name: part for name, part in parts.items() if part is not None}
         for name, part in parts.items():
-            # Transforms and some others are callable, and have to be made in the actor all the same.
-            if not callable(part) or (
-                (hasattr(part, "attach") or hasattr(part, "forward")) and not isinstance(part, type)
-            ):
+            if not callable(part) or isinstance(part, Transform):  # which is callable itself
                 raise TypeError(
                     f"{name} must be a function that makes one in the actor, such as partial(LazyTensorStorage, 1000) "
                     f"for a storage, got {type(part).__name__}"
