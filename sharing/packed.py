@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
 Key = str | tuple[str, ...]
@@ -48,7 +48,7 @@ def pack(value: Any) -> Any:
     if not isinstance(value, TensorDictBase):
         return value
     columns, dtypes = {}, {}
-    for key, entry in value.items(True, True):
+    for key, entry in value.items(True, True, is_leaf=is_leaf_nontensor):
         if not isinstance(entry, Tensor):
             raise TypeError(
                 f"entry {key!r} is of type {type(entry).__name__}: only tensors go through Ray's object store, "

@@ -131,10 +131,10 @@ class RayCollector(Facts):
         self._calls = RayCalls(ray_init_config, cpus + 1) if calls is None else calls
         fleet = None
         try:
+            put_named(self._calls, **arguments)  # one by one, for the error: they are sent together
             common = put_named(
                 self._calls, policy=on_cpu(policy), policy_factory=policy_factory, arguments=arguments
             )
-            put_named(self._calls, **arguments)  # one by one, for the error: they are sent together
             # A function that stands in the list more than once is sent once.
             sent = {function: put_named(self._calls, create_env_fn=function)[0] for function in functions}
             places = [Place(i, sent[functions[i]], configs[i]) for i in range(count)]
@@ -399,13 +399,14 @@ class RayCollector(Facts):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what resuming needs: row count, number of actors made, policy parameters and version.
+        """Return what resuming needs: row count, writer numbers and seeds used up, policy parameters and version.
 
         Nobody waits for it: rows under way are not in it, nor is the state of an env.
         """
         return {
             "frames": self._frames,
-            "actors": self._fleet.hired,
+            "next_writer": self._fleet.next_writer,
+            "seeds_used": self._fleet.hired,
             "policy": self.policy.state_dict() if isinstance(self.policy, nn.Module) else None,
             "policy_version": self._version,
         }
@@ -416,7 +417,8 @@ class RayCollector(Facts):
         if isinstance(self.policy, nn.Module) and state["policy"] is not None:
             self.policy.load_state_dict(state["policy"])
         self._fleet.end(0)
-        self._fleet.hired = max(state["actors"], self._fleet.hired)
+        self._fleet.hired = max(state["seeds_used"], self._fleet.hired)
+        self._fleet.next_writer = max(state["next_writer"], self._fleet.next_writer)
         self._frames = self._rows = state["frames"]
         for place in self._fleet.places:
             # Counted as if each had collected its part; only parts of the whole are made of these numbers.

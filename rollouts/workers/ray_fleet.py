@@ -15,7 +15,7 @@ from flatroll.sharing.ray_calls import Calls, Failure
 OnFailure = Literal["raise", "drop", "replace"]
 _FAILURES_COUNT_FOR = 60.0  # seconds
 
-logger = logging.getLogger(__name__)
+_LOG = logging.getLogger("flatroll.rollouts")
 
 
 @dataclass(eq=False)
@@ -97,7 +97,9 @@ class Fleet:
     ) -> None:
         self.calls, self.places = calls, places
         self._common, self._options_of = common, options_of
-        self._writer, self._writers = writer, writers
+        #: Number of the next actor that is made.
+        self.next_writer = writer
+        self._writers = writers
         self._on_failure, self._max_failures, self._start_timeout = on_failure, max_failures, start_timeout
         self._failures: deque[float] = deque()  # when they happened
         self._served = 0
@@ -116,10 +118,11 @@ class Fleet:
 
     def _hire(self, place: Place) -> None:
         """Put a new actor into a place."""
-        place.writer = writer_number(self._writer + self.hired * self._writers)
+        place.writer = writer_number(self.next_writer)
+        self.next_writer += self._writers
         options = self._options_of(place, self.hired)
         self.hired += 1
-        place.frames_before, place.version = place.frames, 0
+        place.frames_before, place.version, place.ended = place.frames, 0, False
         place.actor = self.calls.make(CollectorActor, place.options)
         place.starting = self.calls.call(place.actor, "start", place.env, *self._common, options)
         place.deadline = monotonic() + self._start_timeout
@@ -198,13 +201,14 @@ class Fleet:
         if not replace and (self._on_failure != "drop" or not left):
             if self._on_failure == "replace":
                 failure.error.add_note(
-                    f"failure {len(self._failures)} in {_FAILURES_COUNT_FOR:.0f} s, with "
+                    f"failure {len(self._failures)} in {_FAILURES_COUNT_FOR:.0f} s, more than "
                     f"max_failures={self._max_failures}"
                 )
             if not failure.trace:  # its process said nothing
                 raise failure.error
             failure.throw(place.name)
-        logger.warning("%s failed (on_failure=%r): %r", place.name, self._on_failure, failure.error)
+        error, became = failure.error, "replaced" if replace else "dropped"
+        _LOG.warning("%s failed and is %s: %s: %s", place.name, became, type(error).__name__, error)
         self.calls.kill(place.actor)
         place.starting = None
         place.under_way.clear()

@@ -50,7 +50,9 @@ def learned():
 @pytest.mark.parametrize("sync", [False, True], ids=["first come", "in step"])
 def test_each_actor_gives_the_stream_of_a_single_collector(sync):
     fake = FakeRay(slow={1: 3})
-    with collect(fake, num_collectors=3, sync=sync, frames_per_batch=11, total_frames=132, writer=5) as actors:
+    with collect(
+        fake, num_collectors=3, sync=sync, frames_per_batch=11, total_frames=132, writer=5
+    ) as actors:
         batches = list(actors)
         assert [len(batch) for batch in batches] == [11] * 12
         assert actors.frames == 132
@@ -230,8 +232,16 @@ def test_rows_go_from_actor_to_buffer_actor_without_the_driver():
     assert len(buffer) == 70
     assert buffer.stats()["trajectories"] == len(buffer[:][IDS].unique())
     assert 0 < len(buffer.sample()) <= 30
-    joined = collect(fake, num_collectors=2, sync=True, frames_per_batch=7, total_frames=7, compact_obs=True, writer=9,
-                     replay_buffer=buffer)
+    joined = collect(
+        fake,
+        num_collectors=2,
+        sync=True,
+        frames_per_batch=7,
+        total_frames=7,
+        compact_obs=True,
+        writer=9,
+        replay_buffer=buffer,
+    )
     assert list(joined) == [None] and len(buffer) == 77
 
 
