@@ -81,8 +81,8 @@ def check_modes(modes: Modes, workers: int, frames: int, trajs: int | None, spli
         }
         if found := [name for name, is_given in against.items() if is_given]:
             raise ValueError(
-                f'cat_results="stack" gives [workers, T], the same T of each in every batch, which {" and ".join(found)} '
-                "does not: leave it out, or cat_results"
+                'cat_results="stack" gives [workers, T], the same T of each in every batch, which '
+                f"{' and '.join(found)} does not: leave it out, or cat_results"
             )
 
 
@@ -152,7 +152,10 @@ def seeds_of(seed: int | None) -> np.random.SeedSequence:
 
 
 def publish(weights: SharedWeights, given: Any) -> None:
-    """Make the weights of a module, a state dict or a tensordict of parameters the next version; of others, nothing's."""
+    """Make the weights of a module, a state dict or a tensordict of parameters the next version.
+
+    Of a policy without weights, only the version goes on.
+    """
     if isinstance(given, TensorDictBase):
         given = {str(name): value for name, value in given.flatten_keys(".").items()}
     elif isinstance(given, nn.Module):

@@ -80,17 +80,19 @@ def _joined(tables: Sequence[Columns], names: Sequence[str], padded: bool) -> di
         ValueError: workers give different columns.
     """
     made = {}
+    at = 2 if padded else 1  # the first dimension in which all must be alike
     for key, column in tables[0].items():
-        parts = [table.get(key) for table in tables]
-        at = 2 if padded else 1  # the first dimension that all must have alike
-        for part, name in zip(parts, names, strict=True):
+        parts = []
+        for table, name in zip(tables, names, strict=True):
+            part = table.get(key)
             if part is None or part.dtype != column.dtype or part.shape[at:] != column.shape[at:]:
                 other = "none" if part is None else f"{part.dtype} {list(part.shape[1:])}"
                 raise ValueError(
                     f"workers must give the same columns: of {key!r}, {names[0]} gives {column.dtype} "
                     f"{list(column.shape[1:])} and {name} {other}"
                 )
-        if padded and any(part.shape[1] != column.shape[1] for part in parts):
+            parts.append(part)
+        if padded and len({part.shape[1] for part in parts}) > 1:
             longest = max(part.shape[1] for part in parts)
             parts = [_filled_up(part, longest) for part in parts]
         made[key] = torch.cat(parts) if len(parts) > 1 else column.clone()

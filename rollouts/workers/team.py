@@ -33,7 +33,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Event:
-    """What came from a member: a window; no window, it has collected all; or it was lost, and who follows it, if any."""
+    """What came from a member: a window; none, it has collected all; or it was lost, and who follows it, if any."""
 
     member: Member
     window: Window | None = None
