@@ -43,14 +43,14 @@ class Seeded(gym.Env[Any, Any]):
 
 
 class Faulty(Seeded):
-    """Does what ``fault`` does in its second episode."""
+    """Does what ``fault`` does in each step from its second episode on."""
 
     def __init__(self, fault: Callable[[], Any]) -> None:
         super().__init__()
         self._fault = fault
 
     def step(self, action: Any) -> Any:
-        if self.episode == 2:
+        if self.episode >= 2:
             self._fault()
         return super().step(action)
 
