@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from time import monotonic
 from typing import Any, NamedTuple
 
 from flatroll.rollouts.workers.messages import GO
@@ -122,6 +123,7 @@ class InStep(Gatherer):
         if limited and self._whole:
             limit = max(1, member.frames + ceil(self._left() / len(self.team.members)))
         member.windows += 1
+        member.since = monotonic()
         member.worker.send(GO, (ask.rows, limit))
 
     def _take(self, event: Event, limited: bool) -> None:
@@ -196,7 +198,7 @@ class InTurn(Gatherer):
         """Let a member begin, or tell it of another limit."""
         limit = self._limits.get(member, WITHOUT_END) if limited and self._whole else WITHOUT_END
         if limit != member.told:
-            member.told, member.ended = limit, False
+            member.told, member.ended, member.since = limit, False, monotonic()
             member.worker.send(GO, (self._rows, limit))
 
     def _take(self, event: Event) -> None:
@@ -218,6 +220,7 @@ class InTurn(Gatherer):
         """Of the windows there are, one of the member that waits longest."""
         filled = min(self._queue, key=lambda filled: self._served.get(filled.member.place, -1))
         self._queue.remove(filled)
+        filled.member.since = monotonic()  # it has a free slot from now on
         self._served[filled.member.place] = self._count = self._count + 1
         self.frames += filled.fresh
         return filled

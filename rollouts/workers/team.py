@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from time import monotonic
 from typing import Any, Literal
 
@@ -29,6 +30,12 @@ class Member:
     told: int | None = None  # up to how many rows it was last told to collect; -1: without end
     ended: bool = False  # it has done so
     overdue: TimeoutError | None = None  # why it was killed
+    since: float = 0.0  # when it last had nothing to do, or was heard of
+
+    def idle(self) -> float:
+        """Seconds since it began the step under way, or was given something to do; 0 while it makes its collector."""
+        beat = self.signals.beat[0]
+        return monotonic() - float(self.since if beat == inf else beat) if self.ready else 0.0
 
 
 @dataclass(frozen=True)
@@ -74,11 +81,13 @@ class Team:
         self.waited = 0.0
         self.returns_key: Any = None  # of episodes' returns, if the envs count them
         self.members: list[Member] = []
+        self._begun = False
         try:
             for place in range(count):
                 self.members.append(self._start(place))
             while missing := [member for member in self.members if not member.ready]:
                 self._listen(missing, None)
+            self._begun = True
         except BaseException:
             self.end(0)
             raise
@@ -115,29 +124,31 @@ class Team:
         by_worker = {member.worker: member for member in waiting}
         ready = self._nursery.wait(by_worker, seconds, also=() if wake is None else (wake,))
         self.waited += monotonic() - began
-        return [event for worker in ready for event in self._hear(by_worker[worker])]
+        events = [event for worker in ready for event in self._hear(by_worker[worker])]
+        for worker in by_worker.keys() - set(ready) if self._step_timeout is not None else ():
+            self._check_time(by_worker[worker])
+        return events
 
     def _time_left(self, waiting: Sequence[Member]) -> float | None:
-        """Seconds until a step may be overdue; members for which that has come are killed."""
+        """Seconds until a step may be overdue."""
         limit = self._step_timeout
         if limit is None:
             return None
-        now, left = monotonic(), limit
-        for member in waiting:
-            late = now - member.signals.beat[0]  # minus infinity while no step is under way
-            if late < limit:
-                left = min(left, limit - late)
-            elif member.overdue is None:
-                worker = member.worker
-                member.overdue = TimeoutError(
-                    f"no step of {worker.name} (pid {worker.pid}) ended within step_timeout={limit} s: it was killed"
-                )
-                worker.kill()
-        return left
+        return max(0.0, min((limit - member.idle() for member in waiting if not member.overdue), default=limit))
+
+    def _check_time(self, member: Member) -> None:
+        """Kill a member from which nothing is there, and that has not ended a step in time."""
+        limit, worker = self._step_timeout, member.worker
+        if limit is not None and member.overdue is None and member.idle() >= limit:
+            member.overdue = TimeoutError(
+                f"no step of {worker.name} (pid {worker.pid}) ended within step_timeout={limit} s: it was killed"
+            )
+            worker.kill()
 
     def _hear(self, member: Member) -> list[Event]:
         """All that a member has sent; its failure comes after it."""
         events: list[Event] = []
+        member.since = monotonic()
         while member.worker.has_news():
             try:
                 kind, content = member.worker.receive()
@@ -166,7 +177,7 @@ class Team:
         self._failed_at = [*(at for at in self._failed_at if now - at < _WITHIN), now]
         if member.overdue is not None:
             error = member.overdue
-        if self._on_failure == "raise" or not member.ready:
+        if self._on_failure == "raise" or not (member.ready or (self._begun and isinstance(error, WorkerDied))):
             raise error  # what cannot even be made would fail again and again
         if len(self._failed_at) > self._max_failures:
             error.add_note(

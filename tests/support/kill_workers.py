@@ -41,7 +41,6 @@ def kill_workers(nursery: Nursery, kills: int, seed: int = 0) -> dict[str, Any]:
         envs(2), ItsWeight(), num_workers=3, frames_per_batch=16, on_failure="replace", max_failures=kills,
         compact_obs=True, nursery=nursery,
     ) as collector:  # fmt: skip
-        next(collector)
         before = descriptors()
         for _ in range(kills):
             os.kill(draw.choice(nursery.workers[-3:]).pid, signal.SIGKILL)

