@@ -9,14 +9,15 @@ from flatroll.rollouts.workers.wake import Wake
 class Drain:
     """Calls ``step(wake)`` again and again, until it returns False, raises, or `stop` is called.
 
-    The thread keeps ``step`` alive and nothing else, and no program waits for it at its end.
+    The thread keeps ``step`` alive and nothing else, and no program waits for it at its end. After an error
+    ``tell(raise_error)`` is called, if it is given.
     """
 
-    def __init__(self, step: Callable[[Wake], bool], name: str) -> None:
-        self._step, self._wake = step, Wake()
+    def __init__(self, step: Callable[[Wake], bool], tell: Callable[[Callable[[], None]], None] | None) -> None:
+        self._step, self._tell, self._wake = step, tell, Wake()
         #: What ``step`` raised.
         self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="collector", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -25,6 +26,8 @@ class Drain:
                 pass
         except BaseException as error:  # told to the thread that asks next
             self.error = error
+            if self._tell is not None:
+                self._tell(self.raise_error)
 
     @property
     def is_running(self) -> bool:

@@ -229,7 +229,8 @@ class MultiCollector(Facts):
             owns_nursery=self._owns_nursery,
             version=lambda: weights.version + first,
             publish=partial(publish, weights, self.policy) if self._update else int,
-            buffer=buffer if self._whole else None,
+            buffer=buffer,
+            whole=self._whole,
             progress=self._progress,
         )
         # Also when nobody has this collector any more, and when the interpreter ends.
@@ -310,7 +311,8 @@ class MultiCollector(Facts):
         """Collect into the replay buffer in a thread of this process, up to ``total_frames``, and return at once.
 
         From then on only ``replay_buffer.sample()`` is needed, once there are rows. What goes wrong meanwhile is raised
-        by the next `stats`, `pause`, `update_policy_weights_` or `shutdown`.
+        by the next use of the buffer, or the next `stats`, `pause`, `update_policy_weights_` or `shutdown`, whichever
+        comes first.
 
         Raises:
             RuntimeError: there is no replay buffer, or the thread runs already.

@@ -29,7 +29,9 @@ class Supply:
         owns_nursery: whether to close it at the end.
         version: gives the policy's version.
         publish: called before each batch is asked for.
-        buffer: that hears how many rows wait in workers for the end of their trajectories, if it wants to.
+        buffer: that hears of an error in the thread, if it has ``note_failure``; and how many rows wait in workers
+            for the end of their trajectories, if these are to be complete and it has ``note_waiting``.
+        whole: whether trajectories are to be complete.
         progress: whether to show a bar.
     """
 
@@ -43,12 +45,14 @@ class Supply:
         version: Callable[[], int],
         publish: Callable[[], Any],
         buffer: Any,
+        whole: bool,
         progress: bool,
     ) -> None:
         self.gatherer, self.delivery = gatherer, delivery
         self._nursery, self._owns_nursery = nursery, owns_nursery
         self._version, self._publish = version, publish
-        self._note_waiting = getattr(buffer, "note_waiting", None)
+        self._note_waiting = getattr(buffer, "note_waiting", None) if whole else None
+        self._note_failure = getattr(buffer, "note_failure", None)
         self._bar = ProgressBar(gatherer.total, gatherer.team.returns_key) if progress else None
         self.tallies = [Tally() for _ in gatherer.team.members]
         self.closed = False
@@ -90,7 +94,7 @@ class Supply:
 
     def start(self) -> None:
         """Let a thread deliver until all is collected."""
-        self.drain = Drain(lambda wake: self.next(True, wake) is not None, "collector")
+        self.drain = Drain(lambda wake: self.next(True, wake) is not None, self._note_failure)
 
     @property
     def is_running(self) -> bool:

@@ -1,4 +1,4 @@
-"""Envs and policies for workers: processes import this file."""
+"""Envs and policies for workers, which import this file, and a comparison of what they give."""
 
 import os
 import signal
@@ -12,6 +12,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
@@ -112,3 +113,13 @@ def recurrent() -> nn.Module:
 
 def envs(count: int, env: Callable[[], Any] = Seeded) -> Callable[[], Any]:
     return lambda: gym.vector.SyncVectorEnv([env] * count)
+
+
+def assert_equal(one: TensorDictBase | None, other: TensorDictBase | None) -> None:
+    if one is None or other is None:
+        assert one is other
+        return
+    columns, others = dict(one.items(True, True)), dict(other.items(True, True))
+    assert columns.keys() == others.keys() and one.batch_size == other.batch_size
+    for key, column in columns.items():
+        assert torch.equal(column, others[key]), key

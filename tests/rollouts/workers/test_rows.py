@@ -5,31 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
-from worker_envs import Seeded, envs, recurrent
+from worker_envs import assert_equal, envs, recurrent
 
-from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.layout import audit
-from flatroll.rollouts import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from flatroll.rollouts import Collector, MultiCollector
 from flatroll.sharing import Nursery
-from flatroll.wrappers import RewardSum
-from flatroll.wrappers.testing import Script, ScriptedVectorEnv
 
-LENGTHS = [[3, 1, 4], [2, 5], [6], [1, 1, 7], [4]]
-
-
-def assert_equal(one: TensorDictBase | None, other: TensorDictBase | None) -> None:
-    if one is None or other is None:
-        assert one is other
-        return
-    columns, others = dict(one.items(True, True)), dict(other.items(True, True))
-    assert columns.keys() == others.keys() and one.batch_size == other.batch_size
-    for key, column in columns.items():
-        assert torch.equal(column, others[key]), key
-
-
-def scripted(first: int, last: int) -> Any:
-    return ScriptedVectorEnv(Script(last - first, lengths=LENGTHS[first:last]))
 
 
 OPTIONS: Any = {
@@ -62,7 +43,7 @@ def test_rows_are_those_of_single_collectors(sync: bool, name: str, nursery: Nur
             rows = 16 - i if sync else 31
             env = [part() for part in maker] if isinstance(maker, list) else maker()
             alone.append(Collector(env, policy, frames_per_batch=rows, seed=multi.seeds[i], **arguments))
-        count = 0
+        count, before = 0, [0, 0]
         for batch in multi:
             if sync:
                 assert_equal(batch, torch.cat([next(collector) for collector in alone]))
@@ -73,8 +54,9 @@ def test_rows_are_those_of_single_collectors(sync: bool, name: str, nursery: Nur
                         finals[-1]["row"] += first
                 assert_equal(multi.final, torch.cat(finals) if finals else None)
             else:  # it is the next window of one of them
-                at = batch["collector", "traj_ids"][0] >> 40 if arguments["writer"] else None
-                at = int(at - 4) if at is not None else served(multi)
+                served = [worker["windows"] for worker in multi.stats()["workers"]]
+                at = int(served[1] > before[1])
+                before = served
                 assert_equal(batch, next(alone[at]))
                 assert_equal(multi.final, alone[at].final)
             assert name == "postproc" or not audit(batch)
@@ -86,13 +68,3 @@ def half(count: int) -> Any:
     from split_envs import Part
 
     return Part(0, count)
-
-
-def served(multi: MultiCollector) -> int:
-    """The worker whose window came last, by counting."""
-    counts = [worker["windows"] for worker in multi.stats()["workers"]]
-    before = getattr(served, "before", None)
-    if before is None or sum(before) >= sum(counts):
-        before = [0, 0]
-    served.before = counts  # type: ignore[attr-defined]
-    return 0 if counts[0] > before[0] else 1
