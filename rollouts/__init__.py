@@ -4,13 +4,16 @@ from flatroll.rollouts.batch_spec import batch_spec
 from flatroll.rollouts.collector import Collector
 from flatroll.rollouts.random_actions import RandomPolicy
 from flatroll.rollouts.rollout import check_env_specs, rollout
-from flatroll.rollouts.workers.ray_collector import RayCollector
+from flatroll.rollouts.workers import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 
 #: The references' older name.
 SyncDataCollector = Collector
 
 __all__ = [
     "Collector",
+    "MultiAsyncCollector",
+    "MultiCollector",
+    "MultiSyncCollector",
     "RandomPolicy",
     "RayCollector",
     "SyncDataCollector",

@@ -1,1 +1,6 @@
-"""Collectors whose envs are stepped in other processes and on other machines."""
+"""Collectors whose envs are stepped by several processes."""
+
+from flatroll.rollouts.workers.multi_collector import MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from flatroll.rollouts.workers.ray_collector import RayCollector
+
+__all__ = ["MultiAsyncCollector", "MultiCollector", "MultiSyncCollector", "RayCollector"]
