@@ -4,7 +4,7 @@ from flatroll.rollouts.batch_spec import batch_spec
 from flatroll.rollouts.collector import Collector
 from flatroll.rollouts.random_actions import RandomPolicy
 from flatroll.rollouts.rollout import check_env_specs, rollout
-from flatroll.rollouts.workers import MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from flatroll.rollouts.workers import MultiAsyncCollector, MultiCollector, MultiSyncCollector, RayCollector
 
 #: The references' older name.
 SyncDataCollector = Collector

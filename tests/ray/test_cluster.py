@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 import torch
 from list_collector import IDS, always_four
-from ray_envs import Dies, Wide, falls, make_env
+from ray_envs import Dies, Greedy, Wide, falls, make_env
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 
 from flatroll.buffers import LazyTensorStorage, RayReplayBuffer, SliceSampler
 from flatroll.rollouts import Collector, RayCollector
@@ -108,6 +109,22 @@ def test_the_buffer_is_the_same_in_another_process(cluster):
 
         assert ray.get(trainer.remote(buffer)).shape == (4,)
         assert len(buffer) == 20
+
+
+def test_an_actor_holds_a_whole_multi_collector(cluster):
+    """Two processes in one actor, in step: rows, ids and policy versions are those of the driver's count."""
+    policy = torch.nn.Linear(3, 5)
+    seen = []
+    with RayCollector(
+        make_env, TensorDictModule(Greedy(policy), ["observation"], ["action"]), workers_per_actor=2, sync=True,
+        frames_per_batch=24, total_frames=72, track_policy_version=True, writer=4, seed=0,
+    ) as actors:  # fmt: skip
+        for batch in actors:
+            assert (batch[IDS] >> 40).tolist() == [4] * 12 + [5] * 12
+            seen.append(batch["collector", "policy_version"].unique().tolist())
+            for _ in range(3):  # the actor hears of the last one only
+                actors.update_policy_weights_()
+    assert seen == [[0], [3], [6]]
 
 
 def test_a_cluster_that_the_environment_names_is_joined_and_left_as_it_was(cluster, monkeypatch):

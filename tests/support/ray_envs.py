@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 from gymnasium import Env, spaces
 from list_collector import make
+from torch import nn
 
 make_env = partial(make, "SameStep")
 
@@ -39,6 +40,17 @@ class Dies(Wide):
         if self.count == 9:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().step(action)
+
+
+class Greedy(nn.Module):
+    """The action with the largest output of a network."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, observation):
+        return self.network(observation).argmax(-1)
 
 
 def falls():

@@ -16,9 +16,13 @@ make_env = partial(make, "SameStep")
 
 WRONG = [
     ({"create_env_fn": make_env()}, TypeError, "create_env_fn must be a function that makes an env"),
-    ({"create_env_fn": []}, ValueError, "at least 1 and the number of functions, got None and 0"),
+    ({"create_env_fn": []}, ValueError, "num_collectors=None and 0 functions in create_env_fn"),
     ({"num_collectors": 0}, ValueError, "num_collectors must be"),
-    ({"create_env_fn": [make_env], "num_collectors": 2}, ValueError, "got 2 and 1"),
+    (
+        {"create_env_fn": [make_env], "num_collectors": 2},
+        ValueError,
+        "num_collectors=2 and 1 functions in create_env_fn",
+    ),
     (
         {"num_collectors": 3, "sync": True, "frames_per_batch": 2},
         ValueError,
@@ -40,6 +44,12 @@ WRONG = [
     ({"compact_observations": True}, TypeError, "compact_observations"),
     ({"split_trajs": True}, ValueError, "split_trajs=True pads batches, which actors deliver flat"),
     ({"policy_factory": lambda: None}, ValueError, "give a policy or a policy_factory, not both"),
+    (
+        {"on_failure": "drop", "workers_per_actor": 2},
+        ValueError,
+        "needs workers_per_actor=1, got 2: the workers of",
+    ),
+    ({"interruptor": threading.Event()}, TypeError, "interruptor is asked in the process that collects"),
     ({"remote_configs": [{}, {}]}, ValueError, "remote_configs has 2 entries for 1 collectors"),
     (
         {"remote_configs": {"max_restarts": 3}},

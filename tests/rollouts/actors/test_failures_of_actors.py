@@ -153,7 +153,7 @@ def test_an_actor_that_dies_again_and_again_while_it_starts_is_an_error_in_the_e
 
 def test_old_failures_do_not_count(monkeypatch):
     clock = iter(range(0, 10**6, 40))
-    monkeypatch.setattr("flatroll.rollouts.workers.ray_fleet.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("flatroll.rollouts.workers.actors.fleet.monotonic", lambda: float(next(clock)))
     fake = FakeRay(dies=dict.fromkeys(range(1, 9), 2))
     with collect(fake, on_failure="replace", max_failures=2, total_frames=120, start_timeout=1e6) as actors:
         assert sum(map(len, actors)) == 120

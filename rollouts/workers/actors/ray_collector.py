@@ -5,6 +5,7 @@ from time import perf_counter
 from typing import Any, cast
 
 import numpy as np
+import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
@@ -12,20 +13,22 @@ from flatroll.layout.checks import whole_number, writer_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.rollouts.policies import copy_weights
 from flatroll.rollouts.progress import ProgressBar
-from flatroll.rollouts.workers.ray_arguments import (
-    OF_DRIVER,
+from flatroll.rollouts.workers.actors.arguments import (
     actor_options,
-    check_arguments,
+    check_modes,
     env_functions,
     join_batches,
     on_cpu,
-    share,
     state_of,
 )
-from flatroll.rollouts.workers.ray_fleet import Fleet, OnFailure, Place, Taken
+from flatroll.rollouts.workers.actors.fleet import Fleet, OnFailure, Place, Taken
+from flatroll.rollouts.workers.arguments import check_options, seeds_of
+from flatroll.rollouts.workers.gather import shares
 from flatroll.sharing.flat_weights import flatten_weights, weight_layout
 from flatroll.sharing.packed import unpack
 from flatroll.sharing.ray_calls import Calls, RayCalls, put_named
+
+Device = torch.device | str | None
 
 
 class RayCollector(Facts):
@@ -50,25 +53,29 @@ class RayCollector(Facts):
             on the loopback interface only and has an object store of at most 1 GiB.
         max_in_flight: windows of an actor that are under way or wait in the object store, without ``sync``. Default 2.
             With 1 an actor waits while its window is used; rows are at most so many windows of all actors old.
-        frames_per_batch, total_frames: as in `Collector`.
+        frames_per_batch: as in `Collector`.
         policy_factory: a function that makes the policy in each actor, instead of ``policy``.
         on_failure: what happens when an actor dies, or its env, policy or hook raises: ``"raise"`` its error here;
             ``"drop"`` it and go on with the others; or ``"replace"`` it by one with a new writer number and seed. What
             it had under way is lost, what was yielded is not. The error of a collector that cannot even be made is
             raised always. Default "raise".
         max_failures: raise the error of a failure that comes after so many others within 60 s. Default 3.
-        workers_per_actor: with more than 1, an actor holds a `MultiCollector` of so many processes. Default 1.
-        num_threads: threads of torch in an actor. Default 1.
+        workers_per_actor: with more than 1, an actor holds a `MultiCollector` of so many processes, asks for as many
+            CPUs, and gives their windows, or with ``sync`` one share of them all. Default 1.
+        num_threads: threads of torch in each. Default 1.
         start_timeout: seconds that an actor may take to be placed on a node and to make its env. Default 300.
         seed: actor i gets seeds of its own from it, for its env, torch, NumPy and random actions. With ``sync`` a run
             repeats itself bit by bit. Default None.
         writer: number of the first actor in trajectory ids. Each further one, replacements included, has the next free
             numbers. Default 0.
+        init_random_frames, trajs_per_batch, total_frames: shared out to the actors, as in `MultiCollector`.
+        device: shorthand for ``policy_device``, in the actors, and ``storing_device``.
         storing_device: where batches are put, in this process.
         replay_buffer: a buffer of this process, or a `flatroll.buffers.RayReplayBuffer`, to which rows go straight from
             the actors unless ``sync`` joins them first. None is yielded then.
+        progress: show a bar over all actors. Default False.
         calls: what runs actors. Default: Ray.
-        arguments: further ones of `Collector`, used in each actor; ``init_random_frames`` is shared out.
+        arguments: further ones of `Collector`, used in each actor.
 
     Raises:
         ImportError: Ray is not installed.
@@ -99,34 +106,52 @@ class RayCollector(Facts):
         on_failure: OnFailure = "raise",
         max_failures: int = 3,
         workers_per_actor: int = 1,
-        num_threads: int | None = 1,
+        num_threads: int = 1,
         start_timeout: float = 300.0,
         seed: int | None = None,
         writer: int = 0,
+        replay_buffer: Any = None,
+        init_random_frames: int | None = None,
+        trajs_per_batch: int | None = None,
+        device: Device = None,
+        storing_device: Device = None,
+        progress: bool = False,
         calls: Calls | None = None,
         **arguments: Any,
     ) -> None:
-        functions = env_functions(create_env_fn, num_collectors)
-        count = len(functions)
-        configs = actor_options(remote_configs, count)
+        functions = env_functions(create_env_fn, num_collectors, arguments.get("splits", 1))
+        count, workers = len(functions), whole_number("workers_per_actor", workers_per_actor)
+        configs = actor_options(remote_configs, count, workers)
         self._in_flight = 1 if sync else whole_number("max_in_flight", max_in_flight)
-        if on_failure not in ("raise", "drop", "replace"):
-            raise ValueError(f'on_failure must be "raise", "drop" or "replace", got {on_failure!r}')
         if policy is not None and policy_factory is not None:
             raise ValueError("give a policy or a policy_factory, not both")
-        driver = {name: arguments.pop(name, None) for name in OF_DRIVER}
-        check_arguments(arguments, count if sync else 1, frames_per_batch, total_frames)
+        parts = count * workers if sync else 1
+        check_modes(
+            parts, frames_per_batch, trajs_per_batch, on_failure, workers, arguments.get("split_trajs")
+        )
+        check_options(
+            arguments,
+            replay_buffer,
+            writer,
+            writer + count * workers - 1,
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            trajs_per_batch=trajs_per_batch,
+            init_random_frames=init_random_frames or 0,
+        )
         module = isinstance(policy, nn.Module)
         self._layout = weight_layout(policy.state_dict()) if module else None
-        self.policy, self._seed, self._arguments = policy, seed, arguments
+        self.policy, self._trajs, self._random_frames = policy, trajs_per_batch, init_random_frames or 0
+        self._seeds = seeds_of(seed)
+        arguments = {"policy_device": device, **arguments}
         self.frames_per_batch, self.total_frames, self._sync = frames_per_batch, total_frames, sync
-        self._buffer, self._storing = driver["replay_buffer"], driver["storing_device"]
+        self._buffer, self._storing = replay_buffer, storing_device or device
         self._by_reference = None if sync else getattr(self._buffer, "extend_reference", None)
-        self._progress, self._bar = bool(driver["progress"]), ProgressBar(total_frames, None)
-        self._threads, self._workers = num_threads, whole_number("workers_per_actor", workers_per_actor)
+        self._progress, self._bar = progress, ProgressBar(total_frames, None)
+        self._threads, self._workers = num_threads, workers
         self._frames, self._rows, self._version, self._largest = 0, 0, 0, 0
         self._windows, self._lags = 0, [0, 0, 0]  # of windows, in versions: least, sum, largest
-        cpus = sum(config.get("num_cpus", 1) for config in configs)
+        cpus = sum(config["num_cpus"] for config in configs)
         self._count = count
         self._calls = RayCalls(ray_init_config, cpus + 1) if calls is None else calls
         fleet = None
@@ -136,8 +161,9 @@ class RayCollector(Facts):
                 self._calls, policy=on_cpu(policy), policy_factory=policy_factory, arguments=arguments
             )
             # A function that stands in the list more than once is sent once.
-            sent = {function: put_named(self._calls, create_env_fn=function)[0] for function in functions}
-            places = [Place(i, sent[functions[i]], configs[i]) for i in range(count)]
+            once = {id(function): function for function in functions}
+            sent = {key: put_named(self._calls, create_env_fn=once[key])[0] for key in once}
+            places = [Place(i, sent[id(functions[i])], configs[i]) for i in range(count)]
             self._fleet = fleet = Fleet(
                 self._calls,
                 places,
@@ -150,7 +176,7 @@ class RayCollector(Facts):
                 start_timeout=start_timeout,
             )
             fleet.start()
-            rows = share(frames_per_batch, count)[0] if sync else frames_per_batch
+            rows = shares(frames_per_batch, count)[0] if sync else frames_per_batch
             self._check_store(rows * max(place.row_bytes for place in fleet.places))
         except BaseException:
             if fleet is not None:
@@ -161,21 +187,18 @@ class RayCollector(Facts):
 
     def _options_of(self, place: Place, hired: int) -> dict[str, Any]:
         """The arguments of the collector of an actor, the one made after ``hired`` others."""
-        options = {name: self._arguments.get(name) for name in ("init_random_frames", "trajs_per_batch")}
-        if random := options.get("init_random_frames"):
-            options["init_random_frames"] = max(0, -(-random // self._count) - place.frames)  # rounded up
-        frames, trajectories = self.frames_per_batch, options.get("trajs_per_batch")
+        frames, trajs, total = self.frames_per_batch, self._trajs, self._goal(place)
         if self._sync:
-            frames = share(frames, self._count)[place.number]
-            if trajectories is not None:
-                options["trajs_per_batch"] = share(trajectories, self._count)[place.number]
-        seed = None
-        if self._seed is not None:
-            sequence = np.random.SeedSequence(self._seed, spawn_key=(hired,))
-            seed = int(sequence.generate_state(1)[0] >> 1)
-        return options | {
+            frames = shares(frames, self._count)[place.number]
+            trajs = None if trajs is None else shares(trajs, self._count)[place.number]
+        # The child of this number, whoever was made before.
+        child = np.random.SeedSequence(self._seeds.entropy, spawn_key=(hired,))
+        return {
             "frames_per_batch": frames,
-            "seed": seed,
+            "trajs_per_batch": trajs,
+            "total_frames": -1 if total is None else max(1, total - place.frames),
+            "init_random_frames": max(0, -(-self._random_frames // self._count) - place.frames),  # rounded up
+            "seed": int(child.generate_state(1)[0] >> 1),
             "writer": place.writer,
             "workers": self._workers,
             "sync": self._sync,
@@ -256,7 +279,7 @@ class RayCollector(Facts):
         """Whether another window of this place would not be too much."""
         if self.total_frames < 0:
             return True
-        if self._arguments.get("trajs_per_batch"):
+        if self._trajs:
             return place.frames < (self._goal(place) or 0) or not place.ended
         under_way = sum(len(place.under_way) for place in self._fleet.places)
         return self._frames + under_way * self.frames_per_batch < self.total_frames
@@ -267,30 +290,29 @@ class RayCollector(Facts):
         Only windows of whole trajectories, whose sizes nobody knows before, need it: each place collects its part of
         what is left, the next batch's first windows going to the first places.
         """
-        if self.total_frames < 0 or not self._arguments.get("trajs_per_batch"):
+        if self.total_frames < 0 or not self._trajs:
             return None
         places = self._fleet.places
         rows = self.frames_per_batch
         if self._sync:
-            rows = share(rows, len(places))[places.index(place)]
+            rows = shares(rows, len(places))[places.index(place)]
             return rows * -(-self.total_frames // self.frames_per_batch)
         gone = self._frames - sum(other.frames for other in places)  # of places that were dropped
         windows = -(-(self.total_frames - gone) // rows)
-        return rows * share(windows, len(places))[places.index(place)]
+        return rows * shares(windows, len(places))[places.index(place)]
 
     def _next_joined(self) -> Any:
         """The rows of all actors, in their order, as one batch with its *final*; None after the last."""
         fleet = self._fleet
-        joins = self._arguments.get("trajs_per_batch")
-        if not joins and 0 < self.total_frames <= self._frames:
+        if not self._trajs and 0 < self.total_frames <= self._frames:
             return None
-        shares = dict(zip(fleet.places, share(self.frames_per_batch, len(fleet.places)), strict=True))
+        parts = dict(zip(fleet.places, shares(self.frames_per_batch, len(fleet.places)), strict=True))
         came: dict[Place, Any] = {}
         ended: set[Place] = set()
         while True:
             for place in fleet.places:  # an actor that was replaced is asked anew
                 if place not in came and place not in ended and not place.under_way:
-                    fleet.begin(place, shares[place], self._goal(place))
+                    fleet.begin(place, parts[place], self._goal(place))
             if all(place.head is None for place in fleet.places):
                 break
             taken = fleet.take()
@@ -298,8 +320,8 @@ class RayCollector(Facts):
                 came[taken.place] = taken.rows
             elif taken is not None:
                 ended.add(taken.place)
-        parts = [unpack(came[place]) for place in shares if place in came]
-        return join_batches(parts) if parts else None
+        came_in_order = [unpack(came[place]) for place in parts if place in came]
+        return join_batches(came_in_order) if came_in_order else None
 
     def _count_in(self, taken: Taken) -> bool:
         """Count a window; False if it has no rows."""
@@ -318,7 +340,7 @@ class RayCollector(Facts):
     def _deliver(self, rows: Any) -> TensorDictBase | None:
         """What is yielded: the batch, on its device; None where a buffer took it."""
         note = getattr(self._buffer, "note_waiting", None)
-        if note is not None and self._arguments.get("trajs_per_batch"):
+        if note is not None and self._trajs:
             note(self._frames - self._rows)
         if self._by_reference is not None:
             self._by_reference(rows)
@@ -422,7 +444,7 @@ class RayCollector(Facts):
         self._frames = self._rows = state["frames"]
         for place in self._fleet.places:
             # Counted as if each had collected its part; only parts of the whole are made of these numbers.
-            place.frames = share(self._frames, len(self._fleet.places))[place.number]
+            place.frames = shares(self._frames, len(self._fleet.places))[place.number]
         self._version = state["policy_version"] - 1  # publishing counts
         self._publish(self.policy.state_dict() if isinstance(self.policy, nn.Module) else None)
         self._fleet.start()

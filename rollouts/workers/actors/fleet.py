@@ -8,7 +8,7 @@ from time import monotonic
 from typing import Any, Literal
 
 from flatroll.layout.checks import writer_number
-from flatroll.rollouts.workers.ray_actor import CollectorActor, Report
+from flatroll.rollouts.workers.actors.actor import CollectorActor, Report
 from flatroll.sharing.nursery import WorkerDied
 from flatroll.sharing.ray_calls import Calls, Failure
 

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from flatroll.layout.keys import POLICY_VERSION
 from flatroll.rollouts.collector import Collector
+from flatroll.rollouts.workers.multi_collector import MultiCollector
 from flatroll.sharing.flat_weights import unflatten_weights
 from flatroll.sharing.packed import Packed, pack
 from flatroll.sharing.ray_calls import Failure, attempt
@@ -35,6 +37,8 @@ class CollectorActor:
     """Makes a collector, and collects a window at each call. Rows and errors go back as plain values."""
 
     _collector: Any = None
+    #: Of a `MultiCollector`, which counts the updates that it has seen: each one's number for the driver.
+    _versions: list[int] | None = None
 
     def start(
         self,
@@ -51,7 +55,7 @@ class CollectorActor:
             policy: of the collector, or None with a ``policy_factory`` that makes it here.
             policy_factory: a function, or None.
             arguments: of the collector.
-            own: further ones, of this actor; ``num_threads``, and ``workers`` and ``sync`` for a `MultiCollector`.
+            own: further ones, of this actor; ``num_threads``, ``workers``, and ``sync`` for a `MultiCollector` of them.
         """
         made: int | Failure = attempt(
             self._start, create_env_fn, policy, policy_factory, {**arguments, **own}
@@ -59,12 +63,22 @@ class CollectorActor:
         return made
 
     def _start(self, create_env_fn: Any, policy: Any, factory: Callable[[], Any] | None, options: Any) -> int:
-        threads, _workers, _sync = (options.pop(name) for name in ("num_threads", "workers", "sync"))
-        if threads is not None:
-            torch.set_num_threads(threads)
+        threads, workers, sync = (options.pop(name) for name in ("num_threads", "workers", "sync"))
+        if workers > 1:
+            self._versions = [0]
+            self._collector = MultiCollector(
+                create_env_fn,
+                policy,
+                policy_factory=factory,
+                num_workers=workers,
+                sync=sync,
+                num_threads=threads,
+                **options,
+            )
+            return 0
+        torch.set_num_threads(threads)
         reseed(options["seed"])
-        policy = policy if factory is None else factory()
-        self._collector = Collector(create_env_fn, policy, **options)
+        self._collector = Collector(create_env_fn, policy if factory is None else factory(), **options)
         leaves: Any = self._collector.spec.items(True, True)
         return sum(spec.shape[1:].numel() * spec.dtype.itemsize for _, spec in leaves)
 
@@ -84,15 +98,22 @@ class CollectorActor:
         self, version: int, weights: Any, frames: int | None, total: int | None
     ) -> tuple[Report, Any]:
         collector = self._collector
-        if weights is not None:
-            collector.update_policy_weights_(unflatten_weights(*weights))
-        collector.policy_version = version
-        if frames is not None:
-            collector.frames_per_batch = frames
-        collector.total_frames = -1 if total is None else total
+        if self._versions:
+            if version != self._versions[-1]:
+                collector.update_policy_weights_(None if weights is None else unflatten_weights(*weights))
+                self._versions.append(version)
+        else:
+            if weights is not None:
+                collector.update_policy_weights_(unflatten_weights(*weights))
+            collector.policy_version = version
+            collector.total_frames = -1 if total is None else total
+            if frames is not None:
+                collector.frames_per_batch = frames
         batch = None if total is not None and total < 1 else next(collector, None)
         if batch is None:
             return Report(0, collector.frames, version, 0), None
+        if self._versions and batch.get(POLICY_VERSION, None) is not None:
+            batch[POLICY_VERSION] = torch.tensor(self._versions)[batch[POLICY_VERSION]]
         final = collector.final
         packed: tuple[Packed, Packed | None] = pack((batch, final))
         if not isinstance(packed[0], Packed):

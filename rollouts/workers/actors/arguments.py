@@ -1,24 +1,17 @@
 """Checks and shares out the arguments of a `RayCollector`, and joins what actors give."""
 
 import copy
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from flatroll.layout.checks import whole_number
-from flatroll.rollouts.arguments import check_counts, check_together
-from flatroll.rollouts.collector import Collector
-
-#: Arguments of `Collector` that the driver keeps to itself.
-OF_DRIVER = ("replay_buffer", "progress", "storing_device")
-_GIVEN_APART = {"create_env_fn", "policy", "frames_per_batch", "total_frames", "seed", "writer", *OF_DRIVER}
 
 
-def env_functions(create_env_fn: Any, count: int | None) -> list[Callable[[], Any]]:
-    """Return one function for each actor.
+def env_functions(create_env_fn: Any, count: int | None, splits: int) -> list[Any]:
+    """Return one function, or with ``splits`` a list of them, for each actor.
 
     Raises:
         TypeError: an env, or anything else that is no function.
@@ -29,11 +22,13 @@ def env_functions(create_env_fn: Any, count: int | None) -> list[Callable[[], An
     listed = isinstance(create_env_fn, Sequence)
     functions = list(create_env_fn) if listed else [create_env_fn] * (count or 1)
     for function in functions:
-        if not callable(function) or (hasattr(function, "step") and not isinstance(function, type)):
-            raise TypeError(
-                "create_env_fn must be a function that makes an env, or a list of them: envs are made in the actors, "
-                f"got {type(function).__name__}"
-            )
+        parts = function if splits > 1 and isinstance(function, Sequence) else [function]
+        for part in parts:
+            if not callable(part) or (hasattr(part, "step") and not isinstance(part, type)):
+                raise TypeError(
+                    "create_env_fn must be a function that makes an env, or a list of them, one for each collector: "
+                    f"envs are made in the actors, got {type(part).__name__}"
+                )
     if not functions or (count is not None and count != len(functions)):
         raise ValueError(
             f"num_collectors={count} and {len(functions)} functions in create_env_fn: give one for each collector, or "
@@ -42,8 +37,8 @@ def env_functions(create_env_fn: Any, count: int | None) -> list[Callable[[], An
     return functions
 
 
-def actor_options(configs: Any, count: int) -> list[dict[str, Any]]:
-    """Return the options of ``ray.remote`` for each actor: one CPU, and what the caller says.
+def actor_options(configs: Any, count: int, cpus: int) -> list[dict[str, Any]]:
+    """Return the options of ``ray.remote`` for each actor: so many CPUs, and what the caller says.
 
     Raises:
         ValueError: as many as actors were expected; or Ray is asked to restart them.
@@ -61,61 +56,32 @@ def actor_options(configs: Any, count: int) -> list[dict[str, Any]]:
             )
     own = ("max_restarts", "max_task_retries")
     return [
-        {"num_cpus": 1, **{name: value for name, value in options.items() if name not in own}}
+        {"num_cpus": cpus, **{name: value for name, value in options.items() if name not in own}}
         for options in given
     ]
 
 
-def check_arguments(
-    arguments: Mapping[str, Any], parts: int, frames_per_batch: int, total_frames: int
+def check_modes(
+    parts: int, frames: int, trajs: int | None, on_failure: str, workers: int, split_trajs: Any
 ) -> None:
-    """Refuse wrong arguments of the collectors here, before any actor is made.
-
-    Args:
-        arguments: those that are passed on.
-        parts: number of actors that make a batch together.
-
-    Raises:
-        TypeError: unknown names, or no numbers.
-        ValueError: values that do not go together.
-    """
-    known = set(inspect.signature(Collector).parameters) - _GIVEN_APART
-    unknown = [name for name in arguments if name not in known]
-    if unknown:
-        raise TypeError(
-            f"RayCollector got an unexpected argument {unknown[0]!r}: neither it nor Collector has it"
+    """Raise ValueError for modes that contradict one another, or ask less of a batch than its ``parts`` give."""
+    if on_failure not in ("raise", "drop", "replace"):
+        raise ValueError(f'on_failure must be "raise", "drop" or "replace", got {on_failure!r}')
+    if on_failure == "drop" and workers > 1:
+        raise ValueError(
+            f'on_failure="drop" needs workers_per_actor=1, got {workers}: the workers of other actors cannot take over '
+            'what a dropped one was to give. on_failure="replace" goes'
         )
-    counts = {name: arguments.get(name) for name in ("trajs_per_batch", "max_frames_per_traj")}
-    check_counts(
-        frames_per_batch=frames_per_batch,
-        total_frames=total_frames,
-        init_random_frames=arguments.get("init_random_frames") or 0,
-        **counts,
-    )
-    for name, count in (
-        ("frames_per_batch", frames_per_batch),
-        ("trajs_per_batch", counts["trajs_per_batch"]),
-    ):
+    for name, count in (("frames_per_batch", frames), ("trajs_per_batch", trajs)):
         if count is not None and count < parts:
             raise ValueError(
-                f"{name}={count} is less than the {parts} collectors: with sync=True each gives its part of a batch"
+                f"{name}={count} is less than the {parts} workers: with sync=True each gives its part of a batch"
             )
-    if arguments.get("split_trajs"):
+    if split_trajs:
         raise ValueError(
             "split_trajs=True pads batches, which actors deliver flat: "
             "flatroll.layout.split_trajectories(batch) pads one afterwards"
         )
-    ids = arguments.get("track_traj_ids", True)
-    check_together(ids, counts["trajs_per_batch"], False, False, arguments.get("interruptor"))
-
-
-def share(count: int, parts: int) -> list[int]:
-    """Divide a number into equal parts, the first ones having one more where that does not go.
-
-    >>> share(101, 3)
-    [34, 34, 33]
-    """
-    return [count // parts + (i < count % parts) for i in range(parts)]
 
 
 def on_cpu(policy: Any) -> Any:
@@ -152,15 +118,3 @@ def join_batches(parts: list[tuple[Any, Any]]) -> tuple[Any, Any]:
         final["row"] = final["row"] + before
         before += len(batch)
     return joined, TensorDict.cat(list(finals))
-
-
-__all__ = [
-    "OF_DRIVER",
-    "actor_options",
-    "check_arguments",
-    "env_functions",
-    "join_batches",
-    "on_cpu",
-    "share",
-    "state_of",
-]
