@@ -2,6 +2,7 @@
 #   make demo     train the recurrent demo policy       (ARGS="--frames 200000 --seed 3")
 #   make test     run the tests and doctests            (ARGS="-k sampler -x")
 #   make trainers  run the tests of Tianshou and rl_games, each in an environment of its own
+#   make ray      run the tests that need a cluster of Ray
 #   make lint     ruff, mypy --strict, pyright
 #   make docs     build the documentation site into out/site, strictly
 #   make bench    run the benchmarks, tables to out/bench   (ARGS="collector scan" picks some)
@@ -15,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: demo test trainers lint bench format constraints clean setup
+.PHONY: demo test trainers ray lint bench format constraints clean setup
 
 demo: $(VENV)/.user
 	$(BIN)/python -m flatroll demo $(ARGS)
@@ -32,6 +33,10 @@ trainers: $(TRAINERS)/tianshou/.ready $(TRAINERS)/rl-games/.ready
 		src/flatroll/trainers/tianshou.py $(ARGS)
 	OMP_NUM_THREADS=1 $(TRAINERS)/rl-games/bin/python -m pytest -W ignore::DeprecationWarning \
 		tests/trainers/test_rl_games.py src/flatroll/trainers/rl_games.py $(ARGS)
+
+# Clusters of Ray on this machine; a test that hangs ends the run.
+ray: $(VENV)/.ray
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ray tests/ray $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
@@ -71,6 +76,10 @@ $(VENV)/.user: pyproject.toml constraints.txt | $(BIN)/pip
 
 $(VENV)/.dev: $(VENV)/.user
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+$(VENV)/.ray: $(VENV)/.dev
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[ray]'
 	@touch $@
 
 # The pins of constraints.txt but those that clash.

@@ -5,6 +5,7 @@ import os
 import pickle
 import threading
 import weakref
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Self
 
@@ -17,7 +18,7 @@ from flatroll.buffers.samplers.base import Sampler
 from flatroll.buffers.storages.base import Storage
 
 #: Attributes that are made anew in another process and in a copy.
-_PER_PROCESS = ("_lock", "_write_lock", "_prefetcher", "_process", "_step_writers")
+_PER_PROCESS = ("_lock", "_write_lock", "_prefetcher", "_process", "_failure", "_step_writers")
 #: Attributes that a write changes, one after the other.
 _WRITTEN = ("storage", "sampler", "writer", "_ring", "_keys", "_started")
 
@@ -46,12 +47,18 @@ class Shareable:
         self._write_lock = self.storage.write_lock()
         self._prefetcher: Prefetcher[Any] | None = Prefetcher(self.prefetch) if self.prefetch else None
         self._process = os.getpid()
+        self._failure: Callable[[], Any] | None = None  # raises what ended a thread that writes into the buffer
         self._step_writers: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose steps may wait
         self.storage.attach(self)
 
     def note_waiting(self, rows: int) -> None:
         """Note how many rows a collector keeps back until their trajectories end, for the error of an empty buffer."""
         self._ring.waiting = rows
+
+    def note_failure(self, tell: Callable[[], Any]) -> None:
+        """Let the next use of the buffer call this function, which raises what ended a thread that filled it."""
+        self._failure = tell
+        self._process = -os.getpid()  # so that it is looked at, at no cost for all other uses
 
     def _own_parts(self) -> None:
         """ValueError if the sampler or the writer keeps state about the rows of another buffer, which is alive."""
@@ -75,6 +82,9 @@ class Shareable:
             self._make_locks()
         self._process = process
         reseed_in_worker(self.generator)
+        tell, self._failure = self._failure, None
+        if tell is not None:
+            tell()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle holds: the rows of one moment, although other threads write meanwhile.

@@ -4,8 +4,20 @@ from flatroll.rollouts.batch_spec import batch_spec
 from flatroll.rollouts.collector import Collector
 from flatroll.rollouts.random_actions import RandomPolicy
 from flatroll.rollouts.rollout import check_env_specs, rollout
+from flatroll.rollouts.workers import MultiAsyncCollector, MultiCollector, MultiSyncCollector, RayCollector
 
 #: The references' older name.
 SyncDataCollector = Collector
 
-__all__ = ["Collector", "RandomPolicy", "SyncDataCollector", "batch_spec", "check_env_specs", "rollout"]
+__all__ = [
+    "Collector",
+    "MultiAsyncCollector",
+    "MultiCollector",
+    "MultiSyncCollector",
+    "RandomPolicy",
+    "RayCollector",
+    "SyncDataCollector",
+    "batch_spec",
+    "check_env_specs",
+    "rollout",
+]

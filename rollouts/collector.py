@@ -239,6 +239,11 @@ class Collector(Facts):
         return self._frames
 
     @property
+    def rows_held(self) -> int:
+        """Number of rows that were collected and that no batch has taken yet; they come in later ones."""
+        return self._runner.window.count() + (0 if self._joiner is None else self._joiner.waiting)
+
+    @property
     def policy_version(self) -> int:
         """How often the policy has been updated: `update_policy_weights_` counts it, and whoever counts otherwise
         sets it. With ``track_policy_version`` each row has the number of the vector step in which it was chosen."""

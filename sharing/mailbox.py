@@ -120,6 +120,12 @@ class Window:
         """The tables in memory of their own."""
         return [{key: values.clone() for key, values in table.items()} for table in self.tables]
 
+    def keep(self) -> None:
+        """Copy the tables, so that they stay, and give the slot back."""
+        tables = self.copy()
+        self.release()
+        self.tables = tables
+
     def release(self) -> None:
         """Give the slot back to the writer; a second call does nothing. A writer that is gone is no error here."""
         if self._place is not None:

@@ -125,43 +125,62 @@ class Nursery:
         """All that were started, in this order."""
         return tuple(self._workers)
 
-    def wait(self, workers: "Iterable[Worker] | None" = None, timeout: float | None = None) -> "list[Worker]":
+    def wait(
+        self,
+        workers: "Iterable[Worker] | None" = None,
+        timeout: float | None = None,
+        also: Iterable[Any] = (),
+    ) -> "list[Worker]":
         """Wait until a worker has sent something or ended, ``timeout`` seconds at most.
 
         Args:
             workers: those to wait for. Default: all.
+            timeout: in seconds. Default None: without end.
+            also: further things with a descriptor; one of them that can be read ends the wait.
 
         Returns:
-            The workers whose next `Worker.receive` does not wait; none after ``timeout``.
+            The workers whose next `Worker.receive` does not wait; none after ``timeout``, and perhaps none if one of
+            ``also`` can be read.
         """
         waiting = self.workers if workers is None else tuple(workers)
         deadline = None if timeout is None else monotonic() + timeout
+        others = list(also)
         while not (ready := [worker for worker in waiting if worker.has_news()]):
             left = None if deadline is None else deadline - monotonic()
             if not waiting or (left is not None and left <= 0):
                 break
             channels = [worker.channel for worker in waiting if not worker.channel.ended]
-            wait_for_any([*channels, self._helper.control], left)  # type: ignore[list-item]
+            if set(others) & set(wait_for_any([*channels, self._helper.control, *others], left)):  # type: ignore[list-item]
+                return [worker for worker in waiting if worker.has_news()]
         return ready
 
-    def close(self, timeout: float = 5.0) -> None:
-        """End all workers; a second call does nothing.
+    def end(self, workers: "Iterable[Worker]", timeout: float = 5.0) -> None:
+        """End these workers and forget them; workers that have ended are no error.
 
         Each sees its channel closed, and may use the time to close its env. What is left after ``timeout`` seconds is
         killed.
         """
-        if not self._end.alive or not self._helper.is_mine():
+        if not self._helper.is_mine():
             return
-        deadline = monotonic() + timeout
-        for worker in self._workers:
+        ending, deadline = list(workers), monotonic() + timeout
+        for worker in ending:
             worker.channel.finish()
-        left = [worker for worker in self._workers if not worker.has_ended()]
+        left = [worker for worker in ending if not worker.has_ended()]
         while left and monotonic() < deadline:
-            wait_for_any([self._helper.control], deadline - monotonic())  # type: ignore[list-item]
+            wait_for_any([self._helper.control], max(0, deadline - monotonic()))  # type: ignore[list-item]
             left = [worker for worker in left if not worker.has_ended()]
-        self._end()
-        for worker in self._workers:
+        for worker in left:
+            worker.kill()
+        for worker in ending:
             worker.channel.close()
+            if worker in self._workers:
+                self._workers.remove(worker)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """End all workers as `end` does, and the process that starts them; a second call does nothing."""
+        if self._end.alive:
+            self.end(self.workers, timeout)
+            self._end()
 
     def __enter__(self) -> "Nursery":
         return self

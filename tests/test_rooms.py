@@ -46,6 +46,7 @@ SUB_ROOMS: dict[str, list[str]] = {
     "kernels": ["compiled", "rows", "slices"],
     "layout": ["keys", "boundaries", "inspect"],
     "modules": ["backends", "networks", "recurrent"],
+    "rollouts": ["runner", "collector", "workers"],
     "wrappers": ["arrays", "source", "stream", "adapt_env", "testing"],
 }
 WIDEST_FOLDER, LONGEST_FILE, LONGEST_FUNCTION, LONGEST_CHAIN = 15, 500, 70, 8

@@ -1,0 +1,1 @@
+"""Collectors in the actors of a Ray cluster."""

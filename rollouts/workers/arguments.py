@@ -1,0 +1,163 @@
+"""Checks the arguments of a collector with many workers, and groups them by who needs them."""
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tensordict import TensorDictBase
+from torch import nn
+
+from flatroll.layout.checks import writer_number
+from flatroll.rollouts.arguments import check_counts, check_together
+from flatroll.rollouts.collector import Collector
+from flatroll.sharing.weights import SharedWeights
+
+_LOG = logging.getLogger("flatroll.rollouts")
+
+#: Arguments of `Collector` that each worker's gets as they are.
+_PASSED_ON = set(inspect.signature(Collector.__init__).parameters) - {
+    "self", "create_env_fn", "policy", "frames_per_batch", "total_frames", "trajs_per_batch", "init_random_frames",
+    "replay_buffer", "progress", "seed", "writer", "interruptor", "device", "storing_device",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Modes:
+    """How batches are made, and what is done about failures; as the arguments of these names."""
+
+    sync: bool
+    cat_results: Any
+    preemptive_threshold: float | None
+    on_failure: Any
+    max_failures: int
+    step_timeout: float | None
+    slots: int
+
+
+def check_modes(modes: Modes, workers: int, frames: int, trajs: int | None, split: bool) -> None:
+    """Raise ValueError or TypeError for modes that contradict one another or the counts."""
+    if not isinstance(modes.sync, bool):
+        raise TypeError(f"sync must be True or False, got {modes.sync!r}")
+    if modes.on_failure not in ("raise", "drop", "replace"):
+        raise ValueError(f'on_failure must be "raise", "drop" or "replace", got {modes.on_failure!r}')
+    for name, count, least in (("max_failures", modes.max_failures, 0), ("slots", modes.slots, 1)):
+        if isinstance(count, bool) or not hasattr(count, "__index__") or count < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, got {count!r}")
+    if modes.step_timeout is not None and not modes.step_timeout > 0:
+        raise ValueError(
+            f"step_timeout must be a positive number of seconds or None, got {modes.step_timeout!r}"
+        )
+    if modes.sync and frames < workers:
+        raise ValueError(
+            f"frames_per_batch={frames} is less than a row for each of {workers} workers: collect more rows, or with "
+            "fewer workers"
+        )
+    if modes.sync and trajs is not None and trajs < workers:
+        raise ValueError(
+            f"trajs_per_batch={trajs} is less than a trajectory for each of {workers} workers: ask for more, take "
+            "fewer workers, or sync=False, where a batch is of one worker"
+        )
+    threshold = modes.preemptive_threshold
+    if threshold is not None and not modes.sync:
+        raise ValueError(
+            "preemptive_threshold needs sync=True: asynchronous workers do not wait for one another"
+        )
+    if threshold is not None and not 0 < threshold <= 1:
+        raise ValueError(f"preemptive_threshold must be a share of the workers in (0, 1], got {threshold!r}")
+    if modes.cat_results not in (0, "stack"):
+        raise ValueError(f'cat_results must be 0 or "stack", got {modes.cat_results!r}')
+    if modes.cat_results == "stack":
+        against = {
+            "sync=False": not modes.sync,
+            "preemptive_threshold": threshold is not None,
+            "trajs_per_batch": trajs is not None,
+            "split_trajs": split,
+            'on_failure="drop"': modes.on_failure == "drop",
+            f"frames_per_batch={frames}, no multiple of {workers} workers": bool(frames % workers),
+        }
+        if found := [name for name, is_given in against.items() if is_given]:
+            raise ValueError(
+                'cat_results="stack" gives [workers, T], the same T of each in every batch, which '
+                f"{' and '.join(found)} does not: leave it out, or cat_results"
+            )
+
+
+def check_options(options: dict[str, Any], buffer: Any, writer: Any, last_writer: Any, **counts: Any) -> None:
+    """Raise ValueError or TypeError for further arguments that no worker's `Collector` would take."""
+    if "interruptor" in options:
+        raise TypeError(
+            "interruptor is asked in the process that collects: use preemptive_threshold, pause() or shutdown()"
+        )
+    if unknown := sorted(options.keys() - _PASSED_ON):
+        raise TypeError(
+            f"unknown arguments {', '.join(unknown)}: of Collector's, workers take {sorted(_PASSED_ON)}"
+        )
+    check_counts(**counts)
+    ids = options.get("track_traj_ids", True)
+    check_together(ids, counts["trajs_per_batch"], bool(options.get("split_trajs")), buffer is not None, None)
+    for number in (writer, last_writer):
+        writer_number(number)
+    if not ids and writer:
+        raise ValueError(f"writer={writer} needs track_traj_ids=True: it is a part of the trajectory ids")
+
+
+def one_for_each(
+    create_env_fn: Any, policy_factory: Any, num_workers: int | None, splits: int
+) -> tuple[list[Any], list[Callable[[], Any] | None]]:
+    """The env function and the policy function of each worker."""
+    functions = create_env_fn
+    if not isinstance(functions, (list, tuple)):
+        functions = [functions] * (1 if num_workers is None else num_workers)
+    if not functions or num_workers not in (None, len(functions)):
+        raise ValueError(
+            f"num_workers must be at least 1 and the number of functions, got {num_workers} and {len(functions)}"
+        )
+    for function in functions:
+        parts: Sequence[Any] = function if splits > 1 and isinstance(function, (list, tuple)) else [function]
+        for part in parts:
+            if not callable(part) or (hasattr(part, "step") and not isinstance(part, type)):
+                raise TypeError(
+                    "create_env_fn must be a function that makes an env, since each worker makes its own, got "
+                    f"{part!r}: write lambda: gymnasium.make(...)"
+                )
+    factories = policy_factory
+    if not isinstance(factories, (list, tuple)):
+        factories = [factories] * len(functions)
+    if len(factories) != len(functions):
+        raise ValueError(
+            f"policy_factory must be one function or one for each of {len(functions)} workers, got {len(factories)}"
+        )
+    for factory in factories:
+        if factory is not None and not callable(factory):
+            raise TypeError(f"policy_factory must be a function that makes a policy, got {factory!r}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if len(functions) > cores:
+        _LOG.warning(
+            "num_workers=%d is more than the %d cores that this process may use: workers will wait for each other",
+            len(functions),
+            cores,
+        )
+    return list(functions), list(factories)
+
+
+def seeds_of(seed: int | None) -> np.random.SeedSequence:
+    """The sequence of which worker i gets child i; each replacement, the next one."""
+    if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__") or seed < 0):
+        raise ValueError(f"seed must be an integer of at least 0, or None, got {seed!r}")
+    return np.random.SeedSequence(seed)
+
+
+def publish(weights: SharedWeights, given: Any) -> None:
+    """Make the weights of a module, a state dict or a tensordict of parameters the next version.
+
+    Of a policy without weights, only the version goes on.
+    """
+    if isinstance(given, TensorDictBase):
+        given = {str(name): value for name, value in given.flatten_keys(".").items()}
+    elif isinstance(given, nn.Module):
+        given = given.state_dict()
+    weights.publish(given if isinstance(given, Mapping) else {})

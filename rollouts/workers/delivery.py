@@ -1,0 +1,108 @@
+"""`Delivery`: turns the windows of workers into batches, and hands them to a replay buffer if there is one."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from flatroll.layout.fast_call import nest
+from flatroll.rollouts.workers.gather import Filled
+from flatroll.rollouts.workers.messages import Note
+
+Columns = Mapping[Any, Tensor]
+
+
+class Delivery:
+    """Makes one batch, in memory of its own, of the windows of several workers.
+
+    Args:
+        buffer: what takes the batches, with ``extend(batch, final=...)``; None to hand them out.
+        storing: the device to put them on; None: the CPU, where workers leave them.
+        wait: whether to wait for that copy.
+        stack: whether batches are ``[workers, T]``.
+    """
+
+    def __init__(self, buffer: Any, storing: torch.device | None, wait: bool, stack: bool) -> None:
+        self._buffer, self._storing, self._wait, self._stack = buffer, storing, wait, stack
+        #: Of the last batch: the next observations that no row of it holds, see `Collector`.
+        self.final: TensorDict | None = None
+
+    def batch(self, filled: Sequence[Filled]) -> TensorDict:
+        """The rows of these windows, one behind the other; the windows are given back to their workers."""
+        notes: list[Note] = [window.note for _, window, _ in filled]
+        names = [member.worker.name for member, _, _ in filled]
+        columns = _joined([window.tables[0] for _, window, _ in filled], names, len(notes[0].shape) > 1)
+        shape = (
+            sum(note.shape[0] for note in notes),
+            *map(max, zip(*(n.shape[1:] for n in notes), strict=True)),
+        )
+        final: TensorDict | None = None
+        finals, first = [], 0
+        for (_, window, _), note in zip(filled, notes, strict=True):
+            if len(window.tables) > 1:
+                finals.append({**window.tables[1], "row": window.tables[1]["row"] + first})
+            first += note.rows
+        if finals:
+            last = _joined(finals, names, False)
+            final = nest(last, len(last["row"]))
+        for _, window, _ in filled:
+            window.release()
+        if self._stack:
+            steps = (len(filled), shape[0] // len(filled))
+            columns = {key: column.view(*steps, *column.shape[1:]) for key, column in columns.items()}
+            shape = (*steps, *shape[1:])
+        batch = nest(columns, *shape)
+        if self._storing is not None:
+            batch = batch.to(self._storing, non_blocking=not self._wait)
+            final = None if final is None else final.to(self._storing, non_blocking=not self._wait)
+        self.final = final
+        return batch
+
+    def hand_over(self, batch: TensorDict) -> TensorDict | None:
+        """The batch; None if the buffer takes it."""
+        if self._buffer is None:
+            return batch
+        self._buffer.extend(batch, **({} if self.final is None else {"final": self.final}))
+        return None
+
+
+def _joined(tables: Sequence[Columns], names: Sequence[str], padded: bool) -> dict[Any, Tensor]:
+    """The rows of all tables one behind the other, in new memory.
+
+    Args:
+        tables: columns ``[N, *S]`` by key, of each worker.
+        names: of the workers, for errors.
+        padded: whether columns are ``[n, T, *S]`` and may differ in T: shorter ones are then filled up with zeros.
+
+    Raises:
+        ValueError: workers give different columns.
+    """
+    made = {}
+    at = 2 if padded else 1  # the first dimension in which all must be alike
+    for key, column in tables[0].items():
+        parts = []
+        for table, name in zip(tables, names, strict=True):
+            part = table.get(key)
+            if part is None or part.dtype != column.dtype or part.shape[at:] != column.shape[at:]:
+                other = "none" if part is None else f"{part.dtype} {list(part.shape[1:])}"
+                raise ValueError(
+                    f"workers must give the same columns: of {key!r}, {names[0]} gives {column.dtype} "
+                    f"{list(column.shape[1:])} and {name} {other}"
+                )
+            parts.append(part)
+        if padded and len({part.shape[1] for part in parts}) > 1:
+            longest = max(part.shape[1] for part in parts)
+            parts = [_filled_up(part, longest) for part in parts]
+        made[key] = torch.cat(parts) if len(parts) > 1 else column.clone()
+    if extra := {key for table in tables for key in table} - made.keys():
+        raise ValueError(f"workers must give the same columns: {names[0]} has no {sorted(map(str, extra))}")
+    return made
+
+
+def _filled_up(column: Tensor, length: int) -> Tensor:
+    """``[n, T, *S]`` as ``[n, length, *S]``, zeros at the end."""
+    made = column.new_zeros(len(column), length, *column.shape[2:])
+    made[:, : column.shape[1]] = column
+    return made

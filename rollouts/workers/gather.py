@@ -1,0 +1,235 @@
+"""How windows of several workers become batches: `InStep`, one of each worker, and `InTurn`, one worker's at a time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from time import monotonic
+from typing import Any, NamedTuple
+
+from flatroll.rollouts.workers.messages import GO
+from flatroll.rollouts.workers.team import Event, Member, Team
+from flatroll.sharing.mailbox import Window
+
+WITHOUT_END = -1
+
+
+class Filled(NamedTuple):
+    """A window, the member that made it, and how many rows that has collected since its last window."""
+
+    member: Member
+    window: Window
+    fresh: int
+
+
+class Gatherer:
+    """Base of both ways.
+
+    Args:
+        team: the workers.
+        frames_per_batch, total_frames: as in `MultiCollector`.
+        whole: whether windows hold whole trajectories, and so other numbers of rows than were collected.
+        frames: rows that were collected before.
+    """
+
+    def __init__(
+        self, team: Team, frames_per_batch: int, total_frames: int, whole: bool, frames: int = 0
+    ) -> None:
+        self.team = team
+        self._rows, self.total, self._whole = frames_per_batch, total_frames, whole
+        #: Rows collected for what was delivered so far.
+        self.frames = frames
+
+    def next(self, limited: bool, wake: Any = None) -> list[Filled] | None:
+        """The windows of the next batch; none once ``total_frames`` are collected.
+
+        Args:
+            limited: False to go on beyond ``total_frames``.
+            wake: a `Wake`; once it is set, None is returned. Nothing is lost: the next call goes on from there.
+        """
+        raise NotImplementedError
+
+    def _left(self) -> int:
+        """Rows up to ``total_frames``."""
+        return max(0, self.total - self.frames)
+
+    def _is_limited(self, limited: bool) -> bool:
+        return limited and self.total >= 0
+
+
+@dataclass(eq=False)
+class Ask:
+    """A request for ``rows`` rows of a member, and what came of it."""
+
+    member: Member
+    rows: int
+    answered: bool = False
+    window: Window | None = None
+    fresh: int = 0
+
+
+class InStep(Gatherer):
+    """Asks each worker for its share, and waits for all: batches are complete, in worker order.
+
+    Args:
+        enough: share of the workers, in (0, 1], whose windows are awaited; the others then deliver what they have.
+            Default None: all.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        frames_per_batch: int,
+        total_frames: int,
+        whole: bool,
+        frames: int = 0,
+        enough: float | None = None,
+    ) -> None:
+        super().__init__(team, frames_per_batch, total_frames, whole, frames)
+        self._enough = enough
+        self._asks: list[Ask] = []
+
+    def next(self, limited: bool, wake: Any = None) -> list[Filled] | None:
+        limited = self._is_limited(limited)
+        while True:
+            over = limited and not self._left()
+            if not self._asks:
+                if over and not self._whole:
+                    return []
+                self._begin(over, limited)
+            while waiting := [ask for ask in self._asks if not ask.answered]:
+                events = self.team.events([ask.member for ask in waiting], wake)
+                if not events:
+                    return None
+                for event in events:
+                    self._take(event, limited)
+                self._cut()
+            asks, self._asks = self._asks, []
+            self.frames += sum(ask.fresh for ask in asks)
+            filled = [Filled(ask.member, ask.window, ask.fresh) for ask in asks if ask.window is not None]
+            if filled or over:
+                return filled
+
+    def _begin(self, over: bool, limited: bool) -> None:
+        """Ask each member for its share; if it is over, for the complete trajectories that it has."""
+        members = [member for member in self.team.members if member.frames or not over]
+        for member, rows in zip(members, shares(self._rows, len(members)), strict=True):
+            self._asks.append(Ask(member, rows))
+        for ask in self._asks:
+            self._send(ask, limited)
+
+    def _send(self, ask: Ask, limited: bool) -> None:
+        """Ask. Where trajectories are to be complete, a worker must know when to stop waiting for their ends."""
+        member, limit = ask.member, WITHOUT_END
+        if limited and self._whole:
+            limit = max(1, member.frames + ceil(self._left() / len(self.team.members)))
+        member.windows += 1
+        member.since = monotonic()
+        member.worker.send(GO, (ask.rows, limit))
+
+    def _take(self, event: Event, limited: bool) -> None:
+        """Note what came; what a lost member was asked for is asked of another."""
+        asks = [ask for ask in self._asks if ask.member is event.member and not ask.answered]
+        if not event.lost:
+            asks[0].answered, asks[0].window, asks[0].fresh = True, event.window, event.fresh
+            return
+        for ask in asks:
+            if event.successor is not None:
+                ask.member = event.successor
+                self._send(ask, limited)
+                continue
+            self._asks.remove(ask)
+            if self._whole:
+                continue  # its trajectories are missing from this batch
+            members = self.team.members
+            for member, rows in zip(members, shares(ask.rows, len(members)), strict=True):
+                if rows:
+                    self._free(member)
+                    self._asks.append(Ask(member, rows))
+                    self._send(self._asks[-1], limited)
+
+    def _free(self, member: Member) -> None:
+        """Take a window that waits for the batch out of the member's memory, since it is asked for a further one."""
+        for ask in self._asks:
+            if ask.member is member and ask.window is not None:
+                ask.window.keep()
+
+    def _cut(self) -> None:
+        """Let the members that are late deliver what they have, once enough have delivered."""
+        late = [ask for ask in self._asks if not ask.answered]
+        if self._enough is not None and len(self._asks) - len(late) >= ceil(self._enough * len(self._asks)):
+            for ask in late:
+                ask.member.signals.cut(ask.member.windows)
+
+
+class InTurn(Gatherer):
+    """Lets each worker make window after window, and takes those that are there, one worker's after another's."""
+
+    def __init__(
+        self, team: Team, frames_per_batch: int, total_frames: int, whole: bool, frames: int = 0
+    ) -> None:
+        super().__init__(team, frames_per_batch, total_frames, whole, frames)
+        self._queue: list[Filled] = []  # windows in the order in which they came
+        self._served: dict[int, int] = {}  # of each place: the number of its last window
+        self._count = 0
+        self._limits: dict[Member, int] = {}  # up to how many rows each is to collect
+        if whole and total_frames >= 0:
+            share = max(1, ceil(self._left() / len(team.members)))
+            self._limits = dict.fromkeys(team.members, share)
+
+    def next(self, limited: bool, wake: Any = None) -> list[Filled] | None:
+        limited = self._is_limited(limited)
+        if limited and not self._whole and not self._left():
+            return []
+        while True:
+            for member in self.team.members:
+                self._tell(member, limited)
+            going = [member for member in self.team.members if not member.ended]
+            if not going and not self._queue:
+                return []
+            events = self.team.events(going, wake, 0 if self._queue else None) if going else []
+            for event in events:
+                self._take(event)
+            if self._queue:
+                return [self._serve()]
+            if not events:
+                return None
+
+    def _tell(self, member: Member, limited: bool) -> None:
+        """Let a member begin, or tell it of another limit."""
+        limit = self._limits.get(member, WITHOUT_END) if limited and self._whole else WITHOUT_END
+        if limit != member.told:
+            member.told, member.ended, member.since = limit, False, monotonic()
+            member.worker.send(GO, (self._rows, limit))
+
+    def _take(self, event: Event) -> None:
+        member = event.member
+        if event.window is not None:
+            self._queue.append(Filled(member, event.window, event.fresh))
+        elif not event.lost:
+            member.ended = True
+            self.frames += event.fresh
+        elif member in self._limits:  # what it was to collect is left to others
+            rest = max(0, self._limits.pop(member) - member.frames)
+            if event.successor is not None:
+                self._limits[event.successor] = max(1, rest)
+            else:
+                for other, more in zip(self._limits, shares(rest, len(self._limits)), strict=True):
+                    self._limits[other] += more
+
+    def _serve(self) -> Filled:
+        """Of the windows there are, one of the member that waits longest."""
+        filled = min(self._queue, key=lambda filled: self._served.get(filled.member.place, -1))
+        self._queue.remove(filled)
+        filled.member.since = monotonic()  # it has a free slot from now on
+        self._served[filled.member.place] = self._count = self._count + 1
+        self.frames += filled.fresh
+        return filled
+
+
+def shares(rows: int, count: int) -> Sequence[int]:
+    """``rows // count`` for each, and one more for the first ones where the division leaves a rest.
+
+    >>> shares(11, 4)
+    [3, 3, 3, 2]
+    """
+    return [rows // count + (i < rows % count) for i in range(count)]

@@ -1,0 +1,485 @@
+"""`MultiCollector`: processes that each run a `Collector`, for batches of exact size or windows as they come."""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from flatroll.layout.inspect.text import Facts
+from flatroll.rollouts.workers.arguments import (
+    Modes,
+    check_modes,
+    check_options,
+    one_for_each,
+    publish,
+    seeds_of,
+)
+from flatroll.rollouts.workers.delivery import Delivery
+from flatroll.rollouts.workers.gather import Gatherer, InStep, InTurn, shares
+from flatroll.rollouts.workers.launch import Launcher
+from flatroll.rollouts.workers.supply import Supply
+from flatroll.rollouts.workers.team import Team
+from flatroll.rollouts.workers.worker import work
+from flatroll.sharing.nursery import Nursery
+from flatroll.sharing.weights import SharedWeights
+
+PRELOADED = "flatroll.rollouts"  # what the process that forks workers imports
+Device = torch.device | str | None
+OnFailure = Literal["raise", "drop", "replace"]
+
+
+class MultiCollector(Facts):
+    """Steps envs in several processes and yields flat marked batches, as `Collector` does.
+
+    Each worker is a `Collector` with envs, random numbers and a copy of the policy of its own.
+
+    * With ``sync=True`` all workers make their share of a batch and wait for the next one to be asked for: worker i
+      gives ``frames_per_batch // W`` rows, or one more, and the shares stand in worker order. New weights hold for
+      all steps made after they were published and the next batch was asked for. A row that a worker collected beyond
+      its share comes first in its next share, and was chosen with the weights of its time, as its policy version
+      says. With a ``seed``, two runs give the same batches bit for bit.
+    * With ``sync=False`` a batch is a window of ``frames_per_batch`` rows of one worker, first come, and those that are
+      ready are served in turn. Workers go on meanwhile, with new weights from the next vector step on, up to ``slots``
+      windows ahead: a row is at most ``slots + 1`` windows of its worker old.
+
+    No row is lost or doubled, whatever the speed of workers and learner. Trajectory ids differ between workers, so
+    windows may come into a replay buffer in any order.
+
+    Args:
+        create_env_fn: a function that makes an env, called once in each worker; or a list, one for each. It may be a
+            lambda, and need not stand in a module.
+        policy: as in `Collector`. Workers act with copies of it; see `update_policy_weights_`.
+        num_workers: W. Default: the number of functions, or 1.
+        sync: see above.
+        frames_per_batch: rows of a batch; with ``sync=True`` at least one for each worker.
+        total_frames: rows in all; a whole number of batches is collected. Default -1: no end.
+        policy_factory: function that makes the policy in the worker, for one that is costly to send or cannot be
+            pickled; or a list, one for each worker. Without ``policy`` it is also called here, once, for the weights
+            that all workers begin with. Default None.
+        cat_results: 0, the shares one behind the other; or ``"stack"``, a batch ``[W, T]`` (``sync=True`` only).
+        preemptive_threshold: share p of the workers, in (0, 1]: once ``ceil(p * W)`` of them have delivered, the others
+            deliver the rows that they have, at least one; the batch is then shorter. ``sync=True`` only. Default None.
+        update_at_each_batch: publish the weights of ``policy`` before each batch is asked for. Default False.
+        slots: windows that a worker may have ready. Default 2.
+        num_threads: threads that torch may use in a worker. Default 1.
+        seed: worker i takes child i of ``numpy.random.SeedSequence(seed)`` for its envs, random actions, torch, NumPy
+            and ``random``; a replacement takes a new child. `seeds` lists them. Default None: others in each run.
+        writer: number of worker 0 in the trajectory ids; worker i has ``writer + i``, a replacement the next one that
+            no worker has had. Default 0.
+        on_failure: what to do if a worker dies, or its env, policy or hook raises. ``"raise"`` (default): raise the
+            error here, with the worker's traceback, and close. ``"drop"``: go on with the others. ``"replace"``: go on
+            with a new process in its place. What it had not delivered is lost with it: its open trajectories are
+            then cut. A collector that cannot even be made is an error in any case.
+        max_failures: raise anyway if more workers fail within 60 s. Default 3.
+        step_timeout: kill a worker of which no vector step ends within so many seconds (a reset and hooks count,
+            too), as a failure of its own: TimeoutError. Default None: never.
+        start_method: ``"fork"`` or ``"spawn"``, see `flatroll.sharing.Nursery`. Default None: the system's.
+        nursery: the process that starts workers, for several collectors to share; it stays open. Default: a new one.
+        replay_buffer: batches are written into it with ``extend(batch, final=...)``, and None is yielded; see `start`.
+        init_random_frames: so many rows with random actions, shared out to the workers, rounded up. Default None: 0.
+        trajs_per_batch: trajectories of a batch, all complete; with ``sync=True`` each worker gives its share of them.
+            ``total_frames`` is then shared out to the workers, and what they have at its end makes smaller batches.
+            Default None.
+        device: shorthand for ``policy_device`` and ``storing_device``.
+        storing_device: where batches are put. Default: the CPU.
+        progress: show a bar over all workers. Default False.
+        collector_arguments: what else `Collector` takes, such as ``compact_obs``, ``info_keys``, ``set_truncated``,
+            ``split_trajs``, ``state_stride``, ``splits``, ``track_policy_version``. Hooks and ``postproc`` run in the
+            worker, on its part of the batch.
+
+    Raises:
+        ValueError, TypeError: arguments that contradict one another, or that cannot be sent to a process.
+        BaseException: what a worker raised while it made its env, with its traceback there as the cause.
+
+    >>> import gymnasium as gym
+    >>> with MultiCollector(
+    ...     lambda: gym.make("CartPole-v1"), num_workers=2, sync=True, frames_per_batch=5, total_frames=10, seed=0
+    ... ) as collector:
+    ...     [batch.batch_size for batch in collector]
+    [torch.Size([5]), torch.Size([5])]
+    """
+
+    _supply: Supply
+    _launcher: Launcher
+
+    def __init__(
+        self,
+        create_env_fn: Callable[[], Any] | Sequence[Any],
+        policy: Any = None,
+        *,
+        num_workers: int | None = None,
+        sync: bool,
+        frames_per_batch: int,
+        total_frames: int = -1,
+        policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
+        cat_results: Literal[0, "stack"] = 0,
+        preemptive_threshold: float | None = None,
+        update_at_each_batch: bool = False,
+        slots: int = 2,
+        num_threads: int = 1,
+        seed: int | None = None,
+        writer: int = 0,
+        on_failure: OnFailure = "raise",
+        max_failures: int = 3,
+        step_timeout: float | None = None,
+        start_method: Literal["fork", "spawn"] | None = None,
+        nursery: Nursery | None = None,
+        replay_buffer: Any = None,
+        init_random_frames: int | None = None,
+        trajs_per_batch: int | None = None,
+        device: Device = None,
+        storing_device: Device = None,
+        progress: bool = False,
+        **collector_arguments: Any,
+    ) -> None:
+        options, splits = collector_arguments, collector_arguments.get("splits", 1)
+        functions, factories = one_for_each(create_env_fn, policy_factory, num_workers, splits)
+        count, trajs, random_frames = len(functions), trajs_per_batch, init_random_frames or 0
+        check_options(
+            options,
+            replay_buffer,
+            writer,
+            writer + count - 1,
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            trajs_per_batch=trajs,
+            init_random_frames=random_frames,
+        )
+        modes = Modes(sync, cat_results, preemptive_threshold, on_failure, max_failures, step_timeout, slots)
+        check_modes(modes, count, frames_per_batch, trajs, bool(options.get("split_trajs")))
+        if policy is None and factories[0] is not None:
+            policy = factories[0]()
+        if update_at_each_batch and not isinstance(policy, nn.Module):
+            raise TypeError(f"update_at_each_batch needs a policy with weights, got {type(policy).__name__}")
+        self.num_workers, self.frames_per_batch, self.total_frames = count, frames_per_batch, total_frames
+        self.policy, self._modes, self._buffer, self._update = (
+            policy,
+            modes,
+            replay_buffer,
+            update_at_each_batch,
+        )
+        self._whole, self._progress, self._storing = trajs is not None, progress, storing_device or device
+        self._weights = SharedWeights(policy.state_dict() if isinstance(policy, nn.Module) else {})
+        self._owns_nursery = nursery is None
+        self._nursery = nursery or Nursery(start_method, preload=(PRELOADED,), num_threads=num_threads)
+        self._launch = partial(
+            Launcher,
+            work=work,
+            nursery=self._nursery,
+            functions=functions,
+            factories=factories,
+            policy=policy,
+            weights=self._weights,
+            rows=shares(frames_per_batch, count) if sync else [frames_per_batch] * count,
+            trajs=shares(trajs, count) if sync and trajs is not None else [trajs] * count,
+            random_frames=random_frames,
+            options={"postproc": None, "policy_device": device, "sync": sync, "slots": slots}
+            | {"timed": step_timeout is not None}
+            | options,
+        )
+        self._writer, self._first_version, self._seed_sequence = writer, 0, seeds_of(seed)
+        self._begin(0)
+
+    def _begin(self, frames: int) -> None:
+        """Start the workers; ``frames`` rows were collected before."""
+        modes, buffer, nursery = self._modes, self._buffer, self._nursery
+        launcher = self._launch(
+            first_version=self._first_version - self._weights.version,
+            seed_sequence=self._seed_sequence,
+            collected=lambda: frames,
+        )
+        try:
+            team = Team(
+                launcher,
+                nursery,
+                self.num_workers,
+                first_writer=self._writer,
+                with_ids=launcher.options.get("track_traj_ids", True),
+                on_failure=modes.on_failure,
+                max_failures=modes.max_failures,
+                step_timeout=modes.step_timeout,
+            )
+        except BaseException:
+            if self._owns_nursery:
+                nursery.close(0)
+            raise
+        given = team, self.frames_per_batch, self.total_frames, self._whole, frames
+        gatherer: Gatherer = (
+            InStep(*given, enough=modes.preemptive_threshold) if modes.sync else InTurn(*given)
+        )
+        launcher.collected = lambda: gatherer.frames
+        self._launcher = launcher
+        weights, first = self._weights, launcher.first_version
+        wait = not launcher.options.get("no_cuda_sync", False)
+        self._supply = Supply(
+            gatherer,
+            Delivery(
+                buffer,
+                None if self._storing is None else torch.device(self._storing),
+                wait,
+                modes.cat_results == "stack",
+            ),
+            nursery,
+            owns_nursery=self._owns_nursery,
+            version=lambda: weights.version + first,
+            publish=partial(publish, weights, self.policy) if self._update else int,
+            buffer=buffer,
+            whole=self._whole,
+            progress=self._progress,
+        )
+        # Also when nobody has this collector any more, and when the interpreter ends.
+        self._end = weakref.finalize(self, self._supply.close, 1.0)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield batches (or None with a replay buffer) until ``total_frames`` are collected."""
+        supply = self._open()
+        while not supply.closed and (made := supply.next(limited=True)):
+            yield made[0]
+
+    def iterator(self) -> Iterator[Any]:
+        """The same as ``iter(collector)``."""
+        return iter(self)
+
+    def __next__(self) -> Any:
+        """The next batch, without a loop; StopIteration after ``total_frames``."""
+        made = self._open().next(limited=True)
+        if made is None:
+            raise StopIteration
+        return made[0]
+
+    def rollout(self) -> TensorDict | None:
+        """Collect one more batch, whether or not ``total_frames`` are reached.
+
+        Returns:
+            The batch; None if a replay buffer took it.
+        """
+        made = self._open().next(limited=False)
+        assert made is not None  # without a total there is always a next one
+        return made[0]
+
+    @property
+    def final(self) -> TensorDict | None:
+        """With ``compact_obs=True``: of the last batch, the next observations that no row of it holds, as
+        `Collector.final`; ``"row"`` counts the rows of the whole batch."""
+        return self._supply.delivery.final
+
+    @property
+    def frames(self) -> int:
+        """Number of rows collected so far."""
+        return self._supply.gatherer.frames
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seed of each worker."""
+        return list(self._launcher.seeds)
+
+    @property
+    def policy_version(self) -> int:
+        """How often the weights have been updated. With ``track_policy_version`` each row has the number of the
+        version that chose its action."""
+        return self._weights.version + self._launcher.first_version
+
+    def update_policy_weights_(self, policy_or_weights: Any = None) -> None:
+        """Publish new weights to all workers, and count the update in `policy_version`.
+
+        It waits for nobody: workers take the newest weights at their next vector step, with ``sync=True`` at the next
+        batch.
+
+        Args:
+            policy_or_weights: a module, its state dict, or a tensordict of its parameters. Default: ``policy``, which
+                the caller has changed.
+
+        Raises:
+            TypeError: weights were given, and the policy is no ``nn.Module``.
+            ValueError: names, shapes or dtypes differ from the policy's; nothing is changed.
+        """
+        self._raise_error()
+        if policy_or_weights is not None and not isinstance(self.policy, nn.Module):
+            raise TypeError(
+                f"the policy, {type(self.policy).__name__}, is no nn.Module: it has no weights to update"
+            )
+        with self._supply.lock:
+            publish(self._weights, self.policy if policy_or_weights is None else policy_or_weights)
+
+    def start(self) -> None:
+        """Collect into the replay buffer in a thread of this process, up to ``total_frames``, and return at once.
+
+        From then on only ``replay_buffer.sample()`` is needed, once there are rows. What goes wrong meanwhile is raised
+        by the next use of the buffer, or the next `stats`, `pause`, `update_policy_weights_` or `shutdown`, whichever
+        comes first.
+
+        Raises:
+            RuntimeError: there is no replay buffer, or the thread runs already.
+        """
+        supply = self._open()
+        if self._buffer is None:
+            raise RuntimeError(
+                "start() collects into a replay buffer: give MultiCollector(replay_buffer=...)"
+            )
+        supply.start()
+
+    def pause(self) -> ExitStack:
+        """Stop the thread of `start` between two batches; workers wait once their slots are full.
+
+        Returns:
+            For use as ``with collector.pause(): ...``, which goes on at its end. Without ``with``, `start` goes on.
+        """
+        running = self._supply.is_running
+        self._supply.stop()
+        self._raise_error()
+        resume = ExitStack()
+        if running:
+            resume.callback(self.start)
+        return resume
+
+    def stats(self) -> dict[str, Any]:
+        """What has been collected, and who waited for whom.
+
+        Returns:
+            ``frames``; ``policy_version``; ``failures`` of workers; ``waited``, the seconds in which this process
+            waited for workers; ``running``, whether the thread of `start` is at work; and ``workers``, for each place:
+            its ``frames``, ``windows``, ``rows_held`` (collected, for later windows), ``waited`` (seconds in which it
+            waited for this process), and ``lag``, by how many versions the policy had gone on when a window was
+            delivered (``min``, ``mean`` and ``max`` over its steps), with the ``seed``.
+        """
+        self._raise_error()
+        supply, team = self._supply, self._supply.gatherer.team
+        with supply.lock:
+            workers = [
+                {"worker": place, "seed": seed} | tally.facts()
+                for place, (tally, seed) in enumerate(zip(supply.tallies, self.seeds, strict=True))
+            ]
+            return {
+                "frames": self.frames,
+                "policy_version": self.policy_version,
+                "failures": team.failures,
+                "waited": team.waited,
+                "running": supply.is_running,
+                "workers": workers,
+            }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what resuming needs: row count, seeds and writer numbers used up, weights and their version.
+
+        It asks no worker. Rows that workers hold are not in it, nor the states of envs: after loading, new trajectories
+        begin.
+        """
+        with self._supply.lock:
+            return {
+                "frames": self.frames,
+                "next_writer": self._supply.gatherer.team.next_writer,
+                "seed": {
+                    "entropy": self._seed_sequence.entropy,
+                    "n_children_spawned": self._seed_sequence.n_children_spawned,
+                },
+                "policy": self._published() if isinstance(self.policy, nn.Module) else None,
+                "policy_version": self.policy_version,
+            }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a `state_dict`: workers start anew, with seeds and writer numbers that none has had.
+
+        The policy gets the weights of the state, too.
+        """
+        self._open()
+        self._end.detach()
+        self._supply.close(1.0, keep_nursery=True)
+        if isinstance(self.policy, nn.Module) and state["policy"] is not None:
+            self.policy.load_state_dict(state["policy"])
+            self._weights.publish(state["policy"])
+        self._first_version = state["policy_version"]
+        self._seed_sequence = np.random.SeedSequence(**state["seed"])
+        self._writer = max(self._supply.gatherer.team.next_writer, state["next_writer"])
+        self._begin(state["frames"])
+
+    def _published(self) -> dict[str, Any]:
+        """The weights that workers act with."""
+        weights = {name: value.detach().clone() for name, value in self.policy.state_dict().items()}
+        self._weights.fetch_into(weights)
+        return weights
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """End the workers, each at its next step; a second call does nothing.
+
+        Workers may take ``timeout`` seconds to end a step and close their envs; then they are killed.
+
+        Raises:
+            BaseException: what ended the thread of `start`, if nobody has been told yet.
+        """
+        if self._end.detach() is not None:
+            self._supply.close(timeout)
+        self._raise_error()
+
+    def async_shutdown(self, timeout: float = 5.0) -> None:
+        """The same as `shutdown`."""
+        self.shutdown(timeout)
+
+    def _raise_error(self) -> None:
+        self._supply.raise_error()
+
+    def _open(self) -> Supply:
+        """The supply, if the caller may take from it."""
+        self._raise_error()
+        if self._supply.closed:
+            raise RuntimeError("the collector is closed (by shutdown, or by an error in it): make a new one")
+        if self._supply.is_running:
+            raise RuntimeError(
+                "the thread of start() collects: sample from the replay buffer, or pause() it before"
+            )
+        return self._supply
+
+    def _facts(self) -> dict[str, Any]:
+        """What `repr` and notebooks show."""
+        total = f" of {self.total_frames:,}" if self.total_frames >= 0 else ""
+        policy = "random actions" if self.policy is None else type(self.policy).__name__
+        facts: dict[str, Any] = {
+            "": f"{self.frames:,}{total} frames",
+            "workers": self.num_workers,
+            "policy": policy,
+            "frames_per_batch": f"{self.frames_per_batch:,}",
+        }
+        if self._buffer is not None:
+            facts["replay_buffer"] = self._buffer
+        return facts | ({"state": "closed"} if self._supply.closed else {})
+
+    def __enter__(self) -> "MultiCollector":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+
+class MultiSyncCollector(MultiCollector):
+    """`MultiCollector` with ``sync=True``: each batch holds the shares of all workers.
+
+    >>> import gymnasium as gym
+    >>> with MultiSyncCollector(
+    ...     lambda: gym.make("CartPole-v1"), num_workers=2, frames_per_batch=6, total_frames=6, cat_results="stack"
+    ... ) as collector:
+    ...     next(collector).batch_size
+    torch.Size([2, 3])
+    """
+
+    def __init__(self, create_env_fn: Any, policy: Any = None, **arguments: Any) -> None:
+        super().__init__(create_env_fn, policy, sync=True, **arguments)
+
+
+class MultiAsyncCollector(MultiCollector):
+    """`MultiCollector` with ``sync=False``: each batch is a window of one worker, first come.
+
+    >>> import gymnasium as gym
+    >>> with MultiAsyncCollector(
+    ...     lambda: gym.make("CartPole-v1"), num_workers=2, frames_per_batch=6, total_frames=18
+    ... ) as collector:
+    ...     [batch.batch_size for batch in collector]
+    [torch.Size([6]), torch.Size([6]), torch.Size([6])]
+    """
+
+    def __init__(self, create_env_fn: Any, policy: Any = None, **arguments: Any) -> None:
+        super().__init__(create_env_fn, policy, sync=False, **arguments)

@@ -1,0 +1,200 @@
+"""Ray behind a few calls: make an actor, call it, wait, get and put. Nothing else of flatroll imports Ray."""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import ceil
+from traceback import format_exception
+from typing import Any, Protocol
+
+import psutil
+
+from flatroll.sharing.nursery import WorkerDied, WorkerTraceback
+from flatroll.sharing.worker import portable
+
+#: Arguments of ``ray.init`` that only the one who starts a cluster may give.
+_OF_STARTERS = {"num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "include_dashboard"}
+_LARGEST_DEFAULT_STORE = 2**30  # bytes
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What an actor answers instead of a result: the error, and its traceback as text."""
+
+    error: BaseException
+    trace: str
+
+    def throw(self, name: str) -> None:
+        """Raise the error here, as raised in ``name``, with the traceback of there as its cause."""
+        self.error.add_note(f"raised in {name}")
+        raise self.error from WorkerTraceback(f"\n{self.trace}")
+
+
+def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in an actor: its result, or a `Failure` with what it raised."""
+    try:
+        return function(*arguments)
+    except BaseException as error:
+        return Failure(portable(error), "".join(format_exception(error)))
+
+
+class Calls(Protocol):
+    """What flatroll needs of Ray. Tests give one that runs in their own process."""
+
+    def make(self, kind: type, options: Mapping[str, Any]) -> Any:
+        """Return a new actor ``kind()``; ``options`` are those of ``ray.remote``."""
+
+    def call(self, actor: Any, method: str, *arguments: Any, returns: int = 1) -> Any:
+        """Begin a call; return a reference to its result, or a list of them. Arguments that are references come as
+        what they refer to. The calls of one actor run one after the other, in this order."""
+
+    def wait(self, references: Sequence[Any], timeout: float | None = None) -> list[Any]:
+        """Wait for one of these results and return those that are there, none after ``timeout`` seconds."""
+
+    def get(self, reference: Any) -> Any:
+        """Return a result, or a `Failure`. Its arrays are read-only views of the object store: copy them at once.
+
+        Raises:
+            WorkerDied: the actor, or the node that held the result, is gone.
+        """
+
+    def put(self, value: Any) -> Any:
+        """Store a value once for many calls; return a reference to it."""
+
+    def kill(self, actor: Any) -> None:
+        """End an actor, also in the middle of a call."""
+
+    def store_bytes(self) -> int:
+        """Size of the object store, that of all nodes together."""
+
+    def close(self) -> None:
+        """End the cluster if it was started here."""
+
+
+class RayCalls:
+    """Calls Ray, which is started or joined if this process has not done so.
+
+    A cluster that the environment names is joined (Ray's own rules of ``address="auto"``: ``RAY_ADDRESS``, or one that
+    ``ray start`` started on this machine). Else a local one is started: on the loopback interface only, without a
+    dashboard, with a bounded object store. ``close()`` ends a cluster that was started here, and no other.
+
+    Args:
+        config: arguments of ``ray.init``; those that only a starter may give are left out where a cluster is joined.
+        cpus: CPUs that actors will ask for: a local cluster has as many, also where the machine has fewer cores.
+
+    Raises:
+        ImportError: Ray is not installed; the text names the extra.
+    """
+
+    def __init__(self, config: Mapping[str, Any] | None = None, cpus: float = 0.0) -> None:
+        self._ray: Any = import_ray()
+        self._started = False
+        if self._ray.is_initialized():
+            return
+        given = {"logging_level": logging.WARNING, **(config or {})}
+        joining = {name: value for name, value in given.items() if name not in _OF_STARTERS}
+        try:
+            if given.get("address") != "local":
+                self._ray.init(**{"address": "auto", **joining})
+                return
+        except ConnectionError:  # there is none to join
+            if "address" in given and given["address"] != "auto":
+                raise
+        store = min(_LARGEST_DEFAULT_STORE, psutil.virtual_memory().available // 4)
+        own = {
+            "include_dashboard": False,
+            "num_cpus": max(os.cpu_count() or 1, ceil(cpus)),
+            "object_store_memory": store,
+        }
+        with _on_loopback():
+            self._ray.init(**(own | given | {"address": "local"}))
+        self._started = True
+
+    def make(self, kind: type, options: Mapping[str, Any]) -> Any:
+        # Ray never restarts an actor: it would come back with the numbers that its rows have already.
+        return self._ray.remote(**options, max_restarts=0, max_task_retries=0)(kind).remote()
+
+    def call(self, actor: Any, method: str, *arguments: Any, returns: int = 1) -> Any:
+        function = getattr(actor, method)
+        return (function if returns == 1 else function.options(num_returns=returns)).remote(*arguments)
+
+    def wait(self, references: Sequence[Any], timeout: float | None = None) -> list[Any]:
+        return list(self._ray.wait(list(references), num_returns=1, timeout=timeout)[0])
+
+    def get(self, reference: Any) -> Any:
+        errors = self._ray.exceptions
+        try:
+            return self._ray.get(reference)
+        except (errors.RayActorError, errors.ObjectLostError, errors.WorkerCrashedError) as error:
+            raise WorkerDied(f"the actor is gone: {error}") from error
+        except (
+            errors.RayTaskError
+        ) as error:  # outside of `attempt`: arguments or results that cannot be pickled
+            cause = error.cause
+            return Failure(cause if isinstance(cause, BaseException) else portable(error), str(error))
+
+    def put(self, value: Any) -> Any:
+        return self._ray.put(value)
+
+    def kill(self, actor: Any) -> None:
+        if self._ray.is_initialized():
+            self._ray.kill(actor, no_restart=True)
+
+    def store_bytes(self) -> int:
+        return int(self._ray.cluster_resources().get("object_store_memory", 0))
+
+    def close(self) -> None:
+        if self._started:
+            self._started = False
+            self._ray.shutdown()
+
+
+def import_ray() -> Any:
+    """Return the module ``ray``; ImportError with the extra's name if it is missing."""
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError as error:
+        raise ImportError(
+            f"RayCollector and RayReplayBuffer need Ray ({error}): pip install 'flatroll[ray]'"
+        ) from error
+    return ray
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let a local Ray listen on 127.0.0.1 only.
+
+    On Linux it would take the address that other machines see, and replaces 127.0.0.1 by it where that is asked for.
+    On macOS and Windows this switch of Ray's is off by itself.
+    """
+    from ray._private import ray_constants
+
+    name = "ENABLE_RAY_CLUSTER"
+    before = getattr(ray_constants, name, None)
+    try:
+        if before:
+            setattr(ray_constants, name, False)
+        yield
+    finally:
+        if before:
+            setattr(ray_constants, name, before)
+
+
+def put_named(calls: Calls, **values: Any) -> list[Any]:
+    """Store each value; TypeError with the name of the first that cannot be pickled."""
+    references = []
+    for name, value in values.items():
+        try:
+            references.append(calls.put(value))
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise TypeError(
+                f"{name} cannot be sent to an actor, since pickling fails with: {error}. Make such things in the "
+                "actor, in a function that is sent instead"
+            ) from error
+    return references
+
+
+__all__ = ["Calls", "Failure", "RayCalls", "WorkerDied", "attempt", "import_ray", "put_named"]

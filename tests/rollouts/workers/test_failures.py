@@ -1,0 +1,151 @@
+"""What the owner is told of a worker that fails, and how collection goes on without it or with another."""
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from worker_envs import Faulty, Odd, Once, Seeded, dies, falls, hangs, is_odd
+
+from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+from flatroll.rollouts import MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from flatroll.sharing import Nursery, WorkerDied, WorkerTraceback
+
+IDS = ("collector", "traj_ids")
+BOTH = pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
+
+
+def stop_here(*_: Any) -> None:
+    raise LookupError("the hook stops")
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("fault", "options", "error", "message"),
+    [
+        (falls, {}, ValueError, "^the robot fell over"),
+        (is_odd, {}, RuntimeError, "^Odd: an odd end"),
+        (dies, {}, WorkerDied, r"worker 1 \(pid \d+\) was killed by signal 9"),
+        (hangs, {"step_timeout": 0.3}, TimeoutError, r"no step of worker 1 \(pid \d+\) ended within step_timeout=0.3 s"),
+        (int, {"post_collect_hook": stop_here}, LookupError, "the hook stops"),
+        (int, {"pre_collect_hook": stop_here}, LookupError, "the hook stops"),
+        (int, {"postproc": stop_here}, LookupError, "the hook stops"),
+        (int, {"policy": stop_here}, LookupError, "the hook stops"),
+    ],
+    ids=["raises", "odd", "dies", "hangs", "hook", "pre-hook", "postproc", "policy"],
+)  # fmt: skip
+def test_an_error_says_what_and_where(
+    sync: bool, fault: Any, options: Any, error: Any, message: str, nursery: Nursery
+) -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100_000))
+    collector = MultiCollector(
+        [Seeded, lambda: Faulty(fault)],
+        sync=sync,
+        frames_per_batch=4,
+        replay_buffer=buffer,
+        nursery=nursery,
+        **options,
+    )
+    with pytest.raises(error, match=message) as caught:
+        while True:
+            next(collector)
+    if error not in (WorkerDied, TimeoutError):
+        where = stop_here if options else fault
+        assert isinstance(caught.value.__cause__, WorkerTraceback)
+        assert f"in {where.__name__}" in str(caught.value.__cause__)
+        assert any("raised in worker" in note for note in caught.value.__notes__)
+    assert len(buffer) == collector.frames  # what was delivered is kept
+    with pytest.raises(RuntimeError, match="the collector is closed"):
+        collector.rollout()
+    collector.shutdown()
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "drop", "replace"])
+def test_a_collector_that_cannot_be_made_is_an_error(on_failure: Any, nursery: Nursery) -> None:
+    count = len(nursery.workers)
+    with pytest.raises(ZeroDivisionError, match="division") as caught:
+        MultiSyncCollector(
+            [Seeded, lambda: 1 // 0], frames_per_batch=4, on_failure=on_failure, nursery=nursery
+        )
+    assert "lambda" in str(caught.value.__cause__)
+    assert len(nursery.workers) == count
+
+
+@BOTH
+@pytest.mark.parametrize("on_failure", ["drop", "replace"])
+@pytest.mark.parametrize("whole", [False, True], ids=["rows", "trajectories"])
+def test_collection_goes_on(
+    sync: bool, on_failure: Any, whole: bool, nursery: Nursery, tmp_path: Path, caplog: Any
+) -> None:
+    once = Once(tmp_path / "done", falls)
+    with MultiCollector(
+        [Seeded, lambda: Faulty(once), Seeded],
+        sync=sync,
+        frames_per_batch=13,
+        total_frames=260,
+        on_failure=on_failure,
+        trajs_per_batch=3 if whole else None,
+        nursery=nursery,
+        seed=3,
+        writer=5,
+    ) as collector:
+        first = collector.seeds
+        batches = list(collector)
+        stats = collector.stats()
+        if not whole:
+            assert [len(batch) for batch in batches] == [13] * 20 and collector.frames == 260
+        assert collector.frames >= 260 and stats["failures"] == 1
+        assert (len(set(first + collector.seeds)) == 4) == (on_failure == "replace")
+    rows = torch.cat(batches)
+    writers = set((rows[IDS] >> 40).tolist())
+    assert writers <= {5, 6, 7, 8} and not (8 in writers and on_failure == "drop")
+    assert 8 in writers or on_failure == "drop" or not sync  # the others may have been faster
+    for id in rows[IDS].unique():
+        steps = rows["observation"][rows[IDS] == id][:, 2]
+        assert steps.tolist() == list(range(len(steps)))
+    assert "worker 1 failed and is" in caplog.text and "ValueError: the robot fell over" in caplog.text
+
+
+def test_a_worker_that_fails_again_and_again_is_an_error(nursery: Nursery) -> None:
+    with MultiAsyncCollector(
+        lambda: Faulty(falls), frames_per_batch=4, on_failure="replace", max_failures=2, nursery=nursery
+    ) as collector:
+        with pytest.raises(ValueError, match="the robot fell over") as caught:
+            list(collector)
+        assert any("3 workers failed within 60 s" in note for note in caught.value.__notes__)
+    with MultiAsyncCollector(
+        lambda: Faulty(falls), frames_per_batch=4, on_failure="drop", nursery=nursery
+    ) as collector:
+        with pytest.raises(ValueError, match="the robot fell over") as caught:
+            list(collector)
+        assert "it was the last worker" in caught.value.__notes__
+
+
+@BOTH
+def test_a_stopped_worker_is_replaced(sync: bool, nursery: Nursery) -> None:
+    with MultiCollector(
+        Seeded,
+        num_workers=2,
+        sync=sync,
+        frames_per_batch=4,
+        step_timeout=0.4,
+        on_failure="replace",
+        slots=1,
+        nursery=nursery,
+    ) as collector:
+        next(collector)
+        for worker in nursery.workers[-2:]:
+            os.kill(worker.pid, signal.SIGSTOP)
+        for _ in range(5):
+            next(collector)
+        assert collector.stats()["failures"] >= 1
+
+
+def test_kills_with_replacement(nursery: Nursery) -> None:
+    from kill_workers import kill_workers
+
+    assert kill_workers(nursery, kills=10)["wrong"] == 0

@@ -1,0 +1,236 @@
+"""How collectors with workers begin, pause, are saved and end."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from worker_envs import Faulty, ItsWeight, Seeded, assert_equal, envs, falls, hangs
+
+from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+from flatroll.rollouts import MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from flatroll.sharing import Nursery
+
+IDS = ("collector", "traj_ids")
+BOTH = pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
+
+
+def wait_until(condition: Any) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@BOTH
+def test_a_thread_fills_the_buffer(sync: bool, nursery: Nursery) -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100_000), batch_size=8)
+    with MultiCollector(
+        envs(2), ItsWeight(), num_workers=2, sync=sync, frames_per_batch=9, replay_buffer=buffer, nursery=nursery
+    ) as collector:
+        collector.start()
+        with pytest.raises(RuntimeError, match=r"the thread of start\(\) collects: sample from the replay buffer"):
+            next(collector)
+        wait_until(lambda: len(buffer) > 50)
+        assert buffer.sample().batch_size == (8,)
+        collector.update_policy_weights_({"weight": torch.tensor(3.0)})
+        with collector.pause():
+            count = len(buffer)
+            assert count == collector.frames == collector.state_dict()["frames"]
+            assert not collector.stats()["running"]
+            next(collector)  # goes on from there
+            assert len(buffer) == count + 9
+        wait_until(lambda: len(buffer) > count + 50)
+        assert collector.stats()["running"]
+        collector.pause()
+        count = len(buffer)
+        collector.start()
+        wait_until(lambda: len(buffer) > count)
+    rows = buffer[:]
+    for id in rows[IDS].unique():  # nothing was lost
+        steps = rows["observation"][rows[IDS] == id][:, 2]
+        assert steps.tolist() == list(range(len(steps)))
+    assert {0, 3} == set(rows["action"].flatten().tolist())
+
+
+def test_the_thread_ends_with_the_total(nursery: Nursery) -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100))
+    with MultiAsyncCollector(
+        Seeded, num_workers=2, frames_per_batch=5, total_frames=50, replay_buffer=buffer, nursery=nursery
+    ) as collector:
+        collector.start()
+        wait_until(lambda: not collector.stats()["running"])
+        assert len(buffer) == 50
+    with MultiAsyncCollector(Seeded, frames_per_batch=5, nursery=nursery) as collector:
+        with pytest.raises(RuntimeError, match=r"start\(\) collects into a replay buffer: give MultiCollector"):
+            collector.start()
+
+
+@pytest.mark.parametrize("asked", ["sample", "stats", "shutdown", "extend"])
+def test_an_error_in_the_thread_is_told_once(asked: str, nursery: Nursery) -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=4)
+    collector = MultiSyncCollector(
+        [Seeded, lambda: Faulty(falls)], frames_per_batch=4, replay_buffer=buffer, nursery=nursery
+    )
+    collector.start()
+    wait_until(lambda: not collector._supply.is_running)
+    uses = {
+        "sample": buffer.sample,
+        "extend": lambda: buffer.extend(buffer[:]),
+        "stats": collector.stats,
+        "shutdown": collector.shutdown,
+    }
+    with pytest.raises(ValueError, match="the robot fell over"):
+        uses[asked]()
+    collector.shutdown()
+    collector.stats()
+    assert buffer.sample().batch_size == (4,)
+    with pytest.raises(RuntimeError, match="the collector is closed"):
+        collector.start()
+
+
+@BOTH
+def test_shutdown(sync: bool, nursery: Nursery) -> None:
+    count = len(nursery.workers)
+    for end in ("iterated", "fresh", "threaded", "forgotten"):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(10**5)) if end == "threaded" else None
+        collector = MultiCollector(
+            lambda: Seeded((10**9, 10**9)),
+            num_workers=2,
+            sync=sync,
+            frames_per_batch=10**5 if end == "threaded" else 4,
+            trajs_per_batch=2 if end == "threaded" else None,  # so that no window ever comes
+            replay_buffer=buffer,
+            nursery=nursery,
+        )
+        assert len(nursery.workers) == count + 2
+        if end == "threaded":
+            collector.start()
+        elif end != "fresh":
+            next(collector)
+        if end == "forgotten":
+            del collector
+            gc.collect()
+        else:
+            began = time.monotonic()
+            collector.shutdown()
+            assert time.monotonic() - began < 4.9  # it did not run into its limit
+            collector.async_shutdown()
+            assert "state: closed" in repr(collector) or "closed" in repr(collector)
+        assert len(nursery.workers) == count
+
+
+def test_shutdown_is_bounded(nursery: Nursery) -> None:
+    for fault in (hangs, stop_myself):
+        collector = MultiAsyncCollector(lambda: Faulty(fault), frames_per_batch=2, nursery=nursery)
+        pid = nursery.workers[-1].pid
+        wait_until(lambda: next(collector) is not None)
+        collector.shutdown(timeout=0.1)
+        wait_until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def stop_myself() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_ctrl_c(nursery: Nursery) -> None:
+    collector = MultiSyncCollector([Seeded, lambda: Faulty(hangs)], frames_per_batch=40, nursery=nursery)
+    count = len(nursery.workers)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        next(collector)
+    timer.join()
+    assert len(nursery.workers) == count - 2
+    with pytest.raises(RuntimeError, match="the collector is closed"):
+        next(collector)
+
+
+def test_two_runs_with_a_seed_are_bit_equal_and_resumed_ones_are_new(nursery: Nursery) -> None:
+    arguments: Any = {"num_workers": 2, "frames_per_batch": 11, "total_frames": 44, "seed": 0, "nursery": nursery}
+    runs = []
+    for _ in range(2):
+        with MultiSyncCollector(envs(2), ItsWeight(), init_random_frames=30, **arguments) as collector:
+            runs.append([next(collector), next(collector)])
+            collector.update_policy_weights_({"weight": torch.tensor(2.0)})
+            runs[-1] += list(collector)
+            assert len(runs[-1]) == 4
+    for one, other in zip(*runs, strict=True):
+        assert_equal(one, other)
+    assert len(set(torch.cat(runs[0])["observation"][:, 0].tolist())) == 44  # the workers differ
+
+
+def test_states(nursery: Nursery) -> None:
+    arguments: Any = {"num_workers": 2, "frames_per_batch": 10, "total_frames": 60, "seed": 0, "nursery": nursery}
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100))
+    with MultiAsyncCollector(Seeded, ItsWeight(), replay_buffer=buffer, **arguments) as collector:
+        for _ in range(3):
+            next(collector)
+            collector.update_policy_weights_({"weight": torch.tensor(4.0)})
+            state = collector.state_dict()
+        first = collector.seeds
+    assert state["frames"] == 30 and state["policy"]["weight"] == 4 and state["policy_version"] == 3
+    with MultiAsyncCollector(
+        Seeded, ItsWeight(), replay_buffer=buffer, track_policy_version=False, **arguments
+    ) as collector:
+        collector.load_state_dict(state)
+        assert collector.frames == 30 and collector.policy_version == 3
+        assert not set(first) & set(collector.seeds)
+        assert len(list(collector)) == 3 and len(buffer) == 60
+        assert collector.state_dict()["next_writer"] == 4
+    rows = buffer[:]
+    assert (rows["action"][30:] == 4).all()
+    assert not set((rows[IDS][30:] >> 40).tolist()) - {2, 3}
+
+
+def test_stats_and_repr(nursery: Nursery) -> None:
+    with MultiSyncCollector(envs(3), num_workers=2, frames_per_batch=8, nursery=nursery, seed=1) as collector:
+        next(collector)
+        stats = collector.stats()
+        assert stats["frames"] == 8 and stats["failures"] == 0 and stats["waited"] > 0
+        for worker in stats["workers"]:
+            assert (worker["frames"], worker["windows"]) == (4, 1)
+            assert worker["rows_held"] == 2 and worker["waited"] >= 0  # two vector steps of three rows
+            assert worker["lag"] == {"min": 0, "mean": 0, "max": 0}
+        assert repr(collector).startswith("MultiSyncCollector(8 frames, workers=2, policy=random actions")
+
+
+PROGRAM = """
+import gymnasium
+import numpy as np
+from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+from flatroll.rollouts import MultiCollector
+
+class Env(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    def reset(self, **options):
+        return np.zeros(1, np.float32), {}
+    def step(self, action):
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+buffer = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=4)
+collector = MultiCollector(lambda: Env(), num_workers=2, sync=False, frames_per_batch=5, replay_buffer=buffer)
+collector.start()
+while len(buffer) < 100:
+    pass
+print("pids", *(worker.pid for worker in collector._nursery.workers), flush=True)
+"""
+
+
+def test_a_program_without_a_guard_that_just_ends(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    ran = subprocess.run(
+        [sys.executable, tmp_path / "program.py"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ran.returncode == 0 and not ran.stderr, ran.stderr
+    pids = ran.stdout.removeprefix("pids ").split()
+    assert len(pids) == 2
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))

@@ -1,0 +1,216 @@
+"""How batches are made of windows: whole trajectories, stacks, pads, early ends, buffers, weights, lag."""
+
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+from worker_envs import Faulty, ItsWeight, Seeded, envs
+
+from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
+from flatroll.layout import split_trajectories
+from flatroll.rollouts import MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from flatroll.sharing import Nursery
+from flatroll.wrappers import RewardSum
+
+IDS = ("collector", "traj_ids")
+BOTH = pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
+
+
+def assert_whole(batch: Any, frames: int | None = None) -> None:
+    """Each transition of the trajectories in a batch is there, once, in order."""
+    for trajectory in split_trajectories(batch).unbind(0):
+        rows = trajectory[trajectory["collector", "mask"]]
+        assert rows["observation"][:, 2].tolist() == list(range(len(rows)))
+        assert rows["next", "done"].flatten().tolist() == [False] * (len(rows) - 1) + [True]
+
+
+@BOTH
+def test_complete_trajectories(sync: bool, nursery: Nursery) -> None:
+    with MultiCollector(
+        envs(2),
+        num_workers=2,
+        sync=sync,
+        frames_per_batch=8,
+        total_frames=96,
+        trajs_per_batch=5,
+        compact_obs=True,
+        nursery=nursery,
+        seed=1,
+    ) as collector:
+        batches = list(collector)
+        numbers = [len(batch[IDS].unique()) for batch in batches]
+        assert set(numbers[:2]) == {5} and max(numbers) == 5 and sum(numbers) >= 14
+        for batch in batches:
+            assert_whole(batch)
+            if sync:  # worker 0 gives 3 of the 5, and stands first
+                assert (batch[IDS] >> 40).diff().ge(0).all()
+        ids = torch.cat([batch[IDS].unique() for batch in batches])
+        assert len(ids.unique()) == len(ids)
+        assert 96 <= collector.frames <= 96 + 2 * 8
+        assert list(collector) == []
+
+
+def test_total_of_complete_trajectories_that_never_end(nursery: Nursery) -> None:
+    for sync in (True, False):
+        with MultiCollector(
+            lambda: Seeded((10**6, 10**6)),
+            num_workers=2,
+            sync=sync,
+            frames_per_batch=10,
+            total_frames=30,
+            trajs_per_batch=2,
+            nursery=nursery,
+        ) as collector:
+            assert list(collector) == [] and 30 <= collector.frames <= 40
+
+
+def test_early_end_of_a_batch_loses_nothing(nursery: Nursery) -> None:
+    with MultiSyncCollector(
+        [Seeded, lambda: Faulty(lambda: time.sleep(0.01))], frames_per_batch=60, preemptive_threshold=0.5, nursery=nursery, seed=0
+    ) as collector:
+        batches = [collector.rollout() for _ in range(4)]
+        sizes = [len(batch) for batch in batches]
+        assert all(31 <= size < 60 for size in sizes) and collector.frames == sum(sizes)
+        assert all((batch[IDS] >> 40 == 0).sum() == 30 for batch in batches)
+        rows = torch.cat(batches)
+        for id in rows[IDS].unique():
+            steps = rows["observation"][rows[IDS] == id][:, 2]
+            assert steps.tolist() == list(range(len(steps)))
+
+
+def test_stacked_and_padded(nursery: Nursery) -> None:
+    both: Any = {"frames_per_batch": 12, "seed": 5, "num_workers": 3, "nursery": nursery}
+    with MultiSyncCollector(Seeded, **both) as flat, MultiSyncCollector(
+        Seeded, cat_results="stack", compact_obs=True, **both
+    ) as stacked:
+        for _ in range(2):
+            rows, stack = next(flat), next(stacked)
+            assert stack.batch_size == (3, 4)
+            assert (stack.reshape(12) == rows.select(*stack.keys(True, True))).all()
+            assert torch.equal(
+                rows["next", "observation"][stacked.final["row"]], stacked.final["next", "observation"]
+            )
+    with pytest.warns(UserWarning, match="split_trajs=True pads"):
+        padded = MultiSyncCollector(
+            Seeded, split_trajs=True, postproc=lambda batch: batch.clone(), **both
+        )
+    with padded, MultiSyncCollector(Seeded, **both) as flat:
+        for _ in range(3):
+            assert (next(padded) == split_trajectories(next(flat))).all()
+
+
+@BOTH
+def test_a_buffer_takes_the_batches(sync: bool, nursery: Nursery) -> None:
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(1000, compact_obs=True), sampler=SliceSampler(slice_len=4), batch_size=64
+    )
+    with MultiCollector(
+        envs(2),
+        num_workers=3,
+        sync=sync,
+        frames_per_batch=20,
+        total_frames=400,
+        compact_obs=True,
+        replay_buffer=buffer,
+        nursery=nursery,
+    ) as collector:
+        assert list(collector) == [None] * 20 and len(buffer) == 400
+    rows = buffer[:]
+    key = ("next", "observation")
+    inside = ~rows["next", "done"].squeeze(-1)
+    assert torch.equal(rows["observation"][inside][:, 2] + 1, rows[key][inside][:, 2])
+    for id in rows[IDS].unique():  # interleaved windows join
+        steps = rows["observation"][rows[IDS] == id][:, 2]
+        assert steps.tolist() == list(range(len(steps)))
+    sample = buffer.sample()
+    same = sample[IDS].diff() == 0
+    assert (sample["observation"][:, 2].diff()[same] == 1).sum() >= 40
+
+
+@BOTH
+def test_workers_act_with_the_weights_that_their_rows_name(sync: bool, nursery: Nursery) -> None:
+    policy = ItsWeight()
+    with MultiCollector(
+        Seeded,
+        policy,
+        num_workers=2,
+        sync=sync,
+        frames_per_batch=8,
+        track_policy_version=True,
+        nursery=nursery,
+    ) as collector:
+        seen = []
+        for version in range(9):
+            batch = collector.rollout()
+            versions = batch["collector", "policy_version"]
+            assert torch.equal(batch["action"].flatten(), versions % 5)
+            if sync:
+                assert (versions == version).all()  # with one env nothing is held back
+            seen += [(int(batch[IDS][0]) >> 40, int(value)) for value in versions.unique()]
+            policy.weight.data += 1
+            given = [None, policy, policy.state_dict(), TensorDict.from_module(policy).data]
+            collector.update_policy_weights_(given[version % 4])
+            assert collector.policy_version == version + 1
+        for worker in range(2):
+            assert sorted(mine := [v for at, v in seen if at == worker]) == mine
+        lag = [worker["lag"] for worker in collector.stats()["workers"]]
+        assert all(0 <= each["min"] <= each["mean"] <= each["max"] <= 9 for each in lag)
+        assert max(each["max"] for each in lag) == 0 if sync else True
+        with pytest.raises(ValueError, match=r"weight 'weight' was shared as float32 \[\], got float32 \[2\]"):
+            collector.update_policy_weights_({"weight": torch.zeros(2)})
+
+
+def test_windows_wait_their_turn(nursery: Nursery) -> None:
+    """A learner that is slow gets windows of all workers, at most `slots` + 1 behind."""
+    with MultiAsyncCollector(
+        Seeded, ItsWeight(), num_workers=3, frames_per_batch=5, slots=2, track_policy_version=True, nursery=nursery
+    ) as collector:
+        turns = []
+        for _ in range(30):
+            batch = collector.rollout()
+            turns.append(int(batch[IDS][0]) >> 40)
+            collector.policy.weight.data += 1
+            collector.update_policy_weights_()
+            lag = collector.policy_version - 1 - batch["collector", "policy_version"].min()
+            # each of the other workers is served at most once between two windows of one
+            assert 0 <= lag <= 3 * (2 + 1)
+            time.sleep(0.02)
+        assert {turns.count(i) for i in range(3)} <= {8, 9, 10, 11, 12}
+        assert all(one != other for one, other in pairwise(turns[6:])), turns
+
+
+def test_policy_factories(nursery: Nursery) -> None:
+    arguments: Any = {"num_workers": 2, "frames_per_batch": 6, "nursery": nursery}
+    with MultiSyncCollector(Seeded, policy_factory=lambda: ItsWeight(), **arguments) as collector:
+        assert isinstance(collector.policy, nn.Module)
+        assert (next(collector)["action"] == 0).all()
+        collector.update_policy_weights_({"weight": torch.tensor(3.0)})
+        assert (next(collector)["action"] == 3).all()
+    learner = ItsWeight()
+    learner.weight.data += 2
+    with MultiSyncCollector(
+        Seeded, learner, policy_factory=[ItsWeight] * 2, update_at_each_batch=True, **arguments
+    ) as collector:
+        assert (next(collector)["action"] == 2).all()
+        learner.weight.data += 1
+        assert (next(collector)["action"] == 3).all() and collector.policy_version == 2
+
+
+def test_a_bar_over_all_workers(nursery: Nursery, capsys: pytest.CaptureFixture[str]) -> None:
+    for options in ({}, {"cat_results": "stack"}):
+        with MultiSyncCollector(
+            lambda: RewardSum(Seeded()),
+            num_workers=2,
+            frames_per_batch=20,
+            total_frames=40,
+            progress=True,
+            nursery=nursery,
+            **options,
+        ) as collector:
+            list(collector)
+        text = capsys.readouterr().err
+        assert "40.0/40.0" in text and "return=" in text and "steps/s" in text

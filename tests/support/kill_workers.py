@@ -1,0 +1,76 @@
+"""Kill workers at random times while rows come in, and check that nothing is lost but what they had not delivered.
+
+``python tests/support/kill_workers.py 200`` prints what was found.
+"""
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from worker_envs import ItsWeight, Seeded, envs
+
+from flatroll.rollouts import MultiAsyncCollector
+from flatroll.sharing import Nursery
+
+IDS = ("collector", "traj_ids")
+
+
+def descriptors() -> int:
+    """How many files this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def kill_workers(nursery: Nursery, kills: int, seed: int = 0) -> dict[str, Any]:
+    """Collect while workers are killed; return counts of what was wrong, and of what there was."""
+    draw = random.Random(seed)
+    segments = set(os.listdir("/dev/shm"))
+    steps: dict[int, int] = {}  # the last step seen of each trajectory
+    wrong = rows = 0
+    with MultiAsyncCollector(
+        envs(2), ItsWeight(), num_workers=3, frames_per_batch=16, on_failure="replace", max_failures=kills,
+        compact_obs=True, nursery=nursery,
+    ) as collector:  # fmt: skip
+        before = descriptors()
+        for _ in range(kills):
+            os.kill(draw.choice(nursery.workers[-3:]).pid, signal.SIGKILL)
+            failures = collector.stats()["failures"]
+            while collector.stats()["failures"] == failures or draw.random() < 0.7:
+                batch = next(collector)
+                rows += len(batch)
+                for id, (_, _, step) in zip(
+                    batch[IDS].tolist(), batch["observation"].tolist(), strict=True
+                ):
+                    wrong += step != steps.get(id, -1) + 1  # a gap, a row twice, or another's row
+                    steps[id] = int(step)
+        opened = descriptors() - before
+        writers = {id >> 40 for id in steps}
+    time.sleep(0.2)
+    return {
+        "kills": kills,
+        "rows": rows,
+        "wrong": wrong,
+        "writers": len(writers),
+        "descriptors": opened,
+        "segments": len(set(os.listdir("/dev/shm")) - segments),
+        "workers": len(nursery.workers),
+    }
+
+
+if __name__ == "__main__":
+    with Nursery(preload=("flatroll.rollouts", "worker_envs")) as started:
+        began = time.monotonic()
+        found = kill_workers(started, int(sys.argv[1]) if len(sys.argv) > 1 else 200)
+        (helper,) = children(os.getpid())
+        found["processes"] = len(children(helper))
+        print(found, f"{time.monotonic() - began:.0f} s")
