@@ -55,11 +55,8 @@ class Outbox:
             ValueError: the columns of a table have different numbers of rows.
         """
         rows = [row_count(table) if table else 0 for table in tables]
-        while (freed := self._channel.pop(FREE)) or self._under_way == self._slots:
-            number, slot = freed[1] if freed else self._channel.receive(FREE)
-            self._under_way -= 1
-            if number == self._number:
-                self._free.append(slot)
+        while (freed := self._channel.pop(FREE)) or self.full:
+            self.take_back(*(freed[1] if freed else self._channel.receive(FREE)))
         if not self._fits(tables, rows):
             self._lay_out(tables, rows)
         slot = self._free.pop()
@@ -68,6 +65,17 @@ class Outbox:
                 places[key][:count].copy_(values)
         self._under_way += 1
         self._channel.send(WINDOW, (self._number, slot, rows, note))
+
+    @property
+    def full(self) -> bool:
+        """Whether no slot is free, so that `put` waits for the reader."""
+        return self._under_way == self._slots
+
+    def take_back(self, number: int, slot: int) -> None:
+        """Use a slot again that the reader gave back: the content of a message of kind `FREE`."""
+        self._under_way -= 1
+        if number == self._number:
+            self._free.append(slot)
 
     def _fits(self, tables: "tuple[Mapping[Key, torch.Tensor], ...]", rows: list[int]) -> bool:
         if self._block is None or len(tables) != len(self._block.tables):

@@ -1,0 +1,1 @@
+"""Lets other processes use a buffer that one process owns."""
