@@ -107,8 +107,8 @@ class Owner:
         try:
             answer = DONE, call(buffer, name, arguments, options), ""
         except BaseException as error:
-            # Without its frames, which hold the buffer.
-            answer = FAILED, portable(error).with_traceback(None), traceback.format_exc()
+            trace = traceback.format_exc()
+            answer = FAILED, portable(error).with_traceback(None), trace  # its frames hold the buffer
         finally:
             release()
         del buffer, opened, arguments

@@ -16,8 +16,18 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.buffers import BufferHandle, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from flatroll.sharing import Channel
 
 WIDTH = 64  # float64 numbers of each row
+
+
+def far(buffer: Any) -> BufferHandle:
+    """A handle that goes through the owner's thread, as one in another process does."""
+    here, there = Channel.pair()
+    here.send("handle", buffer.handle())
+    handle = there.receive("handle")
+    assert isinstance(handle, BufferHandle)
+    return handle
 
 
 def rows_of(writer: int, first: int, count: int) -> TensorDict:

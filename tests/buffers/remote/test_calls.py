@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from shared_rows import far
 from tensordict import NonTensorData, TensorDict
 
 from flatroll.buffers import (
-    BufferHandle,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
@@ -29,18 +29,8 @@ from flatroll.buffers import (
     TensorDictReplayBuffer,
     Transform,
 )
-from flatroll.sharing import Channel
 
 CAPACITY = 61
-
-
-def far(buffer: Any) -> BufferHandle:
-    """A handle that goes through the owner's thread, as one in another process does."""
-    here, there = Channel.pair()
-    here.send("handle", buffer.handle())
-    handle = there.receive("handle")
-    assert isinstance(handle, BufferHandle)
-    return handle
 
 
 def same(left: Any, right: Any) -> bool:
