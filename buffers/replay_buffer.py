@@ -232,9 +232,10 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
                 self._keys = replace(BoundaryKeys.probe(data), in_order=followed)
             if self._keys is not None and data.batch_dims != 1:
                 raise not_flat(data)
-        elif needs_index is not None and not self.storage.compact_obs:
+        elif (needs_index is not None and not self.storage.compact_obs) or self.sampler.freshness:
             raise TypeError(
-                f"{needs_index} follows trajectories, which needs tensordict batches, got {type(data).__name__}"
+                f"{needs_index or 'max_policy_lag'} follows {'trajectories' if needs_index else 'policy versions'}, "
+                f"which needs tensordict batches, got {type(data).__name__}"
             )
         return self.writer.ring(self.storage.capacity, self._keys is not None)
 

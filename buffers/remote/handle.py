@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from flatroll.buffers.remote.post import Post
@@ -168,7 +169,7 @@ class BufferHandle:
         if outcome != DONE:
             value.add_note(f"raised in process {self._owner}, which owns the buffer")
             raise value from WorkerTraceback(f"\n{trace}")
-        return value
+        return torch.arange(value.start, value.stop) if isinstance(value, range) else value
 
     def _hang_up(self) -> None:
         """Close the channel; the next call makes another."""
@@ -183,6 +184,15 @@ def call(buffer: Any, name: str, arguments: tuple[Any, ...], options: dict[str, 
         raise ValueError(f"a handle can ask for {sorted(CALLS)}, not for {name!r}")
     found = getattr(buffer, name)
     return found(*arguments, **options) if callable(found) else found
+
+
+def shortened(value: Any) -> Any:
+    """A range in place of positions that count up by one, as those of most windows do: a kilobyte less per 128 rows."""
+    if isinstance(value, Tensor) and value.dtype is torch.int64 and value.ndim == 1 and len(value) > 1:
+        first, last = int(value[0]), int(value[-1])
+        if last - first == len(value) - 1 and bool((value.diff() == 1).all()):
+            return range(first, last + 1)
+    return value
 
 
 def send_quietly(post: Post, *answer: Any) -> None:

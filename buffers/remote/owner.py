@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from flatroll.buffers.remote.handle import DONE, FAILED, LOST, BufferHandle, call, send_quietly
+from flatroll.buffers.remote.handle import DONE, FAILED, LOST, BufferHandle, call, send_quietly, shortened
 from flatroll.buffers.remote.post import Post
 from flatroll.buffers.step_reader import changes_stored
 from flatroll.sharing.channel import Channel
@@ -103,15 +103,13 @@ class Owner:
         opened = post.open(kind, content, keep=buffer is not None and _keeps_rows(buffer))
         if opened is None or buffer is None:  # the door is shut by now
             return
-        (name, arguments, options), release = opened
         try:
-            answer = DONE, call(buffer, name, arguments, options), ""
+            ((name, arguments, options),) = opened
+            answer = DONE, shortened(call(buffer, name, arguments, options)), ""
         except BaseException as error:
             trace = traceback.format_exc()
             answer = FAILED, portable(error).with_traceback(None), trace  # its frames hold the buffer
-        finally:
-            release()
-        del buffer, opened, arguments
+        del buffer
         try:
             send_quietly(post, *answer)
         except BaseException as error:  # the result cannot be sent

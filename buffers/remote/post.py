@@ -1,6 +1,5 @@
 """Sends values with tensors over a channel: large ones through a slot of shared memory, small ones in the message."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from flatroll.sharing.block import Key, dtype_name
 from flatroll.sharing.channel import Channel
-from flatroll.sharing.mailbox import BLOCK, FREE, WINDOW, Inbox, Outbox, Window
+from flatroll.sharing.mailbox import BLOCK, WINDOW, Inbox, Outbox
 from flatroll.sharing.parcel import pack, unpack
 
 LETTER = "buffer: letter"  # kind of the messages that hold all bytes themselves
@@ -16,10 +15,15 @@ _SMALL = 1 << 16  # bytes that still go into a message: a socket takes them with
 
 
 class Post:
-    """One end of a channel to or from the owner of a buffer. Each end sends one value and then waits for one."""
+    """One end of a channel to or from the owner of a buffer.
+
+    Each end sends one value and then waits for one. So a value that comes says, too, that the one sent before was read
+    and that its slot may be written again: no message has to.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
+        self._in_slot = False  # the value sent last
         self._outbox, self._inbox = Outbox(channel, slots=1), Inbox(channel)
 
     def send(self, value: Any) -> None:
@@ -27,16 +31,12 @@ class Post:
 
         Raises:
             Closed: the other end is gone.
-            ValueError: the other end still holds the slot of the value before.
         """
         rest, tensors = pack(value)
         if len(rest) + sum(map(_nbytes, tensors)) <= _SMALL:
             self.channel.send(LETTER, (rest, [(dtype_name(t), tuple(t.shape), _bytes(t)) for t in tensors]))
             return
-        while freed := self.channel.pop(FREE):
-            self._outbox.take_back(*freed[1])
-        if self._outbox.full:
-            raise ValueError("the slot of the value before was not given back")
+        self._take_back()  # where no answer came to an answer that could not be read
         # Columns of one length make a table: the rows of a batch, and those of its ``final``.
         tables: dict[int, dict[Key, Tensor]] = {}
         for place, tensor in enumerate(tensors):
@@ -46,54 +46,46 @@ class Post:
             self._outbox.put(*tables.values(), packed, note=None)
         else:
             self._outbox.put(*tables.values(), *[{}] * (2 - len(tables)), note=rest)
+        self._in_slot = True
 
-    def open(self, kind: str, content: Any, keep: bool) -> tuple[Any, Callable[[], None]] | None:
-        """Return the value that a message brings and what is to be called when it is no longer used; None if it brings
-        none.
+    def _take_back(self) -> None:
+        if self._in_slot:
+            self._outbox.take_back(*self._outbox.place)
+            self._in_slot = False
+
+    def open(self, kind: str, content: Any, keep: bool) -> tuple[Any] | None:
+        """Return the value that a message brings, in a tuple; None if it brings none.
 
         Args:
             kind: of the message.
             content: of the message.
-            keep: give tensors of their own memory, which stay when the slot is given back.
+            keep: give tensors of their own memory; the others hold the value until the next `send`.
 
         Raises:
             ValueError: the message is none of a post, or does not fit to the memory.
         """
         if kind == LETTER:
             rest, parts = content
-            return unpack(rest, [_tensor(*part) for part in parts]), _nothing
-        if kind == FREE:
-            self._outbox.take_back(*content)
-            return None
-        if kind not in (BLOCK, WINDOW):
+            tensors = [_tensor(*part) for part in parts]
+        elif kind in (BLOCK, WINDOW):
+            window = self._inbox.open(kind, content)
+            if window is None:
+                return None
+            columns = {key: column for table in window.tables for key, column in table.items()}
+            rest = columns.pop("rest").numpy().tobytes() if window.note is None else window.note
+            tensors = [columns[str(place)] for place in range(len(columns))]
+            if keep:
+                tensors = [tensor.clone() for tensor in tensors]
+        else:
             raise ValueError(f"a message of kind {kind!r} came, which no end of a post sends")
-        window = self._inbox.open(kind, content)
-        return None if window is None else (_unpacked(window, keep), window.release)
+        self._take_back()
+        return (unpack(rest, tensors),)
 
     def receive(self) -> Any:
         """Wait for a value, whose tensors own their memory; `Closed` if none will come."""
-        while True:
-            opened = self.open(*self.channel.receive(LETTER, BLOCK, WINDOW), keep=True)
-            if opened is not None:
-                value, release = opened
-                release()
-                return value
-
-
-def _nothing() -> None:
-    return
-
-
-def _unpacked(window: Window, keep: bool) -> Any:
-    """The value in a window; the window is given back if it holds none."""
-    try:
-        columns = {key: column for table in window.tables for key, column in table.items()}
-        rest = columns.pop("rest").numpy().tobytes() if window.note is None else window.note
-        tensors = [columns[str(place)] for place in range(len(columns))]
-        return unpack(rest, [tensor.clone() for tensor in tensors] if keep else tensors)
-    except BaseException:
-        window.release()
-        raise
+        while (opened := self.open(*self.channel.receive(LETTER, BLOCK, WINDOW), keep=True)) is None:
+            pass
+        return opened[0]
 
 
 def _nbytes(tensor: Tensor) -> int:
