@@ -19,7 +19,10 @@ from flatroll.buffers import BufferHandle, LazyTensorStorage, ReplayBuffer, Slic
 
 TURNS, SAMPLE = 9, 256
 BATCHES = 8  # in turn: a window that was just collected is in no cache near the processor
-SHAPES = {"4,096 rows of 56 B": (4096, 7, 40), "256 rows of 56 kB": (256, 14_000, 20)}  # rows, floats, windows
+SHAPES = {
+    "4,096 rows of 56 B": (4096, 7, 40),
+    "256 rows of 56 kB": (256, 14_000, 20),
+}  # rows, floats, windows
 
 
 def window(rows: int, floats: int) -> TensorDict:
@@ -33,7 +36,9 @@ def window(rows: int, floats: int) -> TensorDict:
 
 def buffer_of(rows: int) -> ReplayBuffer:
     """A buffer with a trajectory index that is full after eight windows."""
-    return ReplayBuffer(storage=LazyTensorStorage(8 * rows), sampler=SliceSampler(slice_len=16), batch_size=SAMPLE)
+    return ReplayBuffer(
+        storage=LazyTensorStorage(8 * rows), sampler=SliceSampler(slice_len=16), batch_size=SAMPLE
+    )
 
 
 def work(pipe: Connection, handle: BufferHandle, batches: list[TensorDict]) -> None:

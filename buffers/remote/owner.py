@@ -140,9 +140,9 @@ class Served:
         if self._owner is None or self._owner.process != os.getpid():
             if self._owned_by is not None and self._owned_by[0] != os.getpid() and _runs(*self._owned_by):
                 raise RuntimeError(
-                    f"this buffer is a copy of the one that process {self._owned_by[0]} owns, which came here by pickle "
-                    "or fork: rows given to it would never reach the other. Call handle() there, and give the handle to "
-                    "this process instead of the buffer"
+                    f"this buffer is a copy of the one that process {self._owned_by[0]} owns, which came here by "
+                    "pickle or fork: rows given to it would never reach the other. Call handle() there, and give the "
+                    "handle to this process instead of the buffer"
                 )
             self._owned_by = os.getpid(), psutil.Process().create_time()
             self._owner = Owner(self)

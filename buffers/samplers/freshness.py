@@ -1,7 +1,7 @@
 """Leaves rows out of the draw whose policy is too old: the option ``max_policy_lag`` of samplers."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
@@ -52,7 +52,9 @@ class Freshness:
         self.storage: Stores | None = None
         self._seen = 0  # rows below this number were looked at for the newest version
         self._barred: tuple[int, int, int] | None = None  # what the last `bar` rested on
-        self._listed: tuple[tuple[int, int, int], Tensor] | None = None  # what the list rests on, and fresh slots
+        self._listed: tuple[tuple[int, int, int], Tensor] | None = (
+            None  # what the list rests on, and fresh slots
+        )
 
     def tell(self, version: int) -> None:
         """Say that there is a policy of this version, of which perhaps no row has come yet."""
@@ -113,11 +115,25 @@ class Freshness:
         return draw
 
     def slices(
-        self, index: TrajectoryIndex, way: Callable[..., Draw], count: int, length: int, *, follow: bool, **options: Any
+        self,
+        index: TrajectoryIndex,
+        way: Callable[..., Draw],
+        count: int,
+        length: int,
+        *,
+        follow: bool,
+        **options: Any,
     ) -> Draw:
         """Draw ``count`` slices of fresh rows: as ``way(count, length, follow=, **options)`` does, given that no row of
         the slice is stale. RuntimeError if none, or too few, were found."""
-        least, starts, lengths, found, drawn, ask = self.look(index), list[Tensor](), list[Tensor](), 0, 0, count
+        least, starts, lengths, found, drawn, ask = (
+            self.look(index),
+            list[Tensor](),
+            list[Tensor](),
+            0,
+            0,
+            count,
+        )
         self.stored(index)  # an error if no row is fresh
         while found < count:
             if drawn > _MOST * count:

@@ -71,6 +71,7 @@ def test_a_handle_stores_and_samples_what_the_buffer_does(
     world: Any, storage: str, sampler: str, steps: int, tmp_path: Path
 ) -> None:
     """Interleaved writers and a ring that wraps; compact and plain, with their ``final``."""
+
     def made(name: str) -> ReplayBuffer:
         return ReplayBuffer(
             storage=STORAGES[storage](tmp_path / name),
@@ -176,7 +177,9 @@ def test_a_sample_owns_its_memory() -> None:
 
 
 def test_priorities_of_a_sample_go_back() -> None:
-    buffer = TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=0.5, eps=0.0, storage=LazyTensorStorage(10), batch_size=8)
+    buffer = TensorDictPrioritizedReplayBuffer(
+        alpha=1.0, beta=0.5, eps=0.0, storage=LazyTensorStorage(10), batch_size=8
+    )
     handle = far(buffer)
     handle.extend(TensorDict({"x": torch.arange(10.0)}, [10]), update_priority=False)
     sample = handle.sample(200)
@@ -199,7 +202,9 @@ def test_an_ensemble_is_sampled_by_a_handle_and_extended_by_those_of_its_members
 
 
 def test_a_writer_that_chooses_does_so_in_the_owner() -> None:
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(3), writer=TensorDictMaxValueWriter("x"), batch_size=3)
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(3), writer=TensorDictMaxValueWriter("x"), batch_size=3
+    )
     far(buffer).extend(TensorDict({"x": torch.tensor([5.0, 1.0, 4.0, 2.0, 3.0])}, [5]))
     assert sorted(buffer["x"].tolist()) == [3.0, 4.0, 5.0]
 

@@ -127,8 +127,12 @@ def test_collectors_in_workers_write_into_one_buffer() -> None:
         workers = [nursery.start(collect, handles=handles, number=number) for number in (1, 2)]
         for worker in workers:
             worker.receive("collected", timeout=60)
-    alone: Any = ReplayBuffer(storage=LazyTensorStorage(500), sampler=SliceSampler(slice_len=5), batch_size=50)
-    for _ in Collector(ScriptedVectorEnv(SCRIPT), frames_per_batch=30, total_frames=90, replay_buffer=alone, writer=1):
+    alone: Any = ReplayBuffer(
+        storage=LazyTensorStorage(500), sampler=SliceSampler(slice_len=5), batch_size=50
+    )
+    for _ in Collector(
+        ScriptedVectorEnv(SCRIPT), frames_per_batch=30, total_frames=90, replay_buffer=alone, writer=1
+    ):
         pass
     written = alone[:]
     for buffer in (compact, plain):
@@ -142,7 +146,9 @@ def test_collectors_in_workers_write_into_one_buffer() -> None:
                 assert torch.equal(got, expected[: len(got)]), key
         assert len(compact) == 180
         sample = buffer.sample()
-        assert bool((sample["next", "observation"][:-1] == sample["observation"][1:])[~sample["is_init"][1:, 0]].all())
+        assert bool(
+            (sample["next", "observation"][:-1] == sample["observation"][1:])[~sample["is_init"][1:, 0]].all()
+        )
 
 
 def test_kills_in_the_middle_of_anything_corrupt_nothing() -> None:
@@ -188,7 +194,9 @@ def served() -> Iterator[tuple[ReplayBuffer, BufferHandle]]:
     yield buffer, far(buffer)
 
 
-def test_what_the_buffer_refuses_is_raised_where_it_was_asked_for(served: tuple[ReplayBuffer, BufferHandle]) -> None:
+def test_what_the_buffer_refuses_is_raised_where_it_was_asked_for(
+    served: tuple[ReplayBuffer, BufferHandle],
+) -> None:
     buffer, handle = served
     for width in (1, 30_000):  # in a message, and in a slot
         with pytest.raises(ValueError, match="x") as caught:
@@ -202,7 +210,9 @@ def test_what_the_buffer_refuses_is_raised_where_it_was_asked_for(served: tuple[
     assert len(handle) == len(buffer) == 4 and bool((buffer["x"] == 0).all())
 
 
-def test_what_cannot_be_sent_is_refused_and_the_handle_goes_on(served: tuple[ReplayBuffer, BufferHandle]) -> None:
+def test_what_cannot_be_sent_is_refused_and_the_handle_goes_on(
+    served: tuple[ReplayBuffer, BufferHandle],
+) -> None:
     _, handle = served
     with pytest.raises(TypeError, match="pickle"):
         handle.extend(threading.Lock())
@@ -261,7 +271,7 @@ def test_a_window_of_more_rows_than_its_slot_is_refused(served: tuple[ReplayBuff
 
 def test_only_what_handles_have_can_be_asked_for(served: tuple[ReplayBuffer, BufferHandle]) -> None:
     _, handle = served
-    with pytest.raises(ValueError, match="a handle can ask for .*, not for '__class__'"):
+    with pytest.raises(ValueError, match=r"a handle can ask for .*, not for '__class__'"):
         handle._call("__class__")
 
 
@@ -284,7 +294,9 @@ def test_threads_share_a_handle(served: tuple[ReplayBuffer, BufferHandle]) -> No
     assert not wrong and len(handle) == 80
 
 
-def test_a_handle_goes_on_in_a_process_forked_after_its_use(served: tuple[ReplayBuffer, BufferHandle]) -> None:
+def test_a_handle_goes_on_in_a_process_forked_after_its_use(
+    served: tuple[ReplayBuffer, BufferHandle],
+) -> None:
     buffer, used = served
     assert len(used) == 4  # by a channel, which the child must not share
 
@@ -347,7 +359,9 @@ def test_the_end_of_the_owner_is_told_at_once() -> None:
             thread.join(30)
             assert len(ends) == 1
             for _ in range(2):
-                with pytest.raises(OwnerGone, match=r"its process has ended, or the buffer was deleted there"):
+                with pytest.raises(
+                    OwnerGone, match=r"its process has ended, or the buffer was deleted there"
+                ):
                     handle.extend(rows(1.0))
         finally:
             os.kill(sibling, signal.SIGKILL)
@@ -384,7 +398,9 @@ def test_a_copy_of_an_owned_buffer_has_no_handle_in_another_process() -> None:
         for _ in range(2):
             count, text = child.get()
             assert count == 8
-            assert f"a copy of the one that process {os.getpid()} owns" in text and "Call handle() there" in text
+            assert (
+                f"a copy of the one that process {os.getpid()} owns" in text and "Call handle() there" in text
+            )
     assert len(buffer) == 4
 
 
@@ -440,4 +456,8 @@ def test_a_program_ends_when_its_last_line_is_done() -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     child = int(done.stdout)
-    until(lambda: not Path(f"/proc/{child}").exists() or "State:\tZ" in Path(f"/proc/{child}/status").read_text())
+    until(
+        lambda: (
+            not Path(f"/proc/{child}").exists() or "State:\tZ" in Path(f"/proc/{child}/status").read_text()
+        )
+    )
