@@ -7,6 +7,7 @@ import select
 import socket
 import struct
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
 from typing import Any, NoReturn
@@ -238,6 +239,13 @@ class MessagePickler(cloudpickle.Pickler):
         return type(obj).__name__, places[0] if places else len(self.passed) - 1
 
 
+_OPENED: dict[str, Callable[[int], Memory | Channel | Door]] = {
+    "Memory": Memory.from_descriptor,
+    "Channel": Channel,
+    "Door": Door,
+}
+
+
 class _Unpickler(pickle.Unpickler):
     """Puts in again what `MessagePickler` left out."""
 
@@ -250,6 +258,5 @@ class _Unpickler(pickle.Unpickler):
         name, place = pid
         if place not in self._made:
             descriptor = self._descriptors[place]
-            made = {"Memory": Memory.from_descriptor, "Channel": Channel, "Door": Door}[name]
-            self._made[place] = made(descriptor)
+            self._made[place] = _OPENED[name](descriptor)
         return self._made[place]

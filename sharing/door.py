@@ -2,6 +2,7 @@
 
 import os
 import socket
+import stat
 from contextlib import suppress
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
@@ -54,14 +55,18 @@ class Door:
             return mine.detach()
 
     def admit(self) -> int | None:
-        """Wait for a descriptor that came through the door; None if the door is closed, or what came is none."""
+        """Wait for what comes through the door: the descriptor of a socket; None if it is anything else, or the door is
+        closed."""
         try:
             _, descriptors, _, _ = socket.recv_fds(self._socket, 16, 1, CLOSE_ON_EXEC)
         except OSError:
             return None
-        for descriptor in descriptors:
+        for descriptor in descriptors:  # one at most: there is room for no more
             os.set_inheritable(descriptor, False)
-        return descriptors[0] if descriptors else None
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                return descriptor
+            os.close(descriptor)
+        return None
 
     def fileno(self) -> int:
         """The descriptor; ready for reading when somebody enters, and when the door was closed."""

@@ -111,15 +111,14 @@ def measure(rows: int, floats: int, count: int) -> tuple[list[list[str]], list[l
         return statistics.median((a[0] if here else sum(a)) / sum(b) for a, b in pairs)
 
     tables: tuple[list[list[str]], list[list[str]]] = ([], [])
-    for name, found in turns.items():
-        kind, _, way = name.partition(", ")
-        cells = [way, *(f"{statistics.median(times) * 1e6:,.0f}" for times in zip(*found, strict=True))]
-        cells.append(f"{over(name, f'{kind}, one process', here=True):.2f} x")
-        if kind == "extend":
-            cells.append(f"{over(name, 'extend, queue of pickled TensorDicts'):.2f} x")
-        else:
-            cells.append(f"{over(name, 'sample, one process'):.2f} x")
-        tables[kind == "sample"].append(cells)
+    for name, taken in turns.items():
+        kind, _, label = name.partition(", ")
+        here, there = (statistics.median(times) * 1e6 for times in zip(*taken, strict=True))
+        other = "extend, queue of pickled TensorDicts" if kind == "extend" else "sample, one process"
+        ratios = [over(name, f"{kind}, one process", here=True), over(name, other)]
+        tables[kind == "sample"].append(
+            [label, f"{here:,.0f}", f"{there:,.0f}", *(f"{r:.2f} x" for r in ratios)]
+        )
     return tables
 
 

@@ -76,7 +76,7 @@ class Owner:
             self._inside.forget()
 
     def _admit(self) -> None:
-        """Take a new client in."""
+        """Take a new client in, if what comes through the door is one."""
         descriptor = self._inside.admit()
         if descriptor is not None:
             self._clients[descriptor] = Post(Channel(descriptor))
@@ -152,6 +152,7 @@ class Served:
 def _runs(process: int, start: float) -> bool:
     """Whether the process of this number that began at ``start`` is alive."""
     try:
-        return psutil.Process(process).create_time() == start
+        # The start is counted from that of the system, which is corrected now and then.
+        return bool(abs(psutil.Process(process).create_time() - start) < 2)
     except psutil.NoSuchProcess:
         return False

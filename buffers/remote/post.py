@@ -42,7 +42,7 @@ class Post:
         for place, tensor in enumerate(tensors):
             tables.setdefault(len(tensor), {})[str(place)] = tensor
         if len(rest) > _SMALL:  # the pickle itself, of very many items
-            packed = {"rest": torch.frombuffer(bytearray(rest), dtype=torch.uint8)}
+            packed: dict[Key, Tensor] = {"rest": torch.frombuffer(bytearray(rest), dtype=torch.uint8)}
             self._outbox.put(*tables.values(), packed, note=None)
         else:
             self._outbox.put(*tables.values(), *[{}] * (2 - len(tables)), note=rest)
@@ -83,9 +83,11 @@ class Post:
 
     def receive(self) -> Any:
         """Wait for a value, whose tensors own their memory; `Closed` if none will come."""
-        while (opened := self.open(*self.channel.receive(LETTER, BLOCK, WINDOW), keep=True)) is None:
-            pass
-        return opened[0]
+        while True:
+            kind, content = self.channel.receive(LETTER, BLOCK, WINDOW)
+            opened = self.open(kind, content, keep=True)
+            if opened is not None:
+                return opened[0]
 
 
 def _nbytes(tensor: Tensor) -> int:

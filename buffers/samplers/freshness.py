@@ -101,18 +101,18 @@ class Freshness:
 
     def uniform(self, ring: Ring, count: int, generator: torch.Generator | None) -> Draw:
         """Draw ``count`` fresh rows uniformly, with replacement; RuntimeError if there are none."""
+        version = ring.version  # first: other processes may write meanwhile
         least, kept, missing = self.look(ring), list[Tensor](), count
         for _ in range(_TRIES):
-            draw = ring.uniform(missing, generator)
-            kept.append(draw.slots[self.versions(draw.slots) >= least])
+            slots = ring.uniform(missing, generator).slots
+            kept.append(slots[self.versions(slots) >= least])
             missing -= len(kept[-1])
             if not missing:
                 break
         else:  # few rows are fresh: the rest is drawn from a list of them
             slots = self.stored(ring)
             kept.append(slots[torch.randint(len(slots), (missing,), generator=generator)])
-        draw.slots = torch.cat(kept)
-        return draw
+        return Draw(torch.cat(kept), version=version)
 
     def slices(
         self,

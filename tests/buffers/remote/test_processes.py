@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -170,6 +171,14 @@ def test_a_half_sent_message_is_none() -> None:
     assert len(other) == 4
 
 
+def test_what_is_no_socket_does_not_come_in() -> None:
+    handle = (buffer := buffer_of()).handle()
+    with Path(__file__).open() as file:
+        socket.send_fds(handle._door._socket, [b"."], [file.fileno()])
+    handle._door._socket.send(b"nothing")
+    assert len(far(buffer)) == 0
+
+
 def test_a_stopped_client_delays_nobody() -> None:
     def extend(pipe: Connection, handle: BufferHandle) -> None:
         pipe.send(handle.extend(rows(1.0, 4, 30_000)).tolist())
@@ -310,9 +319,11 @@ def test_a_handle_goes_on_in_a_process_forked_after_its_use(
             assert used.sample().shape == (4,)
         assert child.get() == (44, f"BufferHandle(of a buffer in process {os.getpid()})")
         # The parent's channel ends with the parent's handle, although the child had a copy of it.
-        until(lambda: len(buffer._owner._clients) == 2)
+        owner = buffer._owner
+        assert owner is not None
+        until(lambda: len(owner._clients) == 2)
         used._hang_up()
-        until(lambda: len(buffer._owner._clients) == 1)
+        until(lambda: len(owner._clients) == 1)
 
 
 def test_a_handle_is_where_its_buffer_is_without_a_detour(served: tuple[ReplayBuffer, BufferHandle]) -> None:

@@ -86,7 +86,6 @@ def test_a_newer_version_leaves_older_rows_out() -> None:
 
 def test_slices_are_those_without_the_option_given_that_all_rows_are_fresh() -> None:
     """Trajectory 0 is half stale, 1 stale, 2 fresh; by trajectory, of which each has its share of starts."""
-    chances = {}
     for by in ("trajectory", "start"):
         buffer = buffer_of(SliceSampler(slice_len=3, by=by, max_policy_lag=1))  # type: ignore[arg-type]
         buffer.extend(rows([0] * 5 + [1] * 2 + [2] * 3, trajectory=0))
@@ -96,7 +95,7 @@ def test_slices_are_those_without_the_option_given_that_all_rows_are_fresh() -> 
         assert bool((starts.diff(dim=1) == 1).all())
         # Starts 5, 6, 7 of the eight of trajectory 0, and all three of trajectory 2.
         share = {"trajectory": (1 / 8, 1 / 3), "start": (1.0, 1.0)}[by]
-        chances = dict.fromkeys((5, 6, 7), share[0]) | dict.fromkeys((200, 201, 202), share[1])
+        chances: dict[int, float] = dict.fromkeys((5, 6, 7), share[0]) | dict.fromkeys((200, 201, 202), share[1])
         assert is_close(starts[:, 0], chances)
 
 
