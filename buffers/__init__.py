@@ -7,6 +7,7 @@ from flatroll.buffers.ensemble.members import SamplerEnsemble, StorageEnsemble, 
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
+from flatroll.buffers.remote.handle import BufferHandle, OwnerGone
 from flatroll.buffers.remote.ray_buffer import RayReplayBuffer
 from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.samplers.base import RandomSampler, Sampler
@@ -55,6 +56,7 @@ from flatroll.layout.delta import NextObservationDelta
 __all__ = [
     "After",
     "BoundaryKeys",
+    "BufferHandle",
     "Column",
     "ColumnStorage",
     "Compose",
@@ -72,6 +74,7 @@ __all__ = [
     "MultiStepTransform",
     "NextObservationDelta",
     "NextStateReconstructor",
+    "OwnerGone",
     "ParameterScheduler",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",

@@ -15,6 +15,7 @@ from flatroll.buffers.checkpoint import BufferState
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
+from flatroll.buffers.remote.owner import Served
 from flatroll.buffers.samplers.base import RandomSampler, Sampler
 from flatroll.buffers.step_writer import StepWriting
 from flatroll.buffers.storages.base import Rows, Storage
@@ -48,7 +49,7 @@ Informed: TypeAlias = tuple[Any, dict[str, Tensor]]  # a sample and its info
 Made: TypeAlias = tuple[Any, dict[str, Tensor], bool]  # and whether a pass over the rows ended with it
 
 
-class ReplayBuffer(Transforming, StepWriting, BufferState):
+class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
     """Stores rows in a ring and samples from it.
 
     Rows are those of flat tensordict batches; tensors and trees of tensors (tuples, dicts, nested) will do, and with
@@ -231,9 +232,10 @@ class ReplayBuffer(Transforming, StepWriting, BufferState):
                 self._keys = replace(BoundaryKeys.probe(data), in_order=followed)
             if self._keys is not None and data.batch_dims != 1:
                 raise not_flat(data)
-        elif needs_index is not None and not self.storage.compact_obs:
+        elif (needs_index is not None and not self.storage.compact_obs) or self.sampler.freshness:
             raise TypeError(
-                f"{needs_index} follows trajectories, which needs tensordict batches, got {type(data).__name__}"
+                f"{needs_index or 'max_policy_lag'} follows {'trajectories' if needs_index else 'policy versions'}, "
+                f"which needs tensordict batches, got {type(data).__name__}"
             )
         return self.writer.ring(self.storage.capacity, self._keys is not None)
 

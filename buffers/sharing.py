@@ -18,7 +18,7 @@ from flatroll.buffers.samplers.base import Sampler
 from flatroll.buffers.storages.base import Storage
 
 #: Attributes that are made anew in another process and in a copy.
-_PER_PROCESS = ("_lock", "_write_lock", "_prefetcher", "_process", "_failure", "_step_writers")
+_PER_PROCESS = ("_lock", "_write_lock", "_prefetcher", "_process", "_failure", "_step_writers", "_owner")
 #: Attributes that a write changes, one after the other.
 _WRITTEN = ("storage", "sampler", "writer", "_ring", "_keys", "_started")
 

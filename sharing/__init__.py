@@ -2,16 +2,20 @@
 
 from flatroll.sharing.block import Block, Column, Table
 from flatroll.sharing.channel import Channel, Closed
+from flatroll.sharing.door import Door
 from flatroll.sharing.mailbox import Inbox, Outbox, Window
 from flatroll.sharing.memory import Memory
-from flatroll.sharing.nursery import Nursery, Worker, WorkerDied, WorkerTraceback
+from flatroll.sharing.nursery import Nursery, Worker, WorkerDied
+from flatroll.sharing.parcel import pack, unpack
 from flatroll.sharing.weights import SharedWeights
+from flatroll.sharing.worker import WorkerTraceback
 
 __all__ = [
     "Block",
     "Channel",
     "Closed",
     "Column",
+    "Door",
     "Inbox",
     "Memory",
     "Nursery",
@@ -22,4 +26,6 @@ __all__ = [
     "Worker",
     "WorkerDied",
     "WorkerTraceback",
+    "pack",
+    "unpack",
 ]

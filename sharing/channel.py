@@ -7,18 +7,19 @@ import select
 import socket
 import struct
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
 from typing import Any, NoReturn
 
 import cloudpickle
 
+from flatroll.sharing.door import CLOSE_ON_EXEC, Door
 from flatroll.sharing.memory import Memory
 
 _HEADER = struct.Struct("=QI")  # bytes of the message, descriptors that came with it
 _CHUNK = 1 << 18
 _MOST_DESCRIPTORS = 64  # in one message; Linux takes 253
-_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; elsewhere set after they came
 
 
 class Closed(EOFError):
@@ -29,7 +30,7 @@ class Channel:
     """One end of an unnamed pair of sockets. Messages have a kind and a content; each arrives once, in order.
 
     Contents are pickled by cloudpickle, so that functions and classes of ``__main__`` and lambdas may be among them;
-    `Memory` (and what holds it, as `Block`) and channels go along as descriptors. Nothing can connect to
+    `Memory` (and what holds it, as `Block`), doors and channels go along as descriptors. Nothing can connect to
     a channel, which has no name: what is unpickled comes from a process that this one, or its parent, started.
 
     Sending never waits for a receiver that waits to send: while the socket is full, what comes in is read.
@@ -140,7 +141,7 @@ class Channel:
         while not self._ended:
             try:
                 data, descriptors, flags, _ = socket.recv_fds(
-                    self._socket, _CHUNK, _MOST_DESCRIPTORS, _CLOSE_ON_EXEC
+                    self._socket, _CHUNK, _MOST_DESCRIPTORS, CLOSE_ON_EXEC
                 )
             except BlockingIOError:
                 return
@@ -227,15 +228,22 @@ class MessagePickler(cloudpickle.Pickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.passed: list[Memory | Channel] = []
+        self.passed: list[Memory | Channel | Door] = []
 
     def persistent_id(self, obj: Any) -> tuple[str, int] | None:
-        if type(obj) not in (Memory, Channel):
+        if type(obj) not in (Memory, Channel, Door):
             return None
         places = [place for place, known in enumerate(self.passed) if known is obj]
         if not places:
             self.passed.append(obj)
         return type(obj).__name__, places[0] if places else len(self.passed) - 1
+
+
+_OPENED: dict[str, Callable[[int], Memory | Channel | Door]] = {
+    "Memory": Memory.from_descriptor,
+    "Channel": Channel,
+    "Door": Door,
+}
 
 
 class _Unpickler(pickle.Unpickler):
@@ -244,13 +252,11 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, descriptors: list[int]) -> None:
         super().__init__(file)
         self._descriptors = descriptors
-        self._made: dict[int, Memory | Channel] = {}
+        self._made: dict[int, Memory | Channel | Door] = {}
 
-    def persistent_load(self, pid: tuple[str, int]) -> Memory | Channel:
+    def persistent_load(self, pid: tuple[str, int]) -> Memory | Channel | Door:
         name, place = pid
         if place not in self._made:
             descriptor = self._descriptors[place]
-            self._made[place] = (
-                Memory.from_descriptor(descriptor) if name == "Memory" else Channel(descriptor)
-            )
+            self._made[place] = _OPENED[name](descriptor)
         return self._made[place]

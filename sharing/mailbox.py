@@ -20,6 +20,9 @@ class Outbox:
     once, into their slot; a message of some bytes says so. Where no slot is free, `put` waits until the reader
     gives one back.
 
+    Attributes:
+        place: block and slot of the last window.
+
     Args:
         channel: the writer's end of a channel to the reader.
         slots: number of windows that may be under way: written and not yet given back. Default 2.
@@ -40,6 +43,7 @@ class Outbox:
         self._block: Block | None = None
         self._tensors: list[list[dict[Key, torch.Tensor]]] = []  # of each slot, of each table
         self._number = -1  # of the block
+        self.place = -1, -1
         self._free: list[int] = []  # slots of it that nobody reads
         self._under_way = 0  # windows that were not given back, of older blocks, too
 
@@ -56,10 +60,7 @@ class Outbox:
         """
         rows = [row_count(table) if table else 0 for table in tables]
         while (freed := self._channel.pop(FREE)) or self._under_way == self._slots:
-            number, slot = freed[1] if freed else self._channel.receive(FREE)
-            self._under_way -= 1
-            if number == self._number:
-                self._free.append(slot)
+            self.take_back(*(freed[1] if freed else self._channel.receive(FREE)))
         if not self._fits(tables, rows):
             self._lay_out(tables, rows)
         slot = self._free.pop()
@@ -68,6 +69,14 @@ class Outbox:
                 places[key][:count].copy_(values)
         self._under_way += 1
         self._channel.send(WINDOW, (self._number, slot, rows, note))
+        self.place = self._number, slot
+
+    def take_back(self, number: int, slot: int) -> None:
+        """Use a slot again that the reader gave back: the content of a message of kind `FREE`, or `place`, if
+        something else has said that the last window was read."""
+        self._under_way -= 1
+        if number == self._number:
+            self._free.append(slot)
 
     def _fits(self, tables: "tuple[Mapping[Key, torch.Tensor], ...]", rows: list[int]) -> bool:
         if self._block is None or len(tables) != len(self._block.tables):

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from flatroll.sharing.channel import Channel, Closed, MessagePickler
 from flatroll.sharing.helper import BROKEN, ENDED, KILL, READY, START, STARTED, kill_group
-from flatroll.sharing.worker import FAILED, RUN
+from flatroll.sharing.worker import FAILED, RUN, WorkerTraceback
 
 #: The helper's interpreter. The libraries of linear algebra read these names when they are loaded, and would start
 #: threads, which a fork loses.
@@ -33,10 +33,6 @@ main(descriptor, parent, bool(fork), preload)
 
 class WorkerDied(RuntimeError):
     """A worker's process ended without a word: it was killed, or crashed."""
-
-
-class WorkerTraceback(Exception):
-    """Where in a worker an error was raised: the cause of the error in the parent."""
 
 
 class Nursery:

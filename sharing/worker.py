@@ -17,6 +17,10 @@ from flatroll.sharing.channel import Channel, Closed
 RUN, FAILED = "run", "failed"  # kinds of messages
 
 
+class WorkerTraceback(Exception):
+    """Where in another process an error was raised: the cause of the error in this one."""
+
+
 def main(descriptor: int, starter: int) -> None:
     """Run in a fresh interpreter: the channel is ``descriptor``, and process ``starter`` started this one."""
     die_with(starter)

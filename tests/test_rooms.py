@@ -41,7 +41,16 @@ ARROWS: dict[str, set[str]] = {
 
 # Sub-rooms, each below those behind it: an import goes to an earlier one of its line.
 SUB_ROOMS: dict[str, list[str]] = {
-    "buffers": ["index", "columns", "storages", "samplers", "transforms", "replay_buffer", "ensemble"],
+    "buffers": [
+        "index",
+        "columns",
+        "storages",
+        "samplers",
+        "transforms",
+        "remote",
+        "replay_buffer",
+        "ensemble",
+    ],
     "estimators": ["masked", "distributions", "functional", "values", "losses"],
     "kernels": ["compiled", "rows", "slices"],
     "layout": ["keys", "boundaries", "inspect"],

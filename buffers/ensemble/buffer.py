@@ -21,6 +21,7 @@ from flatroll.buffers.ensemble.members import (
     collate_members,
     pick,
 )
+from flatroll.buffers.remote.owner import Served
 from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.sharing import reseed_in_worker
 from flatroll.buffers.transforms.base import Transforming, TransformLike, apply
@@ -36,7 +37,7 @@ BUFFER_IDS: NestedKey = ("collector", "buffer_ids")
 _PARTS = ("storage", "sampler", "writer")
 
 
-class ReplayBufferEnsemble(Facts, Transforming):
+class ReplayBufferEnsemble(Facts, Transforming, Served):
     """Samples several replay buffers as one, such as several datasets, or demonstrations and fresh data.
 
     A sample of B rows is made of n = ``num_buffer_sampled`` members' samples of B / n rows each, after the members'
@@ -120,7 +121,7 @@ class ReplayBufferEnsemble(Facts, Transforming):
             rb.generator = rb.generator or generator
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
+        state = {name: value for name, value in self.__dict__.items() if name != "_owner"}
         for name in _PARTS:  # the members' states have their parts, of one moment each
             state[name] = copy.copy(state[name])
             state[name].parts = ()

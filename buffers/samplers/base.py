@@ -12,6 +12,7 @@ from typing_extensions import override
 from flatroll.buffers.columns.base import Column, Columns
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
+from flatroll.buffers.samplers.freshness import Freshness, check_versions, freshness
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey
 
@@ -71,6 +72,7 @@ class Sampler(Facts, ABC):
     stateful: bool = False
     follows_writes: bool = False
     needs_index: bool = False
+    freshness: Freshness | None = None  # of the option max_policy_lag
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -82,11 +84,39 @@ class Sampler(Facts, ABC):
 
     def attach(self, storage: StoredColumns) -> None:
         """Receive the storage to draw from; called once, when the buffer is created."""
-        return
+        if self.freshness is not None:
+            if not hasattr(storage, "allocated"):
+                raise TypeError(
+                    "max_policy_lag needs a storage of columns, such as LazyTensorStorage(max_size), got "
+                    f"{type(storage).__name__}"
+                )
+            self.freshness.storage = storage
 
     def boundary_keys(self, batch: TensorDictBase) -> BoundaryKeys | None:
-        """Name the columns of ``batch`` that mark trajectories; None if the sampler ignores them."""
+        """Name the columns of ``batch`` that mark trajectories; None if the sampler ignores them.
+
+        With ``max_policy_lag``, KeyError or TypeError if the rows do not say their policy version.
+        """
+        if self.freshness is not None:
+            check_versions(batch)
         return None
+
+    @property
+    def policy_version(self) -> int:
+        """The newest policy version, for ``max_policy_lag``: the highest that was seen in stored rows when a sample was
+        drawn, or that was set here, where the learner may tell it before rows of it come. It never falls."""
+        return self._lagging().newest
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        self._lagging().tell(version)
+
+    def _lagging(self) -> Freshness:
+        if self.freshness is None:
+            raise TypeError(
+                f"{type(self).__name__} looks at no policy versions: make it with max_policy_lag=, where it takes that"
+            )
+        return self.freshness
 
     def check(self, batch_size: int | None) -> int:
         """Return ``batch_size`` or the sampler's default; ValueError if the sampler cannot draw it."""
@@ -162,14 +192,24 @@ class RandomSampler(Sampler):
     are rows that are whole trajectories. The stored flags are in ``buffer[info["index"]]``
     (``sample(return_info=True)``).
 
+    Args:
+        max_policy_lag: leave out rows whose ``("collector", "policy_version")`` is more than so much below the newest
+            one (`policy_version`), at least 0; the others are uniform. Default: all rows are drawn.
+
     >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
     >>> ReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=4).batch_size
     4
     """
 
+    def __init__(self, max_policy_lag: int | None = None) -> None:
+        self.freshness = freshness(max_policy_lag)
+
     @override
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
-        draw = ring.uniform(batch_size, generator)
+        if self.freshness is None:
+            draw = ring.uniform(batch_size, generator)
+        else:
+            draw = self.freshness.uniform(ring, batch_size, generator)
         if follow:
             draw.follow = ring.follow(draw.slots)
         return draw

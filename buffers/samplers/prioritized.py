@@ -45,6 +45,7 @@ class PrioritizedSampler(RandomSampler):
         dtype: of the priorities kept, ``torch.float`` or ``torch.double``.
         reduction: makes one priority of several per row: ``"max"``, ``"min"``, ``"median"`` or ``"mean"``.
         max_priority_within_buffer: a new row gets the highest priority of the rows stored now.
+        max_policy_lag: rows that are older get no weight, see `RandomSampler`. Default: none are too old.
 
     Raises:
         ValueError: a number out of range, or an unknown ``reduction`` or ``dtype``.
@@ -73,7 +74,9 @@ class PrioritizedSampler(RandomSampler):
         dtype: torch.dtype = torch.float,
         reduction: str = "max",
         max_priority_within_buffer: bool = False,
+        max_policy_lag: int | None = None,
     ) -> None:
+        RandomSampler.__init__(self, max_policy_lag)
         whole_number("max_capacity", max_capacity)
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
@@ -174,6 +177,8 @@ class PrioritizedSampler(RandomSampler):
         """Compute all weights anew from the priorities and the ring: after an interrupted change (Ctrl-C), another
         ``alpha``, a state loaded, or rows that were written before the sampler was there."""
         self._changing = True
+        if self.freshness is not None:
+            self.freshness.unbar()
         head, written, priorities = ring.head, ring.written, self._priorities
         # Rows head ... known - 1 have a priority already, rows known ... written - 1 are new.
         known = min(max(self._written, head), written)
@@ -208,6 +213,8 @@ class PrioritizedSampler(RandomSampler):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Slots, weights and generations of ``count`` drawable rows, drawn independently; each ``[count]``."""
         ring.check_not_empty()
+        if self.freshness is not None:
+            self.freshness.bar(ring, self._priorities)
         tree = self._priorities.tree
         if not tree.total > 0:
             raise RuntimeError(

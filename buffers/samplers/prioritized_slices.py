@@ -36,6 +36,8 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         cache_values, compile: accepted and without effect.
         span: the end of a trajectory may cut slices short: to one row with True, by up to ``span`` rows with an
             integer. Of a pair (before, after), the first must be False: a slice starts at the row that was drawn.
+        max_policy_lag: rows that are older start no slice, see `PrioritizedSampler`; later rows of a trajectory are
+            never older than its first ones.
 
     Raises:
         TypeError, ValueError: as `SliceSampler` and `PrioritizedSampler`.
@@ -78,6 +80,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         max_priority_within_buffer: bool = False,
         end_keys: Sequence[NestedKey] | None = None,
         fill: bool | None = None,
+        max_policy_lag: int | None = None,
     ) -> None:
         before, after = span if isinstance(span, Sequence) and len(span) == 2 else (False, span)
         if before:
@@ -96,7 +99,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
             fill=fill,
         )
         PrioritizedSampler.__init__(
-            self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer
+            self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, max_policy_lag
         )
         self._least: int | None = None  # rows of its trajectory that must be stored from a start on
 

@@ -17,6 +17,7 @@ from flatroll.buffers.index.ring import Array, Draw, Ring
 from flatroll.buffers.index.trajectory_index import By, TrajectoryIndex
 from flatroll.buffers.samplers.base import Sampler, StoredColumns
 from flatroll.buffers.samplers.filling import bounds, fill
+from flatroll.buffers.samplers.freshness import freshness
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import HAS_STATE, IS_INIT, MASK, TRUNCATED, NestedKey, as_tuple, marker, require
 
@@ -66,6 +67,8 @@ class SliceSampler(Sampler):
             used if it is there: ``Collector(state_stride=m)`` marks the rows that keep their recurrent state. A slice
             then begins at the marked row at or before the one drawn; to reach the end of a trajectory its last slice
             may be shorter by what lies between two marks (not with ``strict_length``). None: anywhere.
+        max_policy_lag: leave out slices with a row whose ``("collector", "policy_version")`` is more than so much below
+            the newest one (`policy_version`); the others are as likely among themselves as without this option.
 
     Raises:
         TypeError: neither ``num_slices`` nor ``slice_len``, or both ``end_key`` and ``end_keys``.
@@ -116,7 +119,9 @@ class SliceSampler(Sampler):
         compile: bool | dict[str, Any] = False,
         use_gpu: bool | torch.device = False,
         fill: bool | None = None,
+        max_policy_lag: int | None = None,
     ) -> None:
+        self.freshness = freshness(max_policy_lag)
         if num_slices is None and slice_len is None:
             raise TypeError(f"{type(self).__name__} needs num_slices or slice_len")
         for name, number in (("num_slices", num_slices), ("slice_len", slice_len)):
@@ -156,6 +161,7 @@ class SliceSampler(Sampler):
 
     @override
     def attach(self, storage: StoredColumns) -> None:
+        super().attach(storage)
         self._storage = storage
 
     def boundary_keys(self, batch: TensorDictBase) -> BoundaryKeys | None:
@@ -167,6 +173,7 @@ class SliceSampler(Sampler):
             TypeError: done, terminated, truncated or the ``start_key`` is not bool.
             ValueError: the ``start_key`` is there, and other options or the sampler ask for other starts.
         """
+        super().boundary_keys(batch)
         for key in (self.traj_key, self.end_key):
             if key is not None:
                 require(batch, key)
@@ -229,6 +236,8 @@ class SliceSampler(Sampler):
             draw_slices = index.draw
             if any(self.span):
                 way["span"] = spans(self.span, length)
+        if self.freshness is not None:
+            draw_slices = partial(self.freshness.slices, index, draw_slices)
         draw = draw_slices(batch_size // length, length, follow=follow, **way)
         rows = len(draw.slots)
         enough = rows == batch_size if self.fill else 2 * rows >= batch_size or self._told

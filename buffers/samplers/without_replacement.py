@@ -13,6 +13,7 @@ from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import By
 from flatroll.buffers.samplers.base import Sampler, mark_single_rows
 from flatroll.buffers.samplers.filling import cut
+from flatroll.buffers.samplers.freshness import freshness
 from flatroll.buffers.samplers.slices import SliceSampler, indexed
 from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
 
@@ -103,6 +104,8 @@ class SamplerWithoutReplacement(PassSampler):
         drop_last: leave out the rows at the end of a pass that do not fill a batch. Default False: they are a
             shorter sample.
         shuffle: draw the order of each pass. Default True.
+        max_policy_lag: a pass goes over the rows that are not too old, see `RandomSampler`; a newer version begins
+            another one. Default: over all rows.
 
     >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
     >>> sampler = SamplerWithoutReplacement(shuffle=False)
@@ -112,9 +115,12 @@ class SamplerWithoutReplacement(PassSampler):
     [[2, 3], [4, 5], [6]]
     """
 
-    def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
+    def __init__(
+        self, drop_last: bool = False, shuffle: bool = True, max_policy_lag: int | None = None
+    ) -> None:
         self.drop_last = drop_last
         self.shuffle = shuffle
+        self.freshness = freshness(max_policy_lag)
 
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
         """The next rows of the pass, fewer at its end; RuntimeError if ``drop_last`` leaves none."""
@@ -122,10 +128,13 @@ class SamplerWithoutReplacement(PassSampler):
         ring.check_not_empty()
 
         def begin() -> Tensor:
-            slots = ring.stored()  # oldest first
+            slots = ring.stored() if self.freshness is None else self.freshness.stored(ring)  # oldest first
             return slots[torch.randperm(len(slots), generator=generator)] if self.shuffle else slots
 
-        slots = self._take((ring.head, ring.written), batch_size, begin, "rows")
+        key: tuple[int, ...] = (ring.head, ring.written)
+        if self.freshness is not None:
+            key = (*key, self.freshness.look(ring))
+        slots = self._take(key, batch_size, begin, "rows")
         draw = Draw(slots, follow=ring.follow(slots) if follow else None, version=version)
         if not self.shuffle:
             # Slices end where the next row was not written right after, as where the writer chooses its rows.
@@ -173,6 +182,8 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
         init_key: marked at the start of slices.
         by: ``"trajectory"`` (default) or ``"start"``, as said above.
         cache_values, compile, use_gpu: accepted and without effect.
+        max_policy_lag: leave the slices of a pass out that have a row that is too old, see `SliceSampler`; a newer
+            version begins another pass.
 
     Raises:
         TypeError, ValueError: as `SliceSampler`.
@@ -210,6 +221,7 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
         compile: bool | dict[str, Any] = False,
         use_gpu: bool | torch.device = False,
         fill: bool | None = None,
+        max_policy_lag: int | None = None,
     ) -> None:
         super().__init__(
             num_slices=num_slices,
@@ -223,6 +235,7 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
             by=by,
             end_keys=end_keys,
             fill=fill,
+            max_policy_lag=max_policy_lag,
         )
         self.drop_last = drop_last
         self.shuffle = shuffle
@@ -236,12 +249,19 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
             slices = index.slice_partition(
                 length, by=self.by, strict=self.strict_length, shuffle=self.shuffle, generator=generator
             )
+            if self.freshness is not None:
+                cut_out = index.slices_from(slices[0], slices[1])
+                slices = torch.stack(self.freshness.fresh_slices(cut_out, key[-1]))
+                if not slices.shape[1]:
+                    raise self.freshness.too_old()
             if self.shuffle:
                 slices = slices[:, torch.randperm(slices.shape[1], generator=generator)]
             return slices
 
         # Any write changes one of the two counters, and then slices of the old pass may be gone.
-        key = (index.head, index.written, length)
+        key: tuple[int, ...] = (index.head, index.written, length)
+        if self.freshness is not None:
+            key = (*key, self.freshness.look(index))
         if self._fills:
             starts, lengths = self._take(key, batch_size, begin, "rows")
         else:

@@ -1,0 +1,1 @@
+"""Benchmarks of processes that work together."""
