@@ -111,9 +111,11 @@ class AsyncPoolSource(EnvPoolSource):
             raise RuntimeError(_BY_HAND.format(self.capabilities.batch_size, self.num_envs))
         _check_reset(seed, options)
         self._drain()
-        # Nothing is under way now: a second reset of an env that is at work would let two threads step it.
-        self._place.under_way[:] = True
+        place = self._place
+        place.begin(self.env)
+        # Nothing is under way now: by a second reset of an env that is at work two threads would step it.
         self.env.async_reset()
+        place.under_way[:], place.torn = True, False
         obs, _, _, _, info = self._receive()
         return obs, info
 
@@ -134,50 +136,40 @@ class AsyncPoolSource(EnvPoolSource):
 
     def _send(self, actions: Tree, ids: Array) -> None:
         place = self._place
-        place.check(self.env)
         if place.under_way[ids].any():
-            raise RuntimeError(f"actions were sent to envs {ids.tolist()}, some of which are under way already")
-        place.under_way[ids] = True
+            raise RuntimeError(f"actions for the envs {ids.tolist()}, and some of them are under way already")
+        place.begin(self.env)
         self.env.send(map_tree(np.ascontiguousarray, actions), ids)
+        place.under_way[ids], place.torn = True, False
 
     def _receive(self) -> Step:
         place, count = self._place, self.capabilities.batch_size
         assert count is not None
-        place.check(self.env)
-        pending = place.pending()
+        pending = np.count_nonzero(place.under_way)
         if pending < count:
             raise RuntimeError(f"recv of an envpool gives {count} rows, and {pending} are under way")
-        place.lost += count  # if an interrupt comes now, nobody knows whose rows they were
+        place.begin(self.env)
         obs, reward, terminated, truncated, info = self.env.recv()
         ids = info["env_id"].astype(np.int64)
-        place.last = _trace(self.env)
-        under_way = place.under_way
-        if len(ids) != count or not under_way[ids].all() or len(reward) != count:
+        if len(ids) != count or not place.under_way[ids].all() or len(reward) != count:
             raise RuntimeError(
                 f"the envpool's recv gave {len(reward)} rows of the envs {ids.tolist()}, expected were {count} of "
-                f"{np.flatnonzero(under_way).tolist()}: somebody else has sent actions to it, or it has several "
+                f"{np.flatnonzero(place.under_way).tolist()}: somebody else has sent actions to it, or it has several "
                 "players in an env. Make a new pool, and give each collector its own"
             )
-        under_way[ids] = False
-        place.lost -= count
+        place.under_way[ids], place.last, place.torn = False, _trace(self.env), False
         self.ids = ids
         return _cast_discrete(obs, self.single_observation_space), reward, terminated, truncated, info
 
     def _drain(self) -> None:
         """Receive all rows under way, those of other adapters of the pool too, and drop them."""
-        place, count = self._place, self.capabilities.batch_size
+        under_way, count = self._place.under_way, self.capabilities.batch_size
         assert count is not None
-        while pending := place.pending():
-            if (more := count - pending) > 0:  # recv gives whole batches: other envs have to fill this one up
-                idle = np.flatnonzero(~place.under_way)[:more]
-                if len(idle) < more:
-                    raise RuntimeError(
-                        "an interrupt has hit the envpool's recv, so it is not known which envs are under way: make "
-                        "a new pool"
-                    )
-                self._send(batch_space(self.single_action_space, more).sample(), idle)
+        while pending := np.count_nonzero(under_way):
+            if pending < count:  # recv gives so many rows: other envs have to make a step more
+                idle = np.flatnonzero(~under_way)[: count - pending]
+                self._send(batch_space(self.single_action_space, len(idle)).sample(), idle)
             self._receive()
-        place.under_way[:], place.lost = False, 0
 
 
 class _Place:
@@ -185,23 +177,28 @@ class _Place:
 
     def __init__(self, env: Any, num_envs: int) -> None:
         self.under_way = np.zeros(num_envs, bool)
-        #: Rows that came when an interrupt was raised, so that nobody knows whose they were.
-        self.lost = 0
+        #: Whether the last send, recv or reset was left by an exception.
+        self.torn = False
         self.last = _trace(env)
         # What the first send, recv or reset of a pool leaves in it.
         self._used = bool({"_all_env_ids", "_check_action_finished", "_state_names"} & set(vars(env)))
 
-    def pending(self) -> int:
-        """Number of rows that will come."""
-        return int(np.count_nonzero(self.under_way)) - self.lost
+    def begin(self, env: Any) -> None:
+        """Say that the pool is about to be used; RuntimeError if it is not known which envs are under way.
 
-    def check(self, env: Any) -> None:
-        """Raise RuntimeError if somebody else has used the pool."""
+        Then a recv might wait for ever, or bring a row that is taken for the answer to another action.
+        """
+        if self.torn:
+            raise RuntimeError(
+                "an interrupt or error has hit this envpool's send, recv or reset, so it is not known which envs are "
+                "under way: make a new pool"
+            )
         if self._used or self.last is not _trace(env):
             raise RuntimeError(
                 "this envpool in async mode was reset, or its rows received, by hand, so it is not known which envs "
                 "are under way: make a new pool, and leave send, recv and reset to the collector"
             )
+        self.torn = True
 
 
 # A pool that one collector has left with steps under way may be given to another.

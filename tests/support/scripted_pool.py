@@ -16,8 +16,7 @@ ENDS: Any = [["terminated", "truncated"], ["truncated", "terminated"], ["termina
 class ScriptedPool(VectorEnv[Any, Any, Any]):
     """``batch_size`` None: in sync mode. ``order`` seeds how long steps take; env e's take longer than those before.
 
-    ``info["played"]`` is the action that the env was given, -1 where it only reset. ``fail`` is called before each
-    recv returns what it has taken away.
+    ``info["played"]`` is the action that the env was given, -1 where it only reset.
     """
 
     def __init__(self, num_envs: int = 5, batch_size: int | None = None, order: int = 0, **kinds: Any) -> None:
@@ -29,7 +28,6 @@ class ScriptedPool(VectorEnv[Any, Any, Any]):
         self.over = [True] * num_envs
         self.under_way: dict[int, Any] = {}  # env -> when its row is done, and the row
         self.random, self.time, self.steps = random.Random(order), 0.0, [0] * num_envs
-        self.fail: Any = lambda: None
         self.closed_times = 0
 
     observation_space = property(lambda self: self.envs[0].observation_space)
@@ -71,7 +69,6 @@ class ScriptedPool(VectorEnv[Any, Any, Any]):
         if self.batch_size == self.num_envs:
             ids.sort()
         rows = [self.under_way.pop(env)[1] for env in ids]
-        self.fail()
         obs = map_tree(lambda *leaves: np.stack(leaves), *(row[0] for row in rows))
         info: dict[str, Any] = {key: np.array([row[4][key] for row in rows]) for key in ("t", "played")}
         info["env_id"] = np.array(ids, np.int32)
