@@ -87,7 +87,9 @@ class PoolRunner:
         """Act for the envs whose rows have come last, and await B rows."""
         part, ids = self._part, self._rows.ids
         for key, state in part.states.items():
-            if key in self._states:  # envs without a state yet begin an episode, and so start from the default
+            if (
+                key in self._states
+            ):  # envs without a state yet begin an episode, and so start from the default
                 part.states[key] = self._states[key][torch.from_numpy(ids)]
             else:
                 self._states[key] = state.new_zeros(self.num_envs, *state.shape[1:])
@@ -164,7 +166,9 @@ class PoolWindow(Window):
             if column is None:
                 column = self._allocate(key, value)
             if isinstance(column, Tensor):
-                column[torch.from_numpy(steps), torch.from_numpy(ids)] = torch.as_tensor(value).to(column.dtype)
+                column[torch.from_numpy(steps), torch.from_numpy(ids)] = torch.as_tensor(value).to(
+                    column.dtype
+                )
             else:
                 column[steps, ids] = value
 
@@ -208,7 +212,7 @@ class PoolWindow(Window):
         return (np.arange(self.steps)[:, None] < self._open) & ~self.columns[DEAD][: self.steps]
 
     def first_cells(self, count: int) -> tuple[Array, Any]:
-        """Select the ``count`` transitions that came first: bool ``[steps, E]``, and the envs whose last one did not."""
+        """Select the ``count`` transitions that came first: bool ``[steps, E]``, and the envs with another one left."""
         mask = self.valid()
         left = self._late[len(self._late) - (self._count - count) :]
         mask[self._open[left] - 1, left] = False

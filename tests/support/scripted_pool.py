@@ -4,13 +4,22 @@ import random
 from typing import Any
 
 import numpy as np
+import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
+from tensordict import TensorDict
 
+from flatroll.rollouts import Collector
 from flatroll.wrappers.arrays import map_tree
 from flatroll.wrappers.testing import Script, ScriptedEnv
 
 LENGTHS: Any = [[3, 1, 4], [2, 5], [6], [1, 1, 7], [4]]
-ENDS: Any = [["terminated", "truncated"], ["truncated", "terminated"], ["terminated"], ["truncated"], ["terminated"]]
+ENDS: Any = [
+    ["terminated", "truncated"],
+    ["truncated", "terminated"],
+    ["terminated"],
+    ["truncated"],
+    ["terminated"],
+]
 
 
 class ScriptedPool(VectorEnv[Any, Any, Any]):
@@ -19,7 +28,9 @@ class ScriptedPool(VectorEnv[Any, Any, Any]):
     ``info["played"]`` is the action that the env was given, -1 where it only reset.
     """
 
-    def __init__(self, num_envs: int = 5, batch_size: int | None = None, order: int = 0, **kinds: Any) -> None:
+    def __init__(
+        self, num_envs: int = 5, batch_size: int | None = None, order: int = 0, **kinds: Any
+    ) -> None:
         script = Script(num_envs, lengths=LENGTHS[:num_envs], ends=ENDS[:num_envs], **kinds)
         self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
         self.num_envs, self.batch_size = num_envs, batch_size or num_envs
@@ -80,3 +91,29 @@ class ScriptedPool(VectorEnv[Any, Any, Any]):
 
 
 ScriptedPool.__module__ = "envpool.scripted"  # which is how its kind is told
+
+
+def same(one: Any, other: Any) -> None:
+    """Equal keys, dtypes and values."""
+    assert {*one.keys(True, True)} == {*other.keys(True, True)}
+    for key in one.keys(True, True):
+        assert one[key].dtype is other[key].dtype, key
+        assert torch.equal(one[key], other[key]), (key, one[key], other[key])
+
+
+def by_env(batches: list[Any], num_envs: int) -> list[Any]:
+    rows: Any = TensorDict.cat(batches)
+    return [rows[rows["collector", "traj_ids"] % num_envs == env] for env in range(num_envs)]
+
+
+def same_streams(batches: list[Any], others: list[Any], num_envs: int) -> None:
+    """Each env's rows in time order are equal, as far as both go."""
+    for one, other in zip(by_env(batches, num_envs), by_env(others, num_envs), strict=True):
+        shared = min(len(one), len(other))
+        same(one[:shared], other[:shared])
+
+
+def take(collector: Collector, batches: int) -> list[Any]:
+    taken = [next(collector) for _ in range(batches)]
+    collector.shutdown()
+    return taken

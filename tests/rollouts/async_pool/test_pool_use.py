@@ -1,5 +1,6 @@
 """envpool's async mode: stops, errors, others at the same pool, and what does not go with it."""
 
+from itertools import pairwise
 from typing import Any
 
 import gymnasium as gym
@@ -69,7 +70,7 @@ def test_an_interruptor_ends_the_batch_early_and_loses_nothing() -> None:
     plain.frames_per_batch = sum(map(len, batches))
     rows, whole = torch.cat([batch["observation"] for batch in batches]), next(plain)["observation"]
     assert sorted(rows.tolist()) == sorted(whole.tolist())
-    for before, after in zip(batches, batches[1:], strict=False):
+    for before, after in pairwise(batches):
         goes_on(before, after, 5)
 
 
@@ -181,7 +182,9 @@ def test_recv_with_nothing_under_way_and_a_second_reset() -> None:
 def test_loops_by_hand_need_a_sync_pool() -> None:
     env: Any = InitTracker(ScriptedPool(4, 2))
     for call in (env.reset, lambda: as_vector_env(ScriptedPool(4, 2)).source.step(None)):  # type: ignore[attr-defined]
-        with pytest.raises(RuntimeError, match=r"batch_size=2 of num_envs=4.*a loop by hand needs one in sync mode"):
+        with pytest.raises(
+            RuntimeError, match=r"batch_size=2 of num_envs=4.*a loop by hand needs one in sync mode"
+        ):
             call()
 
 
@@ -266,7 +269,11 @@ def four() -> Any:
     ("make", "kind", "text"),
     [
         (lambda: collector(Silent(four())), ValueError, "Silent does not go with an envpool in async mode"),
-        (lambda: collector(NextObservationDelta(four())), ValueError, "does not go with an envpool in async mode"),
+        (
+            lambda: collector(NextObservationDelta(four())),
+            ValueError,
+            "does not go with an envpool in async mode",
+        ),
         (
             lambda: collector(gym.wrappers.vector.ClipReward(as_vector_env(four()), 0, 1)),
             ValueError,
@@ -274,10 +281,22 @@ def four() -> Any:
         ),
         (lambda: collector(StepCounter(four(), max_steps=3)), ValueError, "envpool: max_episode_steps="),
         (lambda: collector(four(), max_frames_per_traj=3), ValueError, "envpool: max_episode_steps="),
-        (lambda: as_vector_env(four(), autoreset="same_step"), ValueError, "needs an env that can reset chosen envs"),
+        (
+            lambda: as_vector_env(four(), autoreset="same_step"),
+            ValueError,
+            "needs an env that can reset chosen envs",
+        ),
         (lambda: collector(as_vector_env(four(), framework="torch")), ValueError, "stays in NumPy"),
-        (lambda: collector([four(), four()], splits=2), ValueError, "splits= needs envs whose steps can be begun"),
-        (lambda: collector(four(), remember), ValueError, "with an envpool in async mode it is called for some"),
+        (
+            lambda: collector([four(), four()], splits=2),
+            ValueError,
+            "splits= needs envs whose steps can be begun",
+        ),
+        (
+            lambda: collector(four(), remember),
+            ValueError,
+            "with an envpool in async mode it is called for some",
+        ),
         (lambda: next(collector(four(), lambda obs: zeros(obs)[:1])), ValueError, r"must have shape \(2,\)"),
     ],
 )
