@@ -252,9 +252,9 @@ class Runner:
         base = self.stream.source.env
         if not self.stream.capabilities.overlaps:
             raise ValueError(
-                f"splits= needs envs whose steps can be begun and awaited later, and {base} cannot: an envpool, or a "
-                "vector env with step_async and step_wait (gymnasium's AsyncVectorEnv), without gymnasium's wrappers "
-                "around it (put them around the single envs, or take flatroll's)"
+                f"splits= needs envs whose steps can be begun and awaited later, and {base} cannot: an envpool in sync "
+                "mode, or a vector env with step_async and step_wait (gymnasium's AsyncVectorEnv), without gymnasium's "
+                "wrappers around it (put them around the single envs, or take flatroll's)"
             )
         if self._check_actions is not None:
             raise ValueError(
