@@ -180,8 +180,7 @@ class _Place:
         #: Whether the last send, recv or reset was left by an exception.
         self.torn = False
         self.last = _trace(env)
-        # What the first send, recv or reset of a pool leaves in it.
-        self._used = bool({"_all_env_ids", "_check_action_finished", "_state_names"} & set(vars(env)))
+        self._used: bool | None = None  # before anything here was
 
     def begin(self, env: Any) -> None:
         """Say that the pool is about to be used; RuntimeError if it is not known which envs are under way.
@@ -193,6 +192,8 @@ class _Place:
                 "an interrupt or error has hit this envpool's send, recv or reset, so it is not known which envs are "
                 "under way: make a new pool"
             )
+        if self._used is None:  # what the first send, recv or reset of a pool leaves in it
+            self._used = bool({"_all_env_ids", "_check_action_finished", "_state_names"} & set(vars(env)))
         if self._used or self.last is not _trace(env):
             raise RuntimeError(
                 "this envpool in async mode was reset, or its rows received, by hand, so it is not known which envs "

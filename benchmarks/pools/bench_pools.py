@@ -1,4 +1,4 @@
-"""envpool stepped at once, in two halves in turn, and in async mode: ``python -m flatroll.benchmarks.pools.bench_pools``."""
+"""envpool at once, in two halves in turn, and in async mode: ``python -m flatroll.benchmarks.pools.bench_pools``."""
 
 import importlib.util
 import time

@@ -108,9 +108,12 @@ def by_env(batches: list[Any], num_envs: int) -> list[Any]:
 
 def same_streams(batches: list[Any], others: list[Any], num_envs: int) -> None:
     """Each env's rows in time order are equal, as far as both go."""
+    compared = 0
     for one, other in zip(by_env(batches, num_envs), by_env(others, num_envs), strict=True):
         shared = min(len(one), len(other))
         same(one[:shared], other[:shared])
+        compared += shared
+    assert compared > 0
 
 
 def take(collector: Collector, batches: int) -> list[Any]:

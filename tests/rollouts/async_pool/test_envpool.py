@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from flatroll.layout.inspect.audit import audit
 from flatroll.modules import GRUModule
 from flatroll.rollouts import Collector, rollout
-from flatroll.wrappers import StepCounter, as_vector_env
+from flatroll.wrappers import StepCounter
 
 
 @pytest.fixture(scope="module")
@@ -53,17 +53,28 @@ def test_images_of_atari(pool: Any) -> None:
     same_streams(collect(3), collect(2), 3)
 
 
-def test_float64_of_mujoco_and_a_recurrent_policy(pool: Any) -> None:
+def test_float64_of_mujoco(pool: Any) -> None:
+    def collect(size: int) -> list[Any]:
+        made = Collector(
+            pool("HalfCheetah-v4", size, 3),
+            lambda obs: obs[:, :6].clamp(-1, 1),
+            frames_per_batch=60,
+            obs_dtype=torch.float32,
+        )
+        return take(made, 2)
+
+    rows = collect(2)
+    assert rows[0]["observation"].dtype is torch.float32
+    same_streams(collect(3), rows, 3)
+
+
+def test_a_recurrent_policy(pool: Any) -> None:
     torch.manual_seed(0)
     policy = TensorDictSequential(
         GRUModule(3, 4, in_key="observation", out_key="features"),
         TensorDictModule(torch.nn.Linear(4, 1), ["features"], ["action"]),
     )
-
-    def stack(size: int) -> Any:
-        return StepCounter(as_vector_env(pool("Pendulum-v1", size, 4), dtype=torch.float32))
-
-    one, other = rollout(stack(4), policy, 30), rollout(stack(2), policy, 30)
+    one, other = (rollout(StepCounter(pool("Pendulum-v1", size, 4)), policy, 30) for size in (4, 2))
     # A network's last bits depend on the number of rows.
     for key in ("observation", "recurrent_state", "action"):
         assert torch.allclose(one[key], other[key], atol=1e-3), key
