@@ -17,6 +17,7 @@ from flatroll.layout.trajectories import mark_cuts, split_trajectories
 from flatroll.rollouts.arguments import check_counts, check_together, make_devices
 from flatroll.rollouts.batch_spec import spec_of_columns
 from flatroll.rollouts.policies import copy_weights
+from flatroll.rollouts.pool_runner import PoolRunner, of_pool
 from flatroll.rollouts.progress import ProgressBar
 from flatroll.rollouts.runner import Runner
 from flatroll.rollouts.splits import SplitRunner, make_envs
@@ -115,7 +116,7 @@ class Collector(Facts):
     _closed = True  # until the env is there
     _frames = 0  # rows collected so far
     _version = 0  # of the policy
-    _runner: Runner | SplitRunner
+    _runner: Runner | SplitRunner | PoolRunner
     _iterator: Iterator[TensorDict | None] | None = None  # of __next__
 
     def __init__(
@@ -171,7 +172,7 @@ class Collector(Facts):
                 create_env_fn, splits, obs_dtype, max_frames_per_traj, undo
             )
             parts = [Runner(env, info_keys, track_traj_ids, writer, track_policy_version) for env in envs]
-            runner = parts[0] if splits == 1 else SplitRunner(parts, moves)
+            runner = of_pool(parts[0]) if splits == 1 else SplitRunner(parts, moves)
             given = device, env_device, policy_device, storing_device, no_cuda_sync
             devices = make_devices(runner.device, *given)
             steps = -(-frames_per_batch // runner.num_envs)  # rounded up

@@ -158,6 +158,16 @@ def takes(function: Any, name: str) -> bool:
         return False
 
 
+def refuse_memory(policy: Any, where: str, way_out: str) -> None:
+    """Raise ValueError for a callable that remembers something of each env, where it is called for some at a time."""
+    if not hasattr(policy, "in_keys") and takes(policy, IS_INIT):
+        raise ValueError(
+            f"the policy takes is_init, so it remembers something of each env, and {where} it is called for some of "
+            "the envs at a time: write it as a recurrent module (make_tensordict_primer), whose states the collector "
+            f"keeps for each env, or {way_out}"
+        )
+
+
 def _note_dtype(error: RuntimeError, observations: Iterable[Tensor]) -> None:
     """Add the way out to a policy's error about dtypes, if it was given float64 observations."""
     if re.search("dtype|double", str(error), re.IGNORECASE) and any(

@@ -12,6 +12,7 @@ from flatroll.layout.inspect.audit import audit
 from flatroll.layout.keys import NestedKey
 from flatroll.rollouts.arguments import make_devices
 from flatroll.rollouts.batch_spec import batch_spec
+from flatroll.rollouts.pool_runner import of_pool
 from flatroll.rollouts.runner import Runner
 from flatroll.wrappers.adapt_env import adapt_env
 from flatroll.wrappers.testing.check_env import ContractError, is_suspicion, vector_env_problems
@@ -60,7 +61,7 @@ def rollout(
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}")
     env = adapt_env(env, dtype=obs_dtype)
-    runner = Runner(env, info_keys=info_keys, writer=writer)
+    runner = of_pool(Runner(env, info_keys=info_keys, writer=writer))
     devices = make_devices(runner.device, policy_device=policy_device)
     runner.start(policy, num_steps, devices=devices, seed=seed, watch=False)
     missing = num_steps

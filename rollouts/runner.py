@@ -113,7 +113,7 @@ class Runner:
             self._versions = ()
             self.set_version(0)
         self._ended: Array = None  # the envs whose last step ended an episode, bool [E]; None after a reset
-        self._age: Array = None  # steps since the episode's first row
+        self.age: Array = None  # steps since the episode's first row
         self._obs: Tree = None
         self._info: dict[str, Any] = {}
         self._infos = InfoColumns(env, stream, keys.infos)
@@ -252,9 +252,9 @@ class Runner:
         base = self.stream.source.env
         if not self.stream.capabilities.overlaps:
             raise ValueError(
-                f"splits= needs envs whose steps can be begun and awaited later, and {base} cannot: an envpool, or a "
-                "vector env with step_async and step_wait (gymnasium's AsyncVectorEnv), without gymnasium's wrappers "
-                "around it (put them around the single envs, or take flatroll's)"
+                f"splits= needs envs whose steps can be begun and awaited later, and {base} cannot: an envpool in sync "
+                "mode, or a vector env with step_async and step_wait (gymnasium's AsyncVectorEnv), without gymnasium's "
+                "wrappers around it (put them around the single envs, or take flatroll's)"
             )
         if self._check_actions is not None:
             raise ValueError(
@@ -331,10 +331,10 @@ class Runner:
         begins = stream.any_first is not False  # None on a device, where asking would wait: then always
         if self._stride > 1:
             zero = full(stream.first, self.num_envs, 0, torch.int64)
-            self._age = zero if self._age is None else self._age + 1
+            self.age = zero if self.age is None else self.age + 1
             if begins:
-                fill_rows(self._age, stream.first, 0)
-            self.window.put((HAS_STATE,), (self._age % self._stride == 0,))
+                fill_rows(self.age, stream.first, 0)
+            self.window.put((HAS_STATE,), (self.age % self._stride == 0,))
         if begins:
             first = to_torch(stream.first)
             for key, state in self.states.items():

@@ -11,9 +11,9 @@ from gymnasium.vector import AsyncVectorEnv
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.layout.keys import IS_INIT, require
+from flatroll.layout.keys import require
 from flatroll.rollouts.arguments import Devices, make_env
-from flatroll.rollouts.policies import Columns, takes
+from flatroll.rollouts.policies import Columns, refuse_memory
 from flatroll.rollouts.random_actions import RandomActions
 from flatroll.rollouts.window import Window
 from flatroll.wrappers.arrays import Array, map_tree
@@ -61,12 +61,7 @@ class SplitRunner:
         state_stride: int,
     ) -> None:
         """Set the policy, and create windows with room for ``steps`` vector steps; see `Runner.start`."""
-        if not hasattr(policy, "in_keys") and takes(policy, IS_INIT):
-            raise ValueError(
-                "the policy takes is_init, so it remembers something of each env, and with splits= it is called for "
-                "some of the envs at a time: write it as a recurrent module (make_tensordict_primer), whose states "
-                "the collector keeps for each env, or leave splits out"
-            )
+        refuse_memory(policy, "with splits=", "leave splits out")
         for part in self._parts:
             part.start(policy, steps, devices=devices, seed=0, recurrent=recurrent, state_stride=state_stride)
         self.random = RandomActions(self._parts[0].random.space, self.num_envs, self.device, seed)

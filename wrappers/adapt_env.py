@@ -14,7 +14,7 @@ from gymnasium.vector import (
 )
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
-from flatroll.wrappers.envpool_source import EnvPoolSource
+from flatroll.wrappers.envpool_source import pool_source
 from flatroll.wrappers.gym_source import GymSource
 from flatroll.wrappers.source import VectorSource, layers
 from flatroll.wrappers.stream import FinalObs, VectorStream
@@ -141,7 +141,7 @@ def _choose_source(
             raise ValueError(
                 f"autoreset_mode={mode.value!r} is not possible here: an envpool is always 'NextStep'"
             )
-        return EnvPoolSource(env), AutoresetMode.NEXT_STEP
+        return pool_source(env), AutoresetMode.NEXT_STEP
     if isinstance(env, VectorEnv):
         lacks = [
             name for name in ("single_observation_space", "single_action_space") if not hasattr(env, name)

@@ -51,6 +51,7 @@ class CompactObs(MarkerWrapper):
     """
 
     is_column = False
+    row_state = ()
 
     def __init__(self, env: Any) -> None:
         super().__init__(env, "final_obs")

@@ -1,11 +1,13 @@
-"""The adapter for envpool in its synchronous mode."""
+"""The adapters for envpool, in its synchronous and in its async mode."""
 
 import warnings
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
 from typing_extensions import override
 
 from flatroll.wrappers.arrays import Array, Tree, map_tree
@@ -19,12 +21,7 @@ class EnvPoolSource(VectorSource):
         config: Any = getattr(env, "config", {})
         num_envs = int(config["num_envs"] if config else env.num_envs)
         batch = int((config and config.get("batch_size")) or num_envs)
-        if batch != num_envs:
-            raise ValueError(
-                f"env must be an envpool in sync mode (batch_size == num_envs), got batch_size={batch} and "
-                f"num_envs={num_envs}: an async pool returns other rows at every step. To overlap policy and envs step "
-                "two sync pools in turn: Collector([pool_a, pool_b], ..., splits=2)"
-            )
+        in_step = batch == num_envs
         with warnings.catch_warnings():
             # envpool makes its bounds from float64 numbers, and Gymnasium warns of the cast.
             warnings.filterwarnings("ignore", message=".*precision lowered by casting", category=UserWarning)
@@ -38,7 +35,9 @@ class EnvPoolSource(VectorSource):
             seedable=False,
             checks_range=False,
             exact_flags=True,
-            overlaps=True,
+            partial_reset=in_step,
+            overlaps=in_step,
+            batch_size=None if in_step else batch,
         )
         super().__init__(env, num_envs, *single, capabilities)
         self._sent = False  # whether a step is under way
@@ -46,14 +45,7 @@ class EnvPoolSource(VectorSource):
 
     @override
     def reset(self, seed: Any, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
-        if seed is not None:
-            warnings.warn(
-                "envpool takes its seed when it is made (envpool.make_gymnasium(..., seed=...)): "
-                f"reset(seed={seed!r}) has no effect",
-                stacklevel=4,
-            )
-        if options:
-            raise ValueError(f"envpool takes no reset options but reset_mask, got {sorted(options)}")
+        _check_reset(seed, options)
         if self._sent:
             self.step(None)
         if rows is None:
@@ -93,6 +85,153 @@ class EnvPoolSource(VectorSource):
         if self._sent:
             self.step(None)
         super().close()
+
+
+class AsyncPoolSource(EnvPoolSource):
+    """Adapts envpool in async mode, of which every step returns ``batch_size`` of the E envs, the first that are done.
+
+    Whoever leads it (`flatroll.wrappers.pool_rows.PoolRows`) knows which rows these are, by `ids`; it sends with
+    `send`, awaits with `receive`, and the `step` that follows returns what has come.
+    """
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        #: Numbers of the envs whose rows came last, int64 ``[batch_size]``.
+        self.ids: Array = np.zeros(0, np.int64)
+        #: Whether somebody tells the rows apart. A loop by hand does not.
+        self.led = False
+        self._received: Step | None = None
+        if env not in _PLACES:
+            _PLACES[env] = _Place(env, self.num_envs)
+        self._place = _PLACES[env]
+
+    @override
+    def reset(self, seed: Any, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
+        if not self.led:
+            raise RuntimeError(_BY_HAND.format(self.capabilities.batch_size, self.num_envs))
+        _check_reset(seed, options)
+        self._drain()
+        place = self._place
+        place.begin(self.env)
+        # Nothing is under way now: by a second reset of an env that is at work two threads would step it.
+        self.env.async_reset()
+        place.under_way[:], place.torn = True, False
+        obs, _, _, _, info = self._receive()
+        return obs, info
+
+    @override
+    def send(self, actions: Tree) -> None:
+        self._send(actions, self.ids)
+
+    def receive(self) -> None:
+        """Await the next rows; RuntimeError if so many are not under way (envpool would abort, or wait for ever)."""
+        self._received = self._receive()
+
+    @override
+    def step(self, actions: Tree) -> Step:
+        received, self._received = self._received, None
+        if received is None:
+            raise RuntimeError(_BY_HAND.format(self.capabilities.batch_size, self.num_envs))
+        return received
+
+    def _send(self, actions: Tree, ids: Array) -> None:
+        place = self._place
+        if place.under_way[ids].any():
+            raise RuntimeError(f"actions for the envs {ids.tolist()}, and some of them are under way already")
+        place.begin(self.env)
+        self.env.send(map_tree(np.ascontiguousarray, actions), ids)
+        place.under_way[ids], place.torn = True, False
+
+    def _receive(self) -> Step:
+        place, count = self._place, self.capabilities.batch_size
+        assert count is not None
+        pending = np.count_nonzero(place.under_way)
+        if pending < count:
+            raise RuntimeError(f"recv of an envpool gives {count} rows, and {pending} are under way")
+        place.begin(self.env)
+        obs, reward, terminated, truncated, info = self.env.recv()
+        ids = info["env_id"].astype(np.int64)
+        if len(ids) != count or not place.under_way[ids].all() or len(reward) != count:
+            raise RuntimeError(
+                f"the envpool's recv gave {len(reward)} rows of the envs {ids.tolist()}, expected were {count} of "
+                f"{np.flatnonzero(place.under_way).tolist()}: somebody else has sent actions to it, or it has several "
+                "players in an env. Make a new pool, and give each collector its own"
+            )
+        place.under_way[ids], place.last, place.torn = False, _trace(self.env), False
+        self.ids = ids
+        return _cast_discrete(obs, self.single_observation_space), reward, terminated, truncated, info
+
+    def _drain(self) -> None:
+        """Receive all rows under way, those of other adapters of the pool too, and drop them."""
+        under_way, count = self._place.under_way, self.capabilities.batch_size
+        assert count is not None
+        while pending := np.count_nonzero(under_way):
+            if pending < count:  # recv gives so many rows: other envs have to make a step more
+                idle = np.flatnonzero(~under_way)[: count - pending]
+                self._send(batch_space(self.single_action_space, len(idle)).sample(), idle)
+            self._receive()
+
+
+class _Place:
+    """Which envs of an async pool are under way; one for all adapters of it."""
+
+    def __init__(self, env: Any, num_envs: int) -> None:
+        self.under_way = np.zeros(num_envs, bool)
+        #: Whether the last send, recv or reset was left by an exception.
+        self.torn = False
+        self.last = _trace(env)
+        self._used: bool | None = None  # before anything here was
+
+    def begin(self, env: Any) -> None:
+        """Say that the pool is about to be used; RuntimeError if it is not known which envs are under way.
+
+        Then a recv might wait for ever, or bring a row that is taken for the answer to another action.
+        """
+        if self.torn:
+            raise RuntimeError(
+                "an interrupt or error has hit this envpool's send, recv or reset, so it is not known which envs are "
+                "under way: make a new pool"
+            )
+        if self._used is None:  # what the first send, recv or reset of a pool leaves in it
+            self._used = bool({"_all_env_ids", "_check_action_finished", "_state_names"} & set(vars(env)))
+        if self._used or self.last is not _trace(env):
+            raise RuntimeError(
+                "this envpool in async mode was reset, or its rows received, by hand, so it is not known which envs "
+                "are under way: make a new pool, and leave send, recv and reset to the collector"
+            )
+        self.torn = True
+
+
+# A pool that one collector has left with steps under way may be given to another.
+_PLACES: WeakKeyDictionary[Any, _Place] = WeakKeyDictionary()
+
+_BY_HAND = (
+    "env is an envpool in async mode (batch_size={} of num_envs={}), which returns rows of other envs at every step: "
+    "Collector and rollout tell them apart, a loop by hand needs one in sync mode (batch_size == num_envs)"
+)
+
+
+def _trace(env: Any) -> Any:
+    """An object that envpool replaces at every recv."""
+    return vars(env).get("_last_players_env_id")
+
+
+def pool_source(env: Any) -> EnvPoolSource:
+    """The adapter of an envpool, by its mode."""
+    source = EnvPoolSource(env)
+    return source if source.capabilities.batch_size is None else AsyncPoolSource(env)
+
+
+def _check_reset(seed: Any, options: Info | None) -> None:
+    """Warn of a seed, which has no effect; refuse options."""
+    if seed is not None:
+        warnings.warn(
+            "envpool takes its seed when it is made (envpool.make_gymnasium(..., seed=...)): "
+            f"reset(seed={seed!r}) has no effect",
+            stacklevel=5,
+        )
+    if options:
+        raise ValueError(f"envpool takes no reset options but reset_mask, got {sorted(options)}")
 
 
 def _scatter(some: Array, rows: Array, whole: Array) -> Array:

@@ -69,6 +69,9 @@ class MarkerWrapper(VectorWrapper):
     describes_step: ClassVar[bool] = False
     #: Whether a collector stores the entry as a column of its batches; if not, it is for loops written by hand.
     is_column: ClassVar[bool] = True
+    #: Names of the attributes that are arrays ``[E, ...]``, if these are all that it remembers: then it goes with
+    #: envpool's async mode, where a step is one of some envs. None: it does not.
+    row_state: ClassVar[tuple[str, ...] | None] = None
 
     def __init__(self, env: Any, key: NestedKey) -> None:
         kind = type(self)
@@ -139,6 +142,8 @@ class InitTracker(MarkerWrapper):
     array([ True,  True])
     """
 
+    row_state = ()
+
     def __init__(self, env: Any, init_key: NestedKey = IS_INIT) -> None:
         super().__init__(env, init_key)
 
@@ -178,6 +183,8 @@ class StepCounter(MarkerWrapper):
     [0] [ True]
     [1] [False]
     """
+
+    row_state = ("_count",)
 
     def __init__(
         self, env: Any, max_steps: int | None = None, step_count_key: NestedKey = STEP_COUNT
@@ -225,6 +232,8 @@ class TrajId(MarkerWrapper):
     >>> info["traj_ids"] - 2**40
     array([0, 1, 2])
     """
+
+    row_state = ("_ids",)
 
     def __init__(self, env: Any, writer: int = 0, traj_key: NestedKey = TRAJ_IDS) -> None:
         super().__init__(env, traj_key)
@@ -297,6 +306,7 @@ class RewardSum(MarkerWrapper):
     """
 
     describes_step = True
+    row_state = ("_sum",)
 
     def __init__(self, env: Any, out_key: NestedKey = EPISODE_REWARD) -> None:
         super().__init__(env, out_key)
@@ -343,6 +353,7 @@ class RecurrentPrimer(MarkerWrapper):
     """
 
     is_column = False
+    row_state = ()
 
     def __init__(self, env: Any, policy: Any) -> None:
         states = recurrent_states(policy)

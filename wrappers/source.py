@@ -37,6 +37,7 @@ class Capabilities:
         checks_range: whether the env itself refuses discrete actions outside its space.
         exact_flags: whether reward is float32 and flags are bool, all ``(E,)``, as they come.
         overlaps: whether a step can be begun with `VectorSource.send` and awaited later.
+        batch_size: how many envs a step takes actions for and returns, if not all (envpool in async mode).
     """
 
     device: torch.device
@@ -50,6 +51,7 @@ class Capabilities:
     checks_range: bool = True
     exact_flags: bool = False
     overlaps: bool = False
+    batch_size: int | None = None
 
 
 class VectorSource(ABC):

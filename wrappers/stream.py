@@ -71,9 +71,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self.render_mode = getattr(source.env, "render_mode", None)
         self.spec = getattr(source.env, "spec", None)
         self.capabilities = can = source.capabilities
-        self._check_actions = ActionCheck(
-            space, self.num_envs, can.framework, can.device, not can.checks_range
-        )
+        rows = can.batch_size or self.num_envs
+        self._check_actions = ActionCheck(space, rows, can.framework, can.device, not can.checks_range)
         self._on_host = can.framework == "numpy"
         self._final = final_obs
         if final_obs != "auto" and mode is not AutoresetMode.SAME_STEP:
@@ -152,7 +151,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         limits = max_steps is not None
         asked = f"max_steps={max_steps}" if limits else "autoreset='same_step'"
         if (limits or not self.same_step) and not self.capabilities.partial_reset:
-            way_out = "or give the env itself the limit (gymnasium: max_episode_steps=...)"
+            way_out = "or give the env itself the limit (gymnasium, envpool: max_episode_steps=...)"
             raise ValueError(
                 f"{asked} needs an env that can reset chosen envs, and {type(self.source.env).__name__} cannot: make "
                 "it with vectorization_mode='sync' (or 'async' with shared memory)"
