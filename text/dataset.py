@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from flatroll.buffers import SamplerWithoutReplacement, TensorDictReplayBuffer, TensorStorage
+from flatroll.buffers import SamplerWithoutReplacement, ReplayBuffer, TensorStorage
 
 
 class TokenizedDatasetLoader:
@@ -236,22 +236,28 @@ def get_dataloader(
     if len(data) < batch_size:
         raise ValueError(f"batch_size must be at most the {len(data)} rows of the data set, got {batch_size}")
 
-    def typed(rows: Any) -> Any:
-        return tensorclass_type.from_tensordict(rows.to(device))
+    def rows_of(drawn: Any) -> Any:
+        return data[drawn["row"]].to(device)
 
-    buffer: Any = TensorDictReplayBuffer(
-        storage=TensorStorage(data.to_tensordict(retain_none=False)),
+    # The buffer holds row numbers alone: the rows themselves stay in their files until they are drawn.
+    buffer: Any = ReplayBuffer(
+        storage=TensorStorage(TensorDict({"row": torch.arange(len(data))}, [len(data)])),
         sampler=SamplerWithoutReplacement(drop_last=True),
         batch_size=batch_size,
         prefetch=prefetch,
-        transform=typed,
+        transform=rows_of,
     )
     return create_infinite_iterator(buffer) if infinite else buffer
 
 
 def _needed(name: str) -> Any:
-    """Import a package of the extra."""
+    """Import a package of the extra; ImportError if it is missing, or hidden by a folder of its name."""
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     except ImportError as error:
         raise ImportError(f'tokenized data sets need {name}: pip install "flatroll[text]"') from error
+    if name == "datasets" and not hasattr(module, "load_dataset"):
+        raise ImportError(
+            f"{list(module.__path__)[0]} hides the package datasets: start Python in another folder, or with -P"
+        )
+    return module
