@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import tensorclass
+from tensordict import TensorClass
 from torch import Tensor
 
 from flatroll.text.dataset import TokenizedDatasetLoader
@@ -14,8 +14,7 @@ _PROMPTS = "CarperAI/openai_summarize_tldr"
 _COMPARISONS = "CarperAI/openai_summarize_comparisons"
 
 
-@tensorclass
-class PromptData:
+class PromptData(TensorClass):
     """Prompts with what follows them, right-padded.
 
     Args:
@@ -46,7 +45,9 @@ class PromptData:
             pad_token_id: what stands there. Default: 0, as nothing reads what the mask leaves out.
         """
         places = torch.arange(self.input_ids.shape[-1], device=self.input_ids.device)
-        prompt = places <= self.prompt_rindex.unsqueeze(-1)  # [B, L]; the index is the last prompt token's own
+        prompt = places <= self.prompt_rindex.unsqueeze(
+            -1
+        )  # [B, L]; the index is the last prompt token's own
         return PromptData(
             input_ids=self.input_ids.where(prompt, pad_token_id),
             attention_mask=prompt.to(torch.int64),
@@ -89,11 +90,11 @@ class PromptData:
             tokenizer=tokenizer,
         )
         data = loader.load()
-        return cls(**dict(data.items()), labels=data["input_ids"], batch_size=data.batch_size)
+        columns: dict[str, Any] = dict(data.items())
+        return cls(**columns, labels=data["input_ids"], batch_size=data.batch_size)
 
 
-@tensorclass
-class RewardData:
+class RewardData(TensorClass):
     """Sequences for the training of reward models, right-padded.
 
     Args:
@@ -109,8 +110,7 @@ class RewardData:
     end_scores: Tensor | None = None
 
 
-@tensorclass
-class PairwiseDataset:
+class PairwiseDataset(TensorClass):
     """Pairs of texts of which one is preferred.
 
     Args:
@@ -152,9 +152,10 @@ class PairwiseDataset:
         )
         data = loader.load()
         half = len(data) // 2  # chosen texts stand before rejected ones
-        chosen, rejected = (
-            RewardData(**dict(part.items()), batch_size=[half]) for part in (data[:half], data[half:])
-        )
+        halves: list[dict[str, Any]] = [
+            {key: column[part] for key, column in data.items()} for part in (slice(half), slice(half, None))
+        ]
+        chosen, rejected = (RewardData(**columns, batch_size=[half]) for columns in halves)
         return cls(chosen_data=chosen, rejected_data=rejected, batch_size=[half])
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib
-import itertools
 import json
 import os
 import shutil
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from flatroll.buffers import SamplerWithoutReplacement, ReplayBuffer, TensorStorage
+from flatroll.buffers import ReplayBuffer, SamplerWithoutReplacement, TensorStorage
 
 
 class TokenizedDatasetLoader:
@@ -141,7 +140,7 @@ class TokenizedDatasetLoader:
                     "or have no prompt"
                 )
             rows = {key: column if bool(valid.all()) else column[valid] for key, column in columns.items()}
-            TensorDict(rows, [int(valid.sum())]).memmap(staging / "rows")
+            TensorDict(rows, [int(valid.sum())]).memmap(str(staging / "rows"))
             try:
                 os.rename(staging / "rows", folder)
             except OSError:
@@ -173,6 +172,7 @@ def create_infinite_iterator(iterator: Iterable[Any]) -> Iterator[Any]:
     Raises:
         ValueError: while iterating, when the iterable gives nothing, or an iterator that cannot start again has ended.
 
+    >>> import itertools
     >>> list(itertools.islice(create_infinite_iterator([1, 2]), 5))
     [1, 2, 1, 2, 1]
     """
@@ -183,7 +183,7 @@ def create_infinite_iterator(iterator: Iterable[Any]) -> Iterator[Any]:
             yield item
         if empty:
             raise ValueError(
-                "iterator gives nothing (any more): pass what is not empty and can be gone through again, such as a list"
+                "iterator gives nothing (any more): pass what is not empty and can be gone through again"
             )
 
 
@@ -219,7 +219,7 @@ def get_dataloader(
         tokenizer: default GPT-2's.
 
     Returns:
-        an iterator if ``infinite``, else a replay buffer. Both give ``tensorclass_type`` of batch size ``[batch_size]``.
+        an iterator if ``infinite``, else a replay buffer; of ``tensorclass_type`` of batch size ``[batch_size]``.
 
     Raises:
         ValueError: the data set has fewer rows than a batch.
@@ -258,6 +258,6 @@ def _needed(name: str) -> Any:
         raise ImportError(f'tokenized data sets need {name}: pip install "flatroll[text]"') from error
     if name == "datasets" and not hasattr(module, "load_dataset"):
         raise ImportError(
-            f"{list(module.__path__)[0]} hides the package datasets: start Python in another folder, or with -P"
+            f"{next(iter(module.__path__))} hides the package datasets: start Python in another folder, or with -P"
         )
     return module

@@ -7,8 +7,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.layout import ACTION, DONE, IS_INIT, MASK, OBSERVATION, REWARD, STEP_COUNT, TERMINATED, TRAJ_IDS
-from flatroll.layout import TRUNCATED, next_key
+from flatroll.layout import ACTION, IS_INIT, NEXT, OBSERVATION, STEP_COUNT
 from flatroll.text.kl import KLControllerBase, KLEstimator, kl_estimate
 from flatroll.text.sampling import (
     check_config,
@@ -26,12 +25,12 @@ _ID_BITS = 40  # a trajectory id is writer * 2**40 + number, as TrajId has it
 class RolloutFromModel:
     """Lets a language model continue prompts, and returns what it did with rewards.
 
-    A step is a token. The reward is ``-kl_coef * KL`` at each token (see `kl_estimate`), plus, at the last one, the score of
-    the text minus that of the data's own text, clipped. A text is terminated by an end-of-sequence token, or truncated
-    after ``max_new_tokens`` tokens; its last token alone is done.
+    A step is a token. The reward is ``-kl_coef * KL`` at each token (see `kl_estimate`), plus, at the last one, the
+    score of the text minus that of the data's own text, clipped. A text is terminated by an end-of-sequence token, or
+    truncated after ``max_new_tokens`` tokens; its last token alone is done.
 
-    Tokens are drawn from the model's whole distribution, and log-probabilities are those of that distribution. Dropout is
-    off during a rollout.
+    Tokens are drawn from the model's whole distribution, and log-probabilities are those of that distribution. Dropout
+    is off during a rollout.
 
     Args:
         model: causal language model of transformers.
@@ -91,7 +90,8 @@ class RolloutFromModel:
         kl_estimate(torch.zeros(0), kl_estimator)  # refuses an unknown name
         self.model, self.ref_model, self.reward_model = model, ref_model, reward_model
         self.kl_coef, self.max_new_tokens, self.score_clip = float(kl_coef), max_new_tokens, score_clip
-        self.kl_scheduler, self.flat, self.kl_estimator = kl_scheduler, flat, kl_estimator
+        self.kl_scheduler, self.flat = kl_scheduler, flat
+        self.kl_estimator: KLEstimator = kl_estimator
         self.eos_token_ids = _eos_of(model, eos_token_id)
         self.pad_token_id = _pad_of(model, pad_token_id)
         self.generation_config, self.allow_off_policy = generation_config, allow_off_policy
@@ -120,8 +120,9 @@ class RolloutFromModel:
             generation_config: in place of the object's own. Default: None.
 
         Returns:
-            texts int64 ``[B, L + T]``, each prompt followed by its continuation, and padding; log-probabilities of the T
-            tokens ``[B, T, 1]``; and log-ratios between model and reference ``[B, T]``. Both are 0 behind a text's end.
+            texts int64 ``[B, L + T]``, each prompt followed by its continuation, and padding; log-probabilities of the
+            T tokens ``[B, T, 1]``; and log-ratios between model and reference ``[B, T]``. Both are 0 behind a text's
+            end.
         """
         lengths = self._prompt_lengths(batch)
         config = generation_config
@@ -132,6 +133,7 @@ class RolloutFromModel:
         prompts, mask = left_padded(batch.input_ids, lengths, self.pad_token_id)
         ends: dict[str, Any] = {"eos": self._eos(prompts.device), "pad": self.pad_token_id}
         with evaluating(self.model, self.ref_model):
+            log_probs: Tensor | None = None
             if config is None:
                 tokens, log_probs = sample_tokens(
                     self.model, prompts, mask, self.max_new_tokens, **ends, generator=self.generator
@@ -140,11 +142,11 @@ class RolloutFromModel:
                 tokens = generate_tokens(
                     self.model, prompts, mask, self.max_new_tokens, **ends, config=config
                 )
-            real = self._real(tokens)
+            real = _up_to_first(torch.isin(tokens, ends["eos"]))
             count = int(real.sum(1).max())  # no text is longer
             whole = torch.cat([prompts, tokens[:, :count]], 1)
             whole_mask = torch.cat([mask, real[:, :count].to(mask.dtype)], 1)
-            if config is not None or next(self.model.parameters()).dtype.itemsize < 4:
+            if log_probs is None or next(self.model.parameters()).dtype.itemsize < 4:
                 # Half precision through the cache differs from a pass over the whole text, which losses do.
                 log_probs = torch.zeros(tokens.shape, device=tokens.device)
                 log_probs[:, :count] = token_log_probs(self.model, whole, whole_mask, count)
@@ -156,25 +158,30 @@ class RolloutFromModel:
         rows, length = batch.input_ids.shape
         place = torch.arange(length + self.max_new_tokens, device=tokens.device).expand(rows, -1)
         own = place < lengths.unsqueeze(1)  # the prompt's own tokens; others are padding until they are drawn
-        generated = torch.nn.functional.pad(batch.input_ids, (0, self.max_new_tokens)).where(own, self.pad_token_id)
+        generated = torch.nn.functional.pad(batch.input_ids, (0, self.max_new_tokens)).where(
+            own, self.pad_token_id
+        )
         generated.scatter_(1, self._places(lengths), tokens)
         return generated, log_probs.unsqueeze(-1), log_ratio
 
     @torch.no_grad()
-    def create_rollout_td(self, batch: Any, generated: Tensor, log_probs: Tensor, log_ratio: Tensor) -> TensorDict:
+    def create_rollout_td(
+        self, batch: Any, generated: Tensor, log_probs: Tensor, log_ratio: Tensor
+    ) -> TensorDict:
         """Turn what `generate` returned into a batch of steps.
 
         With ``flat=True``, a flat marked batch ``[N]`` with a row for each generated token, texts end to end:
 
-        * ``observation``, int64 ``[N, 2]``: what was known, as the number of the text in ``self.sequences`` and how many
-          of its tokens; a `TextModule` reads it. ``("next", "observation")`` likewise.
+        * ``observation``, int64 ``[N, 2]``: what was known, as the number of the text in ``self.sequences`` and how
+          many of its tokens; a `TextModule` reads it. ``("next", "observation")`` likewise.
         * ``action``, int64 ``[N]``: the token; ``action_log_prob`` ``[N]``.
-        * ``("next", "reward")``, and its parts ``("next", "reward_raw")`` (score) and ``("next", "reward_kl")`` ``[N, 1]``.
-        * the marks ``is_init``, ``step_count``, trajectory ids, and ``terminated``, ``truncated``, ``done`` under ``"next"``.
+        * under ``"next"``, ``reward`` and its parts ``reward_raw`` (the score) and ``reward_kl`` ``[N, 1]``.
+        * the marks ``is_init``, ``step_count``, trajectory ids, and under ``"next"`` ``terminated``, ``truncated``,
+          ``done``.
 
         With ``flat=False``, a batch ``[B, T]`` with the whole text at each token: ``input_ids`` and ``attention_mask``
-        ``[B, T, L + T]`` and those under ``"next"``; ``action`` ``[B, T]``, ``sample_log_prob`` ``[B, T, 1]``; rewards and
-        flags as above ``[B, T, 1]``. Tokens behind a text's end are padding, without reward and not done:
+        ``[B, T, L + T]`` and those under ``"next"``; ``action`` ``[B, T]``, ``sample_log_prob`` ``[B, T, 1]``; rewards
+        and flags as above ``[B, T, 1]``. Tokens behind a text's end are padding, without reward and not done:
         ``("collector", "mask")`` ``[B, T]`` is False there.
 
         Args:
@@ -185,31 +192,33 @@ class RolloutFromModel:
         """
         lengths = self._prompt_lengths(batch)
         action = generated.gather(1, self._places(lengths))
-        real = self._real(action)
+        ends = torch.isin(action, self._eos(action.device))
+        real = _up_to_first(ends)
         counts = real.sum(1)
-        raw = torch.zeros(log_ratio.shape, device=generated.device)
-        raw.scatter_(1, counts.unsqueeze(1) - 1, self._scores(batch, generated, lengths + counts).unsqueeze(1))
-        kl = kl_estimate(log_ratio, self.kl_estimator)
+        row = real.flatten().nonzero().squeeze(1)  # [N], places b * T + t of the tokens that were drawn
+        score = self._scores(batch, generated, lengths + counts)
+        final = counts.cumsum(0) - 1  # rows of the texts' last tokens
+        kl = kl_estimate(log_ratio.flatten().index_select(0, row), self.kl_estimator)
+        self._kls.append(float(kl.mean()))
         reward_kl = -self.kl_coef * kl
-        self._kls.append(float(kl[real].mean()))
-        last = torch.zeros_like(real).scatter_(1, counts.unsqueeze(1) - 1, True)
-        terminated = last & torch.isin(action, self._eos(action.device))
-        columns = {
-            ACTION: action,
-            REWARD: (raw + reward_kl).unsqueeze(-1),
-            next_key("reward_raw"): raw.unsqueeze(-1),
-            next_key("reward_kl"): reward_kl.unsqueeze(-1),
-            TERMINATED: terminated.unsqueeze(-1),
-            TRUNCATED: (last & ~terminated).unsqueeze(-1),
-            DONE: last.unsqueeze(-1),
-        }
+        raw = torch.zeros_like(reward_kl).index_copy_(0, final, score)
+        done = torch.zeros_like(row, dtype=torch.bool).index_fill_(0, final, True)
+        terminated = done & ends.flatten().index_select(0, row)
+        after = {"reward": raw + reward_kl, "reward_raw": raw, "reward_kl": reward_kl}
+        after |= {"terminated": terminated, "truncated": done ^ terminated, "done": done}
+        after = {name: column.unsqueeze(1) for name, column in after.items()}
+        device, drawn = generated.device, action.flatten()
         if self.flat:
-            rows = {key: column[real] for key, column in columns.items()}
-            rows["action_log_prob"] = log_probs.squeeze(-1)[real]
-            return _tensordict(rows | self._marks(generated, lengths, counts), [int(counts.sum())])
-        columns |= _whole_texts(generated, lengths, counts, self.pad_token_id, action.shape[1])
-        columns |= {"sample_log_prob": log_probs, MASK: real}
-        return _tensordict(columns, list(action.shape))
+            own = {ACTION: drawn.index_select(0, row)}
+            own["action_log_prob"] = log_probs.flatten().index_select(0, row)
+            marks = self._marks(generated, lengths, counts, row)
+            after["observation"] = marks[OBSERVATION] + marks[OBSERVATION].new_tensor([0, 1])
+            return TensorDict(own | marks | {NEXT: TensorDict(after, [len(row)], device)}, [len(row)], device)
+        shape = real.shape
+        after = {name: _spread(column, row, shape) for name, column in after.items()}
+        now, then = _whole_texts(generated, lengths, counts, self.pad_token_id, shape[1])
+        now |= {ACTION: action, "sample_log_prob": log_probs}
+        return TensorDict(now | {"collector": {"mask": real}, NEXT: after | then}, shape, device)
 
     def step_scheduler(self) -> float:
         """Ask the scheduler for the next ``kl_coef``, by the mean KL of the rollouts since the last call.
@@ -234,26 +243,23 @@ class RolloutFromModel:
         """Where the T tokens of each continuation stand, int64 ``[B, T]``: behind the prompt."""
         return lengths.unsqueeze(1) + torch.arange(self.max_new_tokens, device=lengths.device)
 
-    def _real(self, tokens: Tensor) -> Tensor:
-        """Which of the tokens ``[B, T]`` belong to the continuation: all up to the first EOS, itself included."""
-        ends = torch.isin(tokens, self._eos(tokens.device))
-        return (ends.cumsum(1) - ends.to(torch.int64)) == 0  # no EOS stands before
+    def _marks(self, generated: Tensor, lengths: Tensor, counts: Tensor, row: Tensor) -> dict[str, Any]:
+        """Marks and observations of a flat batch, whose rows are token t of text b, ``row = b * T + t``.
 
-    def _marks(self, generated: Tensor, lengths: Tensor, counts: Tensor) -> dict[Any, Tensor]:
-        """Marks and observations of a flat batch; the texts go into the table."""
+        The texts go into the table.
+        """
         places = torch.arange(generated.shape[1], device=generated.device)
         whole = lengths + counts
-        numbers = self.sequences.add(generated[places < whole.unsqueeze(1)], whole)
-        text = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)  # of each row
-        first = counts.cumsum(0) - counts  # row at which each text begins
-        step = torch.arange(len(text), device=text.device) - first[text]
-        observation = torch.stack([numbers[text], lengths[text] + step], 1)
+        known = (places < whole.unsqueeze(1)).flatten().nonzero().squeeze(1)  # of all texts' places
+        numbers = self.sequences.add(generated.flatten().index_select(0, known), whole)
+        text = row // self.max_new_tokens
+        step = row - text * self.max_new_tokens
+        number = numbers[text]
         return {
-            OBSERVATION: observation,
-            next_key(OBSERVATION): observation + observation.new_tensor([0, 1]),
+            OBSERVATION: torch.stack([number, lengths[text] + step], 1),
             IS_INIT: (step == 0).unsqueeze(1),
             STEP_COUNT: step.unsqueeze(1),
-            TRAJ_IDS: numbers[text],
+            "collector": {"traj_ids": number},
         }
 
     def _scores(self, batch: Any, generated: Tensor, lengths: Tensor) -> Tensor:
@@ -272,55 +278,57 @@ class RolloutFromModel:
         score, own = (score.reshape(-1).to(generated.device, torch.float32) for score in both)
         if not bool((score - own).isfinite().all()):
             raise ValueError("reward_model returned a score that is not finite")
-        return (score - own).clamp(-self.score_clip, self.score_clip)
+        gain: Tensor = score - own
+        return gain.clamp(-self.score_clip, self.score_clip)
 
     def _prompt_lengths(self, batch: Any) -> Tensor:
         """Tokens of each prompt, int64 ``[B]``, checked."""
         rindex, (rows, length) = batch.prompt_rindex, batch.input_ids.shape
         if rindex.shape != (rows,) or rows == 0:
-            raise ValueError(f"prompt_rindex must have shape {(rows,)} with a row or more, got {tuple(rindex.shape)}")
-        if int(rindex.min()) < 0 or int(rindex.max()) >= length:
             raise ValueError(
-                f"prompt_rindex must be the index of a token, 0 to {length - 1}, got {rindex.min()} to {rindex.max()}"
+                f"prompt_rindex must have shape {(rows,)} with a row or more, got {tuple(rindex.shape)}"
             )
-        if not bool(batch.attention_mask.gather(1, rindex.unsqueeze(1)).all() and batch.attention_mask[:, 0].all()):
+        first, last = (int(index) for index in rindex.aminmax())
+        if first < 0 or last >= length:
+            raise ValueError(
+                f"prompt_rindex must be the index of a token, 0 to {length - 1}, got {first} to {last}"
+            )
+        if not bool(
+            batch.attention_mask.gather(1, rindex.unsqueeze(1)).all() and batch.attention_mask[:, 0].all()
+        ):
             raise ValueError("prompts must be right-padded: attention_mask is 0 in the prompt of a row")
         most = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
-        longest = int(rindex.max()) + 1 + self.max_new_tokens
+        longest = last + 1 + self.max_new_tokens
         if most is not None and longest > most:
             raise ValueError(
-                f"prompts of up to {int(rindex.max()) + 1} tokens and max_new_tokens={self.max_new_tokens} make texts "
+                f"prompts of up to {last + 1} tokens and max_new_tokens={self.max_new_tokens} make texts "
                 f"of {longest}, but the model reads {most}"
             )
-        return rindex + 1
+        lengths: Tensor = rindex + 1
+        return lengths
 
 
-def _tensordict(columns: dict[Any, Tensor], batch_size: list[int]) -> TensorDict:
-    """A tensordict of columns by key, nested ones by tuples."""
-    roots: dict[str, Any] = {}
-    for key, column in columns.items():
-        folder = roots
-        *path, name = (key,) if isinstance(key, str) else key
-        for part in path:
-            folder = folder.setdefault(part, {})
-        folder[name] = column
-    device = columns[ACTION].device
-    return TensorDict(roots, batch_size, device=None if device.type == "cpu" else device)
+def _up_to_first(ends: Tensor) -> Tensor:
+    """Which entries of bool rows ``[B, T]`` have no True before them."""
+    return (ends.cumsum(1) - ends.to(torch.int64)) == 0
 
 
-def _whole_texts(generated: Tensor, lengths: Tensor, counts: Tensor, pad: int, steps: int) -> dict[Any, Tensor]:
+def _spread(column: Tensor, row: Tensor, shape: torch.Size) -> Tensor:
+    """The column ``[N, 1]`` in places ``row`` of a padded one ``[B, T, 1]``, zeros elsewhere."""
+    return column.new_zeros(shape.numel(), 1).index_copy_(0, row, column).view(*shape, 1)
+
+
+def _whole_texts(
+    generated: Tensor, lengths: Tensor, counts: Tensor, pad: int, steps: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The text known before and after each of T steps, ``[B, T, L + T]``, with padding behind it."""
     place = torch.arange(generated.shape[1], device=generated.device)
     step = torch.arange(steps + 1, device=generated.device)
     known = lengths.unsqueeze(1) + step.minimum(counts.unsqueeze(1))  # [B, T + 1] tokens
     mask = place < known.unsqueeze(2)
-    texts = generated.unsqueeze(1).where(mask, pad)
-    return {
-        "input_ids": texts[:, :-1].clone(),
-        "attention_mask": mask[:, :-1].clone(),
-        next_key("input_ids"): texts[:, 1:].clone(),
-        next_key("attention_mask"): mask[:, 1:].clone(),
-    }
+    texts = {"input_ids": generated.unsqueeze(1).where(mask, pad), "attention_mask": mask}
+    now = {key: column[:, :-1].clone() for key, column in texts.items()}
+    return now, {key: column[:, 1:].clone() for key, column in texts.items()}
 
 
 def _configured(model: Any, name: str) -> Any:
@@ -342,10 +350,12 @@ def _eos_of(model: Any, eos: int | list[int] | None) -> list[int]:
     eos = _configured(model, "eos_token_id") if eos is None else eos
     if eos is None:
         raise ValueError(
-            "eos_token_id is neither given nor in the model's configuration: pass eos_token_id=tokenizer.eos_token_id, or "
-            "[] if no token ends a text"
+            "eos_token_id is neither given nor in the model's configuration: pass tokenizer.eos_token_id, or [] if no "
+            "token ends a text"
         )
-    return [_in_vocabulary(model, "eos_token_id", token) for token in ([eos] if isinstance(eos, int) else eos)]
+    return [
+        _in_vocabulary(model, "eos_token_id", token) for token in ([eos] if isinstance(eos, int) else eos)
+    ]
 
 
 def _pad_of(model: Any, pad: int | None) -> int:

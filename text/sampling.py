@@ -112,7 +112,9 @@ def generate_tokens(
     config.max_new_tokens, config.pad_token_id = max_new_tokens, pad
     config.eos_token_id = eos.tolist() or None
     config.return_dict_in_generate = False
-    drawn = model.generate(input_ids=prompts, attention_mask=mask, generation_config=config)[:, prompts.shape[1] :]
+    drawn = model.generate(input_ids=prompts, attention_mask=mask, generation_config=config)[
+        :, prompts.shape[1] :
+    ]
     tokens = torch.full((len(prompts), max_new_tokens), pad, device=prompts.device)
     tokens[:, : drawn.shape[1]] = drawn
     return tokens

@@ -31,7 +31,9 @@ class Sequences:
     def __init__(self, first: int = 0) -> None:
         self._first = first
         self._tokens = torch.zeros(0, dtype=torch.int64)
-        self._bounds = torch.zeros(1, dtype=torch.int64)  # sequence k stands at tokens bounds[k] to bounds[k + 1]
+        self._bounds = torch.zeros(
+            1, dtype=torch.int64
+        )  # sequence k stands at tokens bounds[k] to bounds[k + 1]
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
@@ -126,8 +128,8 @@ class TextModule(TensorDictModuleBase):
     single rows in any order. Sequences are padded on the right inside of this pass, where nothing looks at the padding.
 
     Args:
-        model: a model of transformers whose output has ``logits`` ``[K, L, F]``: a causal language model, or, for values,
-            a token classifier with one label.
+        model: a model of transformers whose output has ``logits`` ``[K, L, F]``: a causal language model, or, for
+            values, a token classifier with one label.
         sequences: the table that rows refer to (``RolloutFromModel.sequences``).
         out_key: entry for the output ``[N, F]``. Default: ``"logits"``; for values ``"state_value"``.
         in_key: entry ``[N, 2]`` with the number of a sequence and how many of its tokens are known. Default:
@@ -146,25 +148,28 @@ class TextModule(TensorDictModuleBase):
     ) -> None:
         super().__init__()
         self.model, self.sequences = model, sequences
-        self.in_keys, self.out_keys = [in_key], [out_key]
+        read, written = [in_key], [out_key]
+        self.in_keys = read  # pyright: ignore[reportAttributeAccessIssue]
+        self.out_keys = written  # pyright: ignore[reportAttributeAccessIssue]
+        self._in_key, self._out_key = in_key, out_key
 
     def forward(self, batch: TensorDictBase) -> TensorDictBase:
         """Write the model's output for each row of ``batch`` ``[*B]``."""
-        observation = require(batch, self.in_keys[0])
+        observation = require(batch, self._in_key)
         number, length = observation.reshape(-1, 2).unbind(1)
-        distinct, sequence = number.unique(return_inverse=True)
+        distinct, sequence = torch.unique(number, return_inverse=True)
         longest, shortest = (int(x) for x in (length.max(), length.min())) if len(length) else (1, 1)
         tokens = self.sequences.padded(distinct, longest)
         logits = last_logits(self.model, longest - shortest + 1, input_ids=tokens)
         # The output at token i is about the text that ends with it: a text of n tokens is read at n - shortest,
         # counted from the first output that was kept.
         rows = logits[sequence, length - shortest]
-        batch.set(self.out_keys[0], rows.reshape(*batch.batch_size, *rows.shape[1:]))
+        batch.set(self._out_key, rows.reshape(*batch.batch_size, *rows.shape[1:]))
         return batch
 
 
 def last_logits(model: Any, count: int, **inputs: Tensor) -> Tensor:
-    """Outputs ``[B, count, F]`` of a model at the last ``count`` tokens of each row, the others not computed if it can."""
+    """Outputs ``[B, count, F]`` of a model at the last ``count`` tokens of each row."""
     options: dict[str, Any] = {"use_cache": False}
     accepted = inspect.signature(model.forward).parameters
     if "logits_to_keep" in accepted:

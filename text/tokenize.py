@@ -128,7 +128,9 @@ class PromptTensorDictTokenizer(TensorDictTokenizer):
     ) -> None:
         super().__init__(tokenizer, max_length, key, padding, truncation, return_tensordict, device)
         if truncation and getattr(tokenizer, "truncation_side", "right") != "right":
-            raise ValueError("tokenizer.truncation_side is 'left', which would cut prompts: set it to 'right'")
+            raise ValueError(
+                "tokenizer.truncation_side is 'left', which would cut prompts: set it to 'right'"
+            )
 
     def __call__(self, sample: Mapping[str, Any]) -> Any:
         """Tokenize ``sample[key] + sample["label"]``."""

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-WORDS = "the cat sat on a mat . I like tea and you like milk with honey in the morning".split()
+SENTENCE = "the cat sat on a mat . I like tea and you like milk with honey in the morning"
 
 
 def train_tokenizer(size: int = 120) -> Any:
@@ -20,7 +20,7 @@ def train_tokenizer(size: int = 120) -> Any:
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=["<eos>", "<pad>"], show_progress=False, initial_alphabet=["Ġ", "Ċ"]
     )
-    bpe.train_from_iterator([" ".join(WORDS)] * 200, trainer)
+    bpe.train_from_iterator([SENTENCE] * 200, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<pad>")
 
 

@@ -12,7 +12,6 @@ from tiny_text import make_model, score, train_tokenizer
 
 from flatroll.text import PromptData, RolloutFromModel
 
-
 ROOT = Path(__file__).parents[2]
 
 
