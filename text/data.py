@@ -31,6 +31,7 @@ class PromptData(TensorClass):
     ([[5, 6, 0, 0, 0]], [[1, 1, 0, 0, 0]])
     """
 
+    _written = __doc__
     input_ids: Tensor
     attention_mask: Tensor
     prompt_rindex: Tensor
@@ -104,6 +105,7 @@ class RewardData(TensorClass):
         end_scores: of each sequence ``[B]``, or None.
     """
 
+    _written = __doc__
     input_ids: Tensor
     attention_mask: Tensor
     rewards: Tensor | None = None
@@ -118,6 +120,7 @@ class PairwiseDataset(TensorClass):
         rejected_data: of the worse ones.
     """
 
+    _written = __doc__
     chosen_data: RewardData
     rejected_data: RewardData
 
@@ -171,3 +174,7 @@ def _comparisons_as_texts(dataset: Any, min_words: int = 5) -> Any:
         raise ValueError(f"no pair of unequal texts with {min_words} words or more is in the data set")
     chosen, rejected = zip(*pairs, strict=True)
     return type(dataset).from_dict({"text": [*chosen, *rejected]})
+
+
+for _kind in (PromptData, RewardData, PairwiseDataset):  # whose docstrings tensordict replaces by a signature
+    _kind.__doc__ = _kind._written

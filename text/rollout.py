@@ -13,6 +13,7 @@ from flatroll.text.sampling import (
     check_config,
     evaluating,
     generate_tokens,
+    is_end,
     left_padded,
     sample_tokens,
     token_log_probs,
@@ -131,7 +132,7 @@ class RolloutFromModel:
         else:
             check_config(config, self.model, self.max_new_tokens, self.allow_off_policy)
         prompts, mask = left_padded(batch.input_ids, lengths, self.pad_token_id)
-        ends: dict[str, Any] = {"eos": self._eos(prompts.device), "pad": self.pad_token_id}
+        ends: dict[str, Any] = {"eos": self.eos_token_ids, "pad": self.pad_token_id}
         with evaluating(self.model, self.ref_model):
             log_probs: Tensor | None = None
             if config is None:
@@ -142,7 +143,7 @@ class RolloutFromModel:
                 tokens = generate_tokens(
                     self.model, prompts, mask, self.max_new_tokens, **ends, config=config
                 )
-            real = _up_to_first(torch.isin(tokens, ends["eos"]))
+            real = _up_to_first(is_end(tokens, self.eos_token_ids))
             count = int(real.sum(1).max())  # no text is longer
             whole = torch.cat([prompts, tokens[:, :count]], 1)
             whole_mask = torch.cat([mask, real[:, :count].to(mask.dtype)], 1)
@@ -192,7 +193,7 @@ class RolloutFromModel:
         """
         lengths = self._prompt_lengths(batch)
         action = generated.gather(1, self._places(lengths))
-        ends = torch.isin(action, self._eos(action.device))
+        ends = is_end(action, self.eos_token_ids)
         real = _up_to_first(ends)
         counts = real.sum(1)
         row = real.flatten().nonzero().squeeze(1)  # [N], places b * T + t of the tokens that were drawn
@@ -236,9 +237,6 @@ class RolloutFromModel:
         self._kls.clear()
         return self.kl_coef
 
-    def _eos(self, device: torch.device) -> Tensor:
-        return torch.tensor(self.eos_token_ids, dtype=torch.int64, device=device)
-
     def _places(self, lengths: Tensor) -> Tensor:
         """Where the T tokens of each continuation stand, int64 ``[B, T]``: behind the prompt."""
         return lengths.unsqueeze(1) + torch.arange(self.max_new_tokens, device=lengths.device)
@@ -254,9 +252,9 @@ class RolloutFromModel:
         numbers = self.sequences.add(generated.flatten().index_select(0, known), whole)
         text = row // self.max_new_tokens
         step = row - text * self.max_new_tokens
-        number = numbers[text]
+        number = numbers.index_select(0, text)
         return {
-            OBSERVATION: torch.stack([number, lengths[text] + step], 1),
+            OBSERVATION: torch.stack([number, lengths.index_select(0, text) + step], 1),
             IS_INIT: (step == 0).unsqueeze(1),
             STEP_COUNT: step.unsqueeze(1),
             "collector": {"traj_ids": number},

@@ -54,7 +54,7 @@ def sample_tokens(
     mask: Tensor,
     max_new_tokens: int,
     *,
-    eos: Tensor,
+    eos: list[int],
     pad: int,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ def sample_tokens(
         prompts: int64 ``[B, L]``, left-padded.
         mask: int64 ``[B, L]``, 0 at padding.
         max_new_tokens: at most so many tokens are drawn, T.
-        eos: int64 ``[E]``, tokens that end a row.
+        eos: tokens that end a row.
         pad: token that stands behind the end of a row.
         generator: source of randomness. Default: torch's own.
 
@@ -94,7 +94,7 @@ def sample_tokens(
         drawn = torch.multinomial(log_prob.exp(), 1, generator=generator)  # [B, 1]
         tokens[:, step] = drawn.squeeze(1).masked_fill(ended, pad)
         log_probs[:, step] = log_prob.gather(1, drawn).squeeze(1).masked_fill(ended, 0.0)
-        ended = ended | torch.isin(drawn.squeeze(1), eos)
+        ended = ended | is_end(drawn.squeeze(1), eos)
         if bool(ended.all()):
             break
         inputs, position = tokens[:, step : step + 1], position[:, -1:] + 1
@@ -102,7 +102,7 @@ def sample_tokens(
 
 
 def generate_tokens(
-    model: Any, prompts: Tensor, mask: Tensor, max_new_tokens: int, *, eos: Tensor, pad: int, config: Any
+    model: Any, prompts: Tensor, mask: Tensor, max_new_tokens: int, *, eos: list[int], pad: int, config: Any
 ) -> Tensor:
     """Draw tokens ``[B, T]`` by the model's own ``generate``, ``pad`` where it stopped before ``max_new_tokens``."""
     config = deepcopy(config)
@@ -110,7 +110,7 @@ def generate_tokens(
         if getattr(config, name, None) is None:
             setattr(config, name, value)
     config.max_new_tokens, config.pad_token_id = max_new_tokens, pad
-    config.eos_token_id = eos.tolist() or None
+    config.eos_token_id = eos or None
     config.return_dict_in_generate = False
     drawn = model.generate(input_ids=prompts, attention_mask=mask, generation_config=config)[
         :, prompts.shape[1] :
@@ -118,6 +118,14 @@ def generate_tokens(
     tokens = torch.full((len(prompts), max_new_tokens), pad, device=prompts.device)
     tokens[:, : drawn.shape[1]] = drawn
     return tokens
+
+
+def is_end(tokens: Tensor, eos: list[int]) -> Tensor:
+    """Which tokens are one of those that end a text: bool of the shape of ``tokens``."""
+    ends = torch.zeros_like(tokens, dtype=torch.bool)
+    for token in eos:  # a few at most, for which this takes less time than torch.isin
+        ends |= tokens == token
+    return ends
 
 
 def check_config(config: Any, model: Any, max_new_tokens: int, allow_off_policy: bool) -> None:
