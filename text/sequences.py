@@ -23,7 +23,7 @@ class Sequences:
     >>> table = Sequences()
     >>> table.add(torch.tensor([5, 6, 7, 8, 9]), lengths=torch.tensor([3, 2]))
     tensor([0, 1])
-    >>> table[0], table.padded(torch.tensor([1, 0]))
+    >>> table[0], table.padded(torch.tensor([1, 0]))[0]
     (tensor([5, 6, 7]), tensor([[8, 9, 0],
             [5, 6, 7]]))
     """
@@ -80,8 +80,8 @@ class Sequences:
         self._bounds = self._bounds[count:] - start
         self._first += count
 
-    def padded(self, numbers: Tensor, length: int | None = None) -> Tensor:
-        """Tokens of these sequences ``[K]``, right-padded with 0: int64 ``[K, length]``.
+    def padded(self, numbers: Tensor, length: int | None = None) -> tuple[Tensor, Tensor]:
+        """Tokens of these sequences, right-padded with 0, and their mask: int64 ``[K, length]``.
 
         Args:
             numbers: int64 ``[K]``.
@@ -95,7 +95,9 @@ class Sequences:
         if length is None:
             length = int((stop - start).max()) if len(numbers) else 0
         index = start + torch.arange(length, device=start.device)  # [K, length], places in the flat tokens
-        return self._tokens[index.clamp(max=len(self._tokens) - 1)].masked_fill(index >= stop, 0)
+        mask = index < stop
+        tokens = self._tokens[index.clamp(max=len(self._tokens) - 1)].masked_fill(~mask, 0)
+        return tokens, mask.to(torch.int64)
 
     def state_dict(self) -> dict[str, Any]:
         """The table as tensors and a number."""
@@ -159,8 +161,8 @@ class TextModule(TensorDictModuleBase):
         number, length = observation.reshape(-1, 2).unbind(1)
         distinct, sequence = torch.unique(number, return_inverse=True)
         longest, shortest = (int(x) for x in (length.max(), length.min())) if len(length) else (1, 1)
-        tokens = self.sequences.padded(distinct, longest)
-        logits = last_logits(self.model, longest - shortest + 1, input_ids=tokens)
+        tokens, mask = self.sequences.padded(distinct, longest)
+        logits = last_logits(self.model, longest - shortest + 1, input_ids=tokens, attention_mask=mask)
         # The output at token i is about the text that ends with it: a text of n tokens is read at n - shortest,
         # counted from the first output that was kept.
         rows = logits[sequence, length - shortest]
