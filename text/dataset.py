@@ -1,0 +1,263 @@
+"""Tokenized data sets, cached in memory-mapped files, and loaders of batches."""
+
+import hashlib
+import importlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from flatroll.buffers import ReplayBuffer, SamplerWithoutReplacement, TensorStorage
+
+
+class TokenizedDatasetLoader:
+    """Tokenizes a data set once, and keeps the tokens in memory-mapped files.
+
+    A cached copy is used again only for the same data, tokenizer and arguments: its folder's name is a hash of them
+    all. It is written beside its place and renamed when whole.
+
+    Args:
+        split: such as ``"train"`` or ``"valid"``.
+        max_length: tokens of a row.
+        dataset_name: name of a data set for ``datasets.load_dataset``, or a folder (see ``from_disk``).
+        tokenizer_fn: `TensorDictTokenizer`, `PromptTensorDictTokenizer`, or a class called with ``(tokenizer,
+            max_length=, return_tensordict=False)`` whose objects turn a batch of examples into lists.
+        pre_tokenization_hook: called with the data set before it is tokenized; returns a data set. Default: None.
+        root_dir: folder of the cache. Default: ``~/.cache/flatroll/text``.
+        from_disk: whether ``dataset_name`` is a folder written by ``save_to_disk``. Default: False.
+        valid_size: of a split whose name begins with "valid", at most so many rows are taken. Default: 2000.
+        num_workers: processes that tokenize. Default: this one alone.
+        tokenizer_class: its ``from_pretrained`` gives the tokenizer. Default: ``transformers.AutoTokenizer``.
+        tokenizer_model_name: name or folder it is called with. Default: ``"gpt2"``.
+        tokenizer: the tokenizer itself, in place of the two arguments before.
+
+    Raises:
+        ImportError: datasets or transformers is missing.
+        ValueError: ``tokenizer`` and one of the arguments it replaces are both given.
+    """
+
+    def __init__(
+        self,
+        split: str,
+        max_length: int,
+        dataset_name: str,
+        tokenizer_fn: Callable[..., Any],
+        pre_tokenization_hook: Callable[[Any], Any] | None = None,
+        root_dir: str | Path | None = None,
+        from_disk: bool = False,
+        valid_size: int = 2000,
+        num_workers: int | None = None,
+        tokenizer_class: Any = None,
+        tokenizer_model_name: str | None = None,
+        *,
+        tokenizer: Any = None,
+    ) -> None:
+        if tokenizer is not None and (tokenizer_class is not None or tokenizer_model_name is not None):
+            raise ValueError("pass either tokenizer=, or tokenizer_class and tokenizer_model_name")
+        self.split, self.max_length, self.dataset_name = split, max_length, dataset_name
+        self.tokenizer_fn, self.pre_tokenization_hook = tokenizer_fn, pre_tokenization_hook
+        self.root_dir = Path.home() / ".cache/flatroll/text" if root_dir is None else Path(root_dir)
+        self.from_disk, self.valid_size, self.num_workers = from_disk, valid_size, num_workers
+        if tokenizer is None:
+            source = tokenizer_class or _needed("transformers").AutoTokenizer
+            tokenizer = source.from_pretrained(tokenizer_model_name or "gpt2")
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        self.tokenizer = tokenizer
+
+    def load(self) -> TensorDict:
+        """Return the tokens, rows in the data set's order, memory-mapped: a tensordict of batch size ``[rows]``.
+
+        Rows that a `PromptTensorDictTokenizer` marks as not valid are left out.
+
+        Raises:
+            KeyError: the data set on disk has no such split.
+            ValueError: no row is left.
+        """
+        dataset = self._dataset()
+        folder = self.root_dir / self._cache_key(dataset)
+        if not folder.exists():
+            self._write(dataset, folder)
+        return TensorDict.load_memmap(folder)
+
+    def _dataset(self) -> Any:
+        """The texts: one split of the data set, shortened and changed as asked."""
+        datasets = _needed("datasets")
+        if self.from_disk:
+            dataset = datasets.load_from_disk(str(self.dataset_name))
+            if isinstance(dataset, dict):
+                if self.split not in dataset:
+                    raise KeyError(
+                        f"{self.dataset_name} has no split {self.split!r}: it has {', '.join(map(repr, dataset))}"
+                    )
+                dataset = dataset[self.split]
+        else:
+            dataset = datasets.load_dataset(self.dataset_name, split=self.split)
+        if self.split.startswith("valid"):
+            dataset = dataset.select(range(min(self.valid_size, len(dataset))))
+        return dataset if self.pre_tokenization_hook is None else self.pre_tokenization_hook(dataset)
+
+    def _cache_key(self, dataset: Any) -> str:
+        """Hash of all that the tokens depend on."""
+        function = self.tokenizer_fn
+        parts = {
+            "data": dataset._fingerprint,  # datasets' own hash of rows and of what was done to them
+            "tokenizer": tokenizer_state(self.tokenizer),
+            "function": [
+                getattr(function, "__module__", ""),
+                getattr(function, "__qualname__", repr(function)),
+            ],
+            "max_length": self.max_length,
+            "format": 1,
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+    def _write(self, dataset: Any, folder: Path) -> None:
+        """Tokenize into a folder beside ``folder`` and rename it; who comes second takes the first one's."""
+        self.root_dir.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(dir=self.root_dir, prefix=".writing-"))
+        try:
+            tokenized = dataset.map(
+                self.tokenizer_fn(self.tokenizer, max_length=self.max_length, return_tensordict=False),
+                batched=True,
+                num_proc=self.num_workers,
+                remove_columns=dataset.column_names,
+                cache_file_name=str(staging / "tokens.arrow"),
+                new_fingerprint=folder.name,
+                desc="Tokenizing",
+            ).with_format("numpy")
+            columns = {key: torch.as_tensor(tokenized[:][key]) for key in tokenized.column_names}
+            valid = columns.pop("valid_sample", torch.ones(len(tokenized), dtype=torch.bool)).bool()
+            if not bool(valid.any()):
+                raise ValueError(
+                    f"no row of {self.dataset_name} is left: all texts are longer than max_length={self.max_length}, "
+                    "or have no prompt"
+                )
+            rows = {key: column if bool(valid.all()) else column[valid] for key, column in columns.items()}
+            TensorDict(rows, [int(valid.sum())]).memmap(str(staging / "rows"))
+            try:
+                os.rename(staging / "rows", folder)
+            except OSError:
+                if not folder.exists():
+                    raise
+        finally:
+            shutil.rmtree(staging)
+
+
+def tokenizer_state(tokenizer: Any) -> Any:
+    """All that a tokenizer's ids depend on, for a hash; not what a call leaves behind in it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        rules = [sorted(tokenizer.get_vocab().items()), getattr(tokenizer, "init_kwargs", {})]
+    else:
+        state = json.loads(backend.to_str())
+        rules = [{key: part for key, part in state.items() if key not in ("padding", "truncation")}]
+    special = [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.truncation_side]
+    return [type(tokenizer).__name__, rules, special]
+
+
+def create_infinite_iterator(iterator: Iterable[Any]) -> Iterator[Any]:
+    """Go through an iterable again and again.
+
+    Args:
+        iterator: what can be gone through more than once (a list, a replay buffer, a DataLoader), or an
+            iterator that never ends.
+
+    Raises:
+        ValueError: while iterating, when the iterable gives nothing, or an iterator that cannot start again has ended.
+
+    >>> import itertools
+    >>> list(itertools.islice(create_infinite_iterator([1, 2]), 5))
+    [1, 2, 1, 2, 1]
+    """
+    while True:
+        empty = True
+        for item in iterator:
+            empty = False
+            yield item
+        if empty:
+            raise ValueError(
+                "iterator gives nothing (any more): pass what is not empty and can be gone through again"
+            )
+
+
+def get_dataloader(
+    batch_size: int,
+    block_size: int,
+    tensorclass_type: Any,
+    device: torch.device | str,
+    dataset_name: str | None = None,
+    infinite: bool = True,
+    prefetch: int = 0,
+    split: str = "train",
+    root_dir: str | Path | None = None,
+    from_disk: bool = False,
+    num_workers: int | None = None,
+    *,
+    tokenizer: Any = None,
+) -> Any:
+    """Load a data set, and return what iterates over batches of it: each row once per pass, in random order.
+
+    Args:
+        batch_size: rows of a batch; the rest of a pass that does not fill one is left out.
+        block_size: tokens of a row.
+        tensorclass_type: `PromptData`, `PairwiseDataset`, or another class with their ``from_dataset``.
+        device: where batches are to be.
+        dataset_name: default that of ``tensorclass_type``.
+        infinite: whether a new pass follows each. Default: True.
+        prefetch: batches that threads get ready. Default: 0.
+        split: default ``"train"``.
+        root_dir: folder of the cache; see `TokenizedDatasetLoader`.
+        from_disk: whether ``dataset_name`` is a folder. Default: False.
+        num_workers: processes that tokenize. Default: one.
+        tokenizer: default GPT-2's.
+
+    Returns:
+        an iterator if ``infinite``, else a replay buffer; of ``tensorclass_type`` of batch size ``[batch_size]``.
+
+    Raises:
+        ValueError: the data set has fewer rows than a batch.
+    """
+    data = tensorclass_type.from_dataset(
+        split=split,
+        dataset_name=dataset_name,
+        max_length=block_size,
+        root_dir=root_dir,
+        from_disk=from_disk,
+        num_workers=num_workers,
+        **({} if tokenizer is None else {"tokenizer": tokenizer}),
+    )
+    if len(data) < batch_size:
+        raise ValueError(f"batch_size must be at most the {len(data)} rows of the data set, got {batch_size}")
+
+    def rows_of(drawn: Any) -> Any:
+        return data[drawn["row"]].to(device)
+
+    # The buffer holds row numbers alone: the rows themselves stay in their files until they are drawn.
+    buffer: Any = ReplayBuffer(
+        storage=TensorStorage(TensorDict({"row": torch.arange(len(data))}, [len(data)])),
+        sampler=SamplerWithoutReplacement(drop_last=True),
+        batch_size=batch_size,
+        prefetch=prefetch,
+        transform=rows_of,
+    )
+    return create_infinite_iterator(buffer) if infinite else buffer
+
+
+def _needed(name: str) -> Any:
+    """Import a package of the extra; ImportError if it is missing, or hidden by a folder of its name."""
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f'tokenized data sets need {name}: pip install "flatroll[text]"') from error
+    if name == "datasets" and not hasattr(module, "load_dataset"):
+        raise ImportError(
+            f"{next(iter(module.__path__))} hides the package datasets: start Python in another folder, or with -P"
+        )
+    return module

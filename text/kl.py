@@ -1,0 +1,183 @@
+"""Estimates of the KL divergence from log-ratios of sampled tokens, and controllers of its coefficient."""
+
+import math
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor
+
+#: Names of the estimates of `kl_estimate`.
+KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
+
+#: One update multiplies the coefficient by no less than this.
+_SMALLEST_FACTOR = 0.1
+
+
+def kl_estimate(log_ratio: Tensor, estimator: KLEstimator = "k1") -> Tensor:
+    """Return an estimate of KL(policy, reference) for each sampled token.
+
+    With ``r = log p(token) - log p_ref(token)``, and tokens drawn from ``p``:
+
+    ====== ================ ====================================================
+    ``k1`` ``r``            unbiased, negative for some tokens
+    ``k2`` ``r ** 2 / 2``   biased, never negative, small variance
+    ``k3`` ``exp(-r)-1+r``  unbiased, never negative
+    ====== ================ ====================================================
+
+    Source: Schulman, "Approximating KL Divergence" (2020).
+
+    Args:
+        log_ratio: ``r`` of any shape.
+        estimator: ``"k1"`` (default), ``"k2"`` or ``"k3"``.
+
+    Returns:
+        a tensor of the shape of ``log_ratio``.
+
+    Raises:
+        ValueError: ``estimator`` has another value.
+
+    >>> import torch
+    >>> for estimator in ("k1", "k2", "k3"):
+    ...     print(kl_estimate(torch.tensor([0.5, -0.5]), estimator))
+    tensor([ 0.5000, -0.5000])
+    tensor([0.1250, 0.1250])
+    tensor([0.1065, 0.1487])
+    """
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return log_ratio.square() / 2
+    if estimator == "k3":
+        return (-log_ratio).expm1() + log_ratio
+    raise ValueError(f'kl_estimator must be "k1", "k2" or "k3", got {estimator!r}')
+
+
+class KLControllerBase(ABC):
+    """Holds the coefficient of the KL penalty, and changes it by the KL that rollouts had.
+
+    Args:
+        coef: the first coefficient.
+        model: object whose attribute ``kl_coef`` follows the coefficient, such as a `RolloutFromModel`. Default: None.
+
+    Raises:
+        AttributeError: ``model`` has no attribute ``kl_coef``.
+    """
+
+    def __init__(self, coef: float, model: Any = None) -> None:
+        self.coef = float(coef)
+        self.model = model
+        if model is not None:
+            if not hasattr(model, "kl_coef"):
+                raise AttributeError(
+                    f"model must have an attribute 'kl_coef', as RolloutFromModel has; got a {type(model).__name__}"
+                )
+            model.kl_coef = self.coef
+
+    @abstractmethod
+    def update(
+        self, kl_values: Sequence[float] | None = None, *, kl: float | None = None, n_steps: int | None = None
+    ) -> float:
+        """Take what rollouts had since the last update; return the new coefficient."""
+
+
+class ConstantKLController(KLControllerBase):
+    """Keeps the coefficient as it is.
+
+    Args:
+        kl_coef: the coefficient, not negative. Default: that of ``model``.
+        model: object whose attribute ``kl_coef`` is set to the coefficient. Default: None.
+
+    Raises:
+        ValueError: the coefficient is negative or not finite, or neither argument gives one.
+
+    >>> ConstantKLController(kl_coef=0.1).update([-0.3])
+    0.1
+    """
+
+    def __init__(self, *, kl_coef: float | None = None, model: Any = None) -> None:
+        coef = getattr(model, "kl_coef", None) if kl_coef is None else kl_coef
+        if coef is None and (model is None or hasattr(model, "kl_coef")):
+            raise ValueError("kl_coef is missing: pass a number, or a model that has one")
+        if coef is not None and not (math.isfinite(coef) and coef >= 0):
+            raise ValueError(f"kl_coef must be finite and not negative, got {coef}")
+        super().__init__(0.0 if coef is None else coef, model)
+
+    def update(
+        self, kl_values: Sequence[float] | None = None, *, kl: float | None = None, n_steps: int | None = None
+    ) -> float:
+        """Return the coefficient, whatever the arguments; set it on the model again."""
+        if self.model is not None:
+            self.model.kl_coef = self.coef
+        return self.coef
+
+
+class AdaptiveKLController(KLControllerBase):
+    """Raises the coefficient when the KL is above a target, and lowers it when it is below.
+
+    ``coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * n_steps / horizon``
+
+    The factor is at least 0.1, so that the coefficient stays positive however large ``n_steps / horizon`` is.
+    Source: Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (2019), section 2.2.
+
+    Args:
+        init_kl_coef: the first coefficient, positive.
+        target: the KL to hold, positive, in the unit of what `update` is given (per token from `RolloutFromModel`).
+        horizon: after so many steps with a KL far off the target the coefficient has changed by 20 %.
+        model: object whose attribute ``kl_coef`` follows the coefficient. Default: None.
+
+    Raises:
+        ValueError: a number is not positive and finite.
+
+    >>> controller = AdaptiveKLController(init_kl_coef=0.1, target=1.0, horizon=10)
+    >>> round(controller.update(kl=3.0, n_steps=5), 6), round(controller.update(kl=0.1, n_steps=5), 6)
+    (0.11, 0.099)
+    """
+
+    def __init__(self, *, init_kl_coef: float, target: float, horizon: int, model: Any = None) -> None:
+        for name, value in (("init_kl_coef", init_kl_coef), ("target", target), ("horizon", horizon)):
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be positive and finite, got {value}")
+        super().__init__(init_kl_coef, model)
+        self.target, self.horizon = float(target), horizon
+
+    def update(
+        self, kl_values: Sequence[float] | None = None, *, kl: float | None = None, n_steps: int | None = None
+    ) -> float:
+        """Change the coefficient by what one or more rollouts had, given in one of two ways.
+
+        Args:
+            kl_values: mean KL *rewards* of the rollouts, ``-coef * KL`` each (entry ``reward_kl``), at the
+                present coefficient. A KL above the target is a negative number here.
+            kl: mean KL of the rollouts, above the target if it is to raise the coefficient.
+            n_steps: how many steps ``kl`` is the mean of. Default: 1. With ``kl_values``: their number.
+
+        Returns:
+            the new coefficient, a float.
+
+        Raises:
+            ValueError: none or both of ``kl_values`` and ``kl`` are given, ``kl_values`` is empty, a number is not
+                finite, or ``n_steps`` is not positive.
+        """
+        if (kl_values is None) == (kl is None):
+            raise ValueError("pass either kl_values (rewards, -coef * KL) or kl= (the KL itself)")
+        if kl_values is not None:
+            rewards = [float(value) for value in kl_values]
+            if not rewards:
+                raise ValueError("kl_values is empty: do a rollout before the update")
+            if n_steps is not None:
+                raise ValueError("n_steps belongs to kl=; kl_values has a length of its own")
+            n_steps, kl = len(rewards), -math.fsum(rewards) / len(rewards) / self.coef
+        assert kl is not None
+        kl, n_steps = float(kl), 1 if n_steps is None else n_steps
+        if not math.isfinite(kl):
+            raise ValueError(f"the KL must be finite, got {kl}: a log-probability is not")
+        if n_steps <= 0:
+            raise ValueError(f"n_steps must be positive, got {n_steps}")
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        factor = max(1 + error * n_steps / self.horizon, _SMALLEST_FACTOR)
+        self.coef = min(max(self.coef * factor, sys.float_info.min), sys.float_info.max)
+        if self.model is not None:
+            self.model.kl_coef = self.coef
+        return self.coef

@@ -1,0 +1,361 @@
+"""Rollouts of causal language models, as flat batches or padded."""
+
+from collections import deque
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from flatroll.layout import ACTION, IS_INIT, NEXT, OBSERVATION, STEP_COUNT
+from flatroll.text.kl import KLControllerBase, KLEstimator, kl_estimate
+from flatroll.text.sampling import (
+    check_config,
+    evaluating,
+    generate_tokens,
+    is_end,
+    left_padded,
+    sample_tokens,
+    token_log_probs,
+)
+from flatroll.text.sequences import Sequences
+
+_ID_BITS = 40  # a trajectory id is writer * 2**40 + number, as TrajId has it
+
+
+class RolloutFromModel:
+    """Lets a language model continue prompts, and returns what it did with rewards.
+
+    A step is a token. The reward is ``-kl_coef * KL`` at each token (see `kl_estimate`), plus, at the last one, the
+    score of the text minus that of the data's own text, clipped. A text is terminated by an end-of-sequence token, or
+    truncated after ``max_new_tokens`` tokens; its last token alone is done.
+
+    Tokens are drawn from the model's whole distribution, and log-probabilities are those of that distribution. Dropout
+    is off during a rollout.
+
+    Args:
+        model: causal language model of transformers.
+        ref_model: the model to stay close to, with the same tokens.
+        reward_model: called with ``input_ids=, attention_mask=`` ``[B, L]``; returns rewards of tokens, which are not
+            used, and scores ``[B]`` or ``[B, 1]``.
+        kl_coef: weight of the KL penalty. Default: 0.1.
+        max_new_tokens: T, the most tokens of a continuation. Default: 50.
+        score_clip: the difference of scores is clipped to this, on both sides. Default: 10.
+        kl_scheduler: what `step_scheduler` asks for the next ``kl_coef``. Default: None, it stays.
+        num_steps: `step_scheduler` looks at the last so many rollouts. Default: at all since it was called.
+        eos_token_id: token, or list of tokens, that ends a text; an empty list for none. Default: what the model's
+            configuration says.
+        pad_token_id: token behind the end of texts. Default: what the model's configuration says, or else 0.
+        generation_config: transformers' GenerationConfig; tokens then come from ``model.generate``. Default: None.
+        flat: whether `rollout_from_data` returns a flat batch ``[N]``, a row for each token, or a padded one
+            ``[B, T]``. Default: False.
+        kl_estimator: ``"k1"`` (default), ``"k2"`` or ``"k3"``.
+        allow_off_policy: whether ``generation_config`` may change the distribution (top-k, temperature, greedy).
+            Log-probabilities are those of the model all the same. Default: False.
+        generator: source of randomness. Default: torch's own.
+        writer: number that keeps the trajectory ids of several objects apart. Default: 0.
+
+    Attributes:
+        sequences: the texts that rows of flat batches refer to.
+
+    Raises:
+        ValueError: an argument is out of range, ``generation_config`` changes the distribution unasked, or nobody says
+            what ends a text.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        ref_model: Any,
+        reward_model: Any,
+        kl_coef: float = 0.1,
+        max_new_tokens: int = 50,
+        score_clip: float = 10.0,
+        kl_scheduler: KLControllerBase | None = None,
+        num_steps: int | None = None,
+        *,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        generation_config: Any = None,
+        flat: bool = False,
+        kl_estimator: KLEstimator = "k1",
+        allow_off_policy: bool = False,
+        generator: torch.Generator | None = None,
+        writer: int = 0,
+    ) -> None:
+        for name, value in (("max_new_tokens", max_new_tokens), ("num_steps", num_steps)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if score_clip < 0 or writer < 0:
+            raise ValueError(f"score_clip and writer must not be negative, got {score_clip} and {writer}")
+        kl_estimate(torch.zeros(0), kl_estimator)  # refuses an unknown name
+        self.model, self.ref_model, self.reward_model = model, ref_model, reward_model
+        self.kl_coef, self.max_new_tokens, self.score_clip = float(kl_coef), max_new_tokens, score_clip
+        self.kl_scheduler, self.flat = kl_scheduler, flat
+        self.kl_estimator: KLEstimator = kl_estimator
+        self.eos_token_ids = _eos_of(model, eos_token_id)
+        self.pad_token_id = _pad_of(model, pad_token_id)
+        self.generation_config, self.allow_off_policy = generation_config, allow_off_policy
+        if generation_config is not None:
+            check_config(generation_config, model, max_new_tokens, allow_off_policy)
+        self.generator = generator
+        self.sequences = Sequences(writer << _ID_BITS)
+        self._kls: deque[float] = deque(maxlen=num_steps)
+
+    @torch.no_grad()
+    def rollout_from_data(self, batch: Any) -> TensorDict:
+        """Continue the prompts of a `PromptData` ``[B]``; see `create_rollout_td` for what comes back.
+
+        Raises:
+            ValueError: the batch is not right-padded prompts of at least one token, or a text may become longer than
+                the model can read.
+        """
+        return self.create_rollout_td(batch, *self.generate(batch))
+
+    @torch.no_grad()
+    def generate(self, batch: Any, generation_config: Any = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Continue prompts.
+
+        Args:
+            batch: `PromptData` ``[B]`` with texts of L tokens.
+            generation_config: in place of the object's own. Default: None.
+
+        Returns:
+            texts int64 ``[B, L + T]``, each prompt followed by its continuation, and padding; log-probabilities of the
+            T tokens ``[B, T, 1]``; and log-ratios between model and reference ``[B, T]``. Both are 0 behind a text's
+            end.
+        """
+        lengths = self._prompt_lengths(batch)
+        config = generation_config
+        if config is None:
+            config = self.generation_config
+        else:
+            check_config(config, self.model, self.max_new_tokens, self.allow_off_policy)
+        prompts, mask = left_padded(batch.input_ids, lengths, self.pad_token_id)
+        ends: dict[str, Any] = {"eos": self.eos_token_ids, "pad": self.pad_token_id}
+        with evaluating(self.model, self.ref_model):
+            log_probs: Tensor | None = None
+            if config is None:
+                tokens, log_probs = sample_tokens(
+                    self.model, prompts, mask, self.max_new_tokens, **ends, generator=self.generator
+                )
+            else:
+                tokens = generate_tokens(
+                    self.model, prompts, mask, self.max_new_tokens, **ends, config=config
+                )
+            real = _up_to_first(is_end(tokens, self.eos_token_ids))
+            count = int(real.sum(1).max())  # no text is longer
+            whole = torch.cat([prompts, tokens[:, :count]], 1)
+            whole_mask = torch.cat([mask, real[:, :count].to(mask.dtype)], 1)
+            if log_probs is None or next(self.model.parameters()).dtype.itemsize < 4:
+                # Half precision through the cache differs from a pass over the whole text, which losses do.
+                log_probs = torch.zeros(tokens.shape, device=tokens.device)
+                log_probs[:, :count] = token_log_probs(self.model, whole, whole_mask, count)
+            log_ratio = torch.zeros_like(log_probs)
+            log_ratio[:, :count] = log_probs[:, :count] - token_log_probs(
+                self.ref_model, whole, whole_mask, count
+            )
+        log_probs, log_ratio = log_probs.masked_fill(~real, 0.0), log_ratio.masked_fill(~real, 0.0)
+        rows, length = batch.input_ids.shape
+        place = torch.arange(length + self.max_new_tokens, device=tokens.device).expand(rows, -1)
+        own = place < lengths.unsqueeze(1)  # the prompt's own tokens; others are padding until they are drawn
+        generated = torch.nn.functional.pad(batch.input_ids, (0, self.max_new_tokens)).where(
+            own, self.pad_token_id
+        )
+        generated.scatter_(1, self._places(lengths), tokens)
+        return generated, log_probs.unsqueeze(-1), log_ratio
+
+    @torch.no_grad()
+    def create_rollout_td(
+        self, batch: Any, generated: Tensor, log_probs: Tensor, log_ratio: Tensor
+    ) -> TensorDict:
+        """Turn what `generate` returned into a batch of steps.
+
+        With ``flat=True``, a flat marked batch ``[N]`` with a row for each generated token, texts end to end:
+
+        * ``observation``, int64 ``[N, 2]``: what was known, as the number of the text in ``self.sequences`` and how
+          many of its tokens; a `TextModule` reads it. ``("next", "observation")`` likewise.
+        * ``action``, int64 ``[N]``: the token; ``action_log_prob`` ``[N]``.
+        * under ``"next"``, ``reward`` and its parts ``reward_raw`` (the score) and ``reward_kl`` ``[N, 1]``.
+        * the marks ``is_init``, ``step_count``, trajectory ids, and under ``"next"`` ``terminated``, ``truncated``,
+          ``done``.
+
+        With ``flat=False``, a batch ``[B, T]`` with the whole text at each token: ``input_ids`` and ``attention_mask``
+        ``[B, T, L + T]`` and those under ``"next"``; ``action`` ``[B, T]``, ``sample_log_prob`` ``[B, T, 1]``; rewards
+        and flags as above ``[B, T, 1]``. Tokens behind a text's end are padding, without reward and not done:
+        ``("collector", "mask")`` ``[B, T]`` is False there.
+
+        Args:
+            batch: the `PromptData` ``[B]``.
+            generated: int64 ``[B, L + T]``.
+            log_probs: ``[B, T, 1]``.
+            log_ratio: ``[B, T]``.
+        """
+        lengths = self._prompt_lengths(batch)
+        action = generated.gather(1, self._places(lengths))
+        ends = is_end(action, self.eos_token_ids)
+        real = _up_to_first(ends)
+        counts = real.sum(1)
+        row = real.flatten().nonzero().squeeze(1)  # [N], places b * T + t of the tokens that were drawn
+        score = self._scores(batch, generated, lengths + counts)
+        final = counts.cumsum(0) - 1  # rows of the texts' last tokens
+        kl = kl_estimate(log_ratio.flatten().index_select(0, row), self.kl_estimator)
+        self._kls.append(float(kl.mean()))
+        reward_kl = -self.kl_coef * kl
+        raw = torch.zeros_like(reward_kl).index_copy_(0, final, score)
+        done = torch.zeros_like(row, dtype=torch.bool).index_fill_(0, final, True)
+        terminated = done & ends.flatten().index_select(0, row)
+        after = {"reward": raw + reward_kl, "reward_raw": raw, "reward_kl": reward_kl}
+        after |= {"terminated": terminated, "truncated": done ^ terminated, "done": done}
+        after = {name: column.unsqueeze(1) for name, column in after.items()}
+        device, drawn = generated.device, action.flatten()
+        if self.flat:
+            own = {ACTION: drawn.index_select(0, row)}
+            own["action_log_prob"] = log_probs.flatten().index_select(0, row)
+            marks = self._marks(generated, lengths, counts, row)
+            after["observation"] = marks[OBSERVATION] + marks[OBSERVATION].new_tensor([0, 1])
+            return TensorDict(own | marks | {NEXT: TensorDict(after, [len(row)], device)}, [len(row)], device)
+        shape = real.shape
+        after = {name: _spread(column, row, shape) for name, column in after.items()}
+        now, then = _whole_texts(generated, lengths, counts, self.pad_token_id, shape[1])
+        now |= {ACTION: action, "sample_log_prob": log_probs}
+        return TensorDict(now | {"collector": {"mask": real}, NEXT: after | then}, shape, device)
+
+    def step_scheduler(self) -> float:
+        """Ask the scheduler for the next ``kl_coef``, by the mean KL of the rollouts since the last call.
+
+        Without a scheduler the coefficient stays as it is.
+
+        Raises:
+            ValueError: there is a scheduler, and no rollout since the last call.
+        """
+        if self.kl_scheduler is not None:
+            if not self._kls:
+                raise ValueError("step_scheduler needs a rollout since its last call")
+            mean = sum(self._kls) / len(self._kls)
+            self.kl_coef = self.kl_scheduler.update(kl=mean, n_steps=len(self._kls))
+        self._kls.clear()
+        return self.kl_coef
+
+    def _places(self, lengths: Tensor) -> Tensor:
+        """Where the T tokens of each continuation stand, int64 ``[B, T]``: behind the prompt."""
+        return lengths.unsqueeze(1) + torch.arange(self.max_new_tokens, device=lengths.device)
+
+    def _marks(self, generated: Tensor, lengths: Tensor, counts: Tensor, row: Tensor) -> dict[str, Any]:
+        """Marks and observations of a flat batch, whose rows are token t of text b, ``row = b * T + t``.
+
+        The texts go into the table.
+        """
+        places = torch.arange(generated.shape[1], device=generated.device)
+        whole = lengths + counts
+        known = (places < whole.unsqueeze(1)).flatten().nonzero().squeeze(1)  # of all texts' places
+        numbers = self.sequences.add(generated.flatten().index_select(0, known), whole)
+        text = row // self.max_new_tokens
+        step = row - text * self.max_new_tokens
+        number = numbers.index_select(0, text)
+        return {
+            OBSERVATION: torch.stack([number, lengths.index_select(0, text) + step], 1),
+            IS_INIT: (step == 0).unsqueeze(1),
+            STEP_COUNT: step.unsqueeze(1),
+            "collector": {"traj_ids": number},
+        }
+
+    def _scores(self, batch: Any, generated: Tensor, lengths: Tensor) -> Tensor:
+        """Scores of the texts over those of the data's own, clipped: ``[B]``."""
+        mask = torch.arange(generated.shape[1], device=generated.device) < lengths.unsqueeze(1)
+        with evaluating(self.reward_model):
+            both = [
+                self.reward_model(input_ids=ids, attention_mask=known.to(torch.int64))[-1]
+                for ids, known in ((generated, mask), (batch.input_ids, batch.attention_mask))
+            ]
+        for score in both:
+            if score.shape not in ((len(lengths),), (len(lengths), 1)):
+                raise ValueError(
+                    f"reward_model must return (rewards, scores) with scores [{len(lengths)}], got {tuple(score.shape)}"
+                )
+        score, own = (score.reshape(-1).to(generated.device, torch.float32) for score in both)
+        if not bool((score - own).isfinite().all()):
+            raise ValueError("reward_model returned a score that is not finite")
+        gain: Tensor = score - own
+        return gain.clamp(-self.score_clip, self.score_clip)
+
+    def _prompt_lengths(self, batch: Any) -> Tensor:
+        """Tokens of each prompt, int64 ``[B]``, checked."""
+        rindex, (rows, length) = batch.prompt_rindex, batch.input_ids.shape
+        if rindex.shape != (rows,) or rows == 0:
+            raise ValueError(
+                f"prompt_rindex must have shape {(rows,)} with a row or more, got {tuple(rindex.shape)}"
+            )
+        first, last = (int(index) for index in rindex.aminmax())
+        if first < 0 or last >= length:
+            raise ValueError(
+                f"prompt_rindex must be the index of a token, 0 to {length - 1}, got {first} to {last}"
+            )
+        if not bool(
+            batch.attention_mask.gather(1, rindex.unsqueeze(1)).all() and batch.attention_mask[:, 0].all()
+        ):
+            raise ValueError("prompts must be right-padded: attention_mask is 0 in the prompt of a row")
+        most = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
+        longest = last + 1 + self.max_new_tokens
+        if most is not None and longest > most:
+            raise ValueError(
+                f"prompts of up to {last + 1} tokens and max_new_tokens={self.max_new_tokens} make texts "
+                f"of {longest}, but the model reads {most}"
+            )
+        lengths: Tensor = rindex + 1
+        return lengths
+
+
+def _up_to_first(ends: Tensor) -> Tensor:
+    """Which entries of bool rows ``[B, T]`` have no True before them."""
+    return (ends.cumsum(1) - ends.to(torch.int64)) == 0
+
+
+def _spread(column: Tensor, row: Tensor, shape: torch.Size) -> Tensor:
+    """The column ``[N, 1]`` in places ``row`` of a padded one ``[B, T, 1]``, zeros elsewhere."""
+    return column.new_zeros(shape.numel(), 1).index_copy_(0, row, column).view(*shape, 1)
+
+
+def _whole_texts(
+    generated: Tensor, lengths: Tensor, counts: Tensor, pad: int, steps: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The text known before and after each of T steps, ``[B, T, L + T]``, with padding behind it."""
+    place = torch.arange(generated.shape[1], device=generated.device)
+    step = torch.arange(steps + 1, device=generated.device)
+    known = lengths.unsqueeze(1) + step.minimum(counts.unsqueeze(1))  # [B, T + 1] tokens
+    mask = place < known.unsqueeze(2)
+    texts = {"input_ids": generated.unsqueeze(1).where(mask, pad), "attention_mask": mask}
+    now = {key: column[:, :-1].clone() for key, column in texts.items()}
+    return now, {key: column[:, 1:].clone() for key, column in texts.items()}
+
+
+def _configured(model: Any, name: str) -> Any:
+    """What the model's generation configuration, or else its configuration, says."""
+    for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
+        if getattr(config, name, None) is not None:
+            return getattr(config, name)
+    return None
+
+
+def _in_vocabulary(model: Any, name: str, token: int) -> int:
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if token < 0 or (size is not None and token >= size):
+        raise ValueError(f"{name} {token} is not a token of the model ({size}): pass {name}=tokenizer.{name}")
+    return int(token)
+
+
+def _eos_of(model: Any, eos: int | list[int] | None) -> list[int]:
+    eos = _configured(model, "eos_token_id") if eos is None else eos
+    if eos is None:
+        raise ValueError(
+            "eos_token_id is neither given nor in the model's configuration: pass tokenizer.eos_token_id, or [] if no "
+            "token ends a text"
+        )
+    return [
+        _in_vocabulary(model, "eos_token_id", token) for token in ([eos] if isinstance(eos, int) else eos)
+    ]
+
+
+def _pad_of(model: Any, pad: int | None) -> int:
+    pad = _configured(model, "pad_token_id") if pad is None else pad
+    return _in_vocabulary(model, "pad_token_id", 0 if pad is None else pad)

@@ -1,0 +1,209 @@
+"""Draws tokens from a causal language model, and computes log-probabilities of tokens."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from flatroll.text.sequences import last_logits
+
+#: Entries of a generation config that leave the model's distribution as it is, whatever their value.
+_HARMLESS = {
+    "max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id",
+    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config",
+    "disable_compile", "low_memory", "output_attentions", "output_hidden_states", "output_scores", "output_logits",
+    "return_dict_in_generate", "transformers_version", "_from_model_config", "is_assistant",
+}  # fmt: skip
+#: Values with which these entries do nothing.
+_PLAIN = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+#: Entries that stop rows by other things than EOS and length, or change the number of rows.
+_REFUSED = ("max_time", "stop_strings", "num_return_sequences", "num_beams")
+
+
+def left_padded(input_ids: Tensor, lengths: Tensor, pad: int) -> tuple[Tensor, Tensor]:
+    """Move the first ``lengths`` tokens of each row to its right end.
+
+    Args:
+        input_ids: int64 ``[B, L]``.
+        lengths: int64 ``[B]``.
+        pad: token that stands on the left.
+
+    Returns:
+        tokens and mask, int64 ``[B, longest]``.
+
+    >>> left_padded(torch.tensor([[5, 6, 7], [8, 9, 9]]), torch.tensor([2, 1]), pad=0)
+    (tensor([[5, 6],
+            [0, 8]]), tensor([[1, 1],
+            [0, 1]]))
+    """
+    longest = int(lengths.max())
+    # Token j of the result is token j - (longest - length) of the row, padding where that is negative.
+    place = torch.arange(longest, device=input_ids.device) - (longest - lengths).unsqueeze(1)
+    mask = place >= 0
+    return input_ids.gather(1, place.clamp(min=0)).masked_fill(~mask, pad), mask.to(torch.int64)
+
+
+def sample_tokens(
+    model: Any,
+    prompts: Tensor,
+    mask: Tensor,
+    max_new_tokens: int,
+    *,
+    eos: list[int],
+    pad: int,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draw tokens from the model's whole distribution until EOS or ``max_new_tokens``.
+
+    Args:
+        model: causal language model of transformers, with a cache of keys and values.
+        prompts: int64 ``[B, L]``, left-padded.
+        mask: int64 ``[B, L]``, 0 at padding.
+        max_new_tokens: at most so many tokens are drawn, T.
+        eos: tokens that end a row.
+        pad: token that stands behind the end of a row.
+        generator: source of randomness. Default: torch's own.
+
+    Returns:
+        tokens int64 ``[B, T]`` and their log-probabilities ``[B, T]``, 0 behind the end.
+    """
+    rows, length = prompts.shape
+    tokens = torch.full((rows, max_new_tokens), pad, device=prompts.device)
+    log_probs = torch.zeros((rows, max_new_tokens), device=prompts.device)
+    mask = torch.cat([mask, mask.new_ones(rows, max_new_tokens)], 1)
+    position = (mask[:, :length].cumsum(1) - 1).clamp(min=0)
+    ended = torch.zeros(rows, dtype=torch.bool, device=prompts.device)
+    options = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+    inputs, cache = prompts, None
+    for step in range(max_new_tokens):
+        output = model(
+            input_ids=inputs,
+            attention_mask=mask[:, : length + step],
+            position_ids=position,
+            past_key_values=cache,
+            use_cache=True,
+            **options,
+        )
+        cache = output.past_key_values
+        log_prob = output.logits[:, -1].float().log_softmax(-1)
+        drawn = torch.multinomial(log_prob.exp(), 1, generator=generator)  # [B, 1]
+        tokens[:, step] = drawn.squeeze(1).masked_fill(ended, pad)
+        log_probs[:, step] = log_prob.gather(1, drawn).squeeze(1).masked_fill(ended, 0.0)
+        ended = ended | is_end(drawn.squeeze(1), eos)
+        if bool(ended.all()):
+            break
+        inputs, position = tokens[:, step : step + 1], position[:, -1:] + 1
+    return tokens, log_probs
+
+
+def generate_tokens(
+    model: Any, prompts: Tensor, mask: Tensor, max_new_tokens: int, *, eos: list[int], pad: int, config: Any
+) -> Tensor:
+    """Draw tokens ``[B, T]`` by the model's own ``generate``, ``pad`` where it stopped before ``max_new_tokens``."""
+    config = deepcopy(config)
+    for name, value in _PLAIN.items():  # or the model's own config, and then transformers', fill the gaps
+        if getattr(config, name, None) is None:
+            setattr(config, name, value)
+    config.max_new_tokens, config.pad_token_id = max_new_tokens, pad
+    config.eos_token_id = eos or None
+    config.return_dict_in_generate = False
+    drawn = model.generate(input_ids=prompts, attention_mask=mask, generation_config=config)[
+        :, prompts.shape[1] :
+    ]
+    tokens = torch.full((len(prompts), max_new_tokens), pad, device=prompts.device)
+    tokens[:, : drawn.shape[1]] = drawn
+    return tokens
+
+
+def is_end(tokens: Tensor, eos: list[int]) -> Tensor:
+    """Which tokens are one of those that end a text: bool of the shape of ``tokens``."""
+    ends = torch.zeros_like(tokens, dtype=torch.bool)
+    for token in eos:  # a few at most, for which this takes less time than torch.isin
+        ends |= tokens == token
+    return ends
+
+
+def check_config(config: Any, model: Any, max_new_tokens: int, allow_off_policy: bool) -> None:
+    """Refuse a generation config with which tokens come from another distribution than the model's.
+
+    Args:
+        config: transformers' GenerationConfig.
+        model: its own config fills the gaps of ``config``.
+        max_new_tokens: what the rollout has.
+        allow_off_policy: whether another distribution is wanted.
+
+    Raises:
+        ValueError: it is another distribution and not wanted, or rows could end by other things than EOS and length.
+    """
+    own = getattr(model, "generation_config", None)
+    changes = config.to_diff_dict()
+    if own is not None:
+        filled = own.to_diff_dict()
+        changes = {
+            name: value
+            for name, value in filled.items()
+            if name not in _PLAIN and getattr(config, name, None) is None
+        } | changes
+    unlike = {
+        name: value
+        for name, value in changes.items()
+        if name not in _HARMLESS and value is not None and value != _PLAIN.get(name, ())
+    }
+    refused = {name: value for name, value in unlike.items() if name in _REFUSED}
+    if refused:
+        raise ValueError(
+            f"generation_config has {_listed(refused)}: a rollout takes one row for each prompt, which ends by EOS or "
+            "max_new_tokens; repeat prompts to get several"
+        )
+    if config.max_new_tokens not in (None, max_new_tokens):
+        raise ValueError(
+            f"generation_config.max_new_tokens is {config.max_new_tokens}, but max_new_tokens is {max_new_tokens}: "
+            "pass the latter alone"
+        )
+    if unlike and not allow_off_policy:
+        raise ValueError(
+            f"generation_config has {_listed(unlike)}: tokens would come from another distribution than the model's, "
+            "whose log-probabilities a rollout has. Leave it out (top_k=0, top_p=1.0), or pass allow_off_policy=True"
+        )
+
+
+def token_log_probs(model: Any, tokens: Tensor, mask: Tensor, count: int) -> Tensor:
+    """Log-probabilities ``[B, count]`` of the last ``count`` tokens, from one pass and the whole distribution.
+
+    Args:
+        model: causal language model of transformers.
+        tokens: int64 ``[B, L]``, left-padded.
+        mask: int64 ``[B, L]``, 0 at padding.
+        count: how many tokens at the right end.
+    """
+    device = next(model.parameters()).device
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": position}
+    logits = last_logits(model, count + 1, **{name: value.to(device) for name, value in inputs.items()})
+    chosen = tokens[:, -count:].to(device)
+    # The output at a token is about the one behind it, so the last output is about none of them.
+    losses = cross_entropy(logits[:, :-1].flatten(0, 1).float(), chosen.flatten(), reduction="none")
+    return -losses.view(chosen.shape).to(tokens.device)
+
+
+@contextmanager
+def evaluating(*models: Any) -> Iterator[None]:
+    """Turn dropout off in all models, and back on where it was."""
+    modules = [module for model in models if isinstance(model, nn.Module) for module in model.modules()]
+    training = [module for module in modules if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _listed(entries: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in entries.items())
