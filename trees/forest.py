@@ -279,10 +279,11 @@ class MCTSForest:
                 f"{self.max_size}. Nothing was added"
             )
         new = len(self) - before
-        # The first row of each new transition.
-        first = torch.full((new,), rows, dtype=torch.int64)
-        fresh = (edge >= before).nonzero().squeeze(-1)
-        first.scatter_reduce_(0, edge[fresh] - before, fresh, "amin")
+        first: Any = slice(None)  # the first row of each new transition: all rows, in order, if all are new
+        if new < rows:
+            first = torch.full((new,), rows, dtype=torch.int64)
+            fresh = (edge >= before).nonzero().squeeze(-1)
+            first.scatter_reduce_(0, edge[fresh] - before, fresh, "amin")
         stored = {
             key: column[first]
             for key, column in columns.items()
