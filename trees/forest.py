@@ -287,7 +287,7 @@ class MCTSForest:
         stored = {
             key: column[first]
             for key, column in columns.items()
-            if key not in self.excluded_keys and without_next(key) not in self.excluded_keys
+            if not self.excluded_keys or not {key, without_next(key)} & self.excluded_keys
         }
         self._rows.check(stored)
         reward = self._rewards(columns, rows)
