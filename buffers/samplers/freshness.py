@@ -7,10 +7,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.columns.base import Column
 from flatroll.buffers.index.ring import Array, Draw, Ring
-from flatroll.buffers.index.trajectory_index import TrajectoryIndex
-from flatroll.buffers.samplers.filling import bounds
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import POLICY_VERSION, NestedKey, require
 
@@ -22,7 +19,7 @@ class Stores(Protocol):
     """The part of a storage that is needed: its columns by key."""
 
     @property
-    def columns(self) -> Mapping[NestedKey, Column]:
+    def columns(self) -> Mapping[NestedKey, Any]:
         """The stored columns."""
         ...
 
@@ -84,7 +81,8 @@ class Freshness:
 
     def fresh_slices(self, draw: Draw, least: int) -> tuple[Tensor, Tensor]:
         """First slots and lengths of the slices of ``draw`` whose rows are all of version ``least`` or later."""
-        firsts, lasts = bounds(draw)
+        firsts, lasts = draw.firsts, draw.lasts
+        assert firsts is not None and lasts is not None
         stale = torch.cat([torch.zeros(1, dtype=torch.int64), (self.versions(draw.slots) < least).cumsum(0)])
         kept = stale[lasts + 1] == stale[firsts]  # stale[i]: stale rows before row i of the draw
         return draw.slots[firsts[kept]], (lasts - firsts + 1)[kept]
@@ -116,7 +114,8 @@ class Freshness:
 
     def slices(
         self,
-        index: TrajectoryIndex,
+        ring: Ring,
+        lay_out: Callable[..., Draw],
         way: Callable[..., Draw],
         count: int,
         length: int,
@@ -125,16 +124,13 @@ class Freshness:
         **options: Any,
     ) -> Draw:
         """Draw ``count`` slices of fresh rows: as ``way(count, length, follow=, **options)`` does, given that no row of
-        the slice is stale. RuntimeError if none, or too few, were found."""
-        least, starts, lengths, found, drawn, ask = (
-            self.look(index),
-            list[Tensor](),
-            list[Tensor](),
-            0,
-            0,
-            count,
-        )
-        self.stored(index)  # an error if no row is fresh
+        the slice is stale. RuntimeError if too few were found.
+
+        ``lay_out(first slots, lengths, follow=)`` lists the rows of slices.
+        """
+        least, found, drawn, ask = self.look(ring), 0, 0, count
+        starts, lengths = list[Tensor](), list[Tensor]()
+        self.stored(ring)  # an error if no row is fresh
         while found < count:
             if drawn > _MOST * count:
                 raise RuntimeError(
@@ -147,7 +143,7 @@ class Freshness:
             found, drawn = found + len(start), drawn + ask
             # Twice as many as are likely to do, but not more than 65,536 at once.
             ask = max(1, min(2 * (count - found) * drawn // max(found, 1), 1 << 16))
-        return index.slices_from(torch.cat(starts)[:count], torch.cat(lengths)[:count], follow=follow)
+        return lay_out(torch.cat(starts)[:count], torch.cat(lengths)[:count], follow=follow)
 
     def bar(self, ring: Ring, priorities: Priorities) -> None:
         """Give stale rows no weight; RuntimeError if all are stale."""

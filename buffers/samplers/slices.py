@@ -237,7 +237,7 @@ class SliceSampler(Sampler):
             if any(self.span):
                 way["span"] = spans(self.span, length)
         if self.freshness is not None:
-            draw_slices = partial(self.freshness.slices, index, draw_slices)
+            draw_slices = partial(self.freshness.slices, index, index.slices_from, draw_slices)
         draw = draw_slices(batch_size // length, length, follow=follow, **way)
         rows = len(draw.slots)
         enough = rows == batch_size if self.fill else 2 * rows >= batch_size or self._told

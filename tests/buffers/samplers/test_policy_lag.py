@@ -95,7 +95,9 @@ def test_slices_are_those_without_the_option_given_that_all_rows_are_fresh() -> 
         assert bool((starts.diff(dim=1) == 1).all())
         # Starts 5, 6, 7 of the eight of trajectory 0, and all three of trajectory 2.
         share = {"trajectory": (1 / 8, 1 / 3), "start": (1.0, 1.0)}[by]
-        chances: dict[int, float] = dict.fromkeys((5, 6, 7), share[0]) | dict.fromkeys((200, 201, 202), share[1])
+        chances: dict[int, float] = dict.fromkeys((5, 6, 7), share[0]) | dict.fromkeys(
+            (200, 201, 202), share[1]
+        )
         assert is_close(starts[:, 0], chances)
 
 
