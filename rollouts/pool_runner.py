@@ -230,9 +230,8 @@ class PoolWindow(Window):
         starts[left] -= 1
         self._open[left] = 1
         for column in self.columns.values():
+            # The open cells behind the transitions left are filled when their envs, which have not acted, act or reset.
             column[0] = column[starts, self._all]
-            # Their steps are 1 or later, which the line before has not written to.
-            column[1, left] = column[ends[left], left]
         self.steps = int(len(left) > 0)
 
     def _allocate(self, key: NestedKey, value: Any) -> Array:

@@ -51,7 +51,7 @@ class SleepingPool(gym.vector.VectorEnv[Any, Any, Any]):
 
     def recv(self) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         ids = np.argsort(self._done_at, kind="stable")[: self.batch_size]
-        time.sleep(max(0.0, self._done_at[ids[-1]] - time.perf_counter()))
+        time.sleep(max(0.0, float(self._done_at[ids[-1]]) - time.perf_counter()))
         self._done_at[ids] = np.inf
         none = np.zeros(self.batch_size, bool)
         return self._obs, none.astype(np.float32), none, none, {"env_id": ids.astype(np.int32)}

@@ -40,6 +40,7 @@ class ScriptedPool(VectorEnv[Any, Any, Any]):
         self.under_way: dict[int, Any] = {}  # env -> when its row is done, and the row
         self.random, self.time, self.steps = random.Random(order), 0.0, [0] * num_envs
         self.closed_times = 0
+        self.came: list[int] = []  # the envs of the transitions, in their order
 
     observation_space = property(lambda self: self.envs[0].observation_space)
     action_space = property(lambda self: self.envs[0].action_space)
@@ -80,6 +81,7 @@ class ScriptedPool(VectorEnv[Any, Any, Any]):
         if self.batch_size == self.num_envs:
             ids.sort()
         rows = [self.under_way.pop(env)[1] for env in ids]
+        self.came += [env for env, row in zip(ids, rows, strict=True) if row[4]["played"] >= 0]
         obs = map_tree(lambda *leaves: np.stack(leaves), *(row[0] for row in rows))
         info: dict[str, Any] = {key: np.array([row[4][key] for row in rows]) for key in ("t", "played")}
         info["env_id"] = np.array(ids, np.int32)

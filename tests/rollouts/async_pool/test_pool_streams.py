@@ -119,6 +119,13 @@ def test_cutting_the_stream_into_other_windows_changes_no_row(order: int, cuts: 
         same(one, other)
 
 
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_batches_take_rows_in_the_order_in_which_they_came(size: int) -> None:
+    pool = ScriptedPool(5, size)
+    rows = take(Collector(pool, by_place, frames_per_batch=1), 30)
+    assert [int(row["observation"][0, 0]) for row in rows] == pool.came[:30]
+
+
 @pytest.mark.parametrize("stride", [1, 3])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_recurrent_states_go_with_their_envs(size: int, stride: int) -> None:
