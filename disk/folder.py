@@ -73,6 +73,9 @@ class Folder:
     end: int
     #: What was loaded or published last; None if nothing was.
     version: Version | None
+    _segments: list[Segment]
+    _columns: Schema
+    _kept: list[Manifest]  # the versions whose files stay, the newest first
 
     def __init__(
         self,
@@ -105,11 +108,8 @@ class Folder:
             listing = Listing.of(self.path)
             if not write:
                 listing.check_own(self.path)
-            if (
-                resume is not None
-                and listing.versions
-                and read_manifest(self.path, listing.versions[0]).version == resume
-            ):
+            newest = whole_manifests(self.path, listing.versions)[:1]
+            if resume is not None and [manifest.version for manifest in newest] == [resume]:
                 self._go_on_from(resume.number)
         except BaseException:
             self.close()
@@ -197,7 +197,14 @@ class Folder:
                     ):  # else a writer has published a newer one, and removed this
                         raise DamagedFileError(f"{self.path}, version {untried[0]}: {error}") from None
                     continue
-                self._warn_of_damage(untried[0], damage)
+                lost = {version: text for version, text in damage.items() if version > untried[0]}
+                if lost:
+                    warnings.warn(
+                        f"{self.path}: version {untried[0]} (rows {self.head} to {self.end - 1}) was loaded, since "
+                        f"newer ones are damaged and lost: {_listed(lost)}",
+                        RuntimeWarning,
+                        stacklevel=3,
+                    )
                 return result
             if damage:
                 raise DamagedFileError(f"{self.path} has no version that is whole: {_listed(damage)}")
@@ -297,9 +304,11 @@ class Folder:
             if head is not None:
                 self.drop_before(head)
             version = Version(max(self.versions(), default=0) + 1, self._line)
-            record, chunks = None, []
+            header, chunks = tensor_file.encode(
+                {name: [value] for name, value in (tensors or {}).items()}, {}
+            )
+            record = None
             if tensors:
-                header, chunks = tensor_file.encode({name: [value] for name, value in tensors.items()}, {})
                 record = FileRecord(state_name(*version), header.size, header.checksum)
             manifest = Manifest(
                 version=version,
@@ -373,12 +382,13 @@ class Folder:
 
     def _begin_anew(self) -> None:
         """Know of no rows and no versions."""
-        self._segments: list[Segment] = []
-        self._columns: Schema = {}
-        self._kept: list[Manifest] = []  # the versions whose files stay, the newest first
+        self._segments = []
+        self._columns = {}
+        self._kept = []
         self.head = self.end = 0
         self.version = None
         self._line = secrets.token_hex(4)
+        self._number = 1  # of the next file of rows
         self._loaded = self._admitted = self._cleared = False
 
     def _lock_folder(self) -> None:
@@ -483,17 +493,6 @@ class Folder:
             self.head = max(self.head, found.segments[0].first)
         self._loaded, self._admitted, self._cleared = True, False, False
         return range(self.head, self.end)
-
-    def _warn_of_damage(self, number: int, damage: Mapping[int, str]) -> None:
-        """Say what is lost, if a version was read that is older than damaged ones."""
-        lost = {version: text for version, text in damage.items() if version > number}
-        if lost:
-            warnings.warn(
-                f"{self.path}: version {number} (rows [{self.head}, {self.end})) was loaded, since newer ones are "
-                f"damaged and lost: {_listed(lost)}",
-                RuntimeWarning,
-                stacklevel=5,
-            )
 
 
 def _listed(damage: Mapping[int, str]) -> str:

@@ -211,11 +211,11 @@ def saves(recorder: Recorder, path: Path, *, sync: bool, count: int) -> None:
         for number in range(1, count + 1):
             added, head = 3 + number * 5 % 11, max(head, end - 24)
             plan = {"head": head, "end": end + added, "epochs": dict(epochs)}
-            if number % 4 == 0:
-                edited = folder.segments[-1]
+            edited = folder.segments[-1] if number % 4 == 0 else None
+            if edited:
                 plan["epochs"] |= dict.fromkeys(range(edited.first, edited.end), number)
             recorder.mark("begin", number, plan)
-            if number % 4 == 0:
+            if edited:
                 folder.replace(rows(edited.first, edited.end, number), edited.first)
             folder.append(rows(end, end + added), end)
             folder.publish(plan["end"], {"state": torch.full((7,), number)}, head=head)
