@@ -1,6 +1,5 @@
 """`Folder`: rows and versions on disk, as they survive a crash."""
 
-import errno
 import secrets
 import threading
 import warnings
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from flatroll.disk import files, tensor_file
 from flatroll.disk.columns import Column, Schema, byte_count, check_columns, difference, schema_of
-from flatroll.disk.listing import Listing, remove_all_but
+from flatroll.disk.listing import Listing, lock_folder, remove_all_but
 from flatroll.disk.loading import (
     LoadedVersion,
     ReadOptions,
@@ -103,7 +102,7 @@ class Folder:
         if write:
             files.make_folder(self.path, synced=sync)
             Listing.of(self.path).check_own(self.path)
-            self._lock_folder()
+            self._lock = lock_folder(self.path)
         try:
             listing = Listing.of(self.path)
             if not write:
@@ -150,6 +149,10 @@ class Folder:
         """Numbers of rows, of segments, and of bytes in them."""
         total = sum(segment.size for segment in self._segments)
         return {"rows": self.end - self.head, "segments": len(self._segments), "bytes": total}
+
+    def rows_per_segment(self, row_bytes: int) -> int:
+        """How many rows of so many bytes make a whole segment: save many rows in pieces of that size."""
+        return max(1, min(self._segment_rows, -(-self._segment_bytes // max(row_bytes, 1))))
 
     def versions(self) -> list[int]:
         """Numbers of the versions in the folder, the newest first, damaged ones included."""
@@ -390,19 +393,6 @@ class Folder:
         self._line = secrets.token_hex(4)
         self._number = 1  # of the next file of rows
         self._loaded = self._admitted = self._cleared = False
-
-    def _lock_folder(self) -> None:
-        try:
-            self._lock = files.lock(self.path / LOCK)
-        except BlockingIOError:
-            raise BlockingIOError(
-                f"another writer has {self.path}: close it first, or write to another folder"
-            ) from None
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-                raise
-            text = f"{self.path} cannot be written to ({error.strerror}): choose another folder"
-            raise PermissionError(text) from None
 
     def _admit(self) -> None:
         """Refuse to write to what is open for reading, and to what holds something that this run has not loaded."""
