@@ -43,7 +43,6 @@ _STORED = {
 }
 # Complex numbers are stored as pairs (a last dimension of 2), the small floats as their bytes.
 _DECLARED = {
-    torch.complex32: torch.float16,
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
     torch.float8_e4m3fn: torch.uint8,
