@@ -363,6 +363,34 @@ class Folder:
             self._clear_once()
             self._publish_rows([columns], slice(firsts.index(first), ends.index(end) + 1), first, end)
 
+    def adopt(self, segments: Iterable[Segment]) -> None:
+        """Take the rows of another folder's segments for this one's, without writing those that are on the same disk.
+
+        Segments of the same rows and checksums stay. The new ones count once a version is published.
+
+        Args:
+            segments: end to end, as `segments` of the other folder gives them.
+
+        Raises:
+            OSError: the disk is full or failed; the rows before stand.
+        """
+        with self._turn:
+            self._admit()
+            self._clear_once()
+            own = {(segment.name[:2], segment.record[1:]): segment for segment in self._segments}
+            adopted: list[Segment] = []
+            for segment in segments:
+                name = RowsName(segment.first, segment.end, self._line, self._number)
+                known = own.get((segment.name[:2], segment.record[1:]))
+                self._number += known is None
+                adopted.append(known or segment.share(self.path, name, synced=self._sync))
+            if self._sync:
+                files.sync_folder(self.path)
+            self._segments = adopted
+            self._columns = adopted[-1].schema if adopted else {}
+            self.head = max(self.head, adopted[0].first) if adopted else self.end
+            self.end = adopted[-1].end if adopted else self.end
+
     def drop_before(self, row: int) -> None:
         """Forget the rows before this one. Segments that lie wholly before it go, once no kept version names them.
 

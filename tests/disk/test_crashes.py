@@ -7,14 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import disk_recorder
 import pytest
 import torch
 from disk_recorder import Recorder, check_all, check_rows, check_version, go_on, rows, saves, states
 
 from flatroll.disk import DamagedFileError, Folder, files
 
-SUPPORT = Path(disk_recorder.__file__).parent
+SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def test_every_crash_leaves_the_old_version_or_the_new_one() -> None:
