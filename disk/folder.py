@@ -24,7 +24,7 @@ from flatroll.disk.manifest import FileRecord, Json, Manifest, Version, read_man
 from flatroll.disk.merging import Size, first_to_merge
 from flatroll.disk.names import LOCK, MOST_ROWS, RowsName, manifest_name, state_name
 from flatroll.disk.segments import Segment, encode_segment, read_range
-from flatroll.disk.tensor_file import DamagedFileError, MissingFileError
+from flatroll.disk.tensor_file import DamagedFileError
 from flatroll.layout.checks import whole_number
 
 T = TypeVar("T")
@@ -193,25 +193,27 @@ class Folder:
                 try:
                     result = use(self._go_on_from(untried[0]))
                 except DamagedFileError as error:
-                    damage[untried[0]] = str(error)
+                    damage[untried[0]] = f"version {untried[0]}: {error}"
                     newest = max(self.versions(), default=0)
                     self._damaged.add(untried[0])
                     if (
                         strict and newest <= untried[0]
                     ):  # else a writer has published a newer one, and removed this
-                        raise DamagedFileError(f"{self.path}, version {untried[0]}: {error}") from None
+                        raise DamagedFileError(f"{self.path}, {damage[untried[0]]}") from None
                     continue
-                lost = {version: text for version, text in damage.items() if version > untried[0]}
+                lost = [text for version, text in damage.items() if version > untried[0]]
                 if lost:
                     warnings.warn(
                         f"{self.path}: version {untried[0]} (rows {self.head} to {self.end - 1}) was loaded, since "
-                        f"newer ones are damaged and lost: {_listed(lost)}",
+                        f"newer ones are damaged and lost: {'; '.join(lost)}",
                         RuntimeWarning,
                         stacklevel=3,
                     )
                 return result
             if damage:
-                raise DamagedFileError(f"{self.path} has no version that is whole: {_listed(damage)}")
+                raise DamagedFileError(
+                    f"{self.path} has no version that is whole: {'; '.join(damage.values())}"
+                )
             raise FileNotFoundError(f"{self.path} holds no version{'' if number is None else f' {number}'}")
 
     def recover(self) -> range:
@@ -220,15 +222,17 @@ class Folder:
         Rows after the newest version are found by the names of their files, up to the first hole.
         """
         with self._turn:
-            before: Listing | None = None
-            while True:
-                listing = Listing.of(self.path)
-                try:
-                    return self._recover(listing, settled=listing == before)
-                except MissingFileError:
-                    if listing == before:
-                        raise
-                before = listing  # a writer may have merged or dropped files meanwhile: look again
+            found = recover_rows(self.path, self._options)
+            if found.manifest is None:
+                self._begin_anew()
+            else:
+                self._take(found.manifest, [])
+            self._line, self._segments = found.line or self._line, found.segments
+            if found.segments:
+                self._columns, self.end = found.segments[-1].schema, found.segments[-1].end
+                self.head = max(self.head, found.segments[0].first)
+            self._loaded, self._admitted, self._cleared = True, False, False
+            return range(self.head, self.end)
 
     def read_rows(self, first: int | None = None, end: int | None = None) -> dict[str, Column]:
         """Read rows ``[first, end)`` into new memory, with checksums.
@@ -386,10 +390,9 @@ class Folder:
                 adopted.append(known or segment.share(self.path, name, synced=self._sync))
             if self._sync:
                 files.sync_folder(self.path)
-            self._segments = adopted
-            self._columns = adopted[-1].schema if adopted else {}
-            self.head = max(self.head, adopted[0].first) if adopted else self.end
+            self._segments, self._columns = adopted, adopted[-1].schema if adopted else {}
             self.end = adopted[-1].end if adopted else self.end
+            self.head = max(self.head, adopted[0].first) if adopted else self.end
 
     def drop_before(self, row: int) -> None:
         """Forget the rows before this one. Segments that lie wholly before it go, once no kept version names them.
@@ -498,21 +501,3 @@ class Folder:
         self.version, self._line = manifest.version, manifest.version.line
         self.head, self.end = manifest.head, manifest.end
         self._loaded, self._admitted, self._cleared = True, False, False
-
-    def _recover(self, listing: Listing, *, settled: bool) -> range:
-        """`recover` with these names; MissingFileError if one of them is gone, but those ``settled`` counts as lost."""
-        found = recover_rows(self.path, listing, settled=settled, options=self._options)
-        if found.manifest is None:
-            self._begin_anew()
-        else:
-            self._take(found.manifest, [])
-        self._line, self._segments = found.line or self._line, found.segments
-        if found.segments:
-            self._columns, self.end = found.segments[-1].schema, found.segments[-1].end
-            self.head = max(self.head, found.segments[0].first)
-        self._loaded, self._admitted, self._cleared = True, False, False
-        return range(self.head, self.end)
-
-
-def _listed(damage: Mapping[int, str]) -> str:
-    return "; ".join(f"version {number}: {text}" for number, text in damage.items())
