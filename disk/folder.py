@@ -76,6 +76,7 @@ class Folder:
     _segments: list[Segment]
     _columns: Schema
     _kept: list[Manifest]  # the versions whose files stay, the newest first
+    _line: str  # the word in names of files by which runs that do not know each other never mix
 
     def __init__(
         self,
@@ -134,8 +135,6 @@ class Folder:
             files.close(self._lock)
             self._lock = None
 
-    # Reading
-
     @property
     def segments(self) -> tuple[Segment, ...]:
         """The files of rows, end to end, as this process knows them; each has ``first``, ``end`` and ``columns``."""
@@ -148,8 +147,8 @@ class Folder:
 
     def stats(self) -> dict[str, int]:
         """Numbers of rows, of segments, and of bytes in them."""
-        total = sum(segment.size for segment in self._segments)
-        return {"rows": self.end - self.head, "segments": len(self._segments), "bytes": total}
+        sizes = [segment.size for segment in self._segments]
+        return {"rows": self.end - self.head, "segments": len(sizes), "bytes": sum(sizes)}
 
     def rows_per_segment(self, row_bytes: int) -> int:
         """How many rows of so many bytes make a whole segment: save many rows in pieces of that size."""
@@ -250,8 +249,6 @@ class Folder:
             raise IndexError(f"rows [{first}, {end}) asked for, there are [{self.head}, {self.end})")
         return read_range(self._segments, self._columns, first, end)
 
-    # Writing
-
     def append(self, columns: Mapping[str, Column], first: int | None = None) -> None:
         """Publish rows ``[first, first + N)`` as one segment: all of them or none, also if the process is killed.
 
@@ -259,8 +256,8 @@ class Folder:
         small. The tensors must not change before the call returns.
 
         Args:
-            columns: name (`column_name` makes one of a nested key) to a tensor ``[N, ...]`` or `Ragged`. The first
-                rows say what columns there are; later ones must have the same names, dtypes and shapes.
+            columns: name (`column_name` makes one of a nested key) to a tensor ``[N, ...]`` or `Ragged`. All rows have
+                the columns of the first ones, with their dtypes and shapes.
             first: number of the first row: `end`, or any if the folder has no rows. Default: `end`.
 
         Raises:
@@ -275,8 +272,8 @@ class Folder:
             count = check_columns(columns)
             if first < 0 or (self._segments and first != self.end):
                 raise ValueError(f"first must be {self.end}, the number of the row to come, got {first}")
-            if self._segments and schema_of(columns) != self._columns:
-                raise ValueError(f"the columns must be those of the folder: {self._difference(columns)}")
+            if self._segments:
+                self._check_schema(columns)
             if count == 0:
                 return
             self._clear_once()
@@ -335,12 +332,9 @@ class Folder:
                 files.publish(self.path, record.name, chunks, synced=self._sync)
             try:
                 files.publish(self.path, manifest_name(version.number), [text], synced=self._sync)
-            except BaseException:
-                self._remove_unused()  # the state's file
-                raise
-            self._kept = [manifest, *self._kept][: self._keep]
-            self.version = version
-            self._remove_unused()
+                self._kept, self.version = [manifest, *self._kept][: self._keep], version
+            finally:
+                self._remove_unused()  # versions that are too old; the new state, if its manifest failed
             return version
 
     def replace(self, columns: Mapping[str, Column], first: int) -> None:
@@ -362,8 +356,7 @@ class Folder:
             )
             if first not in firsts or end not in ends:
                 raise ValueError(f"rows [{first}, {end}) are not whole segments, which begin at {firsts}")
-            if schema_of(columns) != self._columns:
-                raise ValueError(f"the columns must be those of the folder: {self._difference(columns)}")
+            self._check_schema(columns)
             self._clear_once()
             self._publish_rows([columns], slice(firsts.index(first), ends.index(end) + 1), first, end)
 
@@ -410,10 +403,10 @@ class Folder:
                 self._segments = [segment for segment in self._segments if segment.end > row]
                 self._remove_unused()
 
-    # Parts of the above
-
-    def _difference(self, columns: Mapping[str, Column]) -> str:
-        return difference(self._columns, schema_of(columns))
+    def _check_schema(self, columns: Mapping[str, Column]) -> None:
+        if schema_of(columns) != self._columns:
+            text = difference(self._columns, schema_of(columns))
+            raise ValueError(f"the columns must be those of the folder: {text}")
 
     def _begin_anew(self) -> None:
         """Know of no rows and no versions."""
