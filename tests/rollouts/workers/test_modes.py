@@ -1,7 +1,9 @@
 """How batches are made of windows: whole trajectories, stacks, pads, early ends, buffers, weights, lag."""
 
+import os
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,8 +30,22 @@ def assert_whole(batch: Any, frames: int | None = None) -> None:
         assert rows["next", "done"].flatten().tolist() == [False] * (len(rows) - 1) + [True]
 
 
+class Buffer(list[Any]):
+    """Keeps the batches."""
+
+    waiting = -1
+
+    def extend(self, batch: Any, final: Any) -> None:  # type: ignore[override]
+        assert not batch["next", "done"][final["row"]].logical_not().any()  # whole ones end inside their episode
+        self.append(batch)
+
+    def note_waiting(self, rows: int) -> None:
+        self.waiting = rows
+
+
 @BOTH
 def test_complete_trajectories(sync: bool, nursery: Nursery) -> None:
+    buffer = Buffer()
     with MultiCollector(
         envs(2),
         num_workers=2,
@@ -38,20 +54,21 @@ def test_complete_trajectories(sync: bool, nursery: Nursery) -> None:
         total_frames=96,
         trajs_per_batch=5,
         compact_obs=True,
+        replay_buffer=buffer,
         nursery=nursery,
         seed=1,
     ) as collector:
-        batches = list(collector)
-        numbers = [len(batch[IDS].unique()) for batch in batches]
+        assert set(collector) == {None}
+        numbers = [len(batch[IDS].unique()) for batch in buffer]
         assert set(numbers[:2]) == {5} and max(numbers) == 5 and sum(numbers) >= 14
-        for batch in batches:
+        for batch in buffer:
             assert_whole(batch)
             if sync:  # worker 0 gives 3 of the 5, and stands first
                 assert (batch[IDS] >> 40).diff().ge(0).all()
-        ids = torch.cat([batch[IDS].unique() for batch in batches])
+        ids = torch.cat([batch[IDS].unique() for batch in buffer])
         assert len(ids.unique()) == len(ids)
         assert 96 <= collector.frames <= 96 + 2 * 8
-        assert list(collector) == []
+        assert list(collector) == [] and buffer.waiting >= 0
 
 
 def test_total_of_complete_trajectories_that_never_end(nursery: Nursery) -> None:
@@ -198,6 +215,46 @@ def test_policy_factories(nursery: Nursery) -> None:
         assert (next(collector)["action"] == 2).all()
         learner.weight.data += 1
         assert (next(collector)["action"] == 3).all() and collector.policy_version == 2
+
+
+def test_kept_batches_hold_no_mappings(nursery: Nursery) -> None:
+    with MultiAsyncCollector(Seeded, num_workers=2, frames_per_batch=2, nursery=nursery) as collector:
+        kept = [next(collector) for _ in range(20)]
+        maps = len(Path("/proc/self/maps").read_text().splitlines())
+        kept += [next(collector) for _ in range(200)]
+        assert len(Path("/proc/self/maps").read_text().splitlines()) <= maps + 20
+    steps = torch.cat(kept)
+    for id in steps[IDS].unique():  # nobody wrote into them
+        mine = steps["observation"][steps[IDS] == id][:, 2]
+        assert mine.tolist() == list(range(len(mine)))
+
+
+def test_hooks_run_in_the_worker(nursery: Nursery) -> None:
+    calls: list[str] = []  # each worker has a copy
+
+    def with_facts(batch: Any) -> Any:
+        facts = torch.tensor([os.getpid(), len(calls), torch.get_num_threads()])
+        return batch[1:].set("facts", facts.expand(len(batch) - 1, 3))
+
+    with MultiSyncCollector(
+        Seeded,
+        num_workers=2,
+        frames_per_batch=6,
+        pre_collect_hook=lambda: calls.append("before"),
+        post_collect_hook=lambda batch: calls.append(str(len(batch))),
+        postproc=with_facts,
+        compact_obs=True,
+        nursery=nursery,
+    ) as collector:
+        for i in range(3):
+            batch = next(collector)
+            assert len(batch) == 4 and collector.frames == 6 * (i + 1)
+            pids, counts, threads = batch["facts"].unbind(-1)
+            assert len(pids.unique()) == 2 and os.getpid() not in pids and (threads == 1).all()
+            assert (counts == 2 * i + 1).all()
+            # `final` counts the rows before
+            assert 2 in collector.final["row"] and 5 in collector.final["row"]
+        assert not calls
 
 
 def test_a_bar_over_all_workers(nursery: Nursery, capsys: pytest.CaptureFixture[str]) -> None:
