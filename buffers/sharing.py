@@ -47,7 +47,9 @@ class Shareable:
         self._write_lock = self.storage.write_lock()
         self._prefetcher: Prefetcher[Any] | None = Prefetcher(self.prefetch) if self.prefetch else None
         self._process = os.getpid()
-        self._failure: Callable[[], Any] | None = None  # raises what ended a thread that writes into the buffer
+        self._failure: Callable[[], Any] | None = (
+            None  # raises what ended a thread that writes into the buffer
+        )
         self._step_writers: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose steps may wait
         self.storage.attach(self)
 

@@ -71,7 +71,9 @@ def test_refusals(env: Any, options: dict[str, Any], error: Any, message: str, n
 
 
 def test_weights_for_a_policy_without_any(nursery: Nursery) -> None:
-    with MultiSyncCollector(Seeded, frames_per_batch=4, track_policy_version=True, nursery=nursery) as collector:
+    with MultiSyncCollector(
+        Seeded, frames_per_batch=4, track_policy_version=True, nursery=nursery
+    ) as collector:
         with pytest.raises(TypeError, match=r"the policy, NoneType, is no nn\.Module: it has no weights"):
             collector.update_policy_weights_({"weight": torch.zeros(1)})
         collector.update_policy_weights_()  # counts

@@ -2,14 +2,13 @@
 
 import os
 import signal
-import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from worker_envs import Faulty, Odd, Once, Seeded, dies, falls, hangs, is_odd
+from kill_workers import kill_workers
+from worker_envs import Faulty, Once, Seeded, dies, falls, hangs, is_odd
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.rollouts import MultiAsyncCollector, MultiCollector, MultiSyncCollector
@@ -146,6 +145,8 @@ def test_a_stopped_worker_is_replaced(sync: bool, nursery: Nursery) -> None:
 
 
 def test_kills_with_replacement(nursery: Nursery) -> None:
-    from kill_workers import kill_workers
-
-    assert kill_workers(nursery, kills=10)["wrong"] == 0
+    """``python tests/support/kill_workers.py 200`` is the long form."""
+    count = len(nursery.workers)
+    found = kill_workers(nursery, kills=10)
+    assert found["wrong"] == found["segments"] == 0 and found["workers"] == count
+    assert abs(found["descriptors"]) <= 6  # two for each block of three workers that may not be there yet

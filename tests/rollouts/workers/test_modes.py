@@ -36,7 +36,9 @@ class Buffer(list[Any]):
     waiting = -1
 
     def extend(self, batch: Any, final: Any) -> None:  # type: ignore[override]
-        assert not batch["next", "done"][final["row"]].logical_not().any()  # whole ones end inside their episode
+        assert (
+            not batch["next", "done"][final["row"]].logical_not().any()
+        )  # whole ones end inside their episode
         self.append(batch)
 
     def note_waiting(self, rows: int) -> None:
@@ -87,7 +89,11 @@ def test_total_of_complete_trajectories_that_never_end(nursery: Nursery) -> None
 
 def test_early_end_of_a_batch_loses_nothing(nursery: Nursery) -> None:
     with MultiSyncCollector(
-        [Seeded, lambda: Faulty(lambda: time.sleep(0.01))], frames_per_batch=60, preemptive_threshold=0.5, nursery=nursery, seed=0
+        [Seeded, lambda: Faulty(lambda: time.sleep(0.01))],
+        frames_per_batch=60,
+        preemptive_threshold=0.5,
+        nursery=nursery,
+        seed=0,
     ) as collector:
         batches = [collector.rollout() for _ in range(4)]
         sizes = [len(batch) for batch in batches]
@@ -101,9 +107,10 @@ def test_early_end_of_a_batch_loses_nothing(nursery: Nursery) -> None:
 
 def test_stacked_and_padded(nursery: Nursery) -> None:
     both: Any = {"frames_per_batch": 12, "seed": 5, "num_workers": 3, "nursery": nursery}
-    with MultiSyncCollector(Seeded, **both) as flat, MultiSyncCollector(
-        Seeded, cat_results="stack", compact_obs=True, **both
-    ) as stacked:
+    with (
+        MultiSyncCollector(Seeded, **both) as flat,
+        MultiSyncCollector(Seeded, cat_results="stack", compact_obs=True, **both) as stacked,
+    ):
         for _ in range(2):
             rows, stack = next(flat), next(stacked)
             assert stack.batch_size == (3, 4)
@@ -112,9 +119,7 @@ def test_stacked_and_padded(nursery: Nursery) -> None:
                 rows["next", "observation"][stacked.final["row"]], stacked.final["next", "observation"]
             )
     with pytest.warns(UserWarning, match="split_trajs=True pads"):
-        padded = MultiSyncCollector(
-            Seeded, split_trajs=True, postproc=lambda batch: batch.clone(), **both
-        )
+        padded = MultiSyncCollector(Seeded, split_trajs=True, postproc=lambda batch: batch.clone(), **both)
     with padded, MultiSyncCollector(Seeded, **both) as flat:
         for _ in range(3):
             assert (next(padded) == split_trajectories(next(flat))).all()
@@ -177,14 +182,22 @@ def test_workers_act_with_the_weights_that_their_rows_name(sync: bool, nursery: 
         lag = [worker["lag"] for worker in collector.stats()["workers"]]
         assert all(0 <= each["min"] <= each["mean"] <= each["max"] <= 9 for each in lag)
         assert max(each["max"] for each in lag) == 0 if sync else True
-        with pytest.raises(ValueError, match=r"weight 'weight' was shared as float32 \[\], got float32 \[2\]"):
+        with pytest.raises(
+            ValueError, match=r"weight 'weight' was shared as float32 \[\], got float32 \[2\]"
+        ):
             collector.update_policy_weights_({"weight": torch.zeros(2)})
 
 
 def test_windows_wait_their_turn(nursery: Nursery) -> None:
     """A learner that is slow gets windows of all workers, at most `slots` + 1 behind."""
     with MultiAsyncCollector(
-        Seeded, ItsWeight(), num_workers=3, frames_per_batch=5, slots=2, track_policy_version=True, nursery=nursery
+        Seeded,
+        ItsWeight(),
+        num_workers=3,
+        frames_per_batch=5,
+        slots=2,
+        track_policy_version=True,
+        nursery=nursery,
     ) as collector:
         turns = []
         for _ in range(30):
