@@ -203,7 +203,7 @@ class Team:
             member.worker.name,
             "dropped" if successor is None else f"replaced by {successor.worker.name}",
             type(error).__name__,
-            error,
+            str(error),  # the error itself would keep the worker's memory, where records of the log are kept
         )
         return Event(member, lost=True, successor=successor)
 

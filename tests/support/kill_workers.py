@@ -3,6 +3,7 @@
 ``python tests/support/kill_workers.py 200`` prints what was found.
 """
 
+import gc
 import os
 import random
 import signal
@@ -21,6 +22,7 @@ IDS = ("collector", "traj_ids")
 
 def descriptors() -> int:
     """How many files this process has open."""
+    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 

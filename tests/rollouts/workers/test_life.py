@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from worker_envs import Faulty, ItsWeight, Seeded, assert_equal, envs, falls, hangs
+from worker_envs import Faulty, ItsWeight, Seeded, assert_equal, envs, falls, hangs, stop_myself
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.rollouts import MultiAsyncCollector, MultiCollector, MultiSyncCollector
@@ -133,21 +133,17 @@ def test_shutdown(sync: bool, nursery: Nursery) -> None:
             collector.shutdown()
             assert time.monotonic() - began < 4.9  # it did not run into its limit
             collector.async_shutdown()
-            assert "state: closed" in repr(collector) or "closed" in repr(collector)
+            assert "state=closed" in repr(collector)
         assert len(nursery.workers) == count
 
 
-def test_shutdown_is_bounded(nursery: Nursery) -> None:
-    for fault in (hangs, stop_myself):
-        collector = MultiAsyncCollector(lambda: Faulty(fault), frames_per_batch=2, nursery=nursery)
-        pid = nursery.workers[-1].pid
-        wait_until(lambda: next(collector) is not None)
-        collector.shutdown(timeout=0.1)
-        wait_until(lambda: not Path(f"/proc/{pid}").exists())
-
-
-def stop_myself() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+@pytest.mark.parametrize("fault", [hangs, stop_myself])
+def test_shutdown_is_bounded(fault: Any, nursery: Nursery) -> None:
+    collector = MultiAsyncCollector(lambda: Faulty(fault), frames_per_batch=2, nursery=nursery)
+    pid = nursery.workers[-1].pid
+    next(collector)
+    collector.shutdown(timeout=0.1)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())
 
 
 def test_ctrl_c(nursery: Nursery) -> None:
