@@ -257,7 +257,7 @@ class MultiCollector(Facts):
     @property
     def final(self) -> TensorDict | None:
         """With ``compact_obs=True``: of the last batch, the next observations that no row of it holds, as
-        `Collector.final`; ``"row"`` counts the rows of the whole batch."""
+        `Collector.final`; ``"row"`` counts the rows of the whole batch. None if a replay buffer took it."""
         return self._supply.delivery.final
 
     @property
