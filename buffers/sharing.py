@@ -35,6 +35,8 @@ class Shareable:
     prefetch: int | None
     generator: torch.Generator | None
     _ring: Ring
+    _started: bool
+    _transforms: list[Any]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -47,13 +49,22 @@ class Shareable:
         self._write_lock = self.storage.write_lock()
         self._prefetcher: Prefetcher[Any] | None = Prefetcher(self.prefetch) if self.prefetch else None
         self._process = os.getpid()
-        self._failure: Callable[[], Any] | None = None  # raises what ended a thread that writes into the buffer
+        self._failure: Callable[[], Any] | None = (
+            None  # raises what ended a thread that writes into the buffer
+        )
         self._step_writers: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose steps may wait
         self.storage.attach(self)
 
     def note_waiting(self, rows: int) -> None:
         """Note how many rows a collector keeps back until their trajectories end, for the error of an empty buffer."""
         self._ring.waiting = rows
+
+    @property
+    def copies_rows(self) -> bool:
+        """Whether `extend` will keep nothing of its batch but copies, so that its memory may be written again."""
+        storage = self.storage
+        plain = not self._transforms and not self.writer.stateful
+        return self._started and storage.copies_rows and storage.own_column is None and plain
 
     def note_failure(self, tell: Callable[[], Any]) -> None:
         """Let the next use of the buffer call this function, which raises what ended a thread that filled it."""

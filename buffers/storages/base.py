@@ -80,6 +80,7 @@ class Storage(Facts, ABC):
         structure: what kind of data there is (a `Structure`), known from the first batch on.
         own_column: class name of a column that the caller's code made, whose memory other processes may not see.
         by_reference: whether other processes may read and write the rows: a pickle names where they are.
+        copies_rows: whether the storage keeps nothing of a batch but copies.
         columns: the stored entries by key, each a `Column`; empty before the first batch and without columns.
         loose: root keys whose next values need not be those of the following rows: they are not compared.
         compared: what :meth:`link` compares; None until that is known.
@@ -93,6 +94,7 @@ class Storage(Facts, ABC):
     structure: Any = None
     own_column: str | None = None
     by_reference: bool = False
+    copies_rows: bool = False
     compiled: bool = False
 
     def __init__(self, max_size: int, compilable: bool = False) -> None:

@@ -79,6 +79,7 @@ class LazyMemmapStorage(ColumnStorage):
     """
 
     by_reference = True
+    copies_rows = True
 
     def __init__(
         self,

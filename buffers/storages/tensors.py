@@ -154,6 +154,8 @@ class LazyTensorStorage(ColumnStorage):
     (tensor([1., 2., 3.]), 5)
     """
 
+    copies_rows = True
+
     def __init__(
         self,
         max_size: int,

@@ -144,6 +144,15 @@ def one_for_each(
     return list(functions), list(factories)
 
 
+def policy_here(policy: Any, factories: Sequence[Any], update_at_each_batch: bool) -> Any:
+    """The policy of this process, with the weights that workers begin with; TypeError if it needs some and has none."""
+    if policy is None and factories[0] is not None:
+        policy = factories[0]()
+    if update_at_each_batch and not isinstance(policy, nn.Module):
+        raise TypeError(f"update_at_each_batch needs a policy with weights, got {type(policy).__name__}")
+    return policy
+
+
 def seeds_of(seed: int | None) -> np.random.SeedSequence:
     """The sequence of which worker i gets child i; each replacement, the next one."""
     if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__") or seed < 0):

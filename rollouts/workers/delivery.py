@@ -26,7 +26,7 @@ class Delivery:
 
     def __init__(self, buffer: Any, storing: torch.device | None, wait: bool, stack: bool) -> None:
         self._buffer, self._storing, self._wait, self._stack = buffer, storing, wait, stack
-        #: Of the last batch: the next observations that no row of it holds, see `Collector`.
+        #: Of the last batch: the next observations that no row of it holds, see `Collector`; None if a buffer took it.
         self.final: TensorDict | None = None
 
     def batch(self, filled: Sequence[Filled]) -> TensorDict:
@@ -60,11 +60,28 @@ class Delivery:
         self.final = final
         return batch
 
+    def extend(self, filled: Sequence[Filled]) -> bool:
+        """Let the buffer copy each window from where its worker wrote it, which saves a copy of all rows.
+
+        Returns:
+            False, and nothing is done, if there is no buffer, or one that might keep references to that memory.
+        """
+        if self._stack or self._storing is not None or not getattr(self._buffer, "copies_rows", False):
+            return False
+        for _, window, _ in filled:
+            with window:
+                columns, *finals = window.tables
+                final = {"final": nest(finals[0], len(finals[0]["row"]))} if finals else {}
+                self._buffer.extend(nest(columns, *window.note.shape), **final)
+        self.final = None
+        return True
+
     def hand_over(self, batch: TensorDict) -> TensorDict | None:
         """The batch; None if the buffer takes it."""
         if self._buffer is None:
             return batch
         self._buffer.extend(batch, **({} if self.final is None else {"final": self.final}))
+        self.final = None
         return None
 
 

@@ -13,7 +13,9 @@ class Drain:
     ``tell(raise_error)`` is called, if it is given.
     """
 
-    def __init__(self, step: Callable[[Wake], bool], tell: Callable[[Callable[[], None]], None] | None) -> None:
+    def __init__(
+        self, step: Callable[[Wake], bool], tell: Callable[[Callable[[], None]], None] | None
+    ) -> None:
         self._step, self._tell, self._wake = step, tell, Wake()
         #: What ``step`` raised.
         self.error: BaseException | None = None

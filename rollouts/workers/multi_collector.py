@@ -17,6 +17,7 @@ from flatroll.rollouts.workers.arguments import (
     check_modes,
     check_options,
     one_for_each,
+    policy_here,
     publish,
     seeds_of,
 )
@@ -141,22 +142,12 @@ class MultiCollector(Facts):
         options, splits = collector_arguments, collector_arguments.get("splits", 1)
         functions, factories = one_for_each(create_env_fn, policy_factory, num_workers, splits)
         count, trajs, random_frames = len(functions), trajs_per_batch, init_random_frames or 0
-        check_options(
-            options,
-            replay_buffer,
-            writer,
-            writer + count - 1,
-            frames_per_batch=frames_per_batch,
-            total_frames=total_frames,
-            trajs_per_batch=trajs,
-            init_random_frames=random_frames,
-        )
+        counts = {"frames_per_batch": frames_per_batch, "total_frames": total_frames}
+        counts |= {"trajs_per_batch": trajs, "init_random_frames": random_frames}
+        check_options(options, replay_buffer, writer, writer + count - 1, **counts)
         modes = Modes(sync, cat_results, preemptive_threshold, on_failure, max_failures, step_timeout, slots)
         check_modes(modes, count, frames_per_batch, trajs, bool(options.get("split_trajs")))
-        if policy is None and factories[0] is not None:
-            policy = factories[0]()
-        if update_at_each_batch and not isinstance(policy, nn.Module):
-            raise TypeError(f"update_at_each_batch needs a policy with weights, got {type(policy).__name__}")
+        policy = policy_here(policy, factories, update_at_each_batch)
         self.num_workers, self.frames_per_batch, self.total_frames = count, frames_per_batch, total_frames
         self.policy, self._modes, self._buffer, self._update = (
             policy,
@@ -266,7 +257,7 @@ class MultiCollector(Facts):
     @property
     def final(self) -> TensorDict | None:
         """With ``compact_obs=True``: of the last batch, the next observations that no row of it holds, as
-        `Collector.final`; ``"row"`` counts the rows of the whole batch."""
+        `Collector.final`; ``"row"`` counts the rows of the whole batch. None if a replay buffer took it."""
         return self._supply.delivery.final
 
     @property
@@ -400,6 +391,7 @@ class MultiCollector(Facts):
 
     def _published(self) -> dict[str, Any]:
         """The weights that workers act with."""
+        assert self.policy is not None
         weights = {name: value.detach().clone() for name, value in self.policy.state_dict().items()}
         self._weights.fetch_into(weights)
         return weights

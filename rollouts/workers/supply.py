@@ -57,7 +57,7 @@ class Supply:
         self.tallies = [Tally() for _ in gatherer.team.members]
         self.closed = False
         self.drain: Drain | None = None
-        #: Held while a batch is made of what was gathered, and counted.
+        #: Held while weights are published, and while a batch is made of what was gathered, and counted.
         self.lock = RLock()
 
     def next(self, limited: bool, wake: Wake | None = None) -> tuple[TensorDict | None] | None:
@@ -67,7 +67,8 @@ class Supply:
         """
         began = perf_counter()
         try:
-            self._publish()
+            with self.lock:
+                self._publish()
             filled = self.gatherer.next(limited, wake)
             if not filled:
                 if self._bar is not None:
@@ -84,12 +85,14 @@ class Supply:
         for member, window, fresh in filled:
             self.tallies[member.place].count(window.note, fresh, version)
         before = self.gatherer.frames - sum(fresh for _, _, fresh in filled)
+        if self._note_waiting is not None:
+            self._note_waiting(sum(tally.held for tally in self.tallies))
+        if self._bar is None and self.delivery.extend(filled):
+            return None
         batch = self.delivery.batch(filled)
         if self._bar is not None:
             mask = batch.get(MASK, None)
             self._bar.show(batch.reshape(-1) if mask is None else batch[mask], before, began)
-        if self._note_waiting is not None:
-            self._note_waiting(sum(tally.held for tally in self.tallies))
         return self.delivery.hand_over(batch)
 
     def start(self) -> None:
@@ -114,6 +117,7 @@ class Supply:
     def close(self, timeout: float, keep_nursery: bool = False) -> None:
         """End thread and workers within about ``timeout`` seconds; a second call does nothing."""
         if self.closed:
+            self.stop(timeout)  # which may be closing
             return
         self.closed = True
         began = monotonic()

@@ -134,7 +134,9 @@ class Team:
         limit = self._step_timeout
         if limit is None:
             return None
-        return max(0.0, min((limit - member.idle() for member in waiting if not member.overdue), default=limit))
+        return max(
+            0.0, min((limit - member.idle() for member in waiting if not member.overdue), default=limit)
+        )
 
     def _check_time(self, member: Member) -> None:
         """Kill a member from which nothing is there, and that has not ended a step in time."""
@@ -177,7 +179,9 @@ class Team:
         self._failed_at = [*(at for at in self._failed_at if now - at < _WITHIN), now]
         if member.overdue is not None:
             error = member.overdue
-        if self._on_failure == "raise" or not (member.ready or (self._begun and isinstance(error, WorkerDied))):
+        if self._on_failure == "raise" or not (
+            member.ready or (self._begun and isinstance(error, WorkerDied))
+        ):
             raise error  # what cannot even be made would fail again and again
         if len(self._failed_at) > self._max_failures:
             error.add_note(
@@ -199,7 +203,7 @@ class Team:
             member.worker.name,
             "dropped" if successor is None else f"replaced by {successor.worker.name}",
             type(error).__name__,
-            error,
+            str(error),  # the error itself would keep the worker's memory, where records of the log are kept
         )
         return Event(member, lost=True, successor=successor)
 

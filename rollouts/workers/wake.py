@@ -1,7 +1,6 @@
 """`Wake`: lets one thread end the wait of another."""
 
 import os
-import weakref
 
 
 class Wake:
@@ -16,7 +15,6 @@ class Wake:
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
         self._set = False
-        weakref.finalize(self, _close, self._read, self._write)
 
     def set(self) -> None:
         """Let `fileno` be ready for reading, for good."""
@@ -32,7 +30,6 @@ class Wake:
         """The descriptor."""
         return self._read
 
-
-def _close(*descriptors: int) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+    def __del__(self) -> None:
+        os.close(self._read)
+        os.close(self._write)

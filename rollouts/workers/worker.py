@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_leaf_nontensor
 from torch import Tensor, nn
 
 from flatroll.layout.keys import next_key
@@ -191,7 +191,7 @@ def _columns(table: Any) -> Mapping[Any, Tensor]:
             "a worker's batch must be a tensordict with a first dimension of rows, got "
             f"{type(table).__name__} {list(getattr(table, 'shape', []))}: let postproc return such a one"
         )
-    columns = dict(table.items(True, True))
+    columns = dict(table.items(True, True, is_leaf=is_leaf_nontensor))
     for key, column in columns.items():
         if not isinstance(column, Tensor):
             raise TypeError(

@@ -3,17 +3,16 @@
 ``python tests/support/kill_workers.py 200`` prints what was found.
 """
 
+import gc
 import os
 import random
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from worker_envs import ItsWeight, Seeded, envs
+from worker_envs import ItsWeight, envs
 
 from flatroll.rollouts import MultiAsyncCollector
 from flatroll.sharing import Nursery
@@ -23,6 +22,7 @@ IDS = ("collector", "traj_ids")
 
 def descriptors() -> int:
     """How many files this process has open."""
+    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -41,18 +41,17 @@ def kill_workers(nursery: Nursery, kills: int, seed: int = 0) -> dict[str, Any]:
         envs(2), ItsWeight(), num_workers=3, frames_per_batch=16, on_failure="replace", max_failures=kills,
         compact_obs=True, nursery=nursery,
     ) as collector:  # fmt: skip
-        before = descriptors()
+        before = 0
         for _ in range(kills):
             os.kill(draw.choice(nursery.workers[-3:]).pid, signal.SIGKILL)
             failures = collector.stats()["failures"]
             while collector.stats()["failures"] == failures or draw.random() < 0.7:
                 batch = next(collector)
                 rows += len(batch)
-                for id, (_, _, step) in zip(
-                    batch[IDS].tolist(), batch["observation"].tolist(), strict=True
-                ):
+                for id, (_, _, step) in zip(batch[IDS].tolist(), batch["observation"].tolist(), strict=True):
                     wrong += step != steps.get(id, -1) + 1  # a gap, a row twice, or another's row
                     steps[id] = int(step)
+            before = before or descriptors()  # from the first replacement on
         opened = descriptors() - before
         writers = {id >> 40 for id in steps}
     time.sleep(0.2)

@@ -12,6 +12,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
+from split_envs import Part
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
@@ -123,3 +124,15 @@ def assert_equal(one: TensorDictBase | None, other: TensorDictBase | None) -> No
     assert columns.keys() == others.keys() and one.batch_size == other.batch_size
     for key, column in columns.items():
         assert torch.equal(column, others[key]), key
+
+
+def stop_myself() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stop_here(*_: Any) -> None:
+    raise LookupError("the hook stops")
+
+
+def half(count: int) -> Any:
+    return Part(0, count)

@@ -1,7 +1,9 @@
 """How batches are made of windows: whole trajectories, stacks, pads, early ends, buffers, weights, lag."""
 
+import os
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,8 +30,24 @@ def assert_whole(batch: Any, frames: int | None = None) -> None:
         assert rows["next", "done"].flatten().tolist() == [False] * (len(rows) - 1) + [True]
 
 
+class Buffer(list[Any]):
+    """Keeps the batches."""
+
+    waiting = -1
+
+    def extend(self, batch: Any, final: Any) -> None:  # type: ignore[override]
+        assert (
+            not batch["next", "done"][final["row"]].logical_not().any()
+        )  # whole ones end inside their episode
+        self.append(batch)
+
+    def note_waiting(self, rows: int) -> None:
+        self.waiting = rows
+
+
 @BOTH
 def test_complete_trajectories(sync: bool, nursery: Nursery) -> None:
+    buffer = Buffer()
     with MultiCollector(
         envs(2),
         num_workers=2,
@@ -38,20 +56,21 @@ def test_complete_trajectories(sync: bool, nursery: Nursery) -> None:
         total_frames=96,
         trajs_per_batch=5,
         compact_obs=True,
+        replay_buffer=buffer,
         nursery=nursery,
         seed=1,
     ) as collector:
-        batches = list(collector)
-        numbers = [len(batch[IDS].unique()) for batch in batches]
+        assert set(collector) == {None}
+        numbers = [len(batch[IDS].unique()) for batch in buffer]
         assert set(numbers[:2]) == {5} and max(numbers) == 5 and sum(numbers) >= 14
-        for batch in batches:
+        for batch in buffer:
             assert_whole(batch)
             if sync:  # worker 0 gives 3 of the 5, and stands first
                 assert (batch[IDS] >> 40).diff().ge(0).all()
-        ids = torch.cat([batch[IDS].unique() for batch in batches])
+        ids = torch.cat([batch[IDS].unique() for batch in buffer])
         assert len(ids.unique()) == len(ids)
         assert 96 <= collector.frames <= 96 + 2 * 8
-        assert list(collector) == []
+        assert list(collector) == [] and buffer.waiting >= 0
 
 
 def test_total_of_complete_trajectories_that_never_end(nursery: Nursery) -> None:
@@ -70,7 +89,11 @@ def test_total_of_complete_trajectories_that_never_end(nursery: Nursery) -> None
 
 def test_early_end_of_a_batch_loses_nothing(nursery: Nursery) -> None:
     with MultiSyncCollector(
-        [Seeded, lambda: Faulty(lambda: time.sleep(0.01))], frames_per_batch=60, preemptive_threshold=0.5, nursery=nursery, seed=0
+        [Seeded, lambda: Faulty(lambda: time.sleep(0.01))],
+        frames_per_batch=60,
+        preemptive_threshold=0.5,
+        nursery=nursery,
+        seed=0,
     ) as collector:
         batches = [collector.rollout() for _ in range(4)]
         sizes = [len(batch) for batch in batches]
@@ -84,9 +107,10 @@ def test_early_end_of_a_batch_loses_nothing(nursery: Nursery) -> None:
 
 def test_stacked_and_padded(nursery: Nursery) -> None:
     both: Any = {"frames_per_batch": 12, "seed": 5, "num_workers": 3, "nursery": nursery}
-    with MultiSyncCollector(Seeded, **both) as flat, MultiSyncCollector(
-        Seeded, cat_results="stack", compact_obs=True, **both
-    ) as stacked:
+    with (
+        MultiSyncCollector(Seeded, **both) as flat,
+        MultiSyncCollector(Seeded, cat_results="stack", compact_obs=True, **both) as stacked,
+    ):
         for _ in range(2):
             rows, stack = next(flat), next(stacked)
             assert stack.batch_size == (3, 4)
@@ -95,9 +119,7 @@ def test_stacked_and_padded(nursery: Nursery) -> None:
                 rows["next", "observation"][stacked.final["row"]], stacked.final["next", "observation"]
             )
     with pytest.warns(UserWarning, match="split_trajs=True pads"):
-        padded = MultiSyncCollector(
-            Seeded, split_trajs=True, postproc=lambda batch: batch.clone(), **both
-        )
+        padded = MultiSyncCollector(Seeded, split_trajs=True, postproc=lambda batch: batch.clone(), **both)
     with padded, MultiSyncCollector(Seeded, **both) as flat:
         for _ in range(3):
             assert (next(padded) == split_trajectories(next(flat))).all()
@@ -160,14 +182,22 @@ def test_workers_act_with_the_weights_that_their_rows_name(sync: bool, nursery: 
         lag = [worker["lag"] for worker in collector.stats()["workers"]]
         assert all(0 <= each["min"] <= each["mean"] <= each["max"] <= 9 for each in lag)
         assert max(each["max"] for each in lag) == 0 if sync else True
-        with pytest.raises(ValueError, match=r"weight 'weight' was shared as float32 \[\], got float32 \[2\]"):
+        with pytest.raises(
+            ValueError, match=r"weight 'weight' was shared as float32 \[\], got float32 \[2\]"
+        ):
             collector.update_policy_weights_({"weight": torch.zeros(2)})
 
 
 def test_windows_wait_their_turn(nursery: Nursery) -> None:
     """A learner that is slow gets windows of all workers, at most `slots` + 1 behind."""
     with MultiAsyncCollector(
-        Seeded, ItsWeight(), num_workers=3, frames_per_batch=5, slots=2, track_policy_version=True, nursery=nursery
+        Seeded,
+        ItsWeight(),
+        num_workers=3,
+        frames_per_batch=5,
+        slots=2,
+        track_policy_version=True,
+        nursery=nursery,
     ) as collector:
         turns = []
         for _ in range(30):
@@ -198,6 +228,46 @@ def test_policy_factories(nursery: Nursery) -> None:
         assert (next(collector)["action"] == 2).all()
         learner.weight.data += 1
         assert (next(collector)["action"] == 3).all() and collector.policy_version == 2
+
+
+def test_kept_batches_hold_no_mappings(nursery: Nursery) -> None:
+    with MultiAsyncCollector(Seeded, num_workers=2, frames_per_batch=2, nursery=nursery) as collector:
+        kept = [next(collector) for _ in range(20)]
+        maps = len(Path("/proc/self/maps").read_text().splitlines())
+        kept += [next(collector) for _ in range(200)]
+        assert len(Path("/proc/self/maps").read_text().splitlines()) <= maps + 20
+    steps = torch.cat(kept)
+    for id in steps[IDS].unique():  # nobody wrote into them
+        mine = steps["observation"][steps[IDS] == id][:, 2]
+        assert mine.tolist() == list(range(len(mine)))
+
+
+def test_hooks_run_in_the_worker(nursery: Nursery) -> None:
+    calls: list[str] = []  # each worker has a copy
+
+    def with_facts(batch: Any) -> Any:
+        facts = torch.tensor([os.getpid(), len(calls), torch.get_num_threads()])
+        return batch[1:].set("facts", facts.expand(len(batch) - 1, 3))
+
+    with MultiSyncCollector(
+        Seeded,
+        num_workers=2,
+        frames_per_batch=6,
+        pre_collect_hook=lambda: calls.append("before"),
+        post_collect_hook=lambda batch: calls.append(str(len(batch))),
+        postproc=with_facts,
+        compact_obs=True,
+        nursery=nursery,
+    ) as collector:
+        for i in range(3):
+            batch = next(collector)
+            assert len(batch) == 4 and collector.frames == 6 * (i + 1)
+            pids, counts, threads = batch["facts"].unbind(-1)
+            assert len(pids.unique()) == 2 and os.getpid() not in pids and (threads == 1).all()
+            assert (counts == 2 * i + 1).all()
+            # `final` counts the rows before
+            assert 2 in collector.final["row"] and 5 in collector.final["row"]
+        assert not calls
 
 
 def test_a_bar_over_all_workers(nursery: Nursery, capsys: pytest.CaptureFixture[str]) -> None:

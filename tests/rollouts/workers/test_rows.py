@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from worker_envs import assert_equal, envs, recurrent
+from worker_envs import assert_equal, envs, half, recurrent
 
 from flatroll.layout import audit
 from flatroll.rollouts import Collector, MultiCollector
 from flatroll.sharing import Nursery
-
-
 
 OPTIONS: Any = {
     "random": (None, {"init_random_frames": 9, "info_keys": ["count"], "set_truncated": True}),
@@ -62,9 +60,3 @@ def test_rows_are_those_of_single_collectors(sync: bool, name: str, nursery: Nur
             assert name == "postproc" or not audit(batch)
             count += len(batch)
         assert multi.frames == count == 124
-
-
-def half(count: int) -> Any:
-    from split_envs import Part
-
-    return Part(0, count)

@@ -1,0 +1,87 @@
+"""What collectors with workers refuse, and what they say."""
+
+import os
+import threading
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import pytest
+import torch
+from torch import nn
+from worker_envs import ItsWeight, Seeded
+
+from flatroll.rollouts import MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from flatroll.sharing import Nursery
+
+LOCK = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("env", "options", "error", "message"),
+    [
+        (Seeded, {"frames_per_batch": 2, "num_workers": 3}, ValueError, "frames_per_batch=2 is less than a row"),
+        (Seeded, {"num_workers": 0}, ValueError, "num_workers must be at least 1 and the number of functions, got 0"),
+        ([Seeded], {"num_workers": 2}, ValueError, "the number of functions, got 2 and 1"),
+        (Seeded(), {}, TypeError, "create_env_fn must be a function that makes an env, since each"),
+        (Seeded, {"frames": 1}, TypeError, "unknown arguments frames: of Collector's, workers take"),
+        (Seeded, {"interruptor": LOCK}, TypeError, "use preemptive_threshold, pause"),
+        (Seeded, {"policy": partial(print, file=LOCK)}, TypeError, "^policy cannot be sent to a process"),
+        (Seeded, {"postproc": partial(print, file=LOCK)}, TypeError, "^postproc cannot be sent to a process"),
+        (partial(Seeded, LOCK), {}, TypeError, "^create_env_fn cannot be sent to a process"),
+        (Seeded, {"on_failure": "ignore"}, ValueError, "on_failure must be .*, got 'ignore'"),
+        (Seeded, {"max_failures": -1}, ValueError, "max_failures must be an integer of at least 0, got -1"),
+        (Seeded, {"slots": 0}, ValueError, "slots must be an integer of at least 1, got 0"),
+        (Seeded, {"step_timeout": 0}, ValueError, "step_timeout must be a positive number of seconds"),
+        (Seeded, {"seed": -1}, ValueError, "seed must be an integer of at least 0, or None, got -1"),
+        (Seeded, {"seed": "a"}, ValueError, "seed must be an integer of at least 0, or None, got 'a'"),
+        (Seeded, {"writer": 2**23 - 1, "num_workers": 2}, ValueError, "writer"),
+        (Seeded, {"writer": 1, "track_traj_ids": False}, ValueError, "writer=1 needs track_traj_ids=True"),
+        (Seeded, {"trajs_per_batch": 1, "num_workers": 2}, ValueError, "trajs_per_batch=1 is less than a traj"),
+        (Seeded, {"trajs_per_batch": 1, "track_traj_ids": False}, ValueError, "trajs_per_batch needs"),
+        (Seeded, {"preemptive_threshold": 2}, ValueError, r"a share of the workers in \(0, 1\], got 2"),
+        (Seeded, {"preemptive_threshold": 0.5, "sync": False}, ValueError, "preemptive_threshold needs sync=True"),
+        (Seeded, {"sync": None}, TypeError, "sync must be True or False, got None"),
+        (Seeded, {"cat_results": 1}, ValueError, 'cat_results must be 0 or "stack", got 1'),
+        (Seeded, {"cat_results": "stack", "sync": False}, ValueError, "every batch, which sync=False does"),
+        (Seeded, {"cat_results": "stack", "num_workers": 3}, ValueError, "which frames_per_batch=10, no multiple of 3"),
+        (Seeded, {"update_at_each_batch": True}, TypeError, "needs a policy with weights, got NoneType"),
+        (Seeded, {"policy_factory": [ItsWeight], "num_workers": 2}, ValueError, "one for each of 2 workers, got 1"),
+        (Seeded, {"policy_factory": 3}, TypeError, "policy_factory must be a function that makes a policy, got 3"),
+        (Seeded, {"policy": nn.LazyLinear(1)}, TypeError, "run a lazy module once before"),
+        (Seeded, {"total_frames": 0}, ValueError, "total_frames must be positive, or -1 for no end, got 0"),
+        (Seeded, {"num_threads": 0}, ValueError, "num_threads must be at least 1, got 0"),
+        (Seeded, {"start_method": "thread"}, ValueError, 'start_method is "fork", "spawn" or None'),
+        (Seeded, {"state_stride": 2}, ValueError, "state_stride=2 needs a recurrent policy"),
+        (Seeded, {"postproc": lambda batch: None}, TypeError, "postproc returned None"),
+        (Seeded, {"postproc": lambda batch: batch.sum()}, TypeError, "a tensordict with a first dimension"),
+        (Seeded, {"postproc": lambda batch: batch.set("text", ["a"] * 10)}, TypeError, "column 'text' is no tensor"),
+        ([Seeded, lambda: gym.wrappers.DtypeObservation(Seeded(), "float64")], {}, ValueError,
+         r"the same columns: of 'observation', worker 0 gives torch.float32 \[3\] and worker 1 torch.float64 \[3\]"),
+    ],
+)  # fmt: skip
+def test_refusals(env: Any, options: dict[str, Any], error: Any, message: str, nursery: Nursery) -> None:
+    given = {"frames_per_batch": 10, "sync": True, "nursery": nursery} | options
+    if {"start_method", "num_threads"} & options.keys():
+        del given["nursery"]
+    count = len(nursery.workers)
+    with pytest.raises(error, match=message):
+        next(MultiCollector(env, **given))
+    assert len(nursery.workers) == count
+
+
+def test_weights_for_a_policy_without_any(nursery: Nursery) -> None:
+    with MultiSyncCollector(
+        Seeded, frames_per_batch=4, track_policy_version=True, nursery=nursery
+    ) as collector:
+        with pytest.raises(TypeError, match=r"the policy, NoneType, is no nn\.Module: it has no weights"):
+            collector.update_policy_weights_({"weight": torch.zeros(1)})
+        collector.update_policy_weights_()  # counts
+        assert (next(collector)["collector", "policy_version"] == 1).all()
+
+
+def test_more_workers_than_cores_is_a_note(nursery: Nursery, caplog: pytest.LogCaptureFixture) -> None:
+    count = 2 + len(os.sched_getaffinity(0))
+    with MultiAsyncCollector(Seeded, num_workers=count, frames_per_batch=4, nursery=nursery) as collector:
+        next(collector)
+    assert f"num_workers={count} is more than the {count - 2} cores" in caplog.text
