@@ -9,13 +9,15 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from flatroll.layout.checks import whole_number, writer_number
+from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.rollouts.policies import copy_weights
 from flatroll.rollouts.progress import ProgressBar
+from flatroll.rollouts.workers.actors.actor import CollectorActor
 from flatroll.rollouts.workers.actors.arguments import (
     actor_options,
     check_modes,
+    check_parts,
     env_functions,
     join_batches,
     on_cpu,
@@ -123,67 +125,50 @@ class RayCollector(Facts):
         count, workers = len(functions), whole_number("workers_per_actor", workers_per_actor)
         configs = actor_options(remote_configs, count, workers)
         self._in_flight = 1 if sync else whole_number("max_in_flight", max_in_flight)
-        if policy is not None and policy_factory is not None:
-            raise ValueError("give a policy or a policy_factory, not both")
-        parts = count * workers if sync else 1
-        check_modes(
-            parts, frames_per_batch, trajs_per_batch, on_failure, workers, arguments.get("split_trajs")
-        )
-        check_options(
-            arguments,
-            replay_buffer,
-            writer,
-            writer + count * workers - 1,
-            frames_per_batch=frames_per_batch,
-            total_frames=total_frames,
-            trajs_per_batch=trajs_per_batch,
-            init_random_frames=init_random_frames or 0,
-        )
+        check_modes(policy, policy_factory, on_failure, max_failures, workers, arguments.get("split_trajs"))
+        numbers = {"frames_per_batch": frames_per_batch, "trajs_per_batch": trajs_per_batch}
+        given = {**numbers, "total_frames": total_frames, "init_random_frames": init_random_frames or 0}
+        check_options(arguments, replay_buffer, writer, writer + count * workers - 1, **given)
+        check_parts(count * workers if sync else 1, **numbers)
         module = isinstance(policy, nn.Module)
         self._layout = weight_layout(policy.state_dict()) if module else None
         self.policy, self._trajs, self._random_frames = policy, trajs_per_batch, init_random_frames or 0
-        self._seeds = seeds_of(seed)
-        arguments = {"policy_device": device, **arguments}
         self.frames_per_batch, self.total_frames, self._sync = frames_per_batch, total_frames, sync
         self._buffer, self._storing = replay_buffer, storing_device or device
         self._by_reference = None if sync else getattr(self._buffer, "extend_reference", None)
-        self._progress, self._bar = progress, ProgressBar(total_frames, None)
-        self._threads, self._workers = num_threads, workers
+        self._progress, self._bar, self._seeds = progress, ProgressBar(total_frames, None), seeds_of(seed)
+        self._threads, self._workers, self._count = num_threads, workers, count
         self._frames, self._rows, self._version, self._largest = 0, 0, 0, 0
         self._windows, self._lags = 0, [0, 0, 0]  # of windows, in versions: least, sum, largest
         cpus = sum(config["num_cpus"] for config in configs)
-        self._count = count
         self._calls = RayCalls(ray_init_config, cpus + 1) if calls is None else calls
-        fleet = None
+        failures: dict[str, Any] = {
+            "on_failure": on_failure,
+            "max_failures": max_failures,
+            "start_timeout": start_timeout,
+        }
+        self._fleet = Fleet(self._calls, CollectorActor, self._options_of, writer, workers, **failures)
         try:
-            put_named(self._calls, **arguments)  # one by one, for the error: they are sent together
-            common = put_named(
-                self._calls, policy=on_cpu(policy), policy_factory=policy_factory, arguments=arguments
-            )
-            # A function that stands in the list more than once is sent once.
-            once = {id(function): function for function in functions}
-            sent = {key: put_named(self._calls, create_env_fn=once[key])[0] for key in once}
-            places = [Place(i, sent[id(functions[i])], configs[i]) for i in range(count)]
-            self._fleet = fleet = Fleet(
-                self._calls,
-                places,
-                common,
-                self._options_of,
-                writer=writer_number(writer),
-                writers=self._workers,
-                on_failure=on_failure,
-                max_failures=whole_number("max_failures", max_failures, 0),
-                start_timeout=start_timeout,
-            )
-            fleet.start()
-            rows = shares(frames_per_batch, count)[0] if sync else frames_per_batch
-            self._check_store(rows * max(place.row_bytes for place in fleet.places))
+            self._begin(functions, configs, policy_factory, {"policy_device": device, **arguments})
         except BaseException:
-            if fleet is not None:
-                fleet.end(0)
+            self._fleet.end(0)
             self._calls.close()
             raise
         self._closed = False
+
+    def _begin(self, functions: list[Any], configs: list[Any], policy_factory: Any, arguments: Any) -> None:
+        """Send what all actors need once, and make them."""
+        calls, fleet = self._calls, self._fleet
+        put_named(calls, **arguments)  # one by one, for the error: they are sent together
+        policy = on_cpu(self.policy)
+        fleet.common = put_named(calls, policy=policy, policy_factory=policy_factory, arguments=arguments)
+        # A function that stands in the list more than once is sent once.
+        once = {id(function): function for function in functions}
+        sent = {key: put_named(calls, create_env_fn=function)[0] for key, function in once.items()}
+        fleet.places = [Place(i, sent[id(functions[i])], config) for i, config in enumerate(configs)]
+        fleet.start()
+        rows = shares(self.frames_per_batch, self._count)[0] if self._sync else self.frames_per_batch
+        self._check_store(rows * max(place.row_bytes for place in fleet.places))
 
     def _options_of(self, place: Place, hired: int) -> dict[str, Any]:
         """The arguments of the collector of an actor, the one made after ``hired`` others."""
