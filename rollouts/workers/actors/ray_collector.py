@@ -140,6 +140,7 @@ class RayCollector(Facts):
         self._threads, self._workers, self._count = num_threads, workers, count
         self._frames, self._rows, self._version, self._largest = 0, 0, 0, 0
         self._windows, self._lags = 0, [0, 0, 0]  # of windows, in versions: least, sum, largest
+        self._came: dict[Place, Any] = {}  # windows of a batch that is not complete yet
         cpus = sum(config["num_cpus"] for config in configs)
         self._calls = RayCalls(ray_init_config, cpus + 1) if calls is None else calls
         failures: dict[str, Any] = {
@@ -229,6 +230,17 @@ class RayCollector(Facts):
             self._iterator = None  # a generator that has ended or raised stays ended
             raise
 
+    def rollout(self) -> Any:
+        """Collect one more batch, whether or not ``total_frames`` are reached; None if a replay buffer took it."""
+        self._check_open()
+        total, self.total_frames = self.total_frames, -1
+        try:
+            made = self._make_batch()
+        finally:
+            self.total_frames = total
+        assert made is not None  # without a total there is always a next one
+        return made[0]
+
     def _make_batch(self) -> tuple[TensorDictBase | None] | None:
         """What is yielded next, in a tuple; None if ``total_frames`` are collected."""
         began = perf_counter()
@@ -292,7 +304,7 @@ class RayCollector(Facts):
         if not self._trajs and 0 < self.total_frames <= self._frames:
             return None
         parts = dict(zip(fleet.places, shares(self.frames_per_batch, len(fleet.places)), strict=True))
-        came: dict[Place, Any] = {}
+        came = self._came
         ended: set[Place] = set()
         while True:
             for place in fleet.places:  # an actor that was replaced is asked anew
@@ -302,11 +314,12 @@ class RayCollector(Facts):
                 break
             taken = fleet.take()
             if taken is not None and self._count_in(taken):
-                came[taken.place] = taken.rows
+                came[taken.place] = unpack(taken.rows)
             elif taken is not None:
                 ended.add(taken.place)
-        came_in_order = [unpack(came[place]) for place in parts if place in came]
-        return join_batches(came_in_order) if came_in_order else None
+        self._came = {}
+        joined = [came[place] for place in sorted(came, key=lambda place: place.number)]
+        return join_batches(joined) if joined else None
 
     def _count_in(self, taken: Taken) -> bool:
         """Count a window; False if it has no rows."""
@@ -326,7 +339,7 @@ class RayCollector(Facts):
         """What is yielded: the batch, on its device; None where a buffer took it."""
         note = getattr(self._buffer, "note_waiting", None)
         if note is not None and self._trajs:
-            note(self._frames - self._rows)
+            note(self._held())
         if self._by_reference is not None:
             self._by_reference(rows)
             return None
@@ -338,6 +351,10 @@ class RayCollector(Facts):
             return cast(TensorDict, batch)
         self._buffer.extend(batch, **({} if final is None else {"final": final}))
         return None
+
+    def _held(self) -> int:
+        """Number of rows that actors keep until their trajectories end, if ``postproc`` changes no batch's length."""
+        return max(0, self._frames - self._rows)
 
     # -- the policy --------------------------------------------------------------------------------------------
 
@@ -397,7 +414,7 @@ class RayCollector(Facts):
         ]
         return {
             "frames": self._frames,
-            "rows_held": self._frames - self._rows,
+            "rows_held": self._held(),
             "windows": self._windows,
             "actors_made": self._fleet.hired,
             "actors_lost": self._fleet.lost,
