@@ -101,8 +101,9 @@ class RayCalls:
             if given.get("address") != "local":
                 self._ray.init(**{"address": "auto", **joining})
                 return
-        except ConnectionError:  # there is none to join
-            if "address" in given and given["address"] != "auto":
+        except ConnectionError as error:
+            # Ray's words where nobody names a cluster; one that is named and does not answer is an error.
+            if "address" in given or "any running Ray instance" not in str(error):
                 raise
         store = min(_LARGEST_DEFAULT_STORE, psutil.virtual_memory().available // 4)
         own = {

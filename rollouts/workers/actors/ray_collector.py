@@ -54,7 +54,7 @@ class RayCollector(Facts):
             environment names is joined (Ray's rules of ``address="auto"``), else a local one is started, which listens
             on the loopback interface only and has an object store of at most 1 GiB.
         max_in_flight: windows of an actor that are under way or wait in the object store, without ``sync``. Default 2.
-            With 1 an actor waits while its window is used; rows are at most so many windows of all actors old.
+            With 1 an actor waits while its window is used; rows are at most so many windows of their actor old.
         frames_per_batch: as in `Collector`.
         policy_factory: a function that makes the policy in each actor, instead of ``policy``.
         on_failure: what happens when an actor dies, or its env, policy or hook raises: ``"raise"`` its error here;
@@ -85,6 +85,13 @@ class RayCollector(Facts):
         MemoryError: what may be under way at once is more than the object store holds; the text says how much.
         TimeoutError: an actor was not ready in time, for want of resources, say.
         WorkerDied: an actor is gone (`flatroll.sharing`).
+
+    >>> import gymnasium as gym
+    >>> with RayCollector(  # doctest: +SKIP
+    ...     lambda: gym.make("CartPole-v1"), num_collectors=2, frames_per_batch=10, total_frames=20
+    ... ) as collector:
+    ...     [batch.batch_size for batch in collector]
+    [torch.Size([10]), torch.Size([10])]
     """
 
     #: As `Collector.final`, of the last batch.
