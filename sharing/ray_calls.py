@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
 from traceback import format_exception
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import psutil
 
@@ -26,7 +26,7 @@ class Failure:
     error: BaseException
     trace: str
 
-    def throw(self, name: str) -> None:
+    def throw(self, name: str) -> NoReturn:
         """Raise the error here, as raised in ``name``, with the traceback of there as its cause."""
         self.error.add_note(f"raised in {name}")
         raise self.error from WorkerTraceback(f"\n{self.trace}")
@@ -52,6 +52,7 @@ class Calls(Protocol):
 
     def wait(self, references: Sequence[Any], timeout: float | None = None) -> list[Any]:
         """Wait for one of these results and return those that are there, none after ``timeout`` seconds."""
+        ...
 
     def get(self, reference: Any) -> Any:
         """Return a result, or a `Failure`. Its arrays are read-only views of the object store: copy them at once.
@@ -68,6 +69,7 @@ class Calls(Protocol):
 
     def store_bytes(self) -> int:
         """Size of the object store, that of all nodes together."""
+        ...
 
     def close(self) -> None:
         """End the cluster if it was started here."""
@@ -99,8 +101,9 @@ class RayCalls:
             if given.get("address") != "local":
                 self._ray.init(**{"address": "auto", **joining})
                 return
-        except ConnectionError:  # there is none to join
-            if "address" in given and given["address"] != "auto":
+        except ConnectionError as error:
+            # Ray's words where nobody names a cluster; one that is named and does not answer is an error.
+            if "address" in given or "any running Ray instance" not in str(error):
                 raise
         store = min(_LARGEST_DEFAULT_STORE, psutil.virtual_memory().available // 4)
         own = {
@@ -195,6 +198,3 @@ def put_named(calls: Calls, **values: Any) -> list[Any]:
                 "actor, in a function that is sent instead"
             ) from error
     return references
-
-
-__all__ = ["Calls", "Failure", "RayCalls", "WorkerDied", "attempt", "import_ray", "put_named"]

@@ -76,6 +76,12 @@ class RayReplayBuffer(Facts):
         TypeError: a part is no function, or cannot be pickled.
         WorkerDied: the actor is gone; what it held can be had from the last ``state_dict`` that was saved.
         BaseException: what the buffer raised, with the traceback there as its cause.
+
+    >>> from functools import partial
+    >>> from flatroll.buffers import LazyTensorStorage
+    >>> with RayReplayBuffer(storage=partial(LazyTensorStorage, 100), batch_size=4) as buffer:  # doctest: +SKIP
+    ...     len(buffer)
+    0
     """
 
     _actor: Any = None  # until it is there

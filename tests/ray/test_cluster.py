@@ -5,6 +5,7 @@ import sys
 import time
 from functools import partial
 
+import psutil
 import pytest
 import torch
 from list_collector import IDS, always_four
@@ -50,6 +51,14 @@ def test_rows_of_actors_on_three_nodes_are_those_of_single_collectors(cluster):
         collector = Collector(make_env, always_four, frames_per_batch=12, writer=writer, compact_obs=True)
         alone = TensorDict.cat([collector.rollout() for _ in range(4)])
         assert (of_writer(rows, writer) == alone).all()
+
+
+def command(process):
+    """Programs of processes that start workers stand in their command lines."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def away():
@@ -124,7 +133,13 @@ def test_an_actor_holds_a_whole_multi_collector(cluster):
             seen.append(batch["collector", "policy_version"].unique().tolist())
             for _ in range(3):  # the actor hears of the last one only
                 actors.update_policy_weights_()
+        started = [
+            process
+            for process in psutil.Process().children(recursive=True)
+            if "flatroll.sharing.helper" in command(process)
+        ]
     assert seen == [[0], [3], [6]]
+    assert started and psutil.wait_procs(started, timeout=20)[1] == []  # its processes go with the actor
 
 
 def test_a_cluster_that_the_environment_names_is_joined_and_left_as_it_was(cluster, monkeypatch):

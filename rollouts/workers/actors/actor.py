@@ -1,8 +1,8 @@
 """The actor that holds a collector in another process of a Ray cluster."""
 
+import importlib
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,27 +10,10 @@ import torch
 
 from flatroll.layout.keys import POLICY_VERSION
 from flatroll.rollouts.collector import Collector
-from flatroll.rollouts.workers.multi_collector import MultiCollector
+from flatroll.rollouts.workers.actors.fleet import Report
 from flatroll.sharing.flat_weights import unflatten_weights
 from flatroll.sharing.packed import Packed, pack
 from flatroll.sharing.ray_calls import Failure, attempt
-
-
-@dataclass(frozen=True)
-class Report:
-    """What an actor says about a window.
-
-    Attributes:
-        rows: number of rows, 0 where the collector has no more to give.
-        frames: rows that the actor has collected so far, those of unfinished trajectories included.
-        version: number of the weights that it began with.
-        nbytes: size of the rows.
-    """
-
-    rows: int
-    frames: int
-    version: int
-    nbytes: int
 
 
 class CollectorActor:
@@ -66,7 +49,9 @@ class CollectorActor:
         threads, workers, sync = (options.pop(name) for name in ("num_threads", "workers", "sync"))
         if workers > 1:
             self._versions = [0]
-            self._collector = MultiCollector(
+            # By its public name: files that hold an actor stand beside those of processes, not on them.
+            multi_collector = importlib.import_module("flatroll.rollouts").MultiCollector
+            self._collector = multi_collector(
                 create_env_fn,
                 policy,
                 policy_factory=factory,

@@ -62,26 +62,33 @@ def actor_options(configs: Any, count: int, cpus: int) -> list[dict[str, Any]]:
 
 
 def check_modes(
-    parts: int, frames: int, trajs: int | None, on_failure: str, workers: int, split_trajs: Any
+    policy: Any, policy_factory: Any, on_failure: str, max_failures: int, workers: int, split_trajs: Any
 ) -> None:
-    """Raise ValueError for modes that contradict one another, or ask less of a batch than its ``parts`` give."""
+    """Raise ValueError for modes that there are not, or that contradict one another."""
+    if policy is not None and policy_factory is not None:
+        raise ValueError("give a policy or a policy_factory, not both")
     if on_failure not in ("raise", "drop", "replace"):
         raise ValueError(f'on_failure must be "raise", "drop" or "replace", got {on_failure!r}')
+    whole_number("max_failures", max_failures, 0)
     if on_failure == "drop" and workers > 1:
         raise ValueError(
             f'on_failure="drop" needs workers_per_actor=1, got {workers}: the workers of other actors cannot take over '
             'what a dropped one was to give. on_failure="replace" goes'
         )
-    for name, count in (("frames_per_batch", frames), ("trajs_per_batch", trajs)):
-        if count is not None and count < parts:
-            raise ValueError(
-                f"{name}={count} is less than the {parts} workers: with sync=True each gives its part of a batch"
-            )
     if split_trajs:
         raise ValueError(
             "split_trajs=True pads batches, which actors deliver flat: "
             "flatroll.layout.split_trajectories(batch) pads one afterwards"
         )
+
+
+def check_parts(parts: int, **counts: int | None) -> None:
+    """Raise ValueError for counts of a batch of which not each of its ``parts`` would have one."""
+    for name, count in counts.items():
+        if count is not None and count < parts:
+            raise ValueError(
+                f"{name}={count} is less than the {parts} workers: with sync=True each gives its part of a batch"
+            )
 
 
 def on_cpu(policy: Any) -> Any:

@@ -8,7 +8,6 @@ from time import monotonic
 from typing import Any, Literal
 
 from flatroll.layout.checks import writer_number
-from flatroll.rollouts.workers.actors.actor import CollectorActor, Report
 from flatroll.sharing.nursery import WorkerDied
 from flatroll.sharing.ray_calls import Calls, Failure
 
@@ -16,6 +15,23 @@ OnFailure = Literal["raise", "drop", "replace"]
 _FAILURES_COUNT_FOR = 60.0  # seconds
 
 _LOG = logging.getLogger("flatroll.rollouts")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an actor says about a window.
+
+    Attributes:
+        rows: number of rows, 0 where the collector has no more to give.
+        frames: rows that the actor has collected so far, those of unfinished trajectories included.
+        version: number of the weights that it began with.
+        nbytes: size of the rows.
+    """
+
+    rows: int
+    frames: int
+    version: int
+    nbytes: int
 
 
 @dataclass(eq=False)
@@ -73,8 +89,7 @@ class Fleet:
 
     Args:
         calls: Ray, or what stands in for it.
-        places: where actors are wanted.
-        common: references to the policy, to the function that makes one, and to the collector's arguments.
+        kind: the class of actors.
         options_of: further arguments at a place, given the number of actors that were made before.
         writer: number of the first actor.
         writers: numbers that each actor takes.
@@ -85,18 +100,20 @@ class Fleet:
     def __init__(
         self,
         calls: Calls,
-        places: list[Place],
-        common: list[Any],
+        kind: type,
         options_of: Callable[[Place, int], Mapping[str, Any]],
-        *,
         writer: int,
         writers: int,
+        *,
         on_failure: OnFailure,
         max_failures: int,
         start_timeout: float,
     ) -> None:
-        self.calls, self.places = calls, places
-        self._common, self._options_of = common, options_of
+        self.calls, self._kind, self._options_of = calls, kind, options_of
+        #: Where actors are wanted.
+        self.places: list[Place] = []
+        #: References to the policy, to the function that makes one, and to the collector's arguments.
+        self.common: list[Any] = []
         #: Number of the next actor that is made.
         self.next_writer = writer
         self._writers = writers
@@ -123,8 +140,8 @@ class Fleet:
         options = self._options_of(place, self.hired)
         self.hired += 1
         place.frames_before, place.version, place.ended = place.frames, 0, False
-        place.actor = self.calls.make(CollectorActor, place.options)
-        place.starting = self.calls.call(place.actor, "start", place.env, *self._common, options)
+        place.actor = self.calls.make(self._kind, place.options)
+        place.starting = self.calls.call(place.actor, "start", place.env, *self.common, options)
         place.deadline = monotonic() + self._start_timeout
 
     def publish(self, version: int, weights: Any) -> None:

@@ -9,13 +9,15 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from flatroll.layout.checks import whole_number, writer_number
+from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.rollouts.policies import copy_weights
 from flatroll.rollouts.progress import ProgressBar
+from flatroll.rollouts.workers.actors.actor import CollectorActor
 from flatroll.rollouts.workers.actors.arguments import (
     actor_options,
     check_modes,
+    check_parts,
     env_functions,
     join_batches,
     on_cpu,
@@ -52,7 +54,7 @@ class RayCollector(Facts):
             environment names is joined (Ray's rules of ``address="auto"``), else a local one is started, which listens
             on the loopback interface only and has an object store of at most 1 GiB.
         max_in_flight: windows of an actor that are under way or wait in the object store, without ``sync``. Default 2.
-            With 1 an actor waits while its window is used; rows are at most so many windows of all actors old.
+            With 1 an actor waits while its window is used; rows are at most so many windows of their actor old.
         frames_per_batch: as in `Collector`.
         policy_factory: a function that makes the policy in each actor, instead of ``policy``.
         on_failure: what happens when an actor dies, or its env, policy or hook raises: ``"raise"`` its error here;
@@ -83,6 +85,13 @@ class RayCollector(Facts):
         MemoryError: what may be under way at once is more than the object store holds; the text says how much.
         TimeoutError: an actor was not ready in time, for want of resources, say.
         WorkerDied: an actor is gone (`flatroll.sharing`).
+
+    >>> import gymnasium as gym
+    >>> with RayCollector(  # doctest: +SKIP
+    ...     lambda: gym.make("CartPole-v1"), num_collectors=2, frames_per_batch=10, total_frames=20
+    ... ) as collector:
+    ...     [batch.batch_size for batch in collector]
+    [torch.Size([10]), torch.Size([10])]
     """
 
     #: As `Collector.final`, of the last batch.
@@ -123,67 +132,51 @@ class RayCollector(Facts):
         count, workers = len(functions), whole_number("workers_per_actor", workers_per_actor)
         configs = actor_options(remote_configs, count, workers)
         self._in_flight = 1 if sync else whole_number("max_in_flight", max_in_flight)
-        if policy is not None and policy_factory is not None:
-            raise ValueError("give a policy or a policy_factory, not both")
-        parts = count * workers if sync else 1
-        check_modes(
-            parts, frames_per_batch, trajs_per_batch, on_failure, workers, arguments.get("split_trajs")
-        )
-        check_options(
-            arguments,
-            replay_buffer,
-            writer,
-            writer + count * workers - 1,
-            frames_per_batch=frames_per_batch,
-            total_frames=total_frames,
-            trajs_per_batch=trajs_per_batch,
-            init_random_frames=init_random_frames or 0,
-        )
+        check_modes(policy, policy_factory, on_failure, max_failures, workers, arguments.get("split_trajs"))
+        numbers = {"frames_per_batch": frames_per_batch, "trajs_per_batch": trajs_per_batch}
+        given = {**numbers, "total_frames": total_frames, "init_random_frames": init_random_frames or 0}
+        check_options(arguments, replay_buffer, writer, writer + count * workers - 1, **given)
+        check_parts(count * workers if sync else 1, **numbers)
         module = isinstance(policy, nn.Module)
         self._layout = weight_layout(policy.state_dict()) if module else None
         self.policy, self._trajs, self._random_frames = policy, trajs_per_batch, init_random_frames or 0
-        self._seeds = seeds_of(seed)
-        arguments = {"policy_device": device, **arguments}
         self.frames_per_batch, self.total_frames, self._sync = frames_per_batch, total_frames, sync
         self._buffer, self._storing = replay_buffer, storing_device or device
         self._by_reference = None if sync else getattr(self._buffer, "extend_reference", None)
-        self._progress, self._bar = progress, ProgressBar(total_frames, None)
-        self._threads, self._workers = num_threads, workers
+        self._progress, self._bar, self._seeds = progress, ProgressBar(total_frames, None), seeds_of(seed)
+        self._threads, self._workers, self._count = num_threads, workers, count
         self._frames, self._rows, self._version, self._largest = 0, 0, 0, 0
         self._windows, self._lags = 0, [0, 0, 0]  # of windows, in versions: least, sum, largest
+        self._came: dict[Place, Any] = {}  # windows of a batch that is not complete yet
         cpus = sum(config["num_cpus"] for config in configs)
-        self._count = count
         self._calls = RayCalls(ray_init_config, cpus + 1) if calls is None else calls
-        fleet = None
+        failures: dict[str, Any] = {
+            "on_failure": on_failure,
+            "max_failures": max_failures,
+            "start_timeout": start_timeout,
+        }
+        self._fleet = Fleet(self._calls, CollectorActor, self._options_of, writer, workers, **failures)
         try:
-            put_named(self._calls, **arguments)  # one by one, for the error: they are sent together
-            common = put_named(
-                self._calls, policy=on_cpu(policy), policy_factory=policy_factory, arguments=arguments
-            )
-            # A function that stands in the list more than once is sent once.
-            once = {id(function): function for function in functions}
-            sent = {key: put_named(self._calls, create_env_fn=once[key])[0] for key in once}
-            places = [Place(i, sent[id(functions[i])], configs[i]) for i in range(count)]
-            self._fleet = fleet = Fleet(
-                self._calls,
-                places,
-                common,
-                self._options_of,
-                writer=writer_number(writer),
-                writers=self._workers,
-                on_failure=on_failure,
-                max_failures=whole_number("max_failures", max_failures, 0),
-                start_timeout=start_timeout,
-            )
-            fleet.start()
-            rows = shares(frames_per_batch, count)[0] if sync else frames_per_batch
-            self._check_store(rows * max(place.row_bytes for place in fleet.places))
+            self._begin(functions, configs, policy_factory, {"policy_device": device, **arguments})
         except BaseException:
-            if fleet is not None:
-                fleet.end(0)
+            self._fleet.end(0)
             self._calls.close()
             raise
         self._closed = False
+
+    def _begin(self, functions: list[Any], configs: list[Any], policy_factory: Any, arguments: Any) -> None:
+        """Send what all actors need once, and make them."""
+        calls, fleet = self._calls, self._fleet
+        put_named(calls, **arguments)  # one by one, for the error: they are sent together
+        policy = on_cpu(self.policy)
+        fleet.common = put_named(calls, policy=policy, policy_factory=policy_factory, arguments=arguments)
+        # A function that stands in the list more than once is sent once.
+        once = {id(function): function for function in functions}
+        sent = {key: put_named(calls, create_env_fn=function)[0] for key, function in once.items()}
+        fleet.places = [Place(i, sent[id(functions[i])], config) for i, config in enumerate(configs)]
+        fleet.start()
+        rows = shares(self.frames_per_batch, self._count)[0] if self._sync else self.frames_per_batch
+        self._check_store(rows * max(place.row_bytes for place in fleet.places))
 
     def _options_of(self, place: Place, hired: int) -> dict[str, Any]:
         """The arguments of the collector of an actor, the one made after ``hired`` others."""
@@ -243,6 +236,17 @@ class RayCollector(Facts):
         except BaseException:
             self._iterator = None  # a generator that has ended or raised stays ended
             raise
+
+    def rollout(self) -> Any:
+        """Collect one more batch, whether or not ``total_frames`` are reached; None if a replay buffer took it."""
+        self._check_open()
+        total, self.total_frames = self.total_frames, -1
+        try:
+            made = self._make_batch()
+        finally:
+            self.total_frames = total
+        assert made is not None  # without a total there is always a next one
+        return made[0]
 
     def _make_batch(self) -> tuple[TensorDictBase | None] | None:
         """What is yielded next, in a tuple; None if ``total_frames`` are collected."""
@@ -307,7 +311,7 @@ class RayCollector(Facts):
         if not self._trajs and 0 < self.total_frames <= self._frames:
             return None
         parts = dict(zip(fleet.places, shares(self.frames_per_batch, len(fleet.places)), strict=True))
-        came: dict[Place, Any] = {}
+        came = self._came
         ended: set[Place] = set()
         while True:
             for place in fleet.places:  # an actor that was replaced is asked anew
@@ -317,11 +321,12 @@ class RayCollector(Facts):
                 break
             taken = fleet.take()
             if taken is not None and self._count_in(taken):
-                came[taken.place] = taken.rows
+                came[taken.place] = unpack(taken.rows)
             elif taken is not None:
                 ended.add(taken.place)
-        came_in_order = [unpack(came[place]) for place in parts if place in came]
-        return join_batches(came_in_order) if came_in_order else None
+        self._came = {}
+        joined = [came[place] for place in sorted(came, key=lambda place: place.number)]
+        return join_batches(joined) if joined else None
 
     def _count_in(self, taken: Taken) -> bool:
         """Count a window; False if it has no rows."""
@@ -341,7 +346,7 @@ class RayCollector(Facts):
         """What is yielded: the batch, on its device; None where a buffer took it."""
         note = getattr(self._buffer, "note_waiting", None)
         if note is not None and self._trajs:
-            note(self._frames - self._rows)
+            note(self._held())
         if self._by_reference is not None:
             self._by_reference(rows)
             return None
@@ -353,6 +358,10 @@ class RayCollector(Facts):
             return cast(TensorDict, batch)
         self._buffer.extend(batch, **({} if final is None else {"final": final}))
         return None
+
+    def _held(self) -> int:
+        """Number of rows that actors keep until their trajectories end, if ``postproc`` changes no batch's length."""
+        return max(0, self._frames - self._rows)
 
     # -- the policy --------------------------------------------------------------------------------------------
 
@@ -412,7 +421,7 @@ class RayCollector(Facts):
         ]
         return {
             "frames": self._frames,
-            "rows_held": self._frames - self._rows,
+            "rows_held": self._held(),
             "windows": self._windows,
             "actors_made": self._fleet.hired,
             "actors_lost": self._fleet.lost,

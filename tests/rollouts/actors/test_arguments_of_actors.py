@@ -21,7 +21,7 @@ WRONG = [
     (
         {"create_env_fn": [make_env], "num_collectors": 2},
         ValueError,
-        "num_collectors=2 and 1 functions in create_env_fn",
+        "num_collectors=2 and 1 functions in",
     ),
     (
         {"num_collectors": 3, "sync": True, "frames_per_batch": 2},

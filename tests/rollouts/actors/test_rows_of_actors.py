@@ -56,6 +56,7 @@ def test_each_actor_gives_the_stream_of_a_single_collector(sync):
         batches = list(actors)
         assert [len(batch) for batch in batches] == [11] * 12
         assert actors.frames == 132
+        assert len(actors.rollout()) == 11  # one more
     rows = TensorDict.cat(batches)
     if sync:  # in the order of the actors, the first ones giving a row more
         assert all((batch[IDS] >> 40).tolist() == [5] * 4 + [6] * 4 + [7] * 3 for batch in batches)
@@ -254,3 +255,34 @@ def test_complete_trajectories_tell_the_buffer_how_many_rows_wait():
     ) as actors:
         list(actors)
         assert heard[-1] == actors.stats()["rows_held"] == 36 - len(buffer)
+
+
+class Interrupted(FakeRay):
+    """Ctrl-C comes while the driver waits, when ``left`` waits are over."""
+
+    left = 10**9
+
+    def wait(self, references, timeout=None):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return super().wait(references, timeout)
+
+
+@pytest.mark.parametrize("sync", [False, True], ids=["first come", "in step"])
+def test_nothing_is_lost_by_a_keyboard_interrupt(sync):
+    batches = []
+    with collect(fake := Interrupted(), num_collectors=3, sync=sync, frames_per_batch=12) as actors:
+        for _ in range(8):
+            fake.left = 2
+            with pytest.raises(KeyboardInterrupt):
+                while True:
+                    batches.append(next(actors))
+            fake.left = 10**9
+            batches.append(next(actors))
+    assert {len(batch) for batch in batches} == {12}
+    rows = TensorDict.cat(batches)
+    for writer in range(3):
+        own = of_writer(rows, writer)
+        size = 4 if sync else 12
+        assert (own == alone(writer, len(own) // size, frames_per_batch=size)).all()
