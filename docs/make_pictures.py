@@ -1,7 +1,7 @@
 """Draws the pictures of these pages: ``python docs/make_pictures.py`` (trains the demo twice, a few minutes).
 
 ``python docs/make_pictures.py first`` draws only the learning curves of the README's first training and the tree of a
-search, with ``tree`` only the latter.
+search, with ``tree`` only the latter, with ``text`` those of text rollouts.
 """
 
 import argparse
@@ -12,8 +12,10 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from flatroll.examples import recurrent_ppo
+from flatroll.examples.text import emit_a_token
 from flatroll.examples.tree_search import tree_of_first_move
 from flatroll.layout import timeline
 from flatroll.rollouts import rollout
@@ -77,16 +79,55 @@ def draw_timeline() -> Figure:
     return figure
 
 
+def draw_text_rollout(texts: int = 3) -> Figure:
+    """The flat rows of some short texts with their marks, and the same as a padded batch."""
+    result = emit_a_token.train(updates=1, texts=6, tokens=7, seed=27)
+    batch, words = result["batch"], [word.replace("Ġ", " ") for word in result["words"]]
+    text, step = (batch[key].flatten() for key in (("collector", "traj_ids"), "step_count"))
+    rows = int((text < text[0] + texts).sum())
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    colours = ("#9ecae1", "#fdd0a2", "#c7e9c0")
+    for row in range(rows):
+        number = int(text[row] - text[0])
+        ends = [key for key in ("terminated", "truncated") if batch["next", key][row]]
+        for x, y in ((row, 4.5), (int(step[row]), 2 - number)):
+            axes.add_patch(Rectangle((x, y), 1, 0.8, facecolor=colours[number], edgecolor="white"))
+            axes.text(x + 0.5, y + 0.4, words[row], ha="center", va="center", fontsize=8)
+        if not step[row]:
+            axes.plot([row, row], [4.4, 5.5], color="black", linewidth=2)
+        for key in ends:
+            axes.text(row + 1, 5.4, f"{key} ", ha="right", va="bottom", fontsize=8)
+    for number in range(texts):
+        length = int((text == text[0] + number).sum())
+        for x in range(length, 7):
+            axes.add_patch(
+                Rectangle((x, 2 - number), 1, 0.8, facecolor="0.93", edgecolor="white", hatch="///")
+            )
+    axes.text(
+        0, 6.1, "flat: [N] rows, one for each generated token; prompts stand once, beside it", fontsize=10
+    )
+    axes.text(0, 3.1, "padded: [B, T], with the whole text repeated at each token", fontsize=10)
+    axes.set(xlim=(-0.2, rows + 0.2), ylim=(-0.2, 6.6))
+    axes.axis("off")
+    return figure
+
+
 def main() -> None:
     """Train, and save the pictures under docs/img."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the runs")
     parser.add_argument(
-        "which", nargs="?", choices=["first", "tree", "all"], default="all", help="default: all"
+        "which", nargs="?", choices=["first", "tree", "text", "all"], default="all", help="default: all"
     )
     args = parser.parse_args()
     out: Path = args.out
     IMAGES.mkdir(exist_ok=True)
+    if args.which in ("text", "all"):
+        emit_a_token.save_curve(emit_a_token.train(), IMAGES / "text_curve.png")
+        draw_text_rollout().savefig(IMAGES / "text.png", dpi=90)
+    if args.which == "text":
+        return
     axes = tree_of_first_move(maze=0, simulations=60).plot()
     axes.figure.savefig(IMAGES / "tree.png", dpi=90)
     if args.which == "tree":

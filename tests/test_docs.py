@@ -27,7 +27,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OPTIONAL = {"envpool", "matplotlib", "moviepy", "pandas", "pyarrow", "pygame", "rsl_rl", "torchrl"}
-OPTIONAL |= {"sb3_contrib", "skrl", "stable_baselines3", "tensorboard"}
+OPTIONAL |= {"sb3_contrib", "skrl", "stable_baselines3", "tensorboard", "transformers"}
 NOT_RUN = re.compile(r"<!-- (not run|run by tests/[\w/]+\.py) -->\s*\Z")
 
 FENCE = re.compile(r"^(?P<fence>```+)(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=fence)[ \t]*$", re.M | re.S)

@@ -108,7 +108,7 @@ def drawing(peer: Any) -> str:
         if peer and vocabulary > END:
             theirs = peer.RolloutFromModel(*models, no_score, max_new_tokens=steps)
             case["torchrl, [B, T, L]"] = lambda batch=batch, theirs=theirs: theirs.rollout_from_data(batch)  # type: ignore[misc]
-        times = take_turns(case, turns=5, clock=time.thread_time)
+        times = take_turns(case, turns=3, clock=time.thread_time)
         for name, timing in times.items():
             own.sequences.forget()
             speed = f"{16 * steps / timing.median:,.0f}"

@@ -11,6 +11,7 @@ from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDict
 from tiny_text import make_critic, make_model, score
 from torch.distributions import Categorical
 
+from flatroll.benchmarks.text.bench_text import bytes_of, full_prompts
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.estimators import GAE, ClipPPOLoss
 from flatroll.layout import audit, join, run_ends
@@ -428,3 +429,16 @@ def test_without_a_scheduler_the_coefficient_stays(make_rollout: Make, prompts: 
     rollout = make_rollout(kl_coef=0.3)
     rollout.rollout_from_data(prompts)
     assert rollout.step_scheduler() == 0.3
+
+
+def test_a_flat_batch_takes_a_fiftieth_of_the_padded_one() -> None:
+    """4 texts of 256 + 128 tokens, each text once or at each of its tokens."""
+    prompts = full_prompts(4, 256)
+    generated = torch.cat([prompts.input_ids, torch.full((4, 128), 5)], 1)
+    parts = (generated, torch.zeros(4, 128, 1), torch.zeros(4, 128))
+    sizes = []
+    for flat in (True, False):
+        rollout = RolloutFromModel(None, None, score, max_new_tokens=128, eos_token_id=0, flat=flat)
+        batch = rollout.create_rollout_td(prompts, *parts)
+        sizes.append(bytes_of(batch, rollout))
+    assert sizes[1] >= 50 * sizes[0]
