@@ -8,7 +8,7 @@ from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.remote.handle import BufferHandle, OwnerGone
-from flatroll.buffers.remote.ray_buffer import RayReplayBuffer
+from flatroll.buffers.actors.ray_buffer import RayReplayBuffer
 from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.samplers.base import RandomSampler, Sampler
 from flatroll.buffers.samplers.prioritized import PrioritizedSampler

@@ -11,8 +11,8 @@ from typing import Any, NoReturn, Protocol
 
 import psutil
 
-from flatroll.sharing.nursery import WorkerDied, WorkerTraceback
-from flatroll.sharing.worker import portable
+from flatroll.sharing.nursery import WorkerDied
+from flatroll.sharing.worker import WorkerTraceback, portable
 
 #: Arguments of ``ray.init`` that only the one who starts a cluster may give.
 _OF_STARTERS = {"num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "include_dashboard"}

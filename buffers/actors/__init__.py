@@ -1,0 +1,1 @@
+"""Buffers that live in an actor, on a cluster."""
