@@ -142,11 +142,7 @@ class MultiCollector(Facts):
         options, splits = collector_arguments, collector_arguments.get("splits", 1)
         functions, factories = one_for_each(create_env_fn, policy_factory, num_workers, splits)
         count, trajs, random_frames = len(functions), trajs_per_batch, init_random_frames or 0
-<<<<<<< HEAD
-        counts: dict[str, int | None] = {"frames_per_batch": frames_per_batch, "total_frames": total_frames}
-=======
         counts: dict[str, Any] = {"frames_per_batch": frames_per_batch, "total_frames": total_frames}
->>>>>>> multi
         counts |= {"trajs_per_batch": trajs, "init_random_frames": random_frames}
         check_options(options, replay_buffer, writer, writer + count - 1, **counts)
         modes = Modes(sync, cat_results, preemptive_threshold, on_failure, max_failures, step_timeout, slots)
