@@ -55,8 +55,8 @@ def make_models(tokenizer: Any) -> tuple[Any, Any, Any]:
         bos_token_id=tokenizer.eos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        num_labels=1,
     )
+    config.num_labels = 1  # the critic writes one number for each token
     models: list[Any] = [
         kind(config) for kind in (GPT2LMHeadModel, GPT2LMHeadModel, GPT2ForTokenClassification)
     ]
@@ -78,7 +78,8 @@ class Counter:
 def make_agent(policy: Any, critic: Any, rollout: RolloutFromModel) -> tuple[Any, TensorDictModuleBase]:
     """Let both models read the texts that rows of a flat batch refer to."""
     sampler = Sampler(["logits"], ["action"], distribution_class=Categorical, return_log_prob=True)
-    actor = ProbabilisticTensorDictSequential(TextModule(policy, rollout.sequences), sampler)
+    parts: list[Any] = [TextModule(policy, rollout.sequences), sampler]
+    actor = ProbabilisticTensorDictSequential(*parts)
     return actor, TextModule(critic, rollout.sequences, "state_value")
 
 
