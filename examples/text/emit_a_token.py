@@ -39,7 +39,8 @@ def train_tokenizer() -> Any:
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=80, special_tokens=["<eos>", "<pad>"], show_progress=False)
     bpe.train_from_iterator([SENTENCE] * 100, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<pad>")
+    kind: Any = PreTrainedTokenizerFast
+    return kind(tokenizer_object=bpe, eos_token="<eos>", pad_token="<pad>")
 
 
 def make_models(tokenizer: Any) -> tuple[Any, Any, Any]:
