@@ -196,8 +196,11 @@ class RolloutFromModel:
         ends = is_end(action, self.eos_token_ids)
         real = _up_to_first(ends)
         counts = real.sum(1)
-        row = real.flatten().nonzero().squeeze(1)  # [N], places b * T + t of the tokens that were drawn
-        score = self._scores(batch, generated, lengths + counts)
+        text, step = real.nonzero().unbind(1)  # [N] each: text and place of the tokens that were drawn
+        row = text * self.max_new_tokens + step  # [N], the same as one number
+        whole = lengths + counts
+        written = torch.arange(generated.shape[1], device=generated.device) < whole.unsqueeze(1)  # [B, L + T]
+        score = self._scores(batch, generated, written)
         final = counts.cumsum(0) - 1  # rows of the texts' last tokens
         kl = kl_estimate(log_ratio.flatten().index_select(0, row), self.kl_estimator)
         self._kls.append(float(kl.mean()))
@@ -212,7 +215,8 @@ class RolloutFromModel:
         if self.flat:
             own = {ACTION: drawn.index_select(0, row)}
             own["action_log_prob"] = log_probs.flatten().index_select(0, row)
-            marks = self._marks(generated, lengths, counts, row)
+            known = generated.flatten().index_select(0, written.flatten().nonzero().squeeze(1))
+            marks = _marks(self.sequences.add(known, whole), lengths, text, step)
             after["observation"] = marks[OBSERVATION] + marks[OBSERVATION].new_tensor([0, 1])
             return TensorDict(own | marks | {NEXT: TensorDict(after, [len(row)], device)}, [len(row)], device)
         shape = real.shape
@@ -241,37 +245,17 @@ class RolloutFromModel:
         """Where the T tokens of each continuation stand, int64 ``[B, T]``: behind the prompt."""
         return lengths.unsqueeze(1) + torch.arange(self.max_new_tokens, device=lengths.device)
 
-    def _marks(self, generated: Tensor, lengths: Tensor, counts: Tensor, row: Tensor) -> dict[str, Any]:
-        """Marks and observations of a flat batch, whose rows are token t of text b, ``row = b * T + t``.
-
-        The texts go into the table.
-        """
-        places = torch.arange(generated.shape[1], device=generated.device)
-        whole = lengths + counts
-        known = (places < whole.unsqueeze(1)).flatten().nonzero().squeeze(1)  # of all texts' places
-        numbers = self.sequences.add(generated.flatten().index_select(0, known), whole)
-        text = row // self.max_new_tokens
-        step = row - text * self.max_new_tokens
-        number = numbers.index_select(0, text)
-        return {
-            OBSERVATION: torch.stack([number, lengths.index_select(0, text) + step], 1),
-            IS_INIT: (step == 0).unsqueeze(1),
-            STEP_COUNT: step.unsqueeze(1),
-            "collector": {"traj_ids": number},
-        }
-
-    def _scores(self, batch: Any, generated: Tensor, lengths: Tensor) -> Tensor:
+    def _scores(self, batch: Any, generated: Tensor, written: Tensor) -> Tensor:
         """Scores of the texts over those of the data's own, clipped: ``[B]``."""
-        mask = torch.arange(generated.shape[1], device=generated.device) < lengths.unsqueeze(1)
         with evaluating(self.reward_model):
             both = [
                 self.reward_model(input_ids=ids, attention_mask=known.to(torch.int64))[-1]
-                for ids, known in ((generated, mask), (batch.input_ids, batch.attention_mask))
+                for ids, known in ((generated, written), (batch.input_ids, batch.attention_mask))
             ]
         for score in both:
-            if score.shape not in ((len(lengths),), (len(lengths), 1)):
+            if score.shape not in ((len(written),), (len(written), 1)):
                 raise ValueError(
-                    f"reward_model must return (rewards, scores) with scores [{len(lengths)}], got {tuple(score.shape)}"
+                    f"reward_model must return (rewards, scores) with scores [{len(written)}], got {tuple(score.shape)}"
                 )
         score, own = (score.reshape(-1).to(generated.device, torch.float32) for score in both)
         if not bool((score - own).isfinite().all()):
@@ -309,6 +293,17 @@ class RolloutFromModel:
 def _up_to_first(ends: Tensor) -> Tensor:
     """Which entries of bool rows ``[B, T]`` have no True before them."""
     return (ends.cumsum(1) - ends.to(torch.int64)) == 0
+
+
+def _marks(numbers: Tensor, lengths: Tensor, text: Tensor, step: Tensor) -> dict[str, Any]:
+    """Marks and observations of the rows of a flat batch: token ``step`` of text ``text``, which has a number."""
+    number = numbers.index_select(0, text)
+    return {
+        OBSERVATION: torch.stack([number, lengths.index_select(0, text) + step], 1),
+        IS_INIT: (step == 0).unsqueeze(1),
+        STEP_COUNT: step.clone().unsqueeze(1),  # step is one column of two in memory
+        "collector": {"traj_ids": number},
+    }
 
 
 def _spread(column: Tensor, row: Tensor, shape: torch.Size) -> Tensor:

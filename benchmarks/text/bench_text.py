@@ -66,7 +66,7 @@ def assembly(peer: Any) -> str:
             made["torchrl, [B, T, L]"] = theirs.create_rollout_td(prompts, *drawn)
 
         case["torchrl, [B, T, L]"] = run_theirs
-    times = take_turns(case, turns=9, calls=5, clock=time.thread_time)
+    times = take_turns(case, turns=9, calls=20, clock=time.thread_time)
     flat = bytes_of(made["flat"], rollouts["flat"])
     rows = []
     for name, timing in times.items():

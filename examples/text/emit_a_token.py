@@ -39,7 +39,8 @@ def train_tokenizer() -> Any:
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=80, special_tokens=["<eos>", "<pad>"], show_progress=False)
     bpe.train_from_iterator([SENTENCE] * 100, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<pad>")
+    kind: Any = PreTrainedTokenizerFast
+    return kind(tokenizer_object=bpe, eos_token="<eos>", pad_token="<pad>")
 
 
 def make_models(tokenizer: Any) -> tuple[Any, Any, Any]:
@@ -55,8 +56,8 @@ def make_models(tokenizer: Any) -> tuple[Any, Any, Any]:
         bos_token_id=tokenizer.eos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        num_labels=1,
     )
+    config.num_labels = 1  # the critic writes one number for each token
     models: list[Any] = [
         kind(config) for kind in (GPT2LMHeadModel, GPT2LMHeadModel, GPT2ForTokenClassification)
     ]
@@ -78,7 +79,8 @@ class Counter:
 def make_agent(policy: Any, critic: Any, rollout: RolloutFromModel) -> tuple[Any, TensorDictModuleBase]:
     """Let both models read the texts that rows of a flat batch refer to."""
     sampler = Sampler(["logits"], ["action"], distribution_class=Categorical, return_log_prob=True)
-    actor = ProbabilisticTensorDictSequential(TextModule(policy, rollout.sequences), sampler)
+    parts: list[Any] = [TextModule(policy, rollout.sequences), sampler]
+    actor = ProbabilisticTensorDictSequential(*parts)
     return actor, TextModule(critic, rollout.sequences, "state_value")
 
 
