@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,6 +32,18 @@ class After(NamedTuple):
 
     rows: Tensor
     slots: Tensor
+
+
+class Part(NamedTuple):
+    """Rows that `Column.dump` gave, as they came back from a file.
+
+    Attributes:
+        slots: int64 ``[N]``, where each row belongs; -1 for rows that are no longer stored, which come first.
+        dumped: the tensors by name.
+    """
+
+    slots: Tensor
+    dumped: Mapping[str, Tensor]
 
 
 class Column(ABC):
@@ -111,6 +123,23 @@ class Column(ABC):
         """Bytes that one stored row takes; an estimate where rows differ in size."""
         return self.value_bytes
 
+    def dump(self, slots: Tensor) -> dict[str, Tensor]:
+        """Return the rows in ``slots`` (int64 ``[N]``) as tensors to write to a file, for :meth:`restore`.
+
+        Override both if rows take less space in another form than decoded. Nobody overwrites these rows meanwhile.
+        """
+        return {"values": self.take(slots)}
+
+    def restore(self, parts: Sequence["Part"], rows: int) -> dict[str, Any]:
+        """Return the :meth:`state_dict` of ``rows`` slots that ``parts`` make; ValueError if they cannot.
+
+        The column is not changed: :meth:`check_state_dict` and :meth:`load_state_dict` are called with the result.
+        """
+        for slots, dumped in parts:
+            if check_values("values", dumped.get("values"), self.dtype, self.shape) != len(slots):
+                raise damaged(f"a part of {len(slots)} rows has {len(dumped['values'])} values")
+        return {"values": scattered(parts, "values", rows, self.dtype, self.shape)}
+
     def state_dict(self, rows: int) -> dict[str, Any]:
         """Return the values of the first ``rows`` slots for :meth:`load_state_dict`."""
         return {"values": self.take(torch.arange(rows))}
@@ -148,6 +177,31 @@ def check_values(name: str, values: Any, dtype: torch.dtype, shape: tuple[int, .
         kind = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise damaged(f"its {name} are {kind}, expected a dense tensor of {dtype} {['N', *shape]}")
     return len(values)
+
+
+def scattered(
+    parts: Sequence[Part], name: str, rows: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Tensor:
+    """Lay the tensors ``name`` of ``parts`` (checked, ``[N, *shape]``) into their slots: ``[rows, *shape]``; slots of
+    no part are zeros.
+
+    >>> part = Part(torch.tensor([-1, 2, 0]), {"values": torch.tensor([7, 8, 9])})
+    >>> scattered([part], "values", 3, torch.int64, ())
+    tensor([9, 0, 8])
+    """
+    stored = sum(int((slots >= 0).sum()) for slots, _ in parts)
+    values = (torch.empty if stored == rows else torch.zeros)((rows, *shape), dtype=dtype)
+    for slots, dumped in parts:
+        gone = int((slots < 0).sum())
+        at, new = slots[gone:], dumped[name][gone:]
+        if not len(at):
+            continue
+        first = int(at[0])
+        if int(at[-1]) - first == len(at) - 1:  # slots follow each other: up to the end of the ring, they do
+            values[first : first + len(at)] = new
+        else:
+            put_rows(values, at, new)
+    return values
 
 
 def differ(left: Tensor, right: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """A column for frame stacks that stores each frame once, although several rows contain it."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import After, Column, TensorColumn, check_values
+from flatroll.buffers.columns.base import After, Column, Part, TensorColumn, check_values, scattered
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.layout.checks import whole_number
@@ -157,6 +157,31 @@ class FrameColumn(Column):
         return int(self._frames.state["high"][0] - self._frames.state["spare"][0]) - 1
 
     @override
+    def dump(self, slots: Tensor) -> dict[str, Tensor]:
+        """Return the distinct frames of the rows, and per row which of them are its stack."""
+        distinct, positions = np.unique(self._refs.take(slots.numpy(force=True), 0), return_inverse=True)
+        refs = torch.from_numpy(positions.reshape(-1, self.shape[0]).astype(np.int32))
+        return {"refs": refs} | {f"frames.{name}": t for name, t in self._frames.dump(distinct).items()}
+
+    @override
+    def restore(self, parts: Sequence[Part], rows: int) -> dict[str, Any]:
+        first, numbered, frames = 1, list[Part](), list[Part]()  # frame 0 is blank
+        for slots, dumped in parts:
+            refs = dumped.get("refs")
+            pieces = {name[7:]: values for name, values in dumped.items() if name.startswith("frames.")}
+            if check_values("frame numbers", refs, torch.int32, self.shape[:1]) != len(slots):
+                raise damaged(f"a part of {len(slots)} rows has the frames of others")
+            assert refs is not None
+            count = self._frames.count(pieces)
+            if len(refs) and not 0 <= int(refs.min()) <= int(refs.max()) < count:
+                raise damaged(f"a row names a frame that is none of its part's {count} frames")
+            numbered.append(Part(slots, {"refs": refs + first}))
+            frames.append(Part(torch.arange(first, first + count), pieces))
+            first += count
+        refs = scattered(numbered, "refs", rows, torch.int32, self.shape[:1])
+        return {"refs": refs, "frames": self._frames.restore(frames, first)}
+
+    @override
     def state_dict(self, rows: int) -> dict[str, Any]:
         if self._main is not self:  # a side column gives values, so that each state stands alone
             return super().state_dict(rows)
@@ -296,6 +321,27 @@ class FramePool:
         kernels().allocate(self.state, self.counts, frames)
         return frames
 
+    def dump(self, frames: Array) -> dict[str, Tensor]:
+        """Return the ``frames`` (int, ``[F]``) as their column dumps them."""
+        wanted = frames.astype(np.int64)
+        if len(self.columns) == 1:
+            return self.columns[0][1].dump(torch.from_numpy(wanted))
+        # Of several columns, each with a dictionary of its own perhaps: put into one of the first one's kind.
+        whole = self.columns[0][1].pool()
+        whole.grow(len(wanted))
+        whole.write(0, self.take(wanted.astype(np.int32)))
+        return whole.dump(torch.arange(len(wanted)))
+
+    def count(self, dumped: Mapping[str, Tensor]) -> int:
+        """Return how many frames :meth:`dump` gave; ValueError if it gave none of it."""
+        if not dumped:
+            raise damaged("a part has no frames")
+        return self.columns[0][1].check_state_dict(dict(dumped)) or 0
+
+    def restore(self, parts: Sequence[Part], frames: int) -> dict[str, Any]:
+        """Return the state of ``frames`` frames that ``parts`` make, in one piece."""
+        return {"sizes": [max(frames, self._first_size)], "columns": [self.columns[0][1].restore(parts, frames)]}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the frames used so far, one state per allocated column of frames."""
         high = int(self.state["high"][0])
@@ -326,7 +372,7 @@ class FramePool:
         """Restore the frames of a checked ``state`` and count their uses in ``refs`` (int32 ``[rows, stack]``)."""
         used = self._frames_in(state)
         # Pieces get room for the frames they hold, the first one, if it is as long here, also for those to come.
-        keep = state["sizes"][0] == self._first_size
+        keep = state["sizes"][0] == self._first_size or (used[0] <= self._first_size and not any(used[1:]))
         sizes = [self._first_size if keep else used[0], *used[1:]]
         begins = np.cumsum([0, *sizes]).tolist()
         reused = [self.columns[0][1]] if keep else []

@@ -1,12 +1,13 @@
 """A column for values that are zero in most rows, such as recurrent states stored once per several rows."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import After, Column, check_values, differ
+from flatroll.buffers.columns.base import After, Column, Part, check_values, differ, take_rows
 from flatroll.buffers.index.saved_tables import damaged
 
 
@@ -97,6 +98,30 @@ class SparseColumn(Column):
         """Mean bytes of the rows written so far."""
         used = len(self._entries) - 1 - len(self._spare)
         return self._place.element_size() + self.value_bytes * used // max(1, self._written)
+
+    @override
+    def dump(self, slots: Tensor) -> dict[str, Tensor]:
+        """Return the rows that are not zeros, and their positions in ``slots``."""
+        filled = self._place.index_select(0, slots.to(self.device)).nonzero().squeeze(1).cpu()
+        return {"filled": filled, "values": self.take(slots[filled])}
+
+    @override
+    def restore(self, parts: Sequence[Part], rows: int) -> dict[str, Any]:
+        slots, values = [torch.zeros(0, dtype=torch.int64)], [torch.empty((0, *self.shape), dtype=self.dtype)]
+        for places, dumped in parts:
+            filled = dumped.get("filled")
+            if check_values("values", dumped.get("values"), self.dtype, self.shape) != check_values(
+                "positions", filled, torch.int64, ()
+            ):
+                raise damaged("a part has other numbers of values and positions")
+            assert filled is not None
+            if len(filled) and not 0 <= int(filled.min()) <= int(filled.max()) < len(places):
+                raise damaged(f"a part of {len(places)} rows has values of others")
+            at = places[filled]
+            slots.append(at[at >= 0])
+            values.append(dumped["values"][at >= 0])
+        filled, order = torch.cat(slots).sort()
+        return {"rows": rows, "filled": filled, "values": take_rows(torch.cat(values), order)}
 
     @override
     def state_dict(self, rows: int) -> dict[str, Any]:

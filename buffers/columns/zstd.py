@@ -1,6 +1,6 @@
 """A column that compresses each row losslessly with zstd."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import ModuleType
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import After, Column, check_values
+from flatroll.buffers.columns.base import After, Column, Part, check_values
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.saved_tables import damaged
 
@@ -127,14 +127,30 @@ class ZstdColumn(Column):
 
     @override
     def state_dict(self, rows: int) -> dict[str, Any]:
-        # The compressed rows end to end, and their sizes to cut them apart again.
-        compressed = self._rows[:rows].tolist()
-        joined = torch.zeros(0).byte()
-        if compressed:
-            joined = torch.frombuffer(bytearray(b"".join(compressed)), dtype=torch.uint8)
-        sizes = torch.tensor([len(row) for row in compressed], dtype=torch.int64)
-        dictionary = torch.tensor(list(self._codec.prefix), dtype=torch.uint8)
-        return {"rows": joined, "sizes": sizes, "dictionary": dictionary}
+        return _joined(self._rows[:rows].tolist(), self._codec.prefix)
+
+    @override
+    def dump(self, slots: Tensor) -> dict[str, Tensor]:
+        """Return the compressed rows, their sizes and the dictionary."""
+        return _joined(self._rows[slots.numpy(force=True)].tolist(), self._codec.prefix)
+
+    @override
+    def restore(self, parts: Sequence[Part], rows: int) -> dict[str, Any]:
+        """Return the state of these rows; parts with another dictionary than the first one are compressed anew."""
+        codec = _Codec(self._codec.level, self._codec.threads)
+        compressed: Array = np.empty(rows, object)
+        compressed.fill(self._blank)
+        for slots, dumped in parts:
+            if dumped.keys() != {"rows", "sizes", "dictionary"} or self.check_state_dict(dict(dumped)) != len(slots):
+                raise damaged(f"a part of {len(slots)} compressed rows has others")
+            stored, prefix = self._cut(dict(dumped)), dumped["dictionary"].numpy(force=True).tobytes()
+            codec.begin(prefix)
+            if prefix not in (b"", codec.prefix):
+                encoded = [codec.encode(values) for values in self._decoded(stored, prefix)]
+                stored = np.concatenate([stored[:0], *encoded])
+            at = slots.numpy()
+            compressed[at[at >= 0]] = stored[at >= 0]
+        return _joined(compressed.tolist(), codec.prefix)
 
     @override
     def check_state_dict(self, state: dict[str, Any]) -> int:
@@ -195,6 +211,15 @@ class ZstdColumn(Column):
         self._filled += len(rows) - len(replaced)
         self._bytes += sum(map(len, rows)) - sum(map(len, replaced))
         self._rows[slots] = rows
+
+
+def _joined(compressed: list[bytes], prefix: bytes) -> dict[str, Tensor]:
+    """The state of compressed rows: they end to end, their sizes to cut them apart again, and their dictionary."""
+    joined = torch.zeros(0).byte()
+    if compressed:
+        joined = torch.frombuffer(bytearray(b"".join(compressed)), dtype=torch.uint8)
+    sizes = torch.tensor([len(row) for row in compressed], dtype=torch.int64)
+    return {"rows": joined, "sizes": sizes, "dictionary": torch.tensor(list(prefix), dtype=torch.uint8)}
 
 
 class _Codec:
