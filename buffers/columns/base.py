@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
 
 Columns = dict[NestedKey, Tensor]  # of a batch or a sample: tensors [N, ...] by key
+#: Rows of a column in the form of a file: tensors ``[N, ...]`` by name, or (values of all rows, lengths ``[N]``).
+Dumped: TypeAlias = Mapping[str, Tensor | tuple[Tensor, Tensor]]
 
 _UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch indexes these only in their `signed` view
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -35,7 +37,7 @@ class After(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Rows that `Column.dump` gave, as they came back from a file.
+    """Rows that `Column.dump` gave, as they came back from a file: each tensor has N rows, and lengths add up.
 
     Attributes:
         slots: int64 ``[N]``, where each row belongs; -1 for rows that are no longer stored, which come first.
@@ -43,7 +45,7 @@ class Part(NamedTuple):
     """
 
     slots: Tensor
-    dumped: Mapping[str, Tensor]
+    dumped: "Dumped"
 
 
 class Column(ABC):
@@ -123,10 +125,11 @@ class Column(ABC):
         """Bytes that one stored row takes; an estimate where rows differ in size."""
         return self.value_bytes
 
-    def dump(self, slots: Tensor) -> dict[str, Tensor]:
+    def dump(self, slots: Tensor) -> "Dumped":
         """Return the rows in ``slots`` (int64 ``[N]``) as tensors to write to a file, for :meth:`restore`.
 
-        Override both if rows take less space in another form than decoded. Nobody overwrites these rows meanwhile.
+        Each is a tensor ``[N, ...]``, or, where rows have any number of values, a pair: the values of all rows end to
+        end, and how many each row has, int64 ``[N]``. Override both methods if rows take less space so than decoded.
         """
         return {"values": self.take(slots)}
 
@@ -136,8 +139,8 @@ class Column(ABC):
         The column is not changed: :meth:`check_state_dict` and :meth:`load_state_dict` are called with the result.
         """
         for slots, dumped in parts:
-            if check_values("values", dumped.get("values"), self.dtype, self.shape) != len(slots):
-                raise damaged(f"a part of {len(slots)} rows has {len(dumped['values'])} values")
+            check_dumped(dumped, {"values": False})
+            check_values("values", dumped["values"], self.dtype, self.shape)
         return {"values": scattered(parts, "values", rows, self.dtype, self.shape)}
 
     def state_dict(self, rows: int) -> dict[str, Any]:
@@ -179,6 +182,12 @@ def check_values(name: str, values: Any, dtype: torch.dtype, shape: tuple[int, .
     return len(values)
 
 
+def check_dumped(dumped: Dumped, expected: Mapping[str, bool]) -> None:
+    """Raise ValueError unless a part has the tensors that are ``expected``: names, and which are ragged (pairs)."""
+    if {name: isinstance(values, tuple) for name, values in dumped.items()} != dict(expected):
+        raise damaged(f"a part has the tensors {sorted(dumped)}, expected {sorted(expected)}")
+
+
 def scattered(
     parts: Sequence[Part], name: str, rows: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:
@@ -192,8 +201,8 @@ def scattered(
     stored = sum(int((slots >= 0).sum()) for slots, _ in parts)
     values = (torch.empty if stored == rows else torch.zeros)((rows, *shape), dtype=dtype)
     for slots, dumped in parts:
-        gone = int((slots < 0).sum())
-        at, new = slots[gone:], dumped[name][gone:]
+        given, gone = dumped[name], int((slots < 0).sum())
+        at, new = slots[gone:], (given[0] if isinstance(given, tuple) else given)[gone:]
         if not len(at):
             continue
         first = int(at[0])

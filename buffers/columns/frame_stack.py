@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import After, Column, Part, TensorColumn, check_values, scattered
+from flatroll.buffers.columns.base import (
+    After,
+    Column,
+    Dumped,
+    Part,
+    TensorColumn,
+    check_dumped,
+    check_values,
+    scattered,
+)
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.layout.checks import whole_number
@@ -157,25 +166,36 @@ class FrameColumn(Column):
         return int(self._frames.state["high"][0] - self._frames.state["spare"][0]) - 1
 
     @override
-    def dump(self, slots: Tensor) -> dict[str, Tensor]:
-        """Return the distinct frames of the rows, and per row which of them are its stack."""
-        distinct, positions = np.unique(self._refs.take(slots.numpy(force=True), 0), return_inverse=True)
-        refs = torch.from_numpy(positions.reshape(-1, self.shape[0]).astype(np.int32))
-        return {"refs": refs} | {f"frames.{name}": t for name, t in self._frames.dump(distinct).items()}
+    def dump(self, slots: Tensor) -> Dumped:
+        """Return the frames that each row adds to those before it, and how many frames back those of its stack are."""
+        refs = self._refs.take(slots.numpy(force=True), 0)
+        distinct, firsts, inverse = np.unique(refs, return_index=True, return_inverse=True)
+        order = np.argsort(firsts)  # distinct frames in the order in which rows name them first
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        added = np.bincount(firsts // self.shape[0], minlength=len(refs))  # frames that each row adds
+        # Counted back from the frames that are there after the row, so that parts can be laid end to end.
+        back = np.cumsum(added)[:, None] - place[inverse.reshape(refs.shape)]
+        dumped = {"back": torch.from_numpy(back.astype(np.int32))}
+        return dumped | _by_row(self._frames.dump(distinct[order]), added)
 
     @override
     def restore(self, parts: Sequence[Part], rows: int) -> dict[str, Any]:
         first, numbered, frames = 1, list[Part](), list[Part]()  # frame 0 is blank
+        kind = dict.fromkeys(_by_row(self._frames.dump(np.zeros(0, np.int64)), np.zeros(0, np.int64)), True)
         for slots, dumped in parts:
-            refs = dumped.get("refs")
-            pieces = {name[7:]: values for name, values in dumped.items() if name.startswith("frames.")}
-            if check_values("frame numbers", refs, torch.int32, self.shape[:1]) != len(slots):
-                raise damaged(f"a part of {len(slots)} rows has the frames of others")
-            assert refs is not None
-            count = self._frames.count(pieces)
-            if len(refs) and not 0 <= int(refs.min()) <= int(refs.max()) < count:
-                raise damaged(f"a row names a frame that is none of its part's {count} frames")
-            numbered.append(Part(slots, {"refs": refs + first}))
+            check_dumped(dumped, {"back": False, **kind})
+            back = dumped["back"]
+            check_values("frame numbers", back, torch.int32, self.shape[:1])
+            assert isinstance(back, Tensor)
+            added, pieces = _frames_of(dumped)
+            if len(added) and int(added.max()) > 2**31 - first:
+                raise damaged("it has more frames than can be numbered")
+            total = added.cumsum(0).unsqueeze(1)
+            if bool(((back < 1) | (back > total)).any()):
+                raise damaged("a row names a frame that is none of its part's")
+            numbered.append(Part(slots, {"refs": (total - back + first).int()}))
+            count = int(added.sum())
             frames.append(Part(torch.arange(first, first + count), pieces))
             first += count
         refs = scattered(numbered, "refs", rows, torch.int32, self.shape[:1])
@@ -321,7 +341,7 @@ class FramePool:
         kernels().allocate(self.state, self.counts, frames)
         return frames
 
-    def dump(self, frames: Array) -> dict[str, Tensor]:
+    def dump(self, frames: Array) -> Dumped:
         """Return the ``frames`` (int, ``[F]``) as their column dumps them."""
         wanted = frames.astype(np.int64)
         if len(self.columns) == 1:
@@ -331,12 +351,6 @@ class FramePool:
         whole.grow(len(wanted))
         whole.write(0, self.take(wanted.astype(np.int32)))
         return whole.dump(torch.arange(len(wanted)))
-
-    def count(self, dumped: Mapping[str, Tensor]) -> int:
-        """Return how many frames :meth:`dump` gave; ValueError if it gave none of it."""
-        if not dumped:
-            raise damaged("a part has no frames")
-        return self.columns[0][1].check_state_dict(dict(dumped)) or 0
 
     def restore(self, parts: Sequence[Part], frames: int) -> dict[str, Any]:
         """Return the state of ``frames`` frames that ``parts`` make, in one piece."""
@@ -436,6 +450,41 @@ def _in_memory(frames: int, shape: tuple[int, ...], word: torch.dtype, device: t
         # From NumPy, which asks the system for large pages where torch does not.
         return TensorColumn(torch.from_numpy(np.empty((frames, *shape), f"i{word.itemsize}")))
     return TensorColumn(torch.empty((frames, *shape), dtype=word, device=device))
+
+
+def _by_row(dumped: Dumped, added: Array) -> dict[str, tuple[Tensor, Tensor]]:
+    """What a column of frames dumped, cut by the ``added[i]`` frames of row i; where frames have any number of values,
+    these numbers are a tensor of their own, ``each``."""
+    by_row, frames = {}, torch.from_numpy(added)
+    row = torch.repeat_interleave(frames)  # of each frame
+    for name, values in dumped.items():
+        if isinstance(values, Tensor):
+            by_row[f"frames.{name}"] = values, frames
+        else:
+            by_row[f"frames.{name}.each"] = values[1], frames
+            by_row[f"frames.{name}"] = values[0], torch.zeros_like(frames).index_add_(0, row, values[1])
+    return by_row
+
+
+def _frames_of(dumped: Dumped) -> tuple[Tensor, dict[str, Tensor | tuple[Tensor, Tensor]]]:
+    """How many frames each row adds, and what their column dumped: undoes `_by_row`; ValueError if they do not fit."""
+    ragged = {name: pair for name, pair in dumped.items() if isinstance(pair, tuple)}
+    pieces: dict[str, Tensor | tuple[Tensor, Tensor]] = {}
+    added = list[Tensor]()
+    for name, (values, lengths) in ragged.items():
+        each = ragged.get(f"{name}.each")
+        if each is not None:
+            check_values("sizes", each[0], torch.int64, ())
+            if bool(((each[0] < 0) | (each[0] > len(values))).any()) or int(each[0].sum()) != len(values):
+                raise damaged("the sizes of its frames do not add up")
+            pieces[name.removeprefix("frames.")] = values, each[0]
+        else:
+            added.append(lengths)
+            if not name.endswith(".each"):
+                pieces[name.removeprefix("frames.")] = values
+    if not all(torch.equal(one, added[0]) for one in added):
+        raise damaged("its rows add other numbers of frames and of their sizes")
+    return added[0], pieces
 
 
 def kernels() -> ModuleType:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import After, Column, Part, check_values, differ, take_rows
+from flatroll.buffers.columns.base import After, Column, Dumped, Part, check_dumped, check_values, differ, take_rows
 from flatroll.buffers.index.saved_tables import damaged
 
 
@@ -100,26 +100,23 @@ class SparseColumn(Column):
         return self._place.element_size() + self.value_bytes * used // max(1, self._written)
 
     @override
-    def dump(self, slots: Tensor) -> dict[str, Tensor]:
-        """Return the rows that are not zeros, and their positions in ``slots``."""
-        filled = self._place.index_select(0, slots.to(self.device)).nonzero().squeeze(1).cpu()
-        return {"filled": filled, "values": self.take(slots[filled])}
+    def dump(self, slots: Tensor) -> Dumped:
+        """Return the rows that are not zeros; each other row has no value."""
+        filled = (self._place.index_select(0, slots.to(self.device)) > 0).cpu()
+        return {"values": (self.take(slots[filled]), filled.long())}
 
     @override
     def restore(self, parts: Sequence[Part], rows: int) -> dict[str, Any]:
         slots, values = [torch.zeros(0, dtype=torch.int64)], [torch.empty((0, *self.shape), dtype=self.dtype)]
         for places, dumped in parts:
-            filled = dumped.get("filled")
-            if check_values("values", dumped.get("values"), self.dtype, self.shape) != check_values(
-                "positions", filled, torch.int64, ()
-            ):
-                raise damaged("a part has other numbers of values and positions")
-            assert filled is not None
-            if len(filled) and not 0 <= int(filled.min()) <= int(filled.max()) < len(places):
-                raise damaged(f"a part of {len(places)} rows has values of others")
-            at = places[filled]
+            check_dumped(dumped, {"values": True})
+            stored, lengths = dumped["values"]
+            check_values("values", stored, self.dtype, self.shape)
+            if bool((lengths > 1).any()):
+                raise damaged("a row has more than one value")
+            at = places[lengths > 0]
             slots.append(at[at >= 0])
-            values.append(dumped["values"][at >= 0])
+            values.append(stored[at >= 0])
         filled, order = torch.cat(slots).sort()
         return {"rows": rows, "filled": filled, "values": take_rows(torch.cat(values), order)}
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import After, Column, Part, check_values
+from flatroll.buffers.columns.base import After, Column, Dumped, Part, check_dumped, check_values
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.saved_tables import damaged
 
@@ -130,9 +130,13 @@ class ZstdColumn(Column):
         return _joined(self._rows[:rows].tolist(), self._codec.prefix)
 
     @override
-    def dump(self, slots: Tensor) -> dict[str, Tensor]:
-        """Return the compressed rows, their sizes and the dictionary."""
-        return _joined(self._rows[slots.numpy(force=True)].tolist(), self._codec.prefix)
+    def dump(self, slots: Tensor) -> Dumped:
+        """Return the compressed rows; the first row has the dictionary of all."""
+        state = _joined(self._rows[slots.numpy(force=True)].tolist(), self._codec.prefix)
+        of_first, dictionary = torch.zeros(len(slots), dtype=torch.int64), state["dictionary"]
+        if len(slots):
+            of_first[0] = len(dictionary)
+        return {"rows": (state["rows"], state["sizes"]), "dictionary": (dictionary[: int(of_first.sum())], of_first)}
 
     @override
     def restore(self, parts: Sequence[Part], rows: int) -> dict[str, Any]:
@@ -141,16 +145,30 @@ class ZstdColumn(Column):
         compressed: Array = np.empty(rows, object)
         compressed.fill(self._blank)
         for slots, dumped in parts:
-            if dumped.keys() != {"rows", "sizes", "dictionary"} or self.check_state_dict(dict(dumped)) != len(slots):
-                raise damaged(f"a part of {len(slots)} compressed rows has others")
-            stored, prefix = self._cut(dict(dumped)), dumped["dictionary"].numpy(force=True).tobytes()
-            codec.begin(prefix)
-            if prefix not in (b"", codec.prefix):
-                encoded = [codec.encode(values) for values in self._decoded(stored, prefix)]
-                stored = np.concatenate([stored[:0], *encoded])
-            at = slots.numpy()
-            compressed[at[at >= 0]] = stored[at >= 0]
+            check_dumped(dumped, {"rows": True, "dictionary": True})
+            (joined, sizes), (dictionary, lengths) = dumped["rows"], dumped["dictionary"]
+            # Several dumps may have been laid end to end, each with a dictionary before its first row.
+            begins = sorted({0, *lengths.nonzero().flatten().tolist()})
+            for first, stop in zip(begins, [*begins[1:], len(slots)], strict=True):
+                low, high = int(sizes[:first].sum()), int(sizes[:stop].sum())
+                before = int(lengths[:first].sum())
+                part = {
+                    "rows": joined[low:high],
+                    "sizes": sizes[first:stop],
+                    "dictionary": dictionary[before : before + int(lengths[first])] if len(lengths) else dictionary,
+                }
+                self.check_state_dict(part)
+                at = slots[first:stop].numpy()
+                compressed[at[at >= 0]] = self._recoded(part, codec)[at >= 0]
         return _joined(compressed.tolist(), codec.prefix)
+
+    def _recoded(self, part: dict[str, Any], codec: "_Codec") -> Array:
+        """The rows of a state, compressed with the dictionary of ``codec``, which takes theirs if it has none."""
+        rows, prefix = self._cut(part), part["dictionary"].numpy(force=True).tobytes()
+        codec.begin(prefix)
+        if prefix in (b"", codec.prefix):
+            return rows
+        return np.concatenate([rows[:0], *(codec.encode(values) for values in self._decoded(rows, prefix))])
 
     @override
     def check_state_dict(self, state: dict[str, Any]) -> int:

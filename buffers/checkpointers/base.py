@@ -1,0 +1,222 @@
+"""Checkpointers: they turn rows of a storage into tensors for files, and such tensors into a storage's state."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+from typing_extensions import override
+
+from flatroll.buffers.columns.base import Part
+from flatroll.buffers.index.saved_tables import damaged
+from flatroll.buffers.storages.base import Storage
+from flatroll.disk.names import column_name
+from flatroll.disk.segments import Column, Ragged
+from flatroll.disk.state_tree import from_text, pack, to_text, unpack
+from flatroll.layout.keys import NestedKey
+
+#: A hook takes rows (a batch of the stored kind, or a list of items) and returns as many.
+Hook: TypeAlias = Callable[..., Any]
+
+
+class Span(NamedTuple):
+    """Rows as they came back from a file.
+
+    Attributes:
+        slots: int64 ``[N]``, where each row belongs; -1 for rows that are no longer stored, which come first.
+        tensors: what :meth:`StorageCheckpointerBase.dump` gave.
+    """
+
+    slots: Tensor
+    tensors: Mapping[str, Column]
+
+
+class StorageCheckpointerBase(ABC):
+    """Base class of checkpointers, which say in what form ``buffer.dumps`` writes the rows of a storage.
+
+    ``storage.checkpointer = …``, or ``ReplayBuffer(checkpointer=…)``, chooses one; without, a storage of tensors has a
+    `TensorStorageCheckpointer`, and one of items a `ListStorageCheckpointer`. The same kind reads what was written.
+    Subclasses implement :meth:`dump` and :meth:`restore`.
+    """
+
+    #: Whether a save writes only the rows that are new since the one before.
+    incremental: bool = True
+
+    def __init__(self) -> None:
+        self._save_hooks: list[Hook] = []
+        self._load_hooks: list[Hook] = []
+
+    def register_save_hook(self, hook: Hook) -> None:
+        """Call ``hook(rows, path=path)`` before rows are written; what it returns, as many rows, is written instead."""
+        self._save_hooks.append(hook)
+
+    def register_load_hook(self, hook: Hook) -> None:
+        """Call ``hook(rows)`` on rows that were read, before they are stored: it undoes what the save hooks did."""
+        self._load_hooks.append(hook)
+
+    @abstractmethod
+    def dump(self, storage: Any, slots: Tensor) -> dict[str, Column]:
+        """Return the rows in ``slots`` (int64 ``[N]``) as columns of a file by name: a tensor ``[N, ...]`` or `Ragged`.
+
+        The names, dtypes and shapes are the same for all rows. Nobody overwrites these rows meanwhile.
+        """
+
+    @abstractmethod
+    def restore(self, storage: Any, tables: dict[str, Any], spans: Sequence[Span], rows: int) -> dict[str, Any]:
+        """Return the storage's ``state_dict`` of ``rows`` slots; nothing changes.
+
+        Args:
+            storage: the one that will be asked to load it.
+            tables: its state without the rows, not to be trusted.
+            spans: the rows, oldest first.
+            rows: how many slots have been used.
+
+        Raises:
+            ValueError: they do not fit together.
+        """
+
+    def check(self, storage: Any) -> None:
+        """Raise an error if this is no checkpointer for ``storage``."""
+        return
+
+    def dump_rows(self, storage: Any, slots: Tensor) -> dict[str, Column]:
+        """Return what :meth:`dump` gives, after the save hooks."""
+        return self.dump(storage, slots)
+
+    def restore_rows(
+        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
+    ) -> dict[str, Any]:
+        """Return what :meth:`restore` gives, after the load hooks."""
+        return self.restore(storage, tables, list(spans), rows)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class TensorStorageCheckpointer(StorageCheckpointerBase):
+    """The checkpointer of storages made of tensors, in memory or in files: the rows of each column as they are.
+
+    Frame stacks are written as single frames, compressed rows compressed and sparse ones sparse; a compact storage
+    writes each observation once. A save after the first one writes the new rows only.
+
+    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(4), checkpointer=TensorStorageCheckpointer())
+    >>> buffer.storage.checkpointer
+    TensorStorageCheckpointer()
+    """
+
+    @override
+    def check(self, storage: Any) -> None:
+        if not hasattr(storage, "columns_like"):
+            raise TypeError(
+                f"{type(self).__name__} writes storages of tensors, this is a {type(storage).__name__}: use "
+                "ListStorageCheckpointer"
+            )
+
+    @override
+    def dump(self, storage: Any, slots: Tensor) -> dict[str, Column]:
+        dumped: dict[str, Column] = {}
+        for key, column in storage.columns.items():
+            name = column_name(key)
+            for part, values in column.dump(slots).items():
+                at = name if part == "values" else f"{name}#{part}"
+                dumped[at] = Ragged(*values) if isinstance(values, tuple) else values
+        return dumped
+
+    @override
+    def restore(self, storage: Any, tables: dict[str, Any], spans: Sequence[Span], rows: int) -> dict[str, Any]:
+        columns = storage.columns_like(tables)
+        names: dict[str, NestedKey] = {column_name(key): key for key in columns}
+        parts: dict[NestedKey, list[Part]] = {key: [] for key in columns}
+        for slots, tensors in spans:
+            found: dict[NestedKey, dict[str, Column]] = {key: {} for key in columns}
+            for name, values in tensors.items():
+                column, _, part = name.partition("#")
+                if column not in names:
+                    raise damaged(f"its rows have an entry {column!r}, expected {sorted(names)}")
+                found[names[column]][part or "values"] = values
+            for key, dumped in found.items():
+                parts[key].append(Part(slots, dumped))
+        restored = {}
+        for key, column in columns.items():
+            try:
+                restored[key] = column.restore(parts[key], rows)
+            except ValueError as error:
+                raise ValueError(f"the entry {key!r}: {error}") from None
+        return {**tables, "columns": restored}
+
+
+class ListStorageCheckpointer(StorageCheckpointerBase):
+    """The checkpointer of `ListStorage`: items are written as JSON and tensors, without pickle.
+
+    Items may be numbers, strings, bytes, tensors, arrays, tensordicts, and dicts, lists and tuples of them; saving
+    others is a TypeError that names them.
+    """
+
+    @override
+    def check(self, storage: Any) -> None:
+        if hasattr(storage, "columns_like"):
+            raise TypeError(f"ListStorageCheckpointer writes items, this is a {type(storage).__name__}")
+
+    @override
+    def dump(self, storage: Any, slots: Tensor) -> dict[str, Column]:
+        return {"items": _end_to_end([_to_bytes(item, i) for i, item in enumerate(storage.read_rows(slots))])}
+
+    @override
+    def restore(self, storage: Any, tables: dict[str, Any], spans: Sequence[Span], rows: int) -> dict[str, Any]:
+        items: list[Any] = [None] * rows
+        for slots, tensors in spans:
+            column = tensors.get("items")
+            if not isinstance(column, Ragged) or tensors.keys() != {"items"} or column.values.dtype is not torch.uint8:
+                raise damaged("a part has no items")
+            memory, end = column.values.numpy().tobytes(), 0
+            for slot, size in zip(slots.tolist(), column.lengths.tolist(), strict=True):
+                end += size
+                if slot >= 0:
+                    items[slot] = _from_bytes(memory[end - size : end])
+        return {"items": items}
+
+
+def _to_bytes(item: Any, number: int) -> bytes:
+    """An item as bytes: the length of its JSON in 8 bytes, the JSON, and its tensors as a safetensors file."""
+    try:
+        value, tensors = pack(item)
+    except TypeError as error:
+        raise TypeError(
+            f"item {number}: {error}. ListStorage keeps any object in memory, and these on disk"
+        ) from None
+    text = to_text(value).encode()
+    return len(text).to_bytes(8, "little") + text + save(tensors)
+
+
+def _from_bytes(memory: bytes) -> Any:
+    size = int.from_bytes(memory[:8], "little")
+    if size > len(memory) - 8:
+        raise damaged("an item is cut short")
+    try:
+        tensors = load(memory[8 + size :])
+    except SafetensorError as error:
+        raise damaged(f"the tensors of an item cannot be read ({error})") from None
+    return unpack(from_text(memory[8 : 8 + size]), tensors)
+
+
+def _end_to_end(pieces: list[bytes]) -> Ragged:
+    values = torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8) if pieces else torch.zeros(0).byte()
+    return Ragged(values, torch.tensor([len(piece) for piece in pieces], dtype=torch.int64))
+
+
+def checkpointer_of(storage: Storage) -> StorageCheckpointerBase:
+    """Return the checkpointer of ``storage``, the default one if none was chosen; TypeError if it does not fit."""
+    if storage.checkpointer is None:
+        columns = hasattr(storage, "columns_like")
+        storage.checkpointer = TensorStorageCheckpointer() if columns else ListStorageCheckpointer()
+    checkpointer = storage.checkpointer
+    if not isinstance(checkpointer, StorageCheckpointerBase):
+        raise TypeError(
+            f"checkpointer must be a StorageCheckpointerBase, such as TensorStorageCheckpointer(), got {checkpointer!r}"
+        )
+    checkpointer.check(storage)
+    return checkpointer

@@ -1,0 +1,151 @@
+"""The rows of one buffer in one folder: which of them are there, and how the others come to it."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatroll.buffers.checkpointers.base import Span, StorageCheckpointerBase, checkpointer_of
+from flatroll.buffers.checkpointers.plain_state import to_plain
+from flatroll.buffers.index.ring import Ring
+from flatroll.buffers.index.saved_tables import damaged
+from flatroll.buffers.index.top_k_ring import RankedRing
+from flatroll.disk.folder import Folder, LoadedVersion
+from flatroll.disk.manifest import Version
+
+_LEAST_BYTES, _MOST_BYTES = 2**22, 2**25  # of a segment
+_PARTS = 64  # segments of a full ring, at least: the oldest one holds rows that are gone already
+_ROW_BYTES = 1000  # of a row whose size is not known
+
+#: Turns a buffer's plain state into that of a version: JSON and tensors.
+Tree = Callable[[dict[str, Any]], tuple[Any, dict[str, Tensor]]]
+
+
+class SaveOptions(NamedTuple):
+    """How a version is saved: see `Saveable.dumps`."""
+
+    sync: bool = True
+    keep: int = 2
+    overwrite: bool = False
+
+
+class RowLog:
+    """What a buffer has in a folder, so that the next save writes the new rows only.
+
+    Args:
+        path: of the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.version: Version | None = None  # saved or loaded last
+        self._ring: Callable[[], Ring | None] = lambda: None  # what counted its rows
+        self._edits = 0  # the buffer's count of edits by then
+
+    def note(self, version: Version, ring: Ring, edits: int) -> None:
+        """Remember that ``version`` has the rows that ``ring`` counts, after so many edits."""
+        self.version, self._ring, self._edits = version, weakref.ref(ring), edits
+
+    def save(self, buffer: Any, tree: Tree, options: SaveOptions) -> Version:
+        """Publish a version with the buffer's rows and the ``tree`` of its other state.
+
+        Writers and readers of the buffer go on while rows are copied; they wait while those that came meanwhile, at
+        most a segment, and the tables are copied in memory, and no longer.
+        """
+        checkpointer = checkpointer_of(buffer.storage)
+        # Rows that are written out of order are copied while nobody writes, as are those that somebody has edited
+        # while they were copied.
+        for hold in [True] if isinstance(buffer._ring, RankedRing) else [False, True]:
+            ahead = buffer._made_ahead() if hold else None
+            with ExitStack() as stack:
+                if hold:
+                    stack.enter_context(buffer._write_lock)
+                ring, edits = buffer._ring, buffer._edits
+                folder = stack.enter_context(self._open(buffer, ring, edits, options))
+                _copy_ahead(buffer, ring, folder, checkpointer)
+                if ahead is None:
+                    ahead = buffer._made_ahead()
+                with nullcontext() if hold else buffer._write_lock, buffer._lock:
+                    if ring is not buffer._ring or edits != buffer._edits:
+                        continue
+                    state = buffer._tables(ahead)
+                    head, end = _range_of(ring, buffer)
+                    folder.drop_before(head)
+                    rest = _dump(buffer, ring, checkpointer, folder.end, end)
+                if rest is not None:
+                    folder.append(rest)
+                value, tensors = tree(to_plain(state))
+                facts = {"kind": "buffer", "buffer": repr(buffer), "rows": end - head}
+                version = folder.publish(value, tensors, head=head, extra=facts)
+                self.note(version, ring, edits)
+                return version
+        raise RuntimeError("the buffer was emptied or loaded while it was saved: nothing was saved")
+
+    def _open(self, buffer: Any, ring: Ring, edits: int, options: SaveOptions) -> Folder:
+        """The folder, where this log's rows are in it, or to begin anew."""
+        anew = self._ring() is not ring or edits != self._edits or isinstance(ring, RankedRing)
+        segment = segment_rows(buffer)
+        given: dict[str, Any] = {"segment_rows": segment, "segment_bytes": _MOST_BYTES, **options._asdict()}
+        folder = Folder(self.path, write=True, resume=self.version, **given)
+        if folder.version is None or not anew:
+            return folder
+        folder.close()  # what is there is this buffer's own, and holds other rows
+        return Folder(self.path, write=True, **{**given, "overwrite": True})
+
+
+def segment_rows(buffer: Any) -> int:
+    """How many rows a segment of the buffer's has."""
+    size = buffer.storage.bytes_per_row or _ROW_BYTES
+    return max(1, min(max(-(-buffer._ring.capacity // _PARTS), _LEAST_BYTES // size), _MOST_BYTES // size))
+
+
+def spans(ring: Ring, version: LoadedVersion) -> Iterator[Span]:
+    """Read the rows that ``ring`` counts from a version's files; ValueError if it has others.
+
+    Raises:
+        DamagedFileError: a file does not hold what was written.
+    """
+    head, end = (0, ring.used) if isinstance(ring, RankedRing) else (ring.head, ring.written)
+    if (version.head, version.end) != (head, end):
+        raise damaged(f"it counts the rows {head} ... {end - 1}, and has {version.head} ... {version.end - 1}")
+    for segment in version.segments:
+        if segment.rows > ring.capacity:
+            raise damaged(f"one of its files has {segment.rows} rows, of {ring.capacity}")
+        numbers = torch.arange(segment.first, segment.end)
+        yield Span(torch.where(numbers >= head, numbers % ring.capacity, -1), segment.read())
+
+
+def _range_of(ring: Ring, buffer: Any) -> tuple[int, int]:
+    """Numbers of the first row to save and of the row after the last; rows in any order are numbered by slot."""
+    if isinstance(ring, RankedRing):
+        return 0, ring.used if buffer._started else 0
+    return ring.head, ring.written
+
+
+def _copy_ahead(buffer: Any, ring: Ring, folder: Folder, checkpointer: StorageCheckpointerBase) -> None:
+    """Append rows to ``folder`` without a lock, until less than a segment is left."""
+    count = segment_rows(buffer)
+    for _ in range(4 * _PARTS):  # writers may be faster; then the rest is copied while they wait
+        with buffer._lock:
+            head, end = _range_of(ring, buffer)
+        folder.drop_before(head)
+        first = folder.end
+        if end - first <= count:
+            return
+        # Rows that a writer overwrites meanwhile are below the head of the version, and not read again.
+        part = _dump(buffer, ring, checkpointer, first, first + count)
+        assert part is not None
+        folder.append(part)
+
+
+def _dump(
+    buffer: Any, ring: Ring, checkpointer: StorageCheckpointerBase, first: int, end: int
+) -> dict[str, Any] | None:
+    """The rows ``first ... end - 1`` as columns of a file; None for none."""
+    if end <= first:
+        return None
+    return checkpointer.dump_rows(buffer.storage, torch.arange(first, end) % ring.capacity)
