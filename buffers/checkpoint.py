@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from flatroll.buffers.checkpointers.base import checkpointer_of
@@ -43,7 +44,6 @@ class BufferState(Facts, Saveable, Shareable):
     writer: Writer
     _keys: BoundaryKeys | None
     _started: bool
-    _edits: int = 0  # how often stored rows were overwritten in place
     _transforms: list[TransformLike]
     batch_size: int | None
 
@@ -195,6 +195,11 @@ class BufferState(Facts, Saveable, Shareable):
             if self._prefetcher is not None:
                 self._prefetcher.replace(ahead)
 
+    def _note_edit(self, slots: Tensor) -> None:
+        """Let the next save write the rows in ``slots`` again. The caller holds the lock of writers."""
+        for log in self._saves.logs.values():
+            log.edited(self._ring.numbers(slots, self._ring.head))
+
     @override
     def save_version(self, path: Path, others: Others, options: SaveOptions) -> Version:
         self._after_fork()
@@ -216,7 +221,7 @@ class BufferState(Facts, Saveable, Shareable):
 
         def apply() -> None:
             self.load_state_dict(state)
-            self._saves.log(path).note(version, self._ring, self._edits)
+            self._saves.log(path).note(version, self._ring)
 
         try:
             others, state, version = open_folder(path).load_with(read, number, strict=strict)

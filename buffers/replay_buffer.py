@@ -294,7 +294,7 @@ class ReplayBuffer(Transforming, StepWriting, BufferState):
         with self._write_lock:
             slots = slots_at(index, self._ring, self.storage.lanes)
             draw = self._ring.draw_slots(slots.reshape(-1), strict=True, follow=self.storage.compact_obs)
-            self._edits += 1
+            self._note_edit(draw.slots)
             self.storage.write_drawn(draw, data, slots.shape, self._keys)
 
     def empty(self) -> None:

@@ -44,52 +44,70 @@ class RowLog:
         self.path = path
         self.version: Version | None = None  # saved or loaded last
         self._ring: Callable[[], Ring | None] = lambda: None  # what counted its rows
-        self._edits = 0  # the buffer's count of edits by then
+        self._edited: list[tuple[int, int]] = []  # numbers of the first and last row of each edit since
 
-    def note(self, version: Version, ring: Ring, edits: int) -> None:
-        """Remember that ``version`` has the rows that ``ring`` counts, after so many edits."""
-        self.version, self._ring, self._edits = version, weakref.ref(ring), edits
+    def note(self, version: Version, ring: Ring, edits: int = 0) -> None:
+        """Remember that ``version`` has the rows that ``ring`` counts, after the first ``edits`` of the edits."""
+        self.version, self._ring = version, weakref.ref(ring)
+        del self._edited[:edits]
+
+    def edited(self, numbers: Tensor) -> None:
+        """Note that rows with these numbers were overwritten in place; the caller holds the lock of writers."""
+        if not len(numbers):
+            return
+        low, high = map(int, torch.aminmax(numbers))
+        self._edited.append((low, high))
 
     def save(self, buffer: Any, tree: Tree, options: SaveOptions) -> Version:
         """Publish a version with the buffer's rows and the ``tree`` of its other state.
 
         Writers and readers of the buffer go on while rows are copied; they wait while those that came meanwhile, at
-        most a segment, and the tables are copied in memory, and no longer.
+        most a segment, those that were edited, and the tables are copied in memory, and no longer.
         """
         checkpointer = checkpointer_of(buffer.storage)
-        # Rows that are written out of order are copied while nobody writes, as are those that somebody has edited
-        # while they were copied.
-        for hold in [True] if isinstance(buffer._ring, RankedRing) else [False, True]:
-            ahead = buffer._made_ahead() if hold else None
-            with ExitStack() as stack:
-                if hold:
-                    stack.enter_context(buffer._write_lock)
-                ring, edits = buffer._ring, buffer._edits
-                folder = stack.enter_context(self._open(buffer, ring, edits, options))
-                _copy_ahead(buffer, ring, folder, checkpointer)
-                if ahead is None:
-                    ahead = buffer._made_ahead()
-                with nullcontext() if hold else buffer._write_lock, buffer._lock:
-                    if ring is not buffer._ring or edits != buffer._edits:
-                        continue
+        hold = isinstance(buffer._ring, RankedRing)  # written out of order: nobody writes until all is copied
+        ahead = buffer._made_ahead() if hold else None
+        with ExitStack() as stack:
+            if hold:
+                stack.enter_context(buffer._write_lock)
+            ring = buffer._ring
+            folder = stack.enter_context(self._open(buffer, ring, options))
+            _copy_ahead(buffer, ring, folder, checkpointer)
+            if ahead is None:
+                ahead = buffer._made_ahead()
+            with nullcontext() if hold else buffer._write_lock:
+                if ring is not buffer._ring:
+                    raise RuntimeError("the buffer was emptied or loaded while it was saved: nothing was saved")
+                edits, head, end = len(self._edited), *_range_of(ring, buffer)
+                folder.drop_before(head)
+                touched = [
+                    segment
+                    for segment in folder.segments
+                    if any(low < segment.end and segment.first <= high for low, high in self._edited)
+                ]
+                parts = [(segment.first, segment.end) for segment in touched] + [(folder.end, end)] * (folder.end < end)
+                dumped = [
+                    (first, checkpointer.dump_rows(buffer.storage, torch.arange(first, stop) % ring.capacity))
+                    for first, stop in parts
+                ]
+                with buffer._lock:  # of readers, too: a draw changes the sampler
                     state = buffer._tables(ahead)
-                    head, end = _range_of(ring, buffer)
-                    folder.drop_before(head)
-                    rest = _dump(buffer, ring, checkpointer, folder.end, end)
-                if rest is not None:
-                    folder.append(rest)
-                value, tensors = tree(to_plain(state))
-                facts = {"kind": "buffer", "buffer": repr(buffer), "rows": end - head}
-                version = folder.publish(value, tensors, head=head, extra=facts)
-                self.note(version, ring, edits)
-                return version
-        raise RuntimeError("the buffer was emptied or loaded while it was saved: nothing was saved")
+            for first, part in dumped:
+                if first < folder.end:
+                    folder.replace(part, first)
+                else:
+                    folder.append(part)
+            value, tensors = tree(to_plain(state))
+            facts = {"kind": "buffer", "buffer": repr(buffer), "rows": end - head}
+            version = folder.publish(value, tensors, head=head, extra=facts)
+            self.note(version, ring, edits)
+            return version
 
-    def _open(self, buffer: Any, ring: Ring, edits: int, options: SaveOptions) -> Folder:
+    def _open(self, buffer: Any, ring: Ring, options: SaveOptions) -> Folder:
         """The folder, where this log's rows are in it, or to begin anew."""
-        anew = self._ring() is not ring or edits != self._edits or isinstance(ring, RankedRing)
-        segment = segment_rows(buffer)
-        given: dict[str, Any] = {"segment_rows": segment, "segment_bytes": _MOST_BYTES, **options._asdict()}
+        anew = self._ring() is not ring or isinstance(ring, RankedRing)
+        given: dict[str, Any] = {"segment_rows": segment_rows(buffer), "segment_bytes": _MOST_BYTES}
+        given |= options._asdict()
         folder = Folder(self.path, write=True, resume=self.version, **given)
         if folder.version is None or not anew:
             return folder
@@ -137,15 +155,5 @@ def _copy_ahead(buffer: Any, ring: Ring, folder: Folder, checkpointer: StorageCh
         if end - first <= count:
             return
         # Rows that a writer overwrites meanwhile are below the head of the version, and not read again.
-        part = _dump(buffer, ring, checkpointer, first, first + count)
-        assert part is not None
-        folder.append(part)
-
-
-def _dump(
-    buffer: Any, ring: Ring, checkpointer: StorageCheckpointerBase, first: int, end: int
-) -> dict[str, Any] | None:
-    """The rows ``first ... end - 1`` as columns of a file; None for none."""
-    if end <= first:
-        return None
-    return checkpointer.dump_rows(buffer.storage, torch.arange(first, end) % ring.capacity)
+        slots = torch.arange(first, first + count) % ring.capacity
+        folder.append(checkpointer.dump_rows(buffer.storage, slots))
