@@ -1,5 +1,16 @@
 """Replay buffers for flat batches: storages, samplers, transforms, and the index of stored trajectories."""
 
+from flatroll.buffers.checkpointers.base import (
+    ListStorageCheckpointer,
+    StorageCheckpointerBase,
+    TensorStorageCheckpointer,
+)
+from flatroll.buffers.checkpointers.forms import (
+    FlatStorageCheckpointer,
+    NestedStorageCheckpointer,
+    StorageEnsembleCheckpointer,
+)
+from flatroll.buffers.checkpointers.h5 import H5StorageCheckpointer
 from flatroll.buffers.collate import collate
 from flatroll.buffers.columns.base import After, Column, TensorColumn
 from flatroll.buffers.ensemble.buffer import ReplayBufferEnsemble
@@ -59,6 +70,8 @@ __all__ = [
     "Compose",
     "Draw",
     "ExcludeTransform",
+    "FlatStorageCheckpointer",
+    "H5StorageCheckpointer",
     "HindsightTransform",
     "ImmutableDatasetWriter",
     "LambdaScheduler",
@@ -67,8 +80,10 @@ __all__ = [
     "LazyTensorStorage",
     "LinearScheduler",
     "ListStorage",
+    "ListStorageCheckpointer",
     "MultiStep",
     "MultiStepTransform",
+    "NestedStorageCheckpointer",
     "NextObservationDelta",
     "NextStateReconstructor",
     "ParameterScheduler",
@@ -93,13 +108,16 @@ __all__ = [
     "StepScheduler",
     "StepWriter",
     "Storage",
+    "StorageCheckpointerBase",
     "StorageEnsemble",
+    "StorageEnsembleCheckpointer",
     "TensorColumn",
     "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",
+    "TensorStorageCheckpointer",
     "ToTensorImage",
     "TrajectoryIndex",
     "Transform",

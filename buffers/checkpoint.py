@@ -15,7 +15,6 @@ from flatroll.buffers.checkpointers.saveable import (
     Apply,
     Others,
     Saveable,
-    open_folder,
     read_tree,
     tree_of,
 )
@@ -28,8 +27,7 @@ from flatroll.buffers.sharing import Shareable
 from flatroll.buffers.storages.saved_columns import other_capacity
 from flatroll.buffers.transforms.base import TransformLike, reads_others
 from flatroll.buffers.writers import Writer
-from flatroll.disk.folder import LoadedVersion
-from flatroll.disk.manifest import Version
+from flatroll.disk import LoadedVersion, Version
 from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.specs import Composite, make_composite_from_td
@@ -208,14 +206,15 @@ class BufferState(Facts, Saveable, Shareable):
 
     @override
     def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[dict[str, Any], Apply]:
+        checkpointer = checkpointer_of(self.storage)
+
         def read(version: LoadedVersion) -> tuple[dict[str, Any], dict[str, Any], Version]:
             tree = read_tree(version, self.storage.max_size)
             state = from_plain(tree["buffer"])
             with self._write_lock, self._lock:
                 ring = self._saved_ring(state)
             if state["ring"] is not None:
-                checkpointer, tables = checkpointer_of(self.storage), state["storage"]
-                rows = spans(ring, version)
+                rows, tables = spans(ring, version), state["storage"]
                 state["storage"] = checkpointer.restore_rows(self.storage, tables, rows, ring.used)
             return tree["others"], state, version.version
 
@@ -224,7 +223,7 @@ class BufferState(Facts, Saveable, Shareable):
             self._saves.log(path).note(version, self._ring)
 
         try:
-            others, state, version = open_folder(path).load_with(read, number, strict=strict)
+            others, state, version = checkpointer.load_with(path, read, number, strict)
             with self._write_lock, self._lock:
                 self._check_state(state)
         except (LookupError, TypeError, AttributeError) as error:

@@ -154,7 +154,8 @@ class _Packer:
         if type(value) is not TensorDict and not value.is_memmap():
             raise _no_data(value, path)
         pairs = [
-            [name, self.value(value.get(name), f"{path}[{name!r}]", depth + 1)] for name in value.keys()  # noqa: SIM118
+            [name, self.value(value.get(name), f"{path}[{name!r}]", depth + 1)]
+            for name in value.keys()  # noqa: SIM118
         ]
         return ["tensordict", list(value.batch_size), pairs]
 
@@ -181,7 +182,14 @@ class _Packer:
         if given in self._names and plain.numel():
             name = self._names[given][0]
             return ["tensor", name, *self._form(name, plain)]
-        flat = plain.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).as_strided((plain.numel(),), (1,))
+        flat = (
+            plain.cpu()
+            .resolve_conj()
+            .resolve_neg()
+            .contiguous()
+            .reshape(-1)
+            .as_strided((plain.numel(),), (1,))
+        )
         words = flat.view(_WORDS[plain.element_size()])  # each dtype in words that every safetensors knows
         shared = flat.data_ptr() == plain.data_ptr()
         name = self._store(words, shared)
@@ -302,7 +310,9 @@ class _Unpacker:
     def _tensor(self, name: Any, dtype: Any, shape: Any) -> Tensor:
         kind, size = _dtype(dtype), _shape(shape)
         memory = self._memory(name, math.prod(size) * kind.itemsize)
-        return torch.from_numpy(memory).view(kind).view(size) if len(memory) else torch.empty(size, dtype=kind)
+        return (
+            torch.from_numpy(memory).view(kind).view(size) if len(memory) else torch.empty(size, dtype=kind)
+        )
 
     def _array(self, name: Any, descr: Any, shape: Any) -> Array:
         dtype, size = _numpy_dtype(descr), _shape(shape)

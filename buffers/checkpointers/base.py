@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -10,14 +11,16 @@ from safetensors.torch import load, save
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import Part
+from flatroll.buffers.columns.base import Column, Part
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.storages.base import Storage
-from flatroll.disk.names import column_name
-from flatroll.disk.segments import Column, Ragged
+from flatroll.buffers.storages.item_kinds import Structure, TensorDicts, nest
+from flatroll.disk import Folder, LoadedVersion, Ragged, Version, column_key, column_name
+from flatroll.disk.columns import Column as FileColumn
 from flatroll.disk.state_tree import from_text, pack, to_text, unpack
 from flatroll.layout.keys import NestedKey
 
+T = TypeVar("T")
 #: A hook takes rows (a batch of the stored kind, or a list of items) and returns as many.
 Hook: TypeAlias = Callable[..., Any]
 
@@ -31,7 +34,7 @@ class Span(NamedTuple):
     """
 
     slots: Tensor
-    tensors: Mapping[str, Column]
+    tensors: Mapping[str, FileColumn]
 
 
 class StorageCheckpointerBase(ABC):
@@ -41,9 +44,6 @@ class StorageCheckpointerBase(ABC):
     `TensorStorageCheckpointer`, and one of items a `ListStorageCheckpointer`. The same kind reads what was written.
     Subclasses implement :meth:`dump` and :meth:`restore`.
     """
-
-    #: Whether a save writes only the rows that are new since the one before.
-    incremental: bool = True
 
     def __init__(self) -> None:
         self._save_hooks: list[Hook] = []
@@ -58,14 +58,16 @@ class StorageCheckpointerBase(ABC):
         self._load_hooks.append(hook)
 
     @abstractmethod
-    def dump(self, storage: Any, slots: Tensor) -> dict[str, Column]:
+    def dump(self, storage: Any, slots: Tensor) -> dict[str, FileColumn]:
         """Return the rows in ``slots`` (int64 ``[N]``) as columns of a file by name: a tensor ``[N, ...]`` or `Ragged`.
 
         The names, dtypes and shapes are the same for all rows. Nobody overwrites these rows meanwhile.
         """
 
     @abstractmethod
-    def restore(self, storage: Any, tables: dict[str, Any], spans: Sequence[Span], rows: int) -> dict[str, Any]:
+    def restore(
+        self, storage: Any, tables: dict[str, Any], spans: Sequence[Span], rows: int
+    ) -> dict[str, Any]:
         """Return the storage's ``state_dict`` of ``rows`` slots; nothing changes.
 
         Args:
@@ -82,15 +84,55 @@ class StorageCheckpointerBase(ABC):
         """Raise an error if this is no checkpointer for ``storage``."""
         return
 
-    def dump_rows(self, storage: Any, slots: Tensor) -> dict[str, Column]:
-        """Return what :meth:`dump` gives, after the save hooks."""
-        return self.dump(storage, slots)
+    def dump_rows(self, storage: Any, slots: Tensor, path: Path) -> dict[str, FileColumn]:
+        """Return what :meth:`dump` gives, or what the save hooks make of these rows."""
+        if not self._save_hooks:
+            return self.dump(storage, slots)
+        rows = self.rows_for_hooks(storage, slots)
+        for hook in self._save_hooks:
+            rows = hook(rows, path=path)
+        return self.dump_given(rows, len(slots))
 
     def restore_rows(
         self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
-        """Return what :meth:`restore` gives, after the load hooks."""
-        return self.restore(storage, tables, list(spans), rows)
+        """Return what :meth:`restore` gives of rows that the load hooks have changed back."""
+        if not self._load_hooks:
+            return self.restore(storage, tables, list(spans), rows)
+        changed = []
+        for slots, tensors in spans:
+            given = self.given_from(storage, tables, tensors)
+            for hook in self._load_hooks:
+                given = hook(given)
+            changed.append(Span(slots, self.dump_given(given, len(slots))))
+        return self.restore(storage, tables, changed, rows)
+
+    def rows_for_hooks(self, storage: Any, slots: Tensor) -> Any:
+        """Return the rows in ``slots`` as hooks take them."""
+        raise TypeError(f"{type(self).__name__} takes no hooks")
+
+    def dump_given(self, rows: Any, count: int) -> dict[str, FileColumn]:
+        """Return ``count`` rows that a hook gave as columns of a file; ValueError if they are more or fewer."""
+        raise TypeError(f"{type(self).__name__} takes no hooks")
+
+    def given_from(self, storage: Any, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
+        """Return the rows of which :meth:`dump_given` made ``tensors``."""
+        raise TypeError(f"{type(self).__name__} takes no hooks")
+
+    def open_to_save(self, path: Path, resume: Version | None, anew: bool, options: Mapping[str, Any]) -> Any:
+        """Return a writer of the folder ``path`` that goes on from the version ``resume``, or, if ``anew``, puts
+        other rows in its place."""
+        folder = Folder(path, write=True, resume=resume, **options)
+        if folder.version is None or not anew:
+            return folder
+        folder.close()
+        return Folder(path, write=True, **{**options, "overwrite": True})
+
+    def load_with(self, path: Path, use: Callable[[LoadedVersion], T], number: int | None, strict: bool) -> T:
+        """Return ``use(version)`` of the newest version that is whole, or of the one of this number."""
+        if not path.is_dir():
+            raise FileNotFoundError(f"there is no folder {path}: buffer.dumps(path) makes one")
+        return Folder(path).load_with(use, number, strict=strict)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -117,8 +159,8 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
             )
 
     @override
-    def dump(self, storage: Any, slots: Tensor) -> dict[str, Column]:
-        dumped: dict[str, Column] = {}
+    def dump(self, storage: Any, slots: Tensor) -> dict[str, FileColumn]:
+        dumped: dict[str, FileColumn] = {}
         for key, column in storage.columns.items():
             name = column_name(key)
             for part, values in column.dump(slots).items():
@@ -127,12 +169,14 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         return dumped
 
     @override
-    def restore(self, storage: Any, tables: dict[str, Any], spans: Sequence[Span], rows: int) -> dict[str, Any]:
+    def restore(
+        self, storage: Any, tables: dict[str, Any], spans: Sequence[Span], rows: int
+    ) -> dict[str, Any]:
         columns = storage.columns_like(tables)
         names: dict[str, NestedKey] = {column_name(key): key for key in columns}
         parts: dict[NestedKey, list[Part]] = {key: [] for key in columns}
         for slots, tensors in spans:
-            found: dict[NestedKey, dict[str, Column]] = {key: {} for key in columns}
+            found: dict[NestedKey, dict[str, FileColumn]] = {key: {} for key in columns}
             for name, values in tensors.items():
                 column, _, part = name.partition("#")
                 if column not in names:
@@ -148,6 +192,32 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
                 raise ValueError(f"the entry {key!r}: {error}") from None
         return {**tables, "columns": restored}
 
+    @override
+    def rows_for_hooks(self, storage: Any, slots: Tensor) -> Any:
+        if own := [key for key, column in storage.columns.items() if type(column).dump is not Column.dump]:
+            raise TypeError(
+                f"hooks take rows of plain tensors, the storage keeps {own[0]!r} in another form: leave it out of "
+                "frame_stack, codec and sparse"
+            )
+        return storage.build(
+            {key: column.take(slots) for key, column in storage.columns.items()}, slots.shape
+        )
+
+    @override
+    def dump_given(self, rows: Any, count: int) -> dict[str, FileColumn]:
+        columns = Structure.of(rows).columns(rows)
+        if {len(values) for values in columns.values()} != {count}:
+            raise ValueError(f"a hook was given {count} rows and must return as many, got other numbers")
+        return {column_name(key): values for key, values in columns.items()}
+
+    @override
+    def given_from(self, storage: Any, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
+        columns = {column_key(name): values for name, values in tensors.items() if isinstance(values, Tensor)}
+        counts = {len(values) for values in columns.values()}
+        if isinstance(tables["structure"], TensorDicts):
+            return nest(columns, torch.Size([*counts]))
+        return tables["structure"].build(columns, torch.Size([*counts]))
+
 
 class ListStorageCheckpointer(StorageCheckpointerBase):
     """The checkpointer of `ListStorage`: items are written as JSON and tensors, without pickle.
@@ -162,15 +232,21 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
             raise TypeError(f"ListStorageCheckpointer writes items, this is a {type(storage).__name__}")
 
     @override
-    def dump(self, storage: Any, slots: Tensor) -> dict[str, Column]:
-        return {"items": _end_to_end([_to_bytes(item, i) for i, item in enumerate(storage.read_rows(slots))])}
+    def dump(self, storage: Any, slots: Tensor) -> dict[str, FileColumn]:
+        return self.dump_given(storage.read_rows(slots), len(slots))
 
     @override
-    def restore(self, storage: Any, tables: dict[str, Any], spans: Sequence[Span], rows: int) -> dict[str, Any]:
+    def restore(
+        self, storage: Any, tables: dict[str, Any], spans: Sequence[Span], rows: int
+    ) -> dict[str, Any]:
         items: list[Any] = [None] * rows
         for slots, tensors in spans:
             column = tensors.get("items")
-            if not isinstance(column, Ragged) or tensors.keys() != {"items"} or column.values.dtype is not torch.uint8:
+            if (
+                not isinstance(column, Ragged)
+                or tensors.keys() != {"items"}
+                or column.values.dtype is not torch.uint8
+            ):
                 raise damaged("a part has no items")
             memory, end = column.values.numpy().tobytes(), 0
             for slot, size in zip(slots.tolist(), column.lengths.tolist(), strict=True):
@@ -178,6 +254,22 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
                 if slot >= 0:
                     items[slot] = _from_bytes(memory[end - size : end])
         return {"items": items}
+
+    @override
+    def rows_for_hooks(self, storage: Any, slots: Tensor) -> Any:
+        return storage.read_rows(slots)
+
+    @override
+    def dump_given(self, rows: Any, count: int) -> dict[str, FileColumn]:
+        if len(rows) != count:
+            raise ValueError(f"a hook was given {count} items and must return as many, got {len(rows)}")
+        return {"items": _end_to_end([_to_bytes(item, i) for i, item in enumerate(rows)])}
+
+    @override
+    def given_from(self, storage: Any, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
+        column = tensors.get("items")
+        count = len(column.lengths) if isinstance(column, Ragged) else 0
+        return self.restore(storage, tables, [Span(torch.arange(count), tensors)], count)["items"]
 
 
 def _to_bytes(item: Any, number: int) -> bytes:
@@ -204,7 +296,9 @@ def _from_bytes(memory: bytes) -> Any:
 
 
 def _end_to_end(pieces: list[bytes]) -> Ragged:
-    values = torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8) if pieces else torch.zeros(0).byte()
+    values = (
+        torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8) if pieces else torch.zeros(0).byte()
+    )
     return Ragged(values, torch.tensor([len(piece) for piece in pieces], dtype=torch.int64))
 
 

@@ -14,8 +14,7 @@ from flatroll.buffers.checkpointers.plain_state import to_plain
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.top_k_ring import RankedRing
-from flatroll.disk.folder import Folder, LoadedVersion
-from flatroll.disk.manifest import Version
+from flatroll.disk import LoadedVersion, Version
 
 _LEAST_BYTES, _MOST_BYTES = 2**22, 2**25  # of a segment
 _PARTS = 64  # segments of a full ring, at least: the oldest one holds rows that are gone already
@@ -71,13 +70,17 @@ class RowLog:
             if hold:
                 stack.enter_context(buffer._write_lock)
             ring = buffer._ring
-            folder = stack.enter_context(self._open(buffer, ring, options))
-            _copy_ahead(buffer, ring, folder, checkpointer)
+            given = {"segment_rows": segment_rows(buffer), "segment_bytes": _MOST_BYTES, **options._asdict()}
+            anew = hold or self._ring() is not ring
+            folder = stack.enter_context(checkpointer.open_to_save(self.path, self.version, anew, given))
+            self._copy_ahead(buffer, ring, folder, checkpointer)
             if ahead is None:
                 ahead = buffer._made_ahead()
             with nullcontext() if hold else buffer._write_lock:
                 if ring is not buffer._ring:
-                    raise RuntimeError("the buffer was emptied or loaded while it was saved: nothing was saved")
+                    raise RuntimeError(
+                        "the buffer was emptied or loaded while it was saved: nothing was saved"
+                    )
                 edits, head, end = len(self._edited), *_range_of(ring, buffer)
                 folder.drop_before(head)
                 touched = [
@@ -85,9 +88,11 @@ class RowLog:
                     for segment in folder.segments
                     if any(low < segment.end and segment.first <= high for low, high in self._edited)
                 ]
-                parts = [(segment.first, segment.end) for segment in touched] + [(folder.end, end)] * (folder.end < end)
+                parts = [(segment.first, segment.end) for segment in touched] + [(folder.end, end)] * (
+                    folder.end < end
+                )
                 dumped = [
-                    (first, checkpointer.dump_rows(buffer.storage, torch.arange(first, stop) % ring.capacity))
+                    (first, checkpointer.dump_rows(buffer.storage, _slots(ring, first, stop), self.path))
                     for first, stop in parts
                 ]
                 with buffer._lock:  # of readers, too: a draw changes the sampler
@@ -103,16 +108,21 @@ class RowLog:
             self.note(version, ring, edits)
             return version
 
-    def _open(self, buffer: Any, ring: Ring, options: SaveOptions) -> Folder:
-        """The folder, where this log's rows are in it, or to begin anew."""
-        anew = self._ring() is not ring or isinstance(ring, RankedRing)
-        given: dict[str, Any] = {"segment_rows": segment_rows(buffer), "segment_bytes": _MOST_BYTES}
-        given |= options._asdict()
-        folder = Folder(self.path, write=True, resume=self.version, **given)
-        if folder.version is None or not anew:
-            return folder
-        folder.close()  # what is there is this buffer's own, and holds other rows
-        return Folder(self.path, write=True, **{**given, "overwrite": True})
+    def _copy_ahead(
+        self, buffer: Any, ring: Ring, folder: Any, checkpointer: StorageCheckpointerBase
+    ) -> None:
+        """Append rows to ``folder`` without a lock, until less than a segment is left."""
+        count = segment_rows(buffer)
+        for _ in range(4 * _PARTS):  # writers may be faster; then the rest is copied while they wait
+            with buffer._lock:
+                head, end = _range_of(ring, buffer)
+            folder.drop_before(head)
+            first = folder.end
+            if end - first <= count:
+                return
+            # Rows that a writer overwrites meanwhile are below the head of the version, and not read again.
+            slots = _slots(ring, first, first + count)
+            folder.append(checkpointer.dump_rows(buffer.storage, slots, self.path))
 
 
 def segment_rows(buffer: Any) -> int:
@@ -129,7 +139,9 @@ def spans(ring: Ring, version: LoadedVersion) -> Iterator[Span]:
     """
     head, end = (0, ring.used) if isinstance(ring, RankedRing) else (ring.head, ring.written)
     if (version.head, version.end) != (head, end):
-        raise damaged(f"it counts the rows {head} ... {end - 1}, and has {version.head} ... {version.end - 1}")
+        raise damaged(
+            f"it counts the rows {head} ... {end - 1}, and has {version.head} ... {version.end - 1}"
+        )
     for segment in version.segments:
         if segment.rows > ring.capacity:
             raise damaged(f"one of its files has {segment.rows} rows, of {ring.capacity}")
@@ -144,16 +156,6 @@ def _range_of(ring: Ring, buffer: Any) -> tuple[int, int]:
     return ring.head, ring.written
 
 
-def _copy_ahead(buffer: Any, ring: Ring, folder: Folder, checkpointer: StorageCheckpointerBase) -> None:
-    """Append rows to ``folder`` without a lock, until less than a segment is left."""
-    count = segment_rows(buffer)
-    for _ in range(4 * _PARTS):  # writers may be faster; then the rest is copied while they wait
-        with buffer._lock:
-            head, end = _range_of(ring, buffer)
-        folder.drop_before(head)
-        first = folder.end
-        if end - first <= count:
-            return
-        # Rows that a writer overwrites meanwhile are below the head of the version, and not read again.
-        slots = torch.arange(first, first + count) % ring.capacity
-        folder.append(checkpointer.dump_rows(buffer.storage, slots))
+def _slots(ring: Ring, first: int, end: int) -> Tensor:
+    """The slots of the rows ``first ... end - 1``."""
+    return torch.arange(first, end) % ring.capacity

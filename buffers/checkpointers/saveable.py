@@ -12,8 +12,7 @@ from torch import Tensor
 from flatroll.buffers.checkpointers.base import Hook, checkpointer_of
 from flatroll.buffers.checkpointers.row_log import RowLog, SaveOptions
 from flatroll.buffers.index.saved_tables import damaged
-from flatroll.disk.folder import Folder, LoadedVersion
-from flatroll.disk.manifest import Version
+from flatroll.disk import LoadedVersion, Version
 from flatroll.disk.state_tree import pack, unpack
 
 #: What is saved along with a buffer: plain values by name, made when the buffer's own state is.
@@ -187,13 +186,10 @@ def tree_of(buffer: Any, others: Others) -> tuple[Any, dict[str, Tensor]]:
 def read_tree(version: LoadedVersion, rows: int) -> dict[str, Any]:
     """The tree of a version of a buffer of ``rows`` rows; ValueError if there is none."""
     tree = unpack(version.json, version.tensors, max_bytes=_LEAST + _FACTOR * rows)
-    if not isinstance(tree, dict) or tree.keys() != {"buffer", "others"} or not isinstance(tree["others"], dict):
+    if (
+        not isinstance(tree, dict)
+        or tree.keys() != {"buffer", "others"}
+        or not isinstance(tree["others"], dict)
+    ):
         raise damaged("it is the state of no buffer")
     return tree
-
-
-def open_folder(path: Path) -> Folder:
-    """The folder ``path`` to read; FileNotFoundError if there is none."""
-    if not path.is_dir():
-        raise FileNotFoundError(f"there is no folder {path}: buffer.dumps(path) makes one")
-    return Folder(path)

@@ -1,7 +1,7 @@
 """A column for frame stacks that stores each frame once, although several rows contain it."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -354,7 +354,10 @@ class FramePool:
 
     def restore(self, parts: Sequence[Part], frames: int) -> dict[str, Any]:
         """Return the state of ``frames`` frames that ``parts`` make, in one piece."""
-        return {"sizes": [max(frames, self._first_size)], "columns": [self.columns[0][1].restore(parts, frames)]}
+        return {
+            "sizes": [max(frames, self._first_size)],
+            "columns": [self.columns[0][1].restore(parts, frames)],
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the frames used so far, one state per allocated column of frames."""

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import After, Column, Dumped, Part, check_dumped, check_values, differ, take_rows
+from flatroll.buffers.columns.base import (
+    After,
+    Column,
+    Dumped,
+    Part,
+    check_dumped,
+    check_values,
+    differ,
+    take_rows,
+)
 from flatroll.buffers.index.saved_tables import damaged
 
 

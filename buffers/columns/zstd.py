@@ -136,7 +136,10 @@ class ZstdColumn(Column):
         of_first, dictionary = torch.zeros(len(slots), dtype=torch.int64), state["dictionary"]
         if len(slots):
             of_first[0] = len(dictionary)
-        return {"rows": (state["rows"], state["sizes"]), "dictionary": (dictionary[: int(of_first.sum())], of_first)}
+        return {
+            "rows": (state["rows"], state["sizes"]),
+            "dictionary": (dictionary[: int(of_first.sum())], of_first),
+        }
 
     @override
     def restore(self, parts: Sequence[Part], rows: int) -> dict[str, Any]:
@@ -155,7 +158,9 @@ class ZstdColumn(Column):
                 part = {
                     "rows": joined[low:high],
                     "sizes": sizes[first:stop],
-                    "dictionary": dictionary[before : before + int(lengths[first])] if len(lengths) else dictionary,
+                    "dictionary": dictionary[before : before + int(lengths[first])]
+                    if len(lengths)
+                    else dictionary,
                 }
                 self.check_state_dict(part)
                 at = slots[first:stop].numpy()
