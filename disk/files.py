@@ -9,6 +9,7 @@ import fcntl
 import mmap
 import os
 import stat
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -46,7 +47,7 @@ def write(descriptor: int, data: Buffer) -> None:
 
 def sync(descriptor: int) -> None:
     """Return once the contents of a file are on the disk."""
-    if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: fsync alone leaves them in the disk's own memory
+    if sys.platform == "darwin":  # there fsync alone leaves them in the disk's own memory
         fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
     else:
         os.fsync(descriptor)

@@ -3,17 +3,23 @@
 import secrets
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple, NoReturn, Self, TypeVar
+from typing import NoReturn, Self, TypeVar
 
 from torch import Tensor
 
 from flatroll.disk import files, tensor_file
 from flatroll.disk.columns import Column, Schema, byte_count, check_columns, difference, schema_of
-from flatroll.disk.listing import Listing, remove_all_but
-from flatroll.disk.loading import ReadOptions, open_rows, recover_rows, whole_manifests
+from flatroll.disk.listing import Listing, lock_folder, remove_all_but
+from flatroll.disk.loading import (
+    LoadedVersion,
+    ReadOptions,
+    load_version,
+    recover_rows,
+    whole_manifests,
+)
 from flatroll.disk.manifest import FileRecord, Json, Manifest, Version, read_manifest
 from flatroll.disk.merging import Size, first_to_merge
 from flatroll.disk.names import LOCK, MOST_ROWS, RowsName, manifest_name, state_name
@@ -22,30 +28,6 @@ from flatroll.disk.tensor_file import DamagedFileError, MissingFileError
 from flatroll.layout.checks import whole_number
 
 T = TypeVar("T")
-
-
-class LoadedVersion(NamedTuple):
-    """A version as it was published.
-
-    Args:
-        version: its number and line.
-        json: the JSON part of its state.
-        tensors: the tensors of its state.
-        head: number of its first row.
-        end: number of its last row, plus 1.
-        columns: what its columns hold, by name.
-        segments: its files of rows, end to end; the first may begin before ``head``.
-        extra: what else its writer noted.
-    """
-
-    version: Version
-    json: Json
-    tensors: dict[str, Tensor]
-    head: int
-    end: int
-    columns: Schema
-    segments: tuple[Segment, ...]
-    extra: Json
 
 
 class Folder:
@@ -90,6 +72,9 @@ class Folder:
     end: int
     #: What was loaded or published last; None if nothing was.
     version: Version | None
+    _segments: list[Segment]
+    _columns: Schema
+    _kept: list[Manifest]  # the versions whose files stay, the newest first
 
     def __init__(
         self,
@@ -112,22 +97,19 @@ class Folder:
         self._options = ReadOptions(mapped=not write, max_bytes=max_bytes)
         self._turn = threading.RLock()
         self._lock: int | None = None
+        self._damaged: set[int] = set()  # versions that could not be read
         self._begin_anew()
         if write:
             files.make_folder(self.path, synced=sync)
             Listing.of(self.path).check_own(self.path)
-            self._lock_folder()
+            self._lock = lock_folder(self.path)
         try:
             listing = Listing.of(self.path)
             if not write:
                 listing.check_own(self.path)
-            if (
-                resume is not None
-                and listing.versions
-                and read_manifest(self.path, listing.versions[0]).version == resume
-            ):
-                manifest = read_manifest(self.path, resume.number)
-                self._go_on_from(manifest, open_rows(self.path, manifest, self._options))
+            newest = whole_manifests(self.path, listing.versions)[:1]
+            if resume is not None and [manifest.version for manifest in newest] == [resume]:
+                self._go_on_from(resume.number)
         except BaseException:
             self.close()
             raise
@@ -162,6 +144,15 @@ class Folder:
     def columns(self) -> Schema:
         """What the columns hold, by name; empty without rows."""
         return dict(self._columns)
+
+    def stats(self) -> dict[str, int]:
+        """Numbers of rows, of segments, and of bytes in them."""
+        total = sum(segment.size for segment in self._segments)
+        return {"rows": self.end - self.head, "segments": len(self._segments), "bytes": total}
+
+    def rows_per_segment(self, row_bytes: int) -> int:
+        """How many rows of so many bytes make a whole segment: save many rows in pieces of that size."""
+        return max(1, min(self._segment_rows, -(-self._segment_bytes // max(row_bytes, 1))))
 
     def versions(self) -> list[int]:
         """Numbers of the versions in the folder, the newest first, damaged ones included."""
@@ -199,16 +190,24 @@ class Folder:
                 if not untried:
                     break
                 try:
-                    result = use(self._load_version(untried[0]))
+                    result = use(self._go_on_from(untried[0]))
                 except DamagedFileError as error:
                     damage[untried[0]] = str(error)
                     newest = max(self.versions(), default=0)
+                    self._damaged.add(untried[0])
                     if (
                         strict and newest <= untried[0]
                     ):  # else a writer has published a newer one, and removed this
                         raise DamagedFileError(f"{self.path}, version {untried[0]}: {error}") from None
                     continue
-                self._warn_of_damage(untried[0], damage)
+                lost = {version: text for version, text in damage.items() if version > untried[0]}
+                if lost:
+                    warnings.warn(
+                        f"{self.path}: version {untried[0]} (rows {self.head} to {self.end - 1}) was loaded, since "
+                        f"newer ones are damaged and lost: {_listed(lost)}",
+                        RuntimeWarning,
+                        stacklevel=3,
+                    )
                 return result
             if damage:
                 raise DamagedFileError(f"{self.path} has no version that is whole: {_listed(damage)}")
@@ -266,21 +265,18 @@ class Folder:
             OSError: the disk is full or failed; the rows before stand.
         """
         with self._turn:
-            self._check_writable()
+            self._admit()
             first = self.end if first is None else first
             count = check_columns(columns)
             if first < 0 or (self._segments and first != self.end):
                 raise ValueError(f"first must be {self.end}, the number of the row to come, got {first}")
-            schema = schema_of(columns)
-            if self._columns and schema != self._columns:
-                raise ValueError(
-                    f"the columns must be those of the folder: {difference(self._columns, schema)}"
-                )
+            if self._segments and schema_of(columns) != self._columns:
+                raise ValueError(f"the columns must be those of the folder: {self._difference(columns)}")
             if count == 0:
                 return
-            self._prepare()
+            self._clear_once()
             self._append(columns, first, first + count)
-            self._columns = schema
+            self._columns = schema_of(columns)
 
     def publish(
         self,
@@ -307,13 +303,15 @@ class Folder:
             OSError: the disk is full or failed; the version before stands.
         """
         with self._turn:
-            self._check_writable()
+            self._admit()
             if head is not None:
                 self.drop_before(head)
             version = Version(max(self.versions(), default=0) + 1, self._line)
-            record, chunks = None, []
+            header, chunks = tensor_file.encode(
+                {name: [value] for name, value in (tensors or {}).items()}, {}
+            )
+            record = None
             if tensors:
-                header, chunks = tensor_file.encode({name: [value] for name, value in tensors.items()}, {})
                 record = FileRecord(state_name(*version), header.size, header.checksum)
             manifest = Manifest(
                 version=version,
@@ -327,7 +325,7 @@ class Folder:
                 needs=("ragged",) if any(column.ragged for column in self._columns.values()) else (),
             )
             text = manifest.encode()
-            self._prepare()
+            self._clear_once()
             if record is not None:
                 files.publish(self.path, record.name, chunks, synced=self._sync)
             try:
@@ -340,6 +338,30 @@ class Folder:
             self._remove_unused()
             return version
 
+    def replace(self, columns: Mapping[str, Column], first: int) -> None:
+        """Write rows anew that were edited; they count once a version is published.
+
+        Args:
+            columns: as for `append`.
+            first: number of the first row. The rows must be all those of one or several segments.
+
+        Raises:
+            ValueError: they are not, or a column does not fit.
+            OSError: the disk is full or failed; the rows before stand.
+        """
+        with self._turn:
+            self._admit()
+            end = first + check_columns(columns)
+            firsts, ends = (
+                [getattr(segment, side) for segment in self._segments] for side in ("first", "end")
+            )
+            if first not in firsts or end not in ends:
+                raise ValueError(f"rows [{first}, {end}) are not whole segments, which begin at {firsts}")
+            if schema_of(columns) != self._columns:
+                raise ValueError(f"the columns must be those of the folder: {self._difference(columns)}")
+            self._clear_once()
+            self._publish_rows([columns], slice(firsts.index(first), ends.index(end) + 1), first, end)
+
     def drop_before(self, row: int) -> None:
         """Forget the rows before this one. Segments that lie wholly before it go, once no kept version names them.
 
@@ -347,10 +369,10 @@ class Folder:
             row: from 0 on. After `end`, the folder has no rows, and the next ones begin there.
         """
         with self._turn:
-            self._check_writable()
+            self._admit()
             if whole_number("row", row, 0) <= self.head:
                 return
-            self._prepare()
+            self._clear_once()
             self.head, self.end = row, max(row, self.end)
             if self._segments and self._segments[0].end <= row:
                 self._segments = [segment for segment in self._segments if segment.end > row]
@@ -358,50 +380,49 @@ class Folder:
 
     # Parts of the above
 
+    def _difference(self, columns: Mapping[str, Column]) -> str:
+        return difference(self._columns, schema_of(columns))
+
     def _begin_anew(self) -> None:
-        """Know of no rows and no versions; `_prepared` says whether the folder is ready for this run's writing."""
-        self._segments: list[Segment] = []
-        self._columns: Schema = {}
-        self._kept: list[Manifest] = []  # the versions whose files stay, the newest first
+        """Know of no rows and no versions."""
+        self._segments = []
+        self._columns = {}
+        self._kept = []
         self.head = self.end = 0
         self.version = None
         self._line = secrets.token_hex(4)
-        self._loaded = self._prepared = False
+        self._number = 1  # of the next file of rows
+        self._loaded = self._admitted = self._cleared = False
 
-    def _lock_folder(self) -> None:
-        try:
-            self._lock = files.lock(self.path / LOCK)
-        except BlockingIOError:
-            raise BlockingIOError(
-                f"another writer has {self.path}: close it first, or write to another folder"
-            ) from None
-
-    def _check_writable(self) -> None:
+    def _admit(self) -> None:
+        """Refuse to write to what is open for reading, and to what holds something that this run has not loaded."""
         if self._lock is None:
             state = "closed" if self._write else "open for reading: Folder(path, write=True) writes"
             raise ValueError(f"{self.path} is {state}")
-
-    def _prepare(self) -> None:
-        """Before the first change: refuse what this run has not loaded, and remove what no version and no row needs."""
-        if self._prepared:
+        if self._admitted:
             return
         listing = Listing.of(self.path)
-        newest = max(listing.versions, default=0)
-        # A version that this run could not read, since it is damaged, is not one that it does not know.
-        newer = [version for version in listing.versions if self.version and version > self.version.number]
-        behind = bool(whole_manifests(self.path, newer))
-        if (behind or not self._loaded) and not listing.is_empty and not self._overwrite:
-            there = f"version {newest}" if newest else "rows"
+        # Newer versions that this run found damaged are not unknown to it.
+        known = 0 if self.version is None else self.version.number
+        newer = [version for version in listing.versions if version > known and version not in self._damaged]
+        unknown = bool(whole_manifests(self.path, newer)) or not (self._loaded or listing.is_empty)
+        if unknown and not self._overwrite:
+            there = f"version {listing.versions[0]}" if listing.versions else "rows"
             raise FileExistsError(
                 f"{self.path} holds {there}, which this run has neither loaded nor published: load it first, write to "
                 "another folder, or begin anew with overwrite=True"
             )
-        if behind or not self._loaded:
+        if unknown:
             self._line = secrets.token_hex(4)
             self._kept = whole_manifests(self.path, listing.versions)[: self._keep]
         self._number = 1 + max((name.number for name in listing.rows), default=0)
-        self._remove_unused()
-        self._prepared = True
+        self._admitted = True
+
+    def _clear_once(self) -> None:
+        """Before the first change, remove what this run does not go on from: rows after the version that it loaded."""
+        if not self._cleared:
+            self._remove_unused()
+            self._cleared = True
 
     def _append(self, columns: Mapping[str, Column], first: int, end: int) -> None:
         """Write rows as a segment, together with the short ones before them if it is time for that."""
@@ -409,19 +430,24 @@ class Folder:
         sizes.append(Size(end - first, byte_count(columns)))
         merged = first_to_merge(sizes, Size(self._segment_rows, self._segment_bytes))
         try:
-            parts = [segment.read() for segment in self._segments[merged:]]
+            parts: list[Mapping[str, Column]] = [segment.read() for segment in self._segments[merged:]]
         except DamagedFileError as error:  # merging would give wrong rows a right checksum
             warnings.warn(f"{self.path}: {error}; it is left as it is", RuntimeWarning, stacklevel=4)
             merged, parts = len(self._segments), []
-        old = self._segments[merged:]
-        name = RowsName(old[0].first if old else first, end, self._line, self._number)
-        self._number += 1
-        header, chunks = encode_segment(name, [*parts, columns])
-        files.publish(self.path, str(name), chunks, synced=self._sync)
         had_none = not self._segments
-        self._segments[merged:] = [Segment(self.path, name, header)]
+        begin = self._segments[merged].first if parts else first
+        self._publish_rows([*parts, columns], slice(merged, None), begin, end)
         self.head, self.end = first if had_none else self.head, end
-        if old:
+
+    def _publish_rows(self, parts: list[Mapping[str, Column]], old: slice, first: int, end: int) -> None:
+        """Write a segment that takes the place of some old ones."""
+        name = RowsName(first, end, self._line, self._number)
+        self._number += 1
+        header, chunks = encode_segment(name, parts)
+        files.publish(self.path, str(name), chunks, synced=self._sync)
+        unused = self._segments[old]
+        self._segments[old] = [Segment(self.path, name, header)]
+        if unused:
             self._remove_unused()
 
     def _remove_unused(self) -> None:
@@ -429,31 +455,20 @@ class Folder:
         own = {LOCK, *(str(segment.name) for segment in self._segments)}
         remove_all_but(self.path, own.union(*(manifest.names for manifest in self._kept)), synced=self._sync)
 
-    def _load_version(self, number: int) -> LoadedVersion:
-        """Read a version, and go on from it."""
+    def _go_on_from(self, number: int) -> LoadedVersion:
+        """Read a version and take it for what this run has: what it writes comes after."""
         manifest = read_manifest(self.path, number)
-        segments = open_rows(self.path, manifest, self._options)
-        tensors = tensor_file.read_all(self.path, *manifest.state) if manifest.state else {}
-        self._go_on_from(manifest, segments)
-        return LoadedVersion(
-            manifest.version,
-            manifest.tree,
-            tensors,
-            self.head,
-            self.end,
-            self.columns,
-            self.segments,
-            manifest.extra,
-        )
+        loaded = load_version(self.path, manifest, self._options)
+        self._take(manifest, loaded.segments)
+        return loaded
 
-    def _go_on_from(self, manifest: Manifest, segments: list[Segment]) -> None:
-        """Take a version for what this run has, and what it writes comes after."""
+    def _take(self, manifest: Manifest, segments: Iterable[Segment]) -> None:
         older = [version for version in self.versions() if version < manifest.version.number]
-        self._segments, self._columns = segments, dict(manifest.columns)
+        self._segments, self._columns = list(segments), dict(manifest.columns)
         self._kept = [manifest, *whole_manifests(self.path, older)][: self._keep]
         self.version, self._line = manifest.version, manifest.version.line
         self.head, self.end = manifest.head, manifest.end
-        self._loaded, self._prepared = True, False
+        self._loaded, self._admitted, self._cleared = True, False, False
 
     def _recover(self, listing: Listing, *, settled: bool) -> range:
         """`recover` with these names; MissingFileError if one of them is gone, but those ``settled`` counts as lost."""
@@ -461,24 +476,13 @@ class Folder:
         if found.manifest is None:
             self._begin_anew()
         else:
-            self._go_on_from(found.manifest, [])
+            self._take(found.manifest, [])
         self._line, self._segments = found.line or self._line, found.segments
         if found.segments:
             self._columns, self.end = found.segments[-1].schema, found.segments[-1].end
             self.head = max(self.head, found.segments[0].first)
-        self._loaded, self._prepared = True, False
+        self._loaded, self._admitted, self._cleared = True, False, False
         return range(self.head, self.end)
-
-    def _warn_of_damage(self, number: int, damage: Mapping[int, str]) -> None:
-        """Say what is lost, if a version was read that is older than damaged ones."""
-        lost = {version: text for version, text in damage.items() if version > number}
-        if lost:
-            warnings.warn(
-                f"{self.path}: version {number} (rows [{self.head}, {self.end})) was loaded, since newer ones are "
-                f"damaged and lost: {_listed(lost)}",
-                RuntimeWarning,
-                stacklevel=5,
-            )
 
 
 def _listed(damage: Mapping[int, str]) -> str:

@@ -1,11 +1,12 @@
 """What is in a folder, by the names of its files; which files go, and in which order."""
 
+import errno
 from collections.abc import Set
 from pathlib import Path
 from typing import NamedTuple
 
 from flatroll.disk import files
-from flatroll.disk.names import RowsName, is_own, manifest_name, version_of_manifest
+from flatroll.disk.names import LOCK, RowsName, is_own, manifest_name, version_of_manifest
 
 
 class Listing(NamedTuple):
@@ -51,6 +52,25 @@ class Listing(NamedTuple):
             raise ValueError(
                 f"path must be a folder of rows and versions, or an empty or new one; {path} holds other files: {shown}"
             )
+
+
+def lock_folder(path: Path) -> int:
+    """Lock a folder for a writer and return the descriptor that holds the lock.
+
+    Raises:
+        BlockingIOError: another writer has it.
+        PermissionError: the folder cannot be written to.
+    """
+    try:
+        return files.lock(path / LOCK)
+    except BlockingIOError:
+        text = f"another writer has {path}: close it first, or write to another folder"
+        raise BlockingIOError(errno.EWOULDBLOCK, text) from None
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        text = f"{path} cannot be written to ({error.strerror}): choose another folder"
+        raise PermissionError(error.errno, text) from None
 
 
 def covered(names: Set[RowsName], present: Set[RowsName]) -> set[RowsName]:

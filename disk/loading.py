@@ -5,12 +5,38 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import Tensor
+
 from flatroll.disk.columns import Schema, difference
 from flatroll.disk.listing import Listing
-from flatroll.disk.manifest import Manifest, read_manifest
+from flatroll.disk.manifest import Json, Manifest, Version, read_manifest
 from flatroll.disk.names import RowsName
 from flatroll.disk.segments import Segment, chain_of_names
-from flatroll.disk.tensor_file import DamagedFileError, MissingFileError
+from flatroll.disk.tensor_file import DamagedFileError, MissingFileError, read_all
+
+
+class LoadedVersion(NamedTuple):
+    """A version as it was published.
+
+    Args:
+        version: its number and line.
+        json: the JSON part of its state.
+        tensors: the tensors of its state.
+        head: number of its first row.
+        end: number of its last row, plus 1.
+        columns: what its columns hold, by name.
+        segments: its files of rows, end to end; the first may begin before ``head``.
+        extra: what else its writer noted.
+    """
+
+    version: Version
+    json: Json
+    tensors: dict[str, Tensor]
+    head: int
+    end: int
+    columns: Schema
+    segments: tuple[Segment, ...]
+    extra: Json
 
 
 class ReadOptions(NamedTuple):
@@ -23,6 +49,13 @@ class ReadOptions(NamedTuple):
 
     mapped: bool
     max_bytes: int | None
+
+    def check_bytes(self, path: Path, total: int) -> None:
+        """Raise ValueError if files have too many bytes."""
+        if self.max_bytes is not None and total > self.max_bytes:
+            raise ValueError(
+                f"what is to be loaded from {path} has {total:,} bytes, max_bytes is {self.max_bytes:,}"
+            )
 
 
 class Recovered(NamedTuple):
@@ -74,6 +107,27 @@ def open_rows(path: Path, manifest: Manifest, options: ReadOptions) -> list[Segm
     return segments
 
 
+def load_version(path: Path, manifest: Manifest, options: ReadOptions) -> LoadedVersion:
+    """Open the rows of a version and read its state.
+
+    Raises:
+        DamagedFileError: a file is missing or damaged.
+        ValueError: the version has more bytes than it may have.
+    """
+    segments = tuple(open_rows(path, manifest, options))
+    tensors = read_all(path, *manifest.state) if manifest.state else {}
+    return LoadedVersion(
+        manifest.version,
+        manifest.tree,
+        tensors,
+        manifest.head,
+        manifest.end,
+        dict(manifest.columns),
+        segments,
+        manifest.extra,
+    )
+
+
 def recover_rows(path: Path, listing: Listing, *, settled: bool, options: ReadOptions) -> Recovered:
     """Find all rows that were published: those of the newest version, and those in files listed after them.
 
@@ -114,6 +168,7 @@ def recover_rows(path: Path, listing: Listing, *, settled: bool, options: ReadOp
             _warn(f"{path}: {error}; rows from {name.first} on are lost")
             break
         segments.append(segment)
+        options.check_bytes(path, sum(segment.size for segment in segments))
         schema, end = segment.schema, segment.end
     behind = min((name.first for name in candidates if name.first > end), default=None)
     if behind is not None:

@@ -3,11 +3,11 @@
 import json
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-import flatroll
 from flatroll.disk import files
 from flatroll.disk.columns import ColumnSchema, Schema
 from flatroll.disk.names import MOST_ROWS, RowsName, is_state, manifest_name
@@ -66,7 +66,7 @@ class Manifest:
     tree: Json
     extra: Json
     needs: tuple[str, ...] = ()
-    written_by: str = flatroll.__version__
+    written_by: str = field(default_factory=lambda: installed("flatroll"))
 
     @property
     def names(self) -> set[str]:
@@ -163,7 +163,7 @@ def _refuse_constant(word: str) -> float:
 
 def _check_readable(folder: Path, fields: Mapping[str, Json]) -> None:
     """ValueError if a later version of the package is needed."""
-    later = f"install flatroll {fields.get('written_by')} or later (this is {flatroll.__version__})"
+    later = f"install flatroll {fields.get('written_by')} or later (this is {installed('flatroll')})"
     if fields.get("format") != FORMAT:
         raise ValueError(f"{folder} has format {fields.get('format')!r}, known here is {FORMAT}: {later}")
     unknown = sorted(set(map(str, fields.get("needs", ()))) - KNOWN_NEEDS)

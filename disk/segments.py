@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from typing_extensions import Buffer
 
 from flatroll.disk import tensor_file
 from flatroll.disk.columns import Column, ColumnSchema, Ragged, Schema, cut, join
@@ -177,9 +178,7 @@ def page_stretches(rows: Ints, size: int, first: int = 0) -> list[tuple[int, int
     return list(zip(begins.tolist(), (ends - begins).tolist(), strict=True))
 
 
-def encode_segment(
-    name: RowsName, parts: Sequence[Mapping[str, Column]]
-) -> tuple[Header, list[tensor_file.Buffer]]:
+def encode_segment(name: RowsName, parts: Sequence[Mapping[str, Column]]) -> tuple[Header, list[Buffer]]:
     """The header and bytes of a file of rows that has the rows of several parts end to end."""
     pieces: dict[str, list[Tensor]] = {}
     ragged: list[str] = []

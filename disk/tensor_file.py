@@ -274,9 +274,9 @@ def _stored(dtype: torch.dtype) -> torch.dtype:
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, its own memory if it is contiguous and on the CPU."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return memoryview(
-        (torch.view_as_real(plain) if plain.is_complex() else plain).reshape(-1).view(torch.uint8).numpy()
-    )
+    plain = torch.view_as_real(plain) if plain.is_complex() else plain
+    array: Any = plain.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def _parse(text: bytes, size: int) -> Header:
