@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.buffers.checkpointers.base import checkpointer_of
-from flatroll.buffers.checkpointers.plain_state import from_plain
+from flatroll.buffers.checkpointers.plain_state import from_plain, to_plain
 from flatroll.buffers.checkpointers.row_log import SaveOptions, spans
 from flatroll.buffers.checkpointers.saveable import (
     Apply,
@@ -202,7 +202,11 @@ class BufferState(Facts, Saveable, Shareable):
     def save_version(self, path: Path, others: Others, options: SaveOptions) -> Version:
         self._after_fork()
         self._store_steps()
-        return self._saves.log(path).save(self, lambda state: tree_of(state, others), options)
+        return self._saves.log(path).save(self, lambda state: tree_of(to_plain(state), others), options)
+
+    @override
+    def _checkpointers(self) -> list[Any]:
+        return [checkpointer_of(self.storage)]
 
     @override
     def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[dict[str, Any], Apply]:

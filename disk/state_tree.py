@@ -62,8 +62,8 @@ def pack(tree: Any, *, compress: bool = True) -> tuple[Any, dict[str, Tensor]]:
     >>> pack({"a": [object()]})
     Traceback (most recent call last):
     ...
-    TypeError: state['a'][0] is a object, which is no data: a state holds numbers, strings, tensors, arrays, and dicts, \
-lists and tuples of them
+    TypeError: state['a'][0] is a object, which is no data: a state holds numbers, strings, tensors, arrays, and \
+dicts, lists and tuples of them
     """
     packer = _Packer(compress)
     return packer.value(tree, "state", 0), packer.tensors

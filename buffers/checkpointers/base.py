@@ -13,8 +13,6 @@ from typing_extensions import override
 
 from flatroll.buffers.columns.base import Column, Part
 from flatroll.buffers.index.saved_tables import damaged
-from flatroll.buffers.storages.base import Storage
-from flatroll.buffers.storages.item_kinds import Structure, TensorDicts, nest
 from flatroll.disk import Folder, LoadedVersion, Ragged, Version, column_key, column_name
 from flatroll.disk.columns import Column as FileColumn
 from flatroll.disk.state_tree import from_text, pack, to_text, unpack
@@ -91,28 +89,35 @@ class StorageCheckpointerBase(ABC):
         rows = self.rows_for_hooks(storage, slots)
         for hook in self._save_hooks:
             rows = hook(rows, path=path)
-        return self.dump_given(rows, len(slots))
+        return self.dump_given(storage.structure, rows, len(slots))
 
     def restore_rows(
-        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
+        self,
+        storage: Any,
+        tables: dict[str, Any],
+        spans: Iterable[tuple[Tensor, Mapping[str, FileColumn]]],
+        rows: int,
     ) -> dict[str, Any]:
         """Return what :meth:`restore` gives of rows that the load hooks have changed back."""
         if not self._load_hooks:
-            return self.restore(storage, tables, list(spans), rows)
+            return self.restore(storage, tables, [Span(*span) for span in spans], rows)
         changed = []
         for slots, tensors in spans:
             given = self.given_from(storage, tables, tensors)
             for hook in self._load_hooks:
                 given = hook(given)
-            changed.append(Span(slots, self.dump_given(given, len(slots))))
+            changed.append(Span(slots, self.dump_given(tables.get("structure"), given, len(slots))))
         return self.restore(storage, tables, changed, rows)
 
     def rows_for_hooks(self, storage: Any, slots: Tensor) -> Any:
         """Return the rows in ``slots`` as hooks take them."""
         raise TypeError(f"{type(self).__name__} takes no hooks")
 
-    def dump_given(self, rows: Any, count: int) -> dict[str, FileColumn]:
-        """Return ``count`` rows that a hook gave as columns of a file; ValueError if they are more or fewer."""
+    def dump_given(self, structure: Any, rows: Any, count: int) -> dict[str, FileColumn]:
+        """Return ``count`` rows that a hook gave as columns of a file; ValueError if they are more or fewer.
+
+        ``structure`` is what kind of rows the storage keeps.
+        """
         raise TypeError(f"{type(self).__name__} takes no hooks")
 
     def given_from(self, storage: Any, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
@@ -204,8 +209,8 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         )
 
     @override
-    def dump_given(self, rows: Any, count: int) -> dict[str, FileColumn]:
-        columns = Structure.of(rows).columns(rows)
+    def dump_given(self, structure: Any, rows: Any, count: int) -> dict[str, FileColumn]:
+        columns = structure.columns(rows)
         if {len(values) for values in columns.values()} != {count}:
             raise ValueError(f"a hook was given {count} rows and must return as many, got other numbers")
         return {column_name(key): values for key, values in columns.items()}
@@ -213,10 +218,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
     @override
     def given_from(self, storage: Any, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
         columns = {column_key(name): values for name, values in tensors.items() if isinstance(values, Tensor)}
-        counts = {len(values) for values in columns.values()}
-        if isinstance(tables["structure"], TensorDicts):
-            return nest(columns, torch.Size([*counts]))
-        return tables["structure"].build(columns, torch.Size([*counts]))
+        return tables["structure"].build(columns, torch.Size({len(values) for values in columns.values()}))
 
 
 class ListStorageCheckpointer(StorageCheckpointerBase):
@@ -233,7 +235,7 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
 
     @override
     def dump(self, storage: Any, slots: Tensor) -> dict[str, FileColumn]:
-        return self.dump_given(storage.read_rows(slots), len(slots))
+        return self.dump_given(None, storage.read_rows(slots), len(slots))
 
     @override
     def restore(
@@ -260,7 +262,7 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
         return storage.read_rows(slots)
 
     @override
-    def dump_given(self, rows: Any, count: int) -> dict[str, FileColumn]:
+    def dump_given(self, structure: Any, rows: Any, count: int) -> dict[str, FileColumn]:
         if len(rows) != count:
             raise ValueError(f"a hook was given {count} items and must return as many, got {len(rows)}")
         return {"items": _end_to_end([_to_bytes(item, i) for i, item in enumerate(rows)])}
@@ -302,7 +304,7 @@ def _end_to_end(pieces: list[bytes]) -> Ragged:
     return Ragged(values, torch.tensor([len(piece) for piece in pieces], dtype=torch.int64))
 
 
-def checkpointer_of(storage: Storage) -> StorageCheckpointerBase:
+def checkpointer_of(storage: Any) -> StorageCheckpointerBase:
     """Return the checkpointer of ``storage``, the default one if none was chosen; TypeError if it does not fit."""
     if storage.checkpointer is None:
         columns = hasattr(storage, "columns_like")

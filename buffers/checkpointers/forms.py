@@ -58,9 +58,8 @@ class FlatStorageCheckpointer(TensorStorageCheckpointer):
         for name, keys in (("done_keys", self.done_keys), ("reward_keys", self.reward_keys)):
             for key in keys:
                 if storage.columns and key not in storage.columns and next_key(key) not in storage.columns:
-                    raise KeyError(
-                        f"{name} names {key!r}, which the rows do not have: {sorted(map(repr, storage.columns))}"
-                    )
+                    present = sorted(map(repr, storage.columns))
+                    raise KeyError(f"{name} names {key!r}, which the rows do not have: {present}")
 
     @override
     def dump(self, storage: Any, slots: Tensor) -> dict[str, Column]:
@@ -124,7 +123,7 @@ class NestedStorageCheckpointer(FlatStorageCheckpointer):
 
 
 class StorageEnsembleCheckpointer(StorageCheckpointerBase):
-    """The checkpointer of `StorageEnsemble`: each member's rows go to a folder of their own, by its own checkpointer."""
+    """The checkpointer of `StorageEnsemble`: each member's own writes its rows, to a folder of their own."""
 
     @override
     def check(self, storage: Any) -> None:

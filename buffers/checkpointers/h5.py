@@ -140,7 +140,7 @@ class H5Writer:
     def _extend(self, name: str, values: Tensor) -> None:
         stored = _to_numpy(values)
         if name not in self._rows:
-            size = max(1, _CHUNK_BYTES // max(1, stored[:1].nbytes or stored.itemsize))
+            size = max(1, min(len(stored), _CHUNK_BYTES // max(1, stored[:1].nbytes or stored.itemsize)))
             chunks = (size, *(max(1, n) for n in stored.shape[1:]))
             options = {"fletcher32": True, **self._options}
             data = self._rows.create_dataset(

@@ -1,4 +1,4 @@
-"""Saves an ensemble: each member in a folder of its own, and a version that names theirs, so that all are of one save."""
+"""Saves an ensemble: each member in a folder of its own, and a version that names those of the members."""
 
 from collections.abc import Sequence
 from pathlib import Path

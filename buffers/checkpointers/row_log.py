@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flatroll.buffers.checkpointers.base import Span, StorageCheckpointerBase, checkpointer_of
-from flatroll.buffers.checkpointers.plain_state import to_plain
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.top_k_ring import RankedRing
@@ -20,7 +18,7 @@ _LEAST_BYTES, _MOST_BYTES = 2**22, 2**25  # of a segment
 _PARTS = 64  # segments of a full ring, at least: the oldest one holds rows that are gone already
 _ROW_BYTES = 1000  # of a row whose size is not known
 
-#: Turns a buffer's plain state into that of a version: JSON and tensors.
+#: Turns a buffer's state into that of a version: JSON and tensors.
 Tree = Callable[[dict[str, Any]], tuple[Any, dict[str, Tensor]]]
 
 
@@ -63,7 +61,7 @@ class RowLog:
         Writers and readers of the buffer go on while rows are copied; they wait while those that came meanwhile, at
         most a segment, those that were edited, and the tables are copied in memory, and no longer.
         """
-        checkpointer = checkpointer_of(buffer.storage)
+        checkpointer = buffer._checkpointers()[0]
         hold = isinstance(buffer._ring, RankedRing)  # written out of order: nobody writes until all is copied
         ahead = buffer._made_ahead() if hold else None
         with ExitStack() as stack:
@@ -102,15 +100,13 @@ class RowLog:
                     folder.replace(part, first)
                 else:
                     folder.append(part)
-            value, tensors = tree(to_plain(state))
+            value, tensors = tree(state)
             facts = {"kind": "buffer", "buffer": repr(buffer), "rows": end - head}
             version = folder.publish(value, tensors, head=head, extra=facts)
             self.note(version, ring, edits)
             return version
 
-    def _copy_ahead(
-        self, buffer: Any, ring: Ring, folder: Any, checkpointer: StorageCheckpointerBase
-    ) -> None:
+    def _copy_ahead(self, buffer: Any, ring: Ring, folder: Any, checkpointer: Any) -> None:
         """Append rows to ``folder`` without a lock, until less than a segment is left."""
         count = segment_rows(buffer)
         for _ in range(4 * _PARTS):  # writers may be faster; then the rest is copied while they wait
@@ -131,8 +127,10 @@ def segment_rows(buffer: Any) -> int:
     return max(1, min(max(-(-buffer._ring.capacity // _PARTS), _LEAST_BYTES // size), _MOST_BYTES // size))
 
 
-def spans(ring: Ring, version: LoadedVersion) -> Iterator[Span]:
-    """Read the rows that ``ring`` counts from a version's files; ValueError if it has others.
+def spans(ring: Ring, version: LoadedVersion) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Read the rows that ``ring`` counts from a version's files: their slots, -1 for rows that are gone, and columns.
+
+    ValueError if it has others.
 
     Raises:
         DamagedFileError: a file does not hold what was written.
@@ -146,7 +144,7 @@ def spans(ring: Ring, version: LoadedVersion) -> Iterator[Span]:
         if segment.rows > ring.capacity:
             raise damaged(f"one of its files has {segment.rows} rows, of {ring.capacity}")
         numbers = torch.arange(segment.first, segment.end)
-        yield Span(torch.where(numbers >= head, numbers % ring.capacity, -1), segment.read())
+        yield torch.where(numbers >= head, numbers % ring.capacity, -1), segment.read()
 
 
 def _range_of(ring: Ring, buffer: Any) -> tuple[int, int]:

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from flatroll.buffers.checkpointers.base import Hook, checkpointer_of
 from flatroll.buffers.checkpointers.row_log import RowLog, SaveOptions
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.disk import LoadedVersion, Version
@@ -110,7 +109,7 @@ class Saveable:
         ...     buffer.dumps(path)
         ...     other.loads(path)
         >>> other[:]
-        tensor([4, 5, 2, 3])
+        tensor([2, 3, 4, 5])
         """
         self._saves.join()
         options, folder = SaveOptions(sync, keep, overwrite), Path(path)
@@ -150,24 +149,23 @@ class Saveable:
         """See :meth:`loads`."""
         self.loads(path, **options)
 
-    def register_save_hook(self, hook: Hook) -> None:
+    def register_save_hook(self, hook: Callable[..., Any]) -> None:
         """Call ``hook(rows, path=path)`` before rows are written; what it returns, as many rows, is written instead.
 
         The rows are a batch of the kind that is stored (a compact storage gives each observation once), or a list of
         items.
         """
-        for storage in self._storages():
-            checkpointer_of(storage).register_save_hook(hook)
+        for checkpointer in self._checkpointers():
+            checkpointer.register_save_hook(hook)
 
-    def register_load_hook(self, hook: Hook) -> None:
+    def register_load_hook(self, hook: Callable[..., Any]) -> None:
         """Call ``hook(rows)`` on rows that were read, before they are stored: it undoes what the save hooks did."""
-        for storage in self._storages():
-            checkpointer_of(storage).register_load_hook(hook)
+        for checkpointer in self._checkpointers():
+            checkpointer.register_load_hook(hook)
 
-    def _storages(self) -> list[Any]:
-        """The storages whose checkpointers the hooks are for."""
-        storage: Any = getattr(self, "storage", None)
-        return list(getattr(storage, "parts", [storage]))
+    @abstractmethod
+    def _checkpointers(self) -> list[Any]:
+        """The checkpointers of the storages; TypeError if one does not fit its storage."""
 
     @abstractmethod
     def save_version(self, path: Path, others: Others, options: SaveOptions) -> Version:

@@ -138,7 +138,7 @@ class Column(ABC):
 
         The column is not changed: :meth:`check_state_dict` and :meth:`load_state_dict` are called with the result.
         """
-        for slots, dumped in parts:
+        for _slots, dumped in parts:
             check_dumped(dumped, {"values": False})
             check_values("values", dumped["values"], self.dtype, self.shape)
         return {"values": scattered(parts, "values", rows, self.dtype, self.shape)}

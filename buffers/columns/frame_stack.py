@@ -21,6 +21,7 @@ from flatroll.buffers.columns.base import (
     check_values,
     scattered,
 )
+from flatroll.buffers.columns.dumped_frames import by_row, frames_of
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.layout.checks import whole_number
@@ -177,18 +178,18 @@ class FrameColumn(Column):
         # Counted back from the frames that are there after the row, so that parts can be laid end to end.
         back = np.cumsum(added)[:, None] - place[inverse.reshape(refs.shape)]
         dumped = {"back": torch.from_numpy(back.astype(np.int32))}
-        return dumped | _by_row(self._frames.dump(distinct[order]), added)
+        return dumped | by_row(self._frames.dump(distinct[order]), added)
 
     @override
     def restore(self, parts: Sequence[Part], rows: int) -> dict[str, Any]:
         first, numbered, frames = 1, list[Part](), list[Part]()  # frame 0 is blank
-        kind = dict.fromkeys(_by_row(self._frames.dump(np.zeros(0, np.int64)), np.zeros(0, np.int64)), True)
+        kind = dict.fromkeys(by_row(self._frames.dump(np.zeros(0, np.int64)), np.zeros(0, np.int64)), True)
         for slots, dumped in parts:
             check_dumped(dumped, {"back": False, **kind})
             back = dumped["back"]
             check_values("frame numbers", back, torch.int32, self.shape[:1])
             assert isinstance(back, Tensor)
-            added, pieces = _frames_of(dumped)
+            added, pieces = frames_of(dumped)
             if len(added) and int(added.max()) > 2**31 - first:
                 raise damaged("it has more frames than can be numbered")
             total = added.cumsum(0).unsqueeze(1)
@@ -453,41 +454,6 @@ def _in_memory(frames: int, shape: tuple[int, ...], word: torch.dtype, device: t
         # From NumPy, which asks the system for large pages where torch does not.
         return TensorColumn(torch.from_numpy(np.empty((frames, *shape), f"i{word.itemsize}")))
     return TensorColumn(torch.empty((frames, *shape), dtype=word, device=device))
-
-
-def _by_row(dumped: Dumped, added: Array) -> dict[str, tuple[Tensor, Tensor]]:
-    """What a column of frames dumped, cut by the ``added[i]`` frames of row i; where frames have any number of values,
-    these numbers are a tensor of their own, ``each``."""
-    by_row, frames = {}, torch.from_numpy(added)
-    row = torch.repeat_interleave(frames)  # of each frame
-    for name, values in dumped.items():
-        if isinstance(values, Tensor):
-            by_row[f"frames.{name}"] = values, frames
-        else:
-            by_row[f"frames.{name}.each"] = values[1], frames
-            by_row[f"frames.{name}"] = values[0], torch.zeros_like(frames).index_add_(0, row, values[1])
-    return by_row
-
-
-def _frames_of(dumped: Dumped) -> tuple[Tensor, dict[str, Tensor | tuple[Tensor, Tensor]]]:
-    """How many frames each row adds, and what their column dumped: undoes `_by_row`; ValueError if they do not fit."""
-    ragged = {name: pair for name, pair in dumped.items() if isinstance(pair, tuple)}
-    pieces: dict[str, Tensor | tuple[Tensor, Tensor]] = {}
-    added = list[Tensor]()
-    for name, (values, lengths) in ragged.items():
-        each = ragged.get(f"{name}.each")
-        if each is not None:
-            check_values("sizes", each[0], torch.int64, ())
-            if bool(((each[0] < 0) | (each[0] > len(values))).any()) or int(each[0].sum()) != len(values):
-                raise damaged("the sizes of its frames do not add up")
-            pieces[name.removeprefix("frames.")] = values, each[0]
-        else:
-            added.append(lengths)
-            if not name.endswith(".each"):
-                pieces[name.removeprefix("frames.")] = values
-    if not all(torch.equal(one, added[0]) for one in added):
-        raise damaged("its rows add other numbers of frames and of their sizes")
-    return added[0], pieces
 
 
 def kernels() -> ModuleType:

@@ -376,6 +376,10 @@ class ReplayBufferEnsemble(Facts, Saveable, Transforming):
             self.generator.set_state(state["generator"])
 
     @override
+    def _checkpointers(self) -> list[Any]:
+        return [checkpointer for rb in self._members for checkpointer in rb._checkpointers()]
+
+    @override
     def save_version(self, path: Path, others: Others, options: SaveOptions) -> Version:
         checkpointer = self.storage.checkpointer
         if checkpointer is not None and not isinstance(checkpointer, StorageEnsembleCheckpointer):

@@ -73,11 +73,8 @@ def everything() -> dict[Any, Any]:
         ],
         "tensors": [(torch.rand(3, 4) * 99).to(dtype) for dtype in DTYPES],
         "shapes": [torch.tensor(3.5), torch.zeros(0, 3), torch.zeros(2, 0, dtype=torch.int16), torch.ones(1)],
-        "strides": [
-            torch.rand(4, 6).t()[1:, ::2],
-            torch.zeros(1).expand(3, 2),
-            torch.ones(2, dtype=torch.cfloat).conj(),
-        ],
+        "strides": [torch.rand(4, 6).t()[1:, ::2], torch.zeros(1).expand(3, 2)],
+        "conjugate": torch.ones(2, dtype=torch.cfloat).conj(),
         "large": [torch.zeros(5000), torch.arange(5000), torch.rand(5000)],
         "arrays": [
             counters,
@@ -112,9 +109,7 @@ def test_every_kind_of_value_comes_back_bit_by_bit(compress: bool) -> None:
 def test_without_the_extra_zlib_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
     value, tensors = pack({"a": torch.zeros(5000)})
-    assert [name for name in tensors] == ["0.zlib"] and equal(
-        unpack(value, tensors), {"a": torch.zeros(5000)}
-    )
+    assert list(tensors) == ["0.zlib"] and equal(unpack(value, tensors), {"a": torch.zeros(5000)})
     with pytest.raises(ImportError, match=r'pip install "flatroll\[zstd\]"'):
         unpack(["tensor", "0.zstd", "uint8", [4]], {"0.zstd": torch.zeros(4, dtype=torch.uint8)})
 
