@@ -4,6 +4,7 @@ A test replaces them one by one: it records what a save does, plays the record b
 operation fail. So the others call them as ``files.write(...)``, never by a name of their own.
 """
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -14,12 +15,15 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from typing_extensions import Buffer
 
 #: Ending of a file that is being written. One that is found later was left by a process that died.
 TEMPORARY = ".temporary"
 # One call of write or read moves at most this many bytes: Linux cuts longer ones at 2 GiB.
 _AT_ONCE = 1 << 30
+_SYSTEM = ctypes.CDLL(None)  # the C library
 
 
 def make_folder(path: Path, *, synced: bool) -> None:
@@ -118,13 +122,22 @@ def read_into(descriptor: int, position: int, target: Buffer) -> None:
         rest, position = rest[count:], position + count
 
 
-def map_file(descriptor: int, size: int) -> mmap.mmap:
-    """Map the first ``size`` bytes of a file, at least one; what is written into the map stays in this process."""
-    mapped = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    mapped.madvise(
-        mmap.MADV_RANDOM
-    )  # rows are drawn here and there: reading ahead would read what nobody asked for
-    return mapped
+def map_file(descriptor: int, size: int) -> Tensor:
+    """Map the first ``size`` bytes of a file as uint8 ``[size]``; what is written there stays in this process.
+
+    No descriptor stays open, as it does with Python's own `mmap` (before 3.13).
+    """
+    # The file that is open, and not whatever has its name by now.
+    mapped = torch.UntypedStorage.from_file(f"/dev/fd/{descriptor}", shared=False, nbytes=size)
+    # Rows are drawn here and there: reading ahead would read what nobody asked for.
+    _SYSTEM.madvise(ctypes.c_void_p(mapped.data_ptr()), ctypes.c_size_t(size), mmap.MADV_RANDOM)
+    return torch.empty(0, dtype=torch.uint8).set_(mapped)
+
+
+def will_need(mapped: Tensor, begin: int, length: int) -> None:
+    """Ask the system to read bytes of a map from disk without waiting for them; ``begin`` is that of a page."""
+    address = ctypes.c_void_p(mapped.data_ptr() + begin)
+    _SYSTEM.madvise(address, ctypes.c_size_t(length), mmap.MADV_WILLNEED)
 
 
 def publish(folder: Path, name: str, chunks: Iterable[Buffer], *, synced: bool) -> None:

@@ -61,8 +61,9 @@ class Folder:
     ...         folder.append({"reward": torch.arange(3.0)}, first=0)
     ...         folder.append({"reward": torch.arange(2.0)}, first=3)
     ...         version = folder.publish({"step": 5}, {})
-    ...     loaded = Folder(path).load()
-    ...     loaded.json, (loaded.head, loaded.end), Folder(path).read_rows(1, 4)["reward"]
+    ...     reader = Folder(path)
+    ...     loaded = reader.load()
+    ...     loaded.json, (loaded.head, loaded.end), reader.read_rows(1, 4)["reward"]
     ({'step': 5}, (0, 5), tensor([1., 2., 0.]))
     """
 

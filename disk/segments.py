@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Buffer
 
-from flatroll.disk import tensor_file
+from flatroll.disk import files, tensor_file
 from flatroll.disk.columns import Column, ColumnSchema, Ragged, Schema, cut, join
 from flatroll.disk.manifest import FORMAT, FileRecord
 from flatroll.disk.names import LENGTHS, RowsName
@@ -77,7 +77,7 @@ class Segment:
         return FileRecord(str(self.name), self.header.size, self.header.checksum)
 
     @cached_property
-    def _maps(self) -> tuple[mmap.mmap, dict[str, Tensor]]:
+    def _maps(self) -> tuple[Tensor, dict[str, Tensor]]:
         with opened(self.folder, str(self.name)) as (descriptor, size):
             if size != self.header.size:
                 raise DamagedFileError(f"it has {size} bytes, expected {self.header.size}")
@@ -132,7 +132,7 @@ class Segment:
         for entry in self.header.entries.values():
             if entry.shape and entry.shape[0] == self.rows:
                 for begin, length in page_stretches(rows, entry.size // self.rows, entry.begin):
-                    mapped.madvise(mmap.MADV_WILLNEED, begin, length)
+                    files.will_need(mapped, begin, length)
 
 
 def read_range(segments: Iterable[Segment], schema: Schema, first: int, end: int) -> dict[str, Column]:

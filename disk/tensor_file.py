@@ -9,7 +9,6 @@ Source: the format's own page, https://huggingface.co/docs/safetensors.
 
 import errno
 import json
-import mmap
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,7 +42,6 @@ _STORED = {
 }
 # Complex numbers are stored as pairs (a last dimension of 2), the small floats as their bytes.
 _DECLARED = {
-    torch.complex32: torch.float16,
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
     torch.float8_e4m3fn: torch.uint8,
@@ -240,11 +238,10 @@ def read_all(folder: Path, name: str, size: int, checksum: int) -> dict[str, Ten
         return {name: read_tensor(descriptor, name, entry) for name, entry in header.entries.items()}
 
 
-def map_tensors(descriptor: int, header: Header) -> tuple[mmap.mmap, dict[str, Tensor]]:
-    """Map a file and return the map and its tensors, which share its memory; the bytes are not checked."""
-    mapped = files.map_file(descriptor, header.size)
-    data = torch.from_numpy(np.frombuffer(mapped, np.uint8))
-    return mapped, {name: _tensor(data, entry) for name, entry in header.entries.items()}
+def map_tensors(descriptor: int, header: Header) -> tuple[Tensor, dict[str, Tensor]]:
+    """Map a file and return its bytes and its tensors, which share their memory; the contents are not checked."""
+    data = files.map_file(descriptor, header.size)
+    return data, {name: _tensor(data, entry) for name, entry in header.entries.items()}
 
 
 def check_bytes(name: str, entry: Entry, view: memoryview) -> None:

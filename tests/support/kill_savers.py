@@ -114,10 +114,10 @@ def main(kills: int, seed: int = 0) -> dict[str, int]:
                 shutil.rmtree(path)
                 newest = 0
             number, checked = kill_once(path, newest, draw.random() * 0.1)
-            newest = check(path, number, number + 1)
+            before, newest = newest, check(path, number, number + 1)
+            counts["versions"] += newest - before
             counts["acknowledged" if newest == number else "one newer"] += 1
             counts["read beside"] += checked
-        counts["versions"] = newest
     return counts
 
 
