@@ -10,13 +10,11 @@ from typing_extensions import override
 
 from flatroll.buffers.checkpointers.base import checkpointer_of
 from flatroll.buffers.checkpointers.plain_state import from_plain, to_plain
-from flatroll.buffers.checkpointers.row_log import SaveOptions, spans
+from flatroll.buffers.checkpointers.row_log import spans
 from flatroll.buffers.checkpointers.saveable import (
     Apply,
     Others,
     Saveable,
-    read_tree,
-    tree_of,
 )
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Ring
@@ -28,6 +26,7 @@ from flatroll.buffers.storages.saved_columns import other_capacity
 from flatroll.buffers.transforms.base import TransformLike, reads_others
 from flatroll.buffers.writers import Writer
 from flatroll.disk import LoadedVersion, Version
+from flatroll.disk.checkpoint import SaveOptions, read_tree, tree_of
 from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.specs import Composite, make_composite_from_td

@@ -233,10 +233,10 @@ class _Unpacker:
     def __init__(self, tensors: Mapping[str, Tensor], max_bytes: int) -> None:
         self._tensors, self._left, self._items = tensors, max_bytes, itertools.count()
         self._kinds: dict[str, Callable[[list[Any], int], Any]] = {
-            "float": lambda parts, depth: float.fromhex(*_checked(parts, str)),
+            "float": lambda parts, depth: float.fromhex(_one(parts, str)),
             "list": lambda parts, depth: self._several(parts, depth),
             "tuple": lambda parts, depth: tuple(self._several(parts, depth)),
-            "dict": lambda parts, depth: self._dict(*_checked(parts, list), depth, {}),
+            "dict": lambda parts, depth: self._dict(_one(parts, list), depth, {}),
             "ordered": self._ordered,
             "tensordict": self._tensordict,
             "lazy_stack": self._lazy_stack,
@@ -248,8 +248,8 @@ class _Unpacker:
             "number": lambda parts, depth: _number(*parts),
             "size": lambda parts, depth: _shape(*parts),
             "dtype": lambda parts, depth: _dtype(*parts),
-            "device": lambda parts, depth: torch.device(*_checked(parts, str)),
-            "bytes": lambda parts, depth: base64.b64decode(*_checked(parts, str), validate=True),
+            "device": lambda parts, depth: torch.device(_one(parts, str)),
+            "bytes": lambda parts, depth: base64.b64decode(_one(parts, str), validate=True),
         }
 
     def value(self, value: Any, depth: int) -> Any:
@@ -273,7 +273,7 @@ class _Unpacker:
             raise damaged(f"its tree has a {value[0]} that is none ({error})") from None
 
     def _several(self, parts: list[Any], depth: int) -> list[Any]:
-        return [self.value(part, depth + 1) for part in _checked(parts, list)[0]]
+        return [self.value(part, depth + 1) for part in _one(parts, list)]
 
     def _dict(self, pairs: Any, depth: int, made: Any) -> Any:
         for pair in pairs:
@@ -285,7 +285,7 @@ class _Unpacker:
         return made
 
     def _ordered(self, parts: list[Any], depth: int) -> Any:
-        made = self._dict(*_checked(parts[:1], list), depth, OrderedDict())
+        made = self._dict(_one(parts[:1], list), depth, OrderedDict())
         metadata = self.value(parts[1], depth + 1)
         if metadata is not None:
             made._metadata = metadata
@@ -348,11 +348,11 @@ def _no_data(value: Any, path: str) -> TypeError:
     )
 
 
-def _checked(parts: list[Any], kind: type) -> list[Any]:
-    """``parts`` if it is one value of this kind."""
+def _one(parts: list[Any], kind: type) -> Any:
+    """The one value of ``parts``, of this kind."""
     if len(parts) != 1 or not isinstance(parts[0], kind):
         raise damaged(f"its tree has {str(parts)[:40]} where one {kind.__name__} should stand")
-    return parts
+    return parts[0]
 
 
 def _shape(sizes: Any) -> torch.Size:

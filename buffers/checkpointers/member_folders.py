@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flatroll.buffers.checkpointers.row_log import SaveOptions
-from flatroll.buffers.checkpointers.saveable import Apply, Others, SaveRecords, read_tree, tree_of
+from flatroll.buffers.checkpointers.saveable import Apply, Others, SaveRecords
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.disk import Folder, LoadedVersion, Version
+from flatroll.disk.checkpoint import SaveOptions, read_tree, tree_of
 from flatroll.disk.manifest import read_manifest
 
 

@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.top_k_ring import RankedRing
 from flatroll.disk import LoadedVersion, Version
+from flatroll.disk.checkpoint import SaveOptions
 
 _LEAST_BYTES, _MOST_BYTES = 2**22, 2**25  # of a segment
 _PARTS = 64  # segments of a full ring, at least: the oldest one holds rows that are gone already
@@ -20,14 +21,6 @@ _ROW_BYTES = 1000  # of a row whose size is not known
 
 #: Turns a buffer's state into that of a version: JSON and tensors.
 Tree = Callable[[dict[str, Any]], tuple[Any, dict[str, Tensor]]]
-
-
-class SaveOptions(NamedTuple):
-    """How a version is saved: see `Saveable.dumps`."""
-
-    sync: bool = True
-    keep: int = 2
-    overwrite: bool = False
 
 
 class RowLog:
@@ -102,7 +95,7 @@ class RowLog:
                     folder.append(part)
             value, tensors = tree(state)
             facts = {"kind": "buffer", "buffer": repr(buffer), "rows": end - head}
-            version = folder.publish(value, tensors, head=head, extra=facts)
+            version: Version = folder.publish(value, tensors, head=head, extra=facts)
             self.note(version, ring, edits)
             return version
 
@@ -123,8 +116,9 @@ class RowLog:
 
 def segment_rows(buffer: Any) -> int:
     """How many rows a segment of the buffer's has."""
-    size = buffer.storage.bytes_per_row or _ROW_BYTES
-    return max(1, min(max(-(-buffer._ring.capacity // _PARTS), _LEAST_BYTES // size), _MOST_BYTES // size))
+    size: int = buffer.storage.bytes_per_row or _ROW_BYTES
+    capacity: int = buffer._ring.capacity
+    return max(1, min(max(-(-capacity // _PARTS), _LEAST_BYTES // size), _MOST_BYTES // size))
 
 
 def spans(ring: Ring, version: LoadedVersion) -> Iterator[tuple[Tensor, dict[str, Any]]]:

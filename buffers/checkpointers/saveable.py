@@ -7,19 +7,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from torch import Tensor
-
-from flatroll.buffers.checkpointers.row_log import RowLog, SaveOptions
-from flatroll.buffers.index.saved_tables import damaged
-from flatroll.disk import LoadedVersion, Version
-from flatroll.disk.state_tree import pack, unpack
+from flatroll.buffers.checkpointers.row_log import RowLog
+from flatroll.disk import Version
+from flatroll.disk.checkpoint import SaveOptions
 
 #: What is saved along with a buffer: plain values by name, made when the buffer's own state is.
 Others: TypeAlias = Callable[[], Mapping[str, Any]]
 #: Loads what was read and checked.
 Apply: TypeAlias = Callable[[], None]
-
-_FACTOR, _LEAST = 2000, 2**28  # bytes per row, and at all, that tables may have when decompressed
 
 
 class SaveRecords:
@@ -174,20 +169,3 @@ class Saveable:
     @abstractmethod
     def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[dict[str, Any], Apply]:
         """Read and check a version; return what ``others`` gave, and what loads the rest."""
-
-
-def tree_of(buffer: Any, others: Others) -> tuple[Any, dict[str, Tensor]]:
-    """JSON and tensors of a version."""
-    return pack({"buffer": buffer, "others": dict(others())})
-
-
-def read_tree(version: LoadedVersion, rows: int) -> dict[str, Any]:
-    """The tree of a version of a buffer of ``rows`` rows; ValueError if there is none."""
-    tree = unpack(version.json, version.tensors, max_bytes=_LEAST + _FACTOR * rows)
-    if (
-        not isinstance(tree, dict)
-        or tree.keys() != {"buffer", "others"}
-        or not isinstance(tree["others"], dict)
-    ):
-        raise damaged("it is the state of no buffer")
-    return tree

@@ -16,7 +16,6 @@ from typing_extensions import override
 from flatroll.buffers.checkpoint import check_generator
 from flatroll.buffers.checkpointers.forms import StorageEnsembleCheckpointer
 from flatroll.buffers.checkpointers.member_folders import load_members, save_members
-from flatroll.buffers.checkpointers.row_log import SaveOptions
 from flatroll.buffers.checkpointers.saveable import Apply, Others, Saveable
 from flatroll.buffers.ensemble.members import (
     SamplerEnsemble,
@@ -32,6 +31,7 @@ from flatroll.buffers.sharing import reseed_in_worker
 from flatroll.buffers.transforms.base import Transforming, TransformLike, apply
 from flatroll.buffers.writers import check_tensordicts, has_priorities
 from flatroll.disk import Version
+from flatroll.disk.checkpoint import SaveOptions
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import NestedKey, require
 
