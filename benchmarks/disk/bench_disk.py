@@ -1,7 +1,8 @@
 """Times saves and loads of buffers beside torchrl's: ``python -m flatroll.benchmarks.disk.bench_disk``.
 
 Every number is a ratio of wall times in one run, the best of a few turns, with what is written on the disk when a save
-returns. torchrl is left out where it is not installed, or with ``--alone``.
+returns, and loads into new buffers, as a run that goes on does them. torchrl is left out where it is not installed, or
+with ``--alone``.
 """
 
 import argparse
@@ -95,16 +96,12 @@ def saves(rows: int, turns: int, folder: Path) -> dict[str, float]:
             buffer.extend(batch(buffer.stats()["rows_written"], rows // 100))
             again += timed(lambda: buffer.dumps(folder / "bytes")) / 10
     whole = best(turns, lambda i: buffer.dumps(folder / f"full-{i}"))
-    other = made(rows)
-    load = best(turns, lambda i: other.loads(folder / "full-0"))
-    packed, unpacked = (
-        made(rows, checkpointer=H5StorageCheckpointer()),
-        made(rows, checkpointer=H5StorageCheckpointer()),
-    )
+    load = best(turns, lambda i: made(rows).loads(folder / "full-0"))
+    packed = made(rows, checkpointer=H5StorageCheckpointer())
     for first in range(0, rows, 10_000):
         packed.extend(batch(first, 10_000))
     h5 = best(turns, lambda i: packed.dumps(folder / "h5"))
-    h5_load = best(turns, lambda i: unpacked.loads(folder / "h5"))
+    h5_load = best(turns, lambda i: made(rows, checkpointer=H5StorageCheckpointer()).loads(folder / "h5"))
     return {
         "full save": whole,
         "load": load,
@@ -156,10 +153,12 @@ def of_torchrl(rows: int, turns: int, folder: Path) -> tuple[float, float]:
     from torchrl.data import LazyTensorStorage as Storage
     from torchrl.data import ReplayBuffer as Buffer
 
-    buffer, other = (Buffer(storage=Storage(rows), batch_size=256) for _ in range(2))
+    def new() -> Any:
+        return Buffer(storage=Storage(rows), batch_size=256)
+
+    buffer = new()
     for first in range(0, rows, 10_000):
         buffer.extend(batch(first, 10_000))
-    other.extend(batch(0, 10_000))
 
     def save(turn: int) -> None:
         path = folder / f"torchrl-{turn}"
@@ -169,7 +168,7 @@ def of_torchrl(rows: int, turns: int, folder: Path) -> tuple[float, float]:
             os.fsync(descriptor)
             os.close(descriptor)
 
-    return best(turns, save), best(turns, lambda turn: other.loads(folder / "torchrl-0"))
+    return best(turns, save), best(turns, lambda turn: new().loads(folder / "torchrl-0"))
 
 
 def main() -> None:

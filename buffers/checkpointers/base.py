@@ -1,7 +1,7 @@
 """Checkpointers: they turn rows of a storage into tensors for files, and such tensors into a storage's state."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -11,7 +11,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import Column, Part
+from flatroll.buffers.columns.base import Column, Part, scatter
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.disk import Folder, LoadedVersion, Ragged, Version, column_key, column_name
 from flatroll.disk.columns import Column as FileColumn
@@ -64,7 +64,7 @@ class StorageCheckpointerBase(ABC):
 
     @abstractmethod
     def restore(
-        self, storage: Any, tables: dict[str, Any], spans: Sequence[Span], rows: int
+        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
         """Return the storage's ``state_dict`` of ``rows`` slots; nothing changes.
 
@@ -100,7 +100,7 @@ class StorageCheckpointerBase(ABC):
     ) -> dict[str, Any]:
         """Return what :meth:`restore` gives of rows that the load hooks have changed back."""
         if not self._load_hooks:
-            return self.restore(storage, tables, [Span(*span) for span in spans], rows)
+            return self.restore(storage, tables, (Span(*span) for span in spans), rows)
         changed = []
         for slots, tensors in spans:
             given = self.given_from(storage, tables, tensors)
@@ -175,11 +175,17 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
 
     @override
     def restore(
-        self, storage: Any, tables: dict[str, Any], spans: Sequence[Span], rows: int
+        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
         columns = storage.columns_like(tables)
         names: dict[str, NestedKey] = {column_name(key): key for key in columns}
         parts: dict[NestedKey, list[Part]] = {key: [] for key in columns}
+        # Plain rows go to their place as they come, so that one file at a time is in memory twice.
+        plain = {
+            key: torch.zeros((rows, *column.shape), dtype=column.dtype)
+            for key, column in columns.items()
+            if type(column).restore is Column.restore
+        }
         for slots, tensors in spans:
             found: dict[NestedKey, dict[str, FileColumn]] = {key: {} for key in columns}
             for name, values in tensors.items():
@@ -188,11 +194,14 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
                     raise damaged(f"its rows have an entry {column!r}, expected {sorted(names)}")
                 found[names[column]][part or "values"] = values
             for key, dumped in found.items():
-                parts[key].append(Part(slots, dumped))
-        restored = {}
-        for key, column in columns.items():
+                if key in plain:
+                    scatter(plain[key], slots, columns[key].check_dump(dumped))
+                else:
+                    parts[key].append(Part(slots, dumped))
+        restored: dict[NestedKey, Any] = {key: {"values": values} for key, values in plain.items()}
+        for key in columns.keys() - plain.keys():
             try:
-                restored[key] = column.restore(parts[key], rows)
+                restored[key] = columns[key].restore(parts[key], rows)
             except ValueError as error:
                 raise ValueError(f"the entry {key!r}: {error}") from None
         return {**tables, "columns": restored}
@@ -239,7 +248,7 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
 
     @override
     def restore(
-        self, storage: Any, tables: dict[str, Any], spans: Sequence[Span], rows: int
+        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
         items: list[Any] = [None] * rows
         for slots, tensors in spans:

@@ -1,6 +1,6 @@
 """Checkpointers that write observations once, and, for the nested one, where trajectories begin."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -79,10 +79,10 @@ class FlatStorageCheckpointer(TensorStorageCheckpointer):
 
     @override
     def restore(
-        self, storage: Any, tables: dict[str, Any], spans: Sequence[Span], rows: int
+        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
         return super().restore(
-            storage, tables, [Span(slots, _filled(tensors)) for slots, tensors in spans], rows
+            storage, tables, (Span(slots, _filled(tensors)) for slots, tensors in spans), rows
         )
 
 
@@ -113,12 +113,12 @@ class NestedStorageCheckpointer(FlatStorageCheckpointer):
 
     @override
     def restore(
-        self, storage: Any, tables: dict[str, Any], spans: Sequence[Span], rows: int
+        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
-        kept = [
+        kept = (
             Span(slots, {name: values for name, values in tensors.items() if name != _STARTS})
             for slots, tensors in spans
-        ]
+        )
         return super().restore(storage, tables, kept, rows)
 
 
@@ -138,7 +138,7 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase):
 
     @override
     def restore(
-        self, storage: Any, tables: dict[str, Any], spans: Sequence[Span], rows: int
+        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
         raise TypeError("a StorageEnsemble has no rows of its own: its members are loaded")
 

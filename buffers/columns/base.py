@@ -133,14 +133,22 @@ class Column(ABC):
         """
         return {"values": self.take(slots)}
 
+    def check_dump(self, dumped: "Dumped") -> Tensor:
+        """Return the values ``[N, *shape]`` of rows that :meth:`dump`, not overridden, gave; ValueError if there are
+        none."""
+        check_dumped(dumped, {"values": False})
+        values = dumped["values"]
+        check_values("values", values, self.dtype, self.shape)
+        assert isinstance(values, Tensor)
+        return values
+
     def restore(self, parts: Sequence["Part"], rows: int) -> dict[str, Any]:
         """Return the :meth:`state_dict` of ``rows`` slots that ``parts`` make; ValueError if they cannot.
 
         The column is not changed: :meth:`check_state_dict` and :meth:`load_state_dict` are called with the result.
         """
-        for _slots, dumped in parts:
-            check_dumped(dumped, {"values": False})
-            check_values("values", dumped["values"], self.dtype, self.shape)
+        for part in parts:
+            self.check_dump(part.dumped)
         return {"values": scattered(parts, "values", rows, self.dtype, self.shape)}
 
     def state_dict(self, rows: int) -> dict[str, Any]:
@@ -198,19 +206,30 @@ def scattered(
     >>> scattered([part], "values", 3, torch.int64, ())
     tensor([9, 0, 8])
     """
-    stored = sum(int((slots >= 0).sum()) for slots, _ in parts)
-    values = (torch.empty if stored == rows else torch.zeros)((rows, *shape), dtype=dtype)
+    values = torch.zeros((rows, *shape), dtype=dtype)
     for slots, dumped in parts:
-        given, gone = dumped[name], int((slots < 0).sum())
-        at, new = slots[gone:], (given[0] if isinstance(given, tuple) else given)[gone:]
-        if not len(at):
-            continue
-        first = int(at[0])
-        if int(at[-1]) - first == len(at) - 1:  # slots follow each other: up to the end of the ring, they do
-            values[first : first + len(at)] = new
-        else:
-            put_rows(values, at, new)
+        given = dumped[name]
+        scatter(values, slots, given[0] if isinstance(given, tuple) else given)
     return values
+
+
+def scatter(values: Tensor, slots: Tensor, given: Tensor) -> None:
+    """Write the rows ``given`` ``[N, *shape]`` of a part to their ``slots`` of ``values``; -1, which come first, to
+    none.
+
+    >>> values = torch.zeros(3)
+    >>> scatter(values, torch.tensor([-1, 1, 2]), torch.tensor([7.0, 8.0, 9.0])), values
+    (None, tensor([0., 8., 9.]))
+    """
+    gone = int((slots < 0).sum()) if len(slots) and int(slots[0]) < 0 else 0
+    at, new = slots[gone:], given[gone:]
+    if not len(at):
+        return
+    first = int(at[0])
+    if int(at[-1]) - first == len(at) - 1:  # slots follow each other: up to the end of the ring, they do
+        values[first : first + len(at)] = new
+    else:
+        put_rows(values, at, new)
 
 
 def differ(left: Tensor, right: Tensor) -> Tensor:
