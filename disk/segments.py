@@ -1,5 +1,6 @@
 """A segment: an immutable file of rows ``[first, end)``, its columns end to end, read or mapped."""
 
+import errno
 import json
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
@@ -121,6 +122,19 @@ class Segment:
             if name in targets:
                 targets[name].copy_(tensor)
         return tensors
+
+    def share(self, folder: Path, name: RowsName, *, synced: bool) -> "Segment":
+        """Have the file in another folder, too: as a second name of it, or a copy if that is on another disk.
+
+        The folder is not synced: one sync does for several files.
+        """
+        try:
+            files.link(self.folder / str(self.name), folder / str(name))
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS):
+                raise
+            files.publish(folder, str(name), [self._maps[0].numpy().data], synced=synced)
+        return Segment(folder, name, self.header)
 
     def prefetch(self, rows: Ints) -> None:
         """Ask the system to read these rows of all columns from disk, all at once, without waiting for them.
