@@ -214,7 +214,7 @@ def _generators() -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": np.random.get_state(),  # noqa: NPY002: the global one, which others draw from
+        "numpy": np.random.get_state(),
         "python": random.getstate(),
     }
 
@@ -236,7 +236,7 @@ def _check_generators(states: Any) -> None:
 def _set_generators(states: dict[str, Any]) -> None:
     """Restore the global random generators; those of CUDA devices that are not here are left out."""
     torch.set_rng_state(states["torch"])
-    np.random.set_state(states["numpy"])  # noqa: NPY002: the global one
+    np.random.set_state(states["numpy"])
     random.setstate(states["python"])
     for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(state, device)

@@ -132,9 +132,14 @@ def lock_held(rows: int, folder: Path) -> float:
                 held[0] += time.perf_counter() - self._since
             taken.__exit__(*error)
 
-    buffer._write_lock = Watched()  # type: ignore[assignment]
+    buffer._write_lock = Watched()
     extending, stop = 0.0, threading.Event()
-    saver = threading.Thread(target=lambda: (buffer.dumps(folder / "held"), stop.set()))
+
+    def save() -> None:
+        buffer.dumps(folder / "held")
+        stop.set()
+
+    saver = threading.Thread(target=save)
     came = rows // 10
     parts = [batch(rows + first, 1000) for first in range(0, came, 1000)]
     for part in parts:  # what comes before the save, and what comes while it copies

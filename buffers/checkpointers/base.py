@@ -24,15 +24,32 @@ Hook: TypeAlias = Callable[..., Any]
 
 
 class Span(NamedTuple):
-    """Rows as they came back from a file.
+    """Rows in a file, to be read.
 
     Attributes:
         slots: int64 ``[N]``, where each row belongs; -1 for rows that are no longer stored, which come first.
-        tensors: what :meth:`StorageCheckpointerBase.dump` gave.
+        read: reads them: what :meth:`StorageCheckpointerBase.dump` gave, given targets by name, tensors ``[N, ...]``
+            to read a column into where its dtype and shape are those of the file (else it comes in new memory).
     """
 
     slots: Tensor
-    tensors: Mapping[str, FileColumn]
+    read: Callable[[Mapping[str, Tensor]], Mapping[str, FileColumn]]
+
+    @classmethod
+    def of(cls, slots: Tensor, segment: Any) -> "Span":
+        """The rows of a file."""
+
+        def read(targets: Mapping[str, Tensor]) -> Mapping[str, FileColumn]:
+            schema = segment.schema
+            fits = {
+                name: target
+                for name, target in targets.items()
+                if name in schema and schema[name] == (str(target.dtype)[6:], tuple(target.shape[1:]), False)
+            }
+            columns: Mapping[str, FileColumn] = segment.read(fits)
+            return columns
+
+        return cls(slots, read)
 
 
 class StorageCheckpointerBase(ABC):
@@ -100,13 +117,14 @@ class StorageCheckpointerBase(ABC):
     ) -> dict[str, Any]:
         """Return what :meth:`restore` gives of rows that the load hooks have changed back."""
         if not self._load_hooks:
-            return self.restore(storage, tables, (Span(*span) for span in spans), rows)
+            return self.restore(storage, tables, (Span.of(*span) for span in spans), rows)
         changed = []
-        for slots, tensors in spans:
-            given = self.given_from(storage, tables, tensors)
+        for slots, segment in spans:
+            given = self.given_from(storage, tables, segment.read({}))
             for hook in self._load_hooks:
                 given = hook(given)
-            changed.append(Span(slots, self.dump_given(tables.get("structure"), given, len(slots))))
+            dumped = self.dump_given(tables.get("structure"), given, len(slots))
+            changed.append(Span(slots, lambda targets, dumped=dumped: dumped))  # type: ignore[misc]
         return self.restore(storage, tables, changed, rows)
 
     def rows_for_hooks(self, storage: Any, slots: Tensor) -> Any:
@@ -186,7 +204,11 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
             for key, column in columns.items()
             if type(column).restore is Column.restore
         }
-        for slots, tensors in spans:
+        for slots, read in spans:
+            first, count = int(slots[0]) if len(slots) else -1, len(slots)
+            in_place = first >= 0 and int(slots[-1]) - first == count - 1  # slots that follow each other
+            targets = {column_name(key): values[first : first + count] for key, values in plain.items()}
+            tensors = read(targets if in_place else {})
             found: dict[NestedKey, dict[str, FileColumn]] = {key: {} for key in columns}
             for name, values in tensors.items():
                 column, _, part = name.partition("#")
@@ -195,7 +217,9 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
                 found[names[column]][part or "values"] = values
             for key, dumped in found.items():
                 if key in plain:
-                    scatter(plain[key], slots, columns[key].check_dump(dumped))
+                    values = columns[key].check_dump(dumped)
+                    if not in_place or values.data_ptr() != targets[column_name(key)].data_ptr():
+                        scatter(plain[key], slots, values)
                 else:
                     parts[key].append(Part(slots, dumped))
         restored: dict[NestedKey, Any] = {key: {"values": values} for key, values in plain.items()}
@@ -251,7 +275,8 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
         self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
         items: list[Any] = [None] * rows
-        for slots, tensors in spans:
+        for slots, read in spans:
+            tensors = read({})
             column = tensors.get("items")
             if (
                 not isinstance(column, Ragged)
@@ -280,7 +305,9 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
     def given_from(self, storage: Any, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
         column = tensors.get("items")
         count = len(column.lengths) if isinstance(column, Ragged) else 0
-        return self.restore(storage, tables, [Span(torch.arange(count), tensors)], count)["items"]
+        return self.restore(storage, tables, [Span(torch.arange(count), lambda targets: tensors)], count)[
+            "items"
+        ]
 
 
 def _to_bytes(item: Any, number: int) -> bytes:

@@ -1,6 +1,7 @@
 """Checkpointers that write observations once, and, for the nested one, where trajectories begin."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ class FlatStorageCheckpointer(TensorStorageCheckpointer):
         self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
         return super().restore(
-            storage, tables, (Span(slots, _filled(tensors)) for slots, tensors in spans), rows
+            storage, tables, (Span(slots, partial(_filled, read)) for slots, read in spans), rows
         )
 
 
@@ -115,10 +116,7 @@ class NestedStorageCheckpointer(FlatStorageCheckpointer):
     def restore(
         self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
-        kept = (
-            Span(slots, {name: values for name, values in tensors.items() if name != _STARTS})
-            for slots, tensors in spans
-        )
+        kept = (Span(slots, partial(_without_starts, read)) for slots, read in spans)
         return super().restore(storage, tables, kept, rows)
 
 
@@ -143,8 +141,14 @@ class StorageEnsembleCheckpointer(StorageCheckpointerBase):
         raise TypeError("a StorageEnsemble has no rows of its own: its members are loaded")
 
 
-def _filled(tensors: Any) -> dict[str, Column]:
+def _without_starts(read: Callable[[Any], Any], targets: Any) -> dict[str, Column]:
+    """The columns of a span but for where runs begin."""
+    return {name: values for name, values in read(targets).items() if name != _STARTS}
+
+
+def _filled(read: Callable[[Any], Any], targets: Any) -> dict[str, Column]:
     """The columns of a span with all next values."""
+    tensors = read(targets)
     filled = {name: values for name, values in tensors.items() if not name.endswith(_AFTER)}
     for name, kept in tensors.items():
         if not name.endswith(_AFTER):

@@ -183,9 +183,10 @@ class _H5Rows:
 
     def __init__(self, group: Any, first: int, end: int) -> None:
         self._group, self.first, self.end, self.rows = group, first, end, end - first
+        self.schema: dict[str, Any] = {}  # nothing is read into memory that is there
 
-    def read(self) -> dict[str, Column]:
-        """All columns, checked."""
+    def read(self, targets: Mapping[str, Tensor]) -> dict[str, Column]:
+        """All columns, checked, in new memory."""
         tensors: dict[str, Tensor] = {}
 
         def visit(name: str, group: Any) -> None:
@@ -242,8 +243,8 @@ def _read(h5: Any) -> LoadedVersion:
 
 def _dataset(group: Any, name: str) -> Tensor:
     """The values of a dataset in this very file, no larger than what it has there."""
-    h5py = _h5py()
-    data = group[name] if isinstance(group.get(name, getlink=True), h5py.HardLink) else None
+    h5py: Any = _h5py()
+    data: Any = group[name] if isinstance(group.get(name, getlink=True), h5py.HardLink) else None
     if not isinstance(data, h5py.Dataset) or data.is_virtual or data.external:
         raise DamagedFileError(f"{name!r} is no dataset of this file")
     if data.dtype.hasobject or data.nbytes > max(_LEAST, _RATIO * data.id.get_storage_size()):

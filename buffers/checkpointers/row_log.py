@@ -121,13 +121,10 @@ def segment_rows(buffer: Any) -> int:
     return max(1, min(max(-(-capacity // _PARTS), _LEAST_BYTES // size), _MOST_BYTES // size))
 
 
-def spans(ring: Ring, version: LoadedVersion) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """Read the rows that ``ring`` counts from a version's files: their slots, -1 for rows that are gone, and columns.
+def spans(ring: Ring, version: LoadedVersion) -> Iterator[tuple[Tensor, Any]]:
+    """The rows that ``ring`` counts in a version's files: their slots, -1 for rows that are gone, and the file.
 
-    ValueError if it has others.
-
-    Raises:
-        DamagedFileError: a file does not hold what was written.
+    ValueError if the version has others.
     """
     head, end = (0, ring.used) if isinstance(ring, RankedRing) else (ring.head, ring.written)
     if (version.head, version.end) != (head, end):
@@ -138,7 +135,7 @@ def spans(ring: Ring, version: LoadedVersion) -> Iterator[tuple[Tensor, dict[str
         if segment.rows > ring.capacity:
             raise damaged(f"one of its files has {segment.rows} rows, of {ring.capacity}")
         numbers = torch.arange(segment.first, segment.end)
-        yield torch.where(numbers >= head, numbers % ring.capacity, -1), segment.read()
+        yield torch.where(numbers >= head, numbers % ring.capacity, -1), segment
 
 
 def _range_of(ring: Ring, buffer: Any) -> tuple[int, int]:

@@ -22,7 +22,7 @@ class Run:
 
     def __init__(self, path: Path, seed: int = 0, ensemble: bool = False, **options: Any) -> None:
         torch.manual_seed(seed)
-        self.policy = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        self.policy: Any = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
         self.collector = Collector(
@@ -123,13 +123,14 @@ def _with(run: Run, **parts: Any) -> Checkpoint:
 
 
 def test_without_a_buffer_and_without_generators(tmp_path: Path) -> None:
-    module = nn.BatchNorm1d(3)
+    module: Any = nn.BatchNorm1d(3)
     checkpoint = Checkpoint(tmp_path, policy=module, rng=False, keep=3)
     for _ in range(4):
         module(torch.rand(5, 3))
         checkpoint.save()
     assert checkpoint.versions() == [4, 3, 2]
-    other, state = nn.BatchNorm1d(3), torch.get_rng_state()
+    other: Any = nn.BatchNorm1d(3)
+    state = torch.get_rng_state()
     assert Checkpoint(tmp_path, policy=other, rng=False).load(version=3) == {}
     assert int(other.num_batches_tracked) == 3 and torch.equal(torch.get_rng_state(), state)
 

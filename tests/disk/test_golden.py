@@ -11,7 +11,7 @@ from torch import nn
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.disk import Checkpoint
 
-GOLDEN = Path(__file__).with_name("golden")
+GOLDEN = Path(__file__).with_name("golden_runs")
 
 
 def run(path: Path) -> tuple[Checkpoint, ReplayBuffer, nn.Linear]:

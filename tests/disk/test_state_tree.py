@@ -117,7 +117,7 @@ def test_without_the_extra_zlib_does(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_modules_and_optimizers() -> None:
     torch.manual_seed(0)
 
-    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    def made() -> tuple[Any, torch.optim.Optimizer]:
         module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.GRU(4, 2))
         return module, torch.optim.AdamW(module[:2].parameters(), lr=0.01, betas=(0.8, 0.9))
 
@@ -214,7 +214,7 @@ CRAFTED: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("value", "text"), CRAFTED)
 def test_what_is_crafted_is_refused(value: Any, text: str) -> None:
     four = torch.zeros(4, dtype=torch.uint8)
-    tensors = dict.fromkeys(("0.raw", "1.zstd", "2.zlib", "3.bz2"), four)
+    tensors: dict[str, torch.Tensor] = dict.fromkeys(("0.raw", "1.zstd", "2.zlib", "3.bz2"), four)
     with pytest.raises(ValueError, match=text):
         unpack(value, tensors)
 

@@ -74,7 +74,7 @@ class Killed(BaseException):
 def test_1_a_kill_at_any_operation_leaves_the_old_or_the_new_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
-    old, left = rows_of(0, 50), None
+    old, left, done = rows_of(0, 50), 0, False
     names = ("create", "write", "sync", "rename", "remove", "sync_folder")
     real = {name: getattr(files, name) for name in names}
     found = []
