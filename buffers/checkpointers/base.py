@@ -112,10 +112,13 @@ class StorageCheckpointerBase(ABC):
         self,
         storage: Any,
         tables: dict[str, Any],
-        spans: Iterable[tuple[Tensor, Mapping[str, FileColumn]]],
+        spans: Iterable[tuple[Tensor, Any]],
         rows: int,
     ) -> dict[str, Any]:
-        """Return what :meth:`restore` gives of rows that the load hooks have changed back."""
+        """Return what :meth:`restore` gives of rows that the load hooks have changed back.
+
+        ``spans`` are slots as in `Span`, and files that have ``read(targets)`` and ``schema``.
+        """
         if not self._load_hooks:
             return self.restore(storage, tables, (Span.of(*span) for span in spans), rows)
         changed = []

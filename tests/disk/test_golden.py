@@ -1,4 +1,7 @@
-"""Folders that earlier versions wrote are read for good. ``python tests/disk/test_golden.py NAME`` writes one more."""
+"""Runs that another process, of this or an earlier version, has saved go on for good.
+
+``python tests/disk/test_golden.py NAME`` writes one more.
+"""
 
 import sys
 from pathlib import Path

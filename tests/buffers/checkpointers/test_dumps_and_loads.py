@@ -2,8 +2,6 @@
 
 import itertools
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -541,23 +539,3 @@ def test_damage_falls_back_to_the_version_before(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match=rows.name):
         other.loads(tmp_path)
     assert same(other[:], expected)
-
-
-def test_a_new_process_draws_the_same(tmp_path: Path) -> None:
-    buffer = made(STORAGES["compact"](), SliceSampler(slice_len=4))
-    buffer.extend(batch(0, 80))
-    drawn(buffer, 2)
-    buffer.dumps(tmp_path)
-    code = f"""if True:
-        import torch
-        from flatroll.buffers import LazyMemmapStorage, ReplayBuffer, SliceSampler
-        buffer = ReplayBuffer(
-            storage=LazyMemmapStorage({CAPACITY}, compact_obs=True), sampler=SliceSampler(slice_len=4), batch_size=12,
-            generator=torch.Generator())
-        buffer.loads({str(tmp_path)!r})
-        print([buffer.sample(return_info=True)[1]["index"].tolist() for _ in range(3)])
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"}, capture_output=True, timeout=120
-    )
-    assert done.stdout.decode().strip() == str([info["index"].tolist() for _, info in drawn(buffer, 3)])
