@@ -183,6 +183,13 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
                 f"{type(self).__name__} writes storages of tensors, this is a {type(storage).__name__}: use "
                 "ListStorageCheckpointer"
             )
+        for key, column in storage.columns.items():
+            kind = type(column)
+            if kind.restore is Column.restore and kind.load_state_dict is not Column.load_state_dict:
+                raise TypeError(
+                    f"{kind.__name__}, which keeps {key!r}, has a load_state_dict of its own: override dump and "
+                    "restore, too"
+                )
 
     @override
     def dump(self, storage: Any, slots: Tensor) -> dict[str, FileColumn]:

@@ -18,6 +18,7 @@ from flatroll.disk.checkpoint import SaveOptions
 _LEAST_BYTES, _MOST_BYTES = 2**22, 2**25  # of a segment
 _PARTS = 64  # segments of a full ring, at least: the oldest one holds rows that are gone already
 _ROW_BYTES = 1000  # of a row whose size is not known
+_MOST_EDITS = 1000  # that are remembered one by one
 
 #: Turns a buffer's state into that of a version: JSON and tensors.
 Tree = Callable[[dict[str, Any]], tuple[Any, dict[str, Tensor]]]
@@ -35,6 +36,7 @@ class RowLog:
         self.version: Version | None = None  # saved or loaded last
         self._ring: Callable[[], Ring | None] = lambda: None  # what counted its rows
         self._edited: list[tuple[int, int]] = []  # numbers of the first and last row of each edit since
+        self._saving = False
 
     def note(self, version: Version, ring: Ring, edits: int = 0) -> None:
         """Remember that ``version`` has the rows that ``ring`` counts, after the first ``edits`` of the edits."""
@@ -47,6 +49,8 @@ class RowLog:
             return
         low, high = map(int, torch.aminmax(numbers))
         self._edited.append((low, high))
+        if len(self._edited) > _MOST_EDITS and not self._saving:  # a save counts on their order
+            self._edited = [(min(low for low, _ in self._edited), max(high for _, high in self._edited))]
 
     def save(self, buffer: Any, tree: Tree, options: SaveOptions) -> Version:
         """Publish a version with the buffer's rows and the ``tree`` of its other state.
@@ -58,6 +62,8 @@ class RowLog:
         hold = isinstance(buffer._ring, RankedRing)  # written out of order: nobody writes until all is copied
         ahead = buffer._made_ahead() if hold else None
         with ExitStack() as stack:
+            self._saving = True
+            stack.callback(setattr, self, "_saving", False)
             if hold:
                 stack.enter_context(buffer._write_lock)
             ring = buffer._ring

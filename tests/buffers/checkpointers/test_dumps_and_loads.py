@@ -30,6 +30,7 @@ from flatroll.buffers import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
     StorageEnsembleCheckpointer,
+    TensorColumn,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
     TensorStorage,
@@ -318,6 +319,64 @@ def test_ensembles_are_saved_as_one_version(tmp_path: Path) -> None:
         third.loads(tmp_path / "one")
     with pytest.raises(ValueError, match="damaged"):
         made().loads(tmp_path)
+
+
+class HalfColumn(TensorColumn):
+    """Keeps float32 values in two bytes each."""
+
+    def __init__(self, rows: int, shape: torch.Size) -> None:
+        super().__init__(torch.zeros(rows, *shape, dtype=torch.float16))
+        self.dtype = torch.float32
+
+    def put(self, slots: torch.Tensor, values: torch.Tensor, after: Any = None) -> None:
+        super().put(slots, values.half())
+
+    def take(self, slots: torch.Tensor) -> torch.Tensor:
+        return super().take(slots).float()
+
+    def pool(self) -> "HalfColumn":
+        return HalfColumn(0, self.shape)
+
+
+class OwnState(HalfColumn):
+    """Has a state of its own, which nothing on disk knows."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.data = state["half"]
+
+
+def test_columns_of_your_own(tmp_path: Path) -> None:
+    def new(kind: type[HalfColumn]) -> ReplayBuffer:
+        class Storage(LazyTensorStorage):
+            def make_column(self, key: Any, dtype: torch.dtype, shape: torch.Size) -> Any:
+                return kind(self.capacity, shape) if key == "state" else None
+
+        return made(Storage(CAPACITY))
+
+    buffer, other = new(HalfColumn), new(HalfColumn)
+    buffer.extend(batch(0, 60))
+    buffer.dumps(tmp_path)
+    other.loads(tmp_path)
+    check_goes_on(buffer, other, 60)
+    plain = made()
+    plain.loads(tmp_path)  # saved decoded, so any column takes it
+    assert plain[:]["state"].dtype is torch.float32
+    own = new(OwnState)
+    own.extend(batch(0, 9))
+    with pytest.raises(TypeError, match="OwnState, which keeps 'state', has a load_state_dict of its own"):
+        own.dumps(tmp_path / "own")
+
+
+def test_many_edits_are_remembered_as_one(tmp_path: Path) -> None:
+    buffer, other = made(), made()
+    buffer.extend(batch(0, 40))
+    buffer.dumps(tmp_path)
+    for i in range(1010):
+        buffer[i % 30] = TensorDict({"row": torch.tensor(i)}, [])
+    assert len(buffer._saves.log(tmp_path)._edited) < 20
+    buffer.dumps(tmp_path)
+    other.loads(tmp_path)
+    assert same(other[:], buffer[:])
 
 
 # -- what is written -----------------------------------------------------------------------------------------------
