@@ -1,6 +1,17 @@
 """Replay buffers for flat batches: storages, samplers, transforms, and the index of stored trajectories."""
 
 from flatroll.buffers.actors.ray_buffer import RayReplayBuffer
+from flatroll.buffers.checkpointers.base import (
+    ListStorageCheckpointer,
+    StorageCheckpointerBase,
+    TensorStorageCheckpointer,
+)
+from flatroll.buffers.checkpointers.forms import (
+    FlatStorageCheckpointer,
+    NestedStorageCheckpointer,
+    StorageEnsembleCheckpointer,
+)
+from flatroll.buffers.checkpointers.h5 import H5StorageCheckpointer
 from flatroll.buffers.collate import collate
 from flatroll.buffers.columns.base import After, Column, TensorColumn
 from flatroll.buffers.ensemble.buffer import ReplayBufferEnsemble
@@ -62,6 +73,8 @@ __all__ = [
     "Compose",
     "Draw",
     "ExcludeTransform",
+    "FlatStorageCheckpointer",
+    "H5StorageCheckpointer",
     "HindsightTransform",
     "ImmutableDatasetWriter",
     "LambdaScheduler",
@@ -70,8 +83,10 @@ __all__ = [
     "LazyTensorStorage",
     "LinearScheduler",
     "ListStorage",
+    "ListStorageCheckpointer",
     "MultiStep",
     "MultiStepTransform",
+    "NestedStorageCheckpointer",
     "NextObservationDelta",
     "NextStateReconstructor",
     "OwnerGone",
@@ -98,13 +113,16 @@ __all__ = [
     "StepScheduler",
     "StepWriter",
     "Storage",
+    "StorageCheckpointerBase",
     "StorageEnsemble",
+    "StorageEnsembleCheckpointer",
     "TensorColumn",
     "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
     "TensorStorage",
+    "TensorStorageCheckpointer",
     "ToTensorImage",
     "TrajectoryIndex",
     "Transform",

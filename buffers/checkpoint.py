@@ -1,18 +1,32 @@
 """Statistics of a replay buffer for logging, and its state for saving and loading."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from typing_extensions import override
 
+from flatroll.buffers.checkpointers.base import checkpointer_of
+from flatroll.buffers.checkpointers.plain_state import from_plain, to_plain
+from flatroll.buffers.checkpointers.row_log import spans
+from flatroll.buffers.checkpointers.saveable import (
+    Apply,
+    Others,
+    Saveable,
+)
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.samplers.base import Sampler
 from flatroll.buffers.sharing import Shareable
+from flatroll.buffers.storages.saved_columns import other_capacity
 from flatroll.buffers.transforms.base import TransformLike, reads_others
 from flatroll.buffers.writers import Writer
+from flatroll.disk import LoadedVersion, Version
+from flatroll.disk.checkpoint import SaveOptions, read_tree, tree_of
 from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.specs import Composite, make_composite_from_td
@@ -20,7 +34,7 @@ from flatroll.specs import Composite, make_composite_from_td
 _ENTRIES = {"storage", "ring", "keys", "sampler", "writer", "generator"}
 
 
-class BufferState(Facts, Shareable):
+class BufferState(Facts, Saveable, Shareable):
     """The part of `ReplayBuffer` that reports its statistics and saves and restores its state."""
 
     sampler: Sampler
@@ -109,19 +123,30 @@ class BufferState(Facts, Shareable):
         are not in it.
         """
         self._after_fork()
-        ahead = [] if self._prefetcher is None else copy.deepcopy(self._prefetcher.results())
+        ahead = self._made_ahead()
         with self._write_lock, self._lock:
-            ring = self._ring
-            entries = ring.pool_size if isinstance(ring, TrajectoryIndex) else 0
-            return {
-                "storage": self.storage.state_dict(ring.used, entries),
-                "ring": ring.state_dict() if self._started else None,
-                "keys": self._keys,
-                "sampler": self.sampler.state_dict(),
-                "writer": self.writer.state_dict(),
-                "generator": None if self.generator is None else self.generator.get_state(),
-                "ahead": ahead,
-            }
+            rows = self.storage.state_dict(self._ring.used, self._pool_rows)
+            return {**self._tables(ahead), "storage": rows}
+
+    def _made_ahead(self) -> list[Any]:
+        """Copies of the samples made ahead; waits for those that are being made."""
+        return [] if self._prefetcher is None else copy.deepcopy(self._prefetcher.results())
+
+    @property
+    def _pool_rows(self) -> int:
+        return self._ring.pool_size if isinstance(self._ring, TrajectoryIndex) else 0
+
+    def _tables(self, ahead: list[Any]) -> dict[str, Any]:
+        """The state without the rows; ``ahead`` are samples made ahead. The caller holds both locks."""
+        return {
+            "storage": self.storage.tables(self._pool_rows),
+            "ring": self._ring.state_dict() if self._started else None,
+            "keys": self._keys,
+            "sampler": self.sampler.state_dict(),
+            "writer": self.writer.state_dict(),
+            "generator": None if self.generator is None else self.generator.get_state(),
+            "ahead": ahead,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore rows and random state from a :meth:`state_dict`, so that the same samples follow.
@@ -167,6 +192,47 @@ class BufferState(Facts, Shareable):
             if self._prefetcher is not None:
                 self._prefetcher.replace(ahead)
 
+    def _note_edit(self, slots: Tensor) -> None:
+        """Let the next save write the rows in ``slots`` again. The caller holds the lock of writers."""
+        for log in self._saves.logs.values():
+            log.edited(self._ring.numbers(slots, self._ring.head))
+
+    @override
+    def save_version(self, path: Path, others: Others, options: SaveOptions) -> Version:
+        self._after_fork()
+        self._store_steps()
+        return self._saves.log(path).save(self, lambda state: tree_of(to_plain(state), others), options)
+
+    @override
+    def _checkpointers(self) -> list[Any]:
+        return [checkpointer_of(self.storage)]
+
+    @override
+    def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[dict[str, Any], Apply]:
+        checkpointer = checkpointer_of(self.storage)
+
+        def read(version: LoadedVersion) -> tuple[dict[str, Any], dict[str, Any], Version]:
+            tree = read_tree(version, self.storage.max_size)
+            state = from_plain(tree["buffer"])
+            with self._write_lock, self._lock:
+                ring = self._saved_ring(state)
+            if state["ring"] is not None:
+                rows, tables = spans(ring, version), state["storage"]
+                state["storage"] = checkpointer.restore_rows(self.storage, tables, rows, ring.used)
+            return tree["others"], state, version.version
+
+        def apply() -> None:
+            self.load_state_dict(state)
+            self._saves.log(path).note(version, self._ring)
+
+        try:
+            others, state, version = checkpointer.load_with(path, read, number, strict)
+            with self._write_lock, self._lock:
+                self._check_state(state)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise damaged(f"its tables lack something, or hold something else ({error!r})") from error
+        return others, apply
+
     def _check_state(self, state: dict[str, Any]) -> Ring:
         """The ring that will count the rows of ``state``; an error if any part of it cannot be loaded. The caller
         holds both locks, and nothing changes."""
@@ -181,19 +247,28 @@ class BufferState(Facts, Shareable):
         keys = state["keys"]
         if not isinstance(keys, BoundaryKeys | None):
             raise damaged(f"its markers are named by {type(keys).__name__}")
-        if state["ring"] is None:
-            ring = self._empty_ring()
-        else:
-            needs_index = self._needs_index()
-            if needs_index is not None and keys is None:
-                raise ValueError(
-                    f"the state was saved without a trajectory index, which {needs_index} needs: extend this "
-                    "buffer with the rows of the other one"
-                )
-            ring = self.writer.ring(whole_number("capacity", state["ring"]["capacity"]), keys is not None)
-            ring.load_state_dict(state["ring"])
+        ring = self._saved_ring(state)
+        if state["ring"] is not None:
             self.storage.check_state_dict(state["storage"], ring)
         self.sampler.check_state_dict(state["sampler"], ring)
+        return ring
+
+    def _saved_ring(self, state: dict[str, Any]) -> Ring:
+        """The ring that will count the rows of ``state``; an error if it is none for this buffer."""
+        if state["ring"] is None:
+            return self._empty_ring()
+        needs_index = self._needs_index()
+        if needs_index is not None and state["keys"] is None:
+            raise ValueError(
+                f"the state was saved without a trajectory index, which {needs_index} needs: extend this "
+                "buffer with the rows of the other one"
+            )
+        capacity = whole_number("capacity", state["ring"]["capacity"])
+        if capacity > self.storage.max_size:  # before tables of that size are made
+            raise other_capacity(capacity, self.storage.max_size)
+        ring = self.writer.ring(capacity, state["keys"] is not None)
+        ring.load_state_dict(state["ring"])
+        self.storage.check_tables(state["storage"], ring)
         return ring
 
     def _empty_ring(self) -> Ring:

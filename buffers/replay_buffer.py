@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.buffers.checkpoint import BufferState
+from flatroll.buffers.checkpointers.base import StorageCheckpointerBase
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
@@ -20,14 +21,7 @@ from flatroll.buffers.samplers.base import RandomSampler, Sampler
 from flatroll.buffers.step_writer import StepWriting
 from flatroll.buffers.storages.base import Rows, Storage
 from flatroll.buffers.storages.by_position import slots_at
-from flatroll.buffers.storages.item_kinds import (
-    TensorDicts,
-    batched,
-    dense,
-    entry,
-    map_rows,
-    not_flat,
-)
+from flatroll.buffers.storages.item_kinds import TensorDicts, batched, dense, entry, map_rows, not_flat
 from flatroll.buffers.storages.list import ListStorage
 from flatroll.buffers.storages.parallel_lanes import Index, lay_flat, positions, slots_of
 from flatroll.buffers.transforms.base import (
@@ -71,6 +65,7 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
         batch_size: rows per sample; ``sample(batch_size)`` overrides it.
         dim_extend: for a storage with ``ndim`` of 2 or more, the time dimension of batches, default the last.
         generator: CPU random generator of all draws; None is torch's global one (``torch.manual_seed``).
+        checkpointer: in what form :meth:`dumps` writes the rows; default that of the storage.
         shared, compilable: whether other processes will write (`LazyMemmapStorage` only); see `Storage`.
 
     >>> import torch
@@ -95,6 +90,7 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
         batch_size: int | None = None,
         dim_extend: int | None = None,
         generator: torch.Generator | None = None,
+        checkpointer: StorageCheckpointerBase | None = None,
         shared: bool = False,
         compilable: bool | None = None,
     ) -> None:
@@ -111,6 +107,8 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
             raise ValueError(
                 "shared=True needs rows that other processes see: give LazyMemmapStorage(max_size)"
             )
+        if checkpointer is not None:
+            self.storage.checkpointer = checkpointer
         self.sampler: Sampler = RandomSampler() if sampler is None else sampler
         self.sampler.attach(self.storage)
         self.writer: Writer = RoundRobinWriter() if writer is None else writer
@@ -298,6 +296,7 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
         with self._write_lock:
             slots = slots_at(index, self._ring, self.storage.lanes)
             draw = self._ring.draw_slots(slots.reshape(-1), strict=True, follow=self.storage.compact_obs)
+            self._note_edit(draw.slots)
             self.storage.write_drawn(draw, data, slots.shape, self._keys)
 
     def empty(self) -> None:

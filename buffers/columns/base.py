@@ -2,8 +2,8 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
 
 Columns = dict[NestedKey, Tensor]  # of a batch or a sample: tensors [N, ...] by key
+#: Rows of a column in the form of a file: tensors ``[N, ...]`` by name, or (values of all rows, lengths ``[N]``).
+Dumped: TypeAlias = Mapping[str, Tensor | tuple[Tensor, Tensor]]
 
 _UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch indexes these only in their `signed` view
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -32,6 +34,18 @@ class After(NamedTuple):
 
     rows: Tensor
     slots: Tensor
+
+
+class Part(NamedTuple):
+    """Rows that `Column.dump` gave, as they came back from a file: each tensor has N rows, and lengths add up.
+
+    Attributes:
+        slots: int64 ``[N]``, where each row belongs; -1 for rows that are no longer stored, which come first.
+        dumped: the tensors by name.
+    """
+
+    slots: Tensor
+    dumped: "Dumped"
 
 
 class Column(ABC):
@@ -111,6 +125,32 @@ class Column(ABC):
         """Bytes that one stored row takes; an estimate where rows differ in size."""
         return self.value_bytes
 
+    def dump(self, slots: Tensor) -> "Dumped":
+        """Return the rows in ``slots`` (int64 ``[N]``) as tensors to write to a file, for :meth:`restore`.
+
+        Each is a tensor ``[N, ...]``, or, where rows have any number of values, a pair: the values of all rows end to
+        end, and how many each row has, int64 ``[N]``. Override both methods if rows take less space so than decoded.
+        """
+        return {"values": self.take(slots)}
+
+    def check_dump(self, dumped: "Dumped") -> Tensor:
+        """Return the values ``[N, *shape]`` of rows that :meth:`dump`, not overridden, gave; ValueError if there are
+        none."""
+        check_dumped(dumped, {"values": False})
+        values = dumped["values"]
+        check_values("values", values, self.dtype, self.shape)
+        assert isinstance(values, Tensor)
+        return values
+
+    def restore(self, parts: Sequence["Part"], rows: int) -> dict[str, Any]:
+        """Return the :meth:`state_dict` of ``rows`` slots that ``parts`` make; ValueError if they cannot.
+
+        The column is not changed: :meth:`check_state_dict` and :meth:`load_state_dict` are called with the result.
+        """
+        for part in parts:
+            self.check_dump(part.dumped)
+        return {"values": scattered(parts, "values", rows, self.dtype, self.shape)}
+
     def state_dict(self, rows: int) -> dict[str, Any]:
         """Return the values of the first ``rows`` slots for :meth:`load_state_dict`."""
         return {"values": self.take(torch.arange(rows))}
@@ -148,6 +188,48 @@ def check_values(name: str, values: Any, dtype: torch.dtype, shape: tuple[int, .
         kind = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise damaged(f"its {name} are {kind}, expected a dense tensor of {dtype} {['N', *shape]}")
     return len(values)
+
+
+def check_dumped(dumped: Dumped, expected: Mapping[str, bool]) -> None:
+    """Raise ValueError unless a part has the tensors that are ``expected``: names, and which are ragged (pairs)."""
+    if {name: isinstance(values, tuple) for name, values in dumped.items()} != dict(expected):
+        raise damaged(f"a part has the tensors {sorted(dumped)}, expected {sorted(expected)}")
+
+
+def scattered(
+    parts: Sequence[Part], name: str, rows: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Tensor:
+    """Lay the tensors ``name`` of ``parts`` (checked, ``[N, *shape]``) into their slots: ``[rows, *shape]``; slots of
+    no part are zeros.
+
+    >>> part = Part(torch.tensor([-1, 2, 0]), {"values": torch.tensor([7, 8, 9])})
+    >>> scattered([part], "values", 3, torch.int64, ())
+    tensor([9, 0, 8])
+    """
+    values = torch.zeros((rows, *shape), dtype=dtype)
+    for slots, dumped in parts:
+        given = dumped[name]
+        scatter(values, slots, given[0] if isinstance(given, tuple) else given)
+    return values
+
+
+def scatter(values: Tensor, slots: Tensor, given: Tensor) -> None:
+    """Write the rows ``given`` ``[N, *shape]`` of a part to their ``slots`` of ``values``; -1, which come first, to
+    none.
+
+    >>> values = torch.zeros(3)
+    >>> scatter(values, torch.tensor([-1, 1, 2]), torch.tensor([7.0, 8.0, 9.0])), values
+    (None, tensor([0., 8., 9.]))
+    """
+    gone = int((slots < 0).sum()) if len(slots) and int(slots[0]) < 0 else 0
+    at, new = slots[gone:], given[gone:]
+    if not len(at):
+        return
+    first = int(at[0])
+    if int(at[-1]) - first == len(at) - 1:  # slots follow each other: up to the end of the ring, they do
+        values[first : first + len(at)] = new
+    else:
+        put_rows(values, at, new)
 
 
 def differ(left: Tensor, right: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """A column for frame stacks that stores each frame once, although several rows contain it."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import After, Column, TensorColumn, check_values
+from flatroll.buffers.columns.base import (
+    After,
+    Column,
+    Dumped,
+    Part,
+    TensorColumn,
+    check_dumped,
+    check_values,
+    scattered,
+)
+from flatroll.buffers.columns.dumped_frames import by_row, frames_of
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.layout.checks import whole_number
@@ -157,6 +167,42 @@ class FrameColumn(Column):
         return int(self._frames.state["high"][0] - self._frames.state["spare"][0]) - 1
 
     @override
+    def dump(self, slots: Tensor) -> Dumped:
+        """Return the frames that each row adds to those before it, and how many frames back those of its stack are."""
+        refs = self._refs.take(slots.numpy(force=True), 0)
+        distinct, firsts, inverse = np.unique(refs, return_index=True, return_inverse=True)
+        order = np.argsort(firsts)  # distinct frames in the order in which rows name them first
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        added = np.bincount(firsts // self.shape[0], minlength=len(refs))  # frames that each row adds
+        # Counted back from the frames that are there after the row, so that parts can be laid end to end.
+        back = np.cumsum(added)[:, None] - place[inverse.reshape(refs.shape)]
+        dumped = {"back": torch.from_numpy(back.astype(np.int32))}
+        return dumped | by_row(self._frames.dump(distinct[order]), added)
+
+    @override
+    def restore(self, parts: Sequence[Part], rows: int) -> dict[str, Any]:
+        first, numbered, frames = 1, list[Part](), list[Part]()  # frame 0 is blank
+        kind = dict.fromkeys(by_row(self._frames.dump(np.zeros(0, np.int64)), np.zeros(0, np.int64)), True)
+        for slots, dumped in parts:
+            check_dumped(dumped, {"back": False, **kind})
+            back = dumped["back"]
+            check_values("frame numbers", back, torch.int32, self.shape[:1])
+            assert isinstance(back, Tensor)
+            added, pieces = frames_of(dumped)
+            if len(added) and int(added.max()) > 2**31 - first:
+                raise damaged("it has more frames than can be numbered")
+            total = added.cumsum(0).unsqueeze(1)
+            if bool(((back < 1) | (back > total)).any()):
+                raise damaged("a row names a frame that is none of its part's")
+            numbered.append(Part(slots, {"refs": (total - back + first).int()}))
+            count = int(added.sum())
+            frames.append(Part(torch.arange(first, first + count), pieces))
+            first += count
+        refs = scattered(numbered, "refs", rows, torch.int32, self.shape[:1])
+        return {"refs": refs, "frames": self._frames.restore(frames, first)}
+
+    @override
     def state_dict(self, rows: int) -> dict[str, Any]:
         if self._main is not self:  # a side column gives values, so that each state stands alone
             return super().state_dict(rows)
@@ -296,6 +342,24 @@ class FramePool:
         kernels().allocate(self.state, self.counts, frames)
         return frames
 
+    def dump(self, frames: Array) -> Dumped:
+        """Return the ``frames`` (int, ``[F]``) as their column dumps them."""
+        wanted = frames.astype(np.int64)
+        if len(self.columns) == 1:
+            return self.columns[0][1].dump(torch.from_numpy(wanted))
+        # Of several columns, each with a dictionary of its own perhaps: put into one of the first one's kind.
+        whole = self.columns[0][1].pool()
+        whole.grow(len(wanted))
+        whole.write(0, self.take(wanted.astype(np.int32)))
+        return whole.dump(torch.arange(len(wanted)))
+
+    def restore(self, parts: Sequence[Part], frames: int) -> dict[str, Any]:
+        """Return the state of ``frames`` frames that ``parts`` make, in one piece."""
+        return {
+            "sizes": [max(frames, self._first_size)],
+            "columns": [self.columns[0][1].restore(parts, frames)],
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """Return the frames used so far, one state per allocated column of frames."""
         high = int(self.state["high"][0])
@@ -326,7 +390,7 @@ class FramePool:
         """Restore the frames of a checked ``state`` and count their uses in ``refs`` (int32 ``[rows, stack]``)."""
         used = self._frames_in(state)
         # Pieces get room for the frames they hold, the first one, if it is as long here, also for those to come.
-        keep = state["sizes"][0] == self._first_size
+        keep = state["sizes"][0] == self._first_size or (used[0] <= self._first_size and not any(used[1:]))
         sizes = [self._first_size if keep else used[0], *used[1:]]
         begins = np.cumsum([0, *sizes]).tolist()
         reused = [self.columns[0][1]] if keep else []

@@ -1,12 +1,22 @@
 """A column for values that are zero in most rows, such as recurrent states stored once per several rows."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import After, Column, check_values, differ
+from flatroll.buffers.columns.base import (
+    After,
+    Column,
+    Dumped,
+    Part,
+    check_dumped,
+    check_values,
+    differ,
+    take_rows,
+)
 from flatroll.buffers.index.saved_tables import damaged
 
 
@@ -97,6 +107,27 @@ class SparseColumn(Column):
         """Mean bytes of the rows written so far."""
         used = len(self._entries) - 1 - len(self._spare)
         return self._place.element_size() + self.value_bytes * used // max(1, self._written)
+
+    @override
+    def dump(self, slots: Tensor) -> Dumped:
+        """Return the rows that are not zeros; each other row has no value."""
+        filled = (self._place.index_select(0, slots.to(self.device)) > 0).cpu()
+        return {"values": (self.take(slots[filled]), filled.long())}
+
+    @override
+    def restore(self, parts: Sequence[Part], rows: int) -> dict[str, Any]:
+        slots, values = [torch.zeros(0, dtype=torch.int64)], [torch.empty((0, *self.shape), dtype=self.dtype)]
+        for places, dumped in parts:
+            check_dumped(dumped, {"values": True})
+            stored, lengths = dumped["values"]
+            check_values("values", stored, self.dtype, self.shape)
+            if bool((lengths > 1).any()):
+                raise damaged("a row has more than one value")
+            at = places[lengths > 0]
+            slots.append(at[at >= 0])
+            values.append(stored[at >= 0])
+        filled, order = torch.cat(slots).sort()
+        return {"rows": rows, "filled": filled, "values": take_rows(torch.cat(values), order)}
 
     @override
     def state_dict(self, rows: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A column that compresses each row losslessly with zstd."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import ModuleType
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import After, Column, check_values
+from flatroll.buffers.columns.base import After, Column, Dumped, Part, check_dumped, check_values
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.saved_tables import damaged
 
@@ -127,14 +127,53 @@ class ZstdColumn(Column):
 
     @override
     def state_dict(self, rows: int) -> dict[str, Any]:
-        # The compressed rows end to end, and their sizes to cut them apart again.
-        compressed = self._rows[:rows].tolist()
-        joined = torch.zeros(0).byte()
-        if compressed:
-            joined = torch.frombuffer(bytearray(b"".join(compressed)), dtype=torch.uint8)
-        sizes = torch.tensor([len(row) for row in compressed], dtype=torch.int64)
-        dictionary = torch.tensor(list(self._codec.prefix), dtype=torch.uint8)
-        return {"rows": joined, "sizes": sizes, "dictionary": dictionary}
+        return _joined(self._rows[:rows].tolist(), self._codec.prefix)
+
+    @override
+    def dump(self, slots: Tensor) -> Dumped:
+        """Return the compressed rows; the first row has the dictionary of all."""
+        state = _joined(self._rows[slots.numpy(force=True)].tolist(), self._codec.prefix)
+        of_first, dictionary = torch.zeros(len(slots), dtype=torch.int64), state["dictionary"]
+        if len(slots):
+            of_first[0] = len(dictionary)
+        return {
+            "rows": (state["rows"], state["sizes"]),
+            "dictionary": (dictionary[: int(of_first.sum())], of_first),
+        }
+
+    @override
+    def restore(self, parts: Sequence[Part], rows: int) -> dict[str, Any]:
+        """Return the state of these rows; parts with another dictionary than the first one are compressed anew."""
+        codec = _Codec(self._codec.level, self._codec.threads)
+        compressed: Array = np.empty(rows, object)
+        compressed.fill(self._blank)
+        for slots, dumped in parts:
+            check_dumped(dumped, {"rows": True, "dictionary": True})
+            (joined, sizes), (dictionary, lengths) = dumped["rows"], dumped["dictionary"]
+            # Several dumps may have been laid end to end, each with a dictionary before its first row.
+            begins = sorted({0, *lengths.nonzero().flatten().tolist()})
+            for first, stop in zip(begins, [*begins[1:], len(slots)], strict=True):
+                low, high = int(sizes[:first].sum()), int(sizes[:stop].sum())
+                before = int(lengths[:first].sum())
+                part = {
+                    "rows": joined[low:high],
+                    "sizes": sizes[first:stop],
+                    "dictionary": dictionary[before : before + int(lengths[first])]
+                    if len(lengths)
+                    else dictionary,
+                }
+                self.check_state_dict(part)
+                at = slots[first:stop].numpy()
+                compressed[at[at >= 0]] = self._recoded(part, codec)[at >= 0]
+        return _joined(compressed.tolist(), codec.prefix)
+
+    def _recoded(self, part: dict[str, Any], codec: "_Codec") -> Array:
+        """The rows of a state, compressed with the dictionary of ``codec``, which takes theirs if it has none."""
+        rows, prefix = self._cut(part), part["dictionary"].numpy(force=True).tobytes()
+        codec.begin(prefix)
+        if prefix in (b"", codec.prefix):
+            return rows
+        return np.concatenate([rows[:0], *(codec.encode(values) for values in self._decoded(rows, prefix))])
 
     @override
     def check_state_dict(self, state: dict[str, Any]) -> int:
@@ -195,6 +234,15 @@ class ZstdColumn(Column):
         self._filled += len(rows) - len(replaced)
         self._bytes += sum(map(len, rows)) - sum(map(len, replaced))
         self._rows[slots] = rows
+
+
+def _joined(compressed: list[bytes], prefix: bytes) -> dict[str, Tensor]:
+    """The state of compressed rows: they end to end, their sizes to cut them apart again, and their dictionary."""
+    joined = torch.zeros(0).byte()
+    if compressed:
+        joined = torch.frombuffer(bytearray(b"".join(compressed)), dtype=torch.uint8)
+    sizes = torch.tensor([len(row) for row in compressed], dtype=torch.int64)
+    return {"rows": joined, "sizes": sizes, "dictionary": torch.tensor(list(prefix), dtype=torch.uint8)}
 
 
 class _Codec:

@@ -5,13 +5,18 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any, Literal, NoReturn, overload
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import override
 
 from flatroll.buffers.checkpoint import check_generator
+from flatroll.buffers.checkpointers.forms import StorageEnsembleCheckpointer
+from flatroll.buffers.checkpointers.member_folders import load_members, save_members
+from flatroll.buffers.checkpointers.saveable import Apply, Others, Saveable
 from flatroll.buffers.ensemble.members import (
     SamplerEnsemble,
     Several,
@@ -26,6 +31,8 @@ from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.sharing import reseed_in_worker
 from flatroll.buffers.transforms.base import Transforming, TransformLike, apply
 from flatroll.buffers.writers import check_tensordicts, has_priorities
+from flatroll.disk import Version
+from flatroll.disk.checkpoint import SaveOptions
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import NestedKey, require
 
@@ -37,7 +44,7 @@ BUFFER_IDS: NestedKey = ("collector", "buffer_ids")
 _PARTS = ("storage", "sampler", "writer")
 
 
-class ReplayBufferEnsemble(Facts, Transforming, Served):
+class ReplayBufferEnsemble(Facts, Saveable, Transforming, Served):
     """Samples several replay buffers as one, such as several datasets, or demonstrations and fresh data.
 
     A sample of B rows is made of n = ``num_buffer_sampled`` members' samples of B / n rows each, after the members'
@@ -368,6 +375,35 @@ class ReplayBufferEnsemble(Facts, Transforming, Served):
             rb.load_state_dict(saved)
         if self.generator is not None:
             self.generator.set_state(state["generator"])
+
+    @override
+    def _checkpointers(self) -> list[Any]:
+        return [checkpointer for rb in self._members for checkpointer in rb._checkpointers()]
+
+    @override
+    def save_version(self, path: Path, others: Others, options: SaveOptions) -> Version:
+        checkpointer = self.storage.checkpointer
+        if checkpointer is not None and not isinstance(checkpointer, StorageEnsembleCheckpointer):
+            raise TypeError(
+                f"an ensemble has a StorageEnsembleCheckpointer, and each member its own, got {checkpointer!r}: set "
+                "ensemble[0].storage.checkpointer"
+            )
+        state = {"generator": None if self.generator is None else self.generator.get_state()}
+        return save_members(path, self._members, state, others, options, self._saves)
+
+    @override
+    def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[dict[str, Any], Apply]:
+        state, others, version, applies = load_members(path, self._members, number, strict)
+        check_generator(state.get("generator"), self.generator, "ensemble")
+
+        def apply() -> None:
+            for load in applies:
+                load()
+            if self.generator is not None:
+                self.generator.set_state(state["generator"])
+            self._saves.log(path).version = version
+
+        return others, apply
 
 
 # As members: torch's pickler for other processes would share the memory of the tensors, but not the counters.

@@ -94,6 +94,7 @@ class StorageEnsemble(_Parts[Storage]):
         if transforms is not None and len(transforms) != len(storages):
             raise ValueError(f"transforms must have one entry per storage, got {len(transforms)}")
         self.transforms = list(transforms or [None] * len(storages))
+        self.checkpointer: Any = None  # a StorageEnsembleCheckpointer; each member has its own
 
     @property
     def max_size(self) -> int:

@@ -70,6 +70,7 @@ class Storage(Facts, ABC):
 
     Args:
         max_size: number of slots.
+        checkpointer: in what form ``buffer.dumps`` writes the rows, a `StorageCheckpointerBase`; None for the default.
         compilable: taken for the sake of scripts that give it; a storage needs no such mode.
 
     Attributes:
@@ -97,8 +98,9 @@ class Storage(Facts, ABC):
     copies_rows: bool = False
     compiled: bool = False
 
-    def __init__(self, max_size: int, compilable: bool = False) -> None:
+    def __init__(self, max_size: int, checkpointer: Any = None, compilable: bool = False) -> None:
         self.max_size = whole_number("max_size", max_size)
+        self.checkpointer = checkpointer
         self.columns: dict[NestedKey, Column] = {}
         self._attached: list[weakref.ref[Any]] = []
         self._alone: Ring | None = None  # counts the rows while no buffer does
@@ -331,6 +333,14 @@ class Storage(Facts, ABC):
     @abstractmethod
     def state_dict(self, rows: int, pool_rows: int = 0) -> dict[str, Any]:
         """Return the first ``rows`` slots and ``pool_rows`` pool entries for :meth:`load_state_dict`."""
+
+    @abstractmethod
+    def tables(self, pool_rows: int) -> dict[str, Any]:
+        """Return the part of :meth:`state_dict` that is not rows, with ``pool_rows`` pool entries."""
+
+    @abstractmethod
+    def check_tables(self, state: dict[str, Any], ring: Ring) -> None:
+        """Raise ValueError if the :meth:`tables` in ``state``, whose rows ``ring`` counts, are of another storage."""
 
     @abstractmethod
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:

@@ -425,22 +425,24 @@ class ColumnStorage(ByPosition):
 
     @override
     def state_dict(self, rows: int, pool_rows: int = 0) -> dict[str, Any]:
-        entries = {} if self.pool is None else self.pool.entries
-        return {
-            "lanes": self.lanes,
-            "structure": self.structure,
-            "like": self._like(),
-            "kinds": {key: saved_columns.kind_of(column) for key, column in self.columns.items()},
-            "columns": {key: column.state_dict(rows) for key, column in self.columns.items()},
-            "pool": {key: column.state_dict(pool_rows) for key, column in entries.items()},
-        }
-
-    def _like(self) -> dict[NestedKey, tuple[torch.dtype, torch.Size]]:
-        return {key: (column.dtype, column.shape) for key, column in self.columns.items()}
+        columns = {key: column.state_dict(rows) for key, column in self.columns.items()}
+        return self.tables(pool_rows) | {"columns": columns}
 
     @override
-    def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
-        if "columns" not in state:
+    def tables(self, pool_rows: int) -> dict[str, Any]:
+        return saved_columns.tables(self, pool_rows)
+
+    def columns_like(self, state: dict[str, Any]) -> dict[NestedKey, Column]:
+        """The columns, or, before the first batch, blank ones of the form that ``state`` has, to check it by."""
+        saved_columns.check_like(state["like"], state["structure"])
+        return self.columns or {
+            key: self.make_column(key, *kind) or self._blank_column(key, *kind)
+            for key, kind in state["like"].items()
+        }
+
+    @override
+    def check_tables(self, state: dict[str, Any], ring: Ring) -> None:
+        if "like" not in state:
             raise ValueError(f"the state is of a ListStorage, this is a {type(self).__name__}")
         saved_columns.check_lanes(
             state["lanes"], self.lanes if self.columns else None, self.ndim, ring.capacity, self.max_size
@@ -450,15 +452,13 @@ class ColumnStorage(ByPosition):
                 f"the state is of a storage with compact_obs={bool(state['pool'])}, this one has "
                 f"compact_obs={self.compact_obs}"
             )
-        saved_columns.check_like(state["like"], state["structure"])
-        columns = self.columns or {
-            key: self.make_column(key, *kind) or self._blank_column(key, *kind)
-            for key, kind in state["like"].items()
-        }
-        saved_columns.check_same_kinds(state, columns)
-        saved_columns.check_columns(
-            state, columns, ring.used, ring.pool_size if isinstance(ring, TrajectoryIndex) else 0
-        )
+        saved_columns.check_same_kinds(state, self.columns_like(state))
+
+    @override
+    def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
+        self.check_tables(state, ring)
+        entries = ring.pool_size if isinstance(ring, TrajectoryIndex) else 0
+        saved_columns.check_columns(state, self.columns_like(state), ring.used, entries)
 
     def _blank_column(self, key: NestedKey, dtype: torch.dtype, shape: torch.Size) -> Column:
         """A column without rows in the form that `_allocate` gives this entry, to check a state by."""

@@ -14,6 +14,7 @@ from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.storages.base import Rows
 from flatroll.buffers.storages.by_position import ByPosition
 from flatroll.buffers.storages.item_kinds import apart, stacked
+from flatroll.buffers.storages.saved_columns import other_capacity
 from flatroll.layout.keys import NestedKey
 
 
@@ -34,7 +35,7 @@ class ListStorage(ByPosition):
     """
 
     def __init__(self, max_size: int | None = None, *, compilable: bool = False) -> None:
-        super().__init__(1000 if max_size is None else max_size, compilable)
+        super().__init__(1000 if max_size is None else max_size, compilable=compilable)
         self._items: list[Any] = []
 
     @override
@@ -97,15 +98,20 @@ class ListStorage(ByPosition):
         return {"items": self._items[:rows]}  # a new list of the same items
 
     @override
-    def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
-        if "items" not in state:
+    def tables(self, pool_rows: int) -> dict[str, Any]:
+        return {}
+
+    @override
+    def check_tables(self, state: dict[str, Any], ring: Ring) -> None:
+        if "like" in state:
             raise ValueError("the state is of a storage of tensors, this is a ListStorage")
-        rows, items = ring.capacity, state["items"]
-        if rows != self.max_size:
-            raise ValueError(
-                f"the state has room for {rows} rows, this storage for {self.max_size}: make it with "
-                f"max_size={rows}"
-            )
+        if ring.capacity != self.max_size:
+            raise other_capacity(ring.capacity, self.max_size)
+
+    @override
+    def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
+        self.check_tables(state, ring)
+        items = state["items"]
         if not isinstance(items, list) or len(items) != ring.used:
             raise damaged(f"its ring counts {ring.used} items, and they are others")
 

@@ -249,7 +249,7 @@ class LazyMemmapStorage(ColumnStorage):
         other.lanes, other.structure = self.lanes, self.structure
         other._has_buffer, other._unshareable = self._has_buffer, self._unshareable
         if self.columns:
-            other.columns = other._allocate(self._like())
+            other.columns = other._allocate(self.tables(0)["like"])
             if self._counters is not None and other._counters is not None:
                 other._counters[:] = self._counters
             pairs = [(self.columns, other.columns)]

@@ -14,6 +14,26 @@ from flatroll.layout.keys import NestedKey, next_key
 Like = Mapping[NestedKey, tuple[torch.dtype, torch.Size]]
 
 
+def tables(storage: Any, pool_rows: int) -> dict[str, Any]:
+    """Return the state of a storage of columns without its rows: what they are, and the pool's entries."""
+    entries = {} if storage.pool is None else storage.pool.entries
+    return {
+        "lanes": storage.lanes,
+        "structure": storage.structure,
+        "like": {key: (column.dtype, column.shape) for key, column in storage.columns.items()},
+        "kinds": {key: kind_of(column) for key, column in storage.columns.items()},
+        "pool": {key: column.state_dict(pool_rows) for key, column in entries.items()},
+    }
+
+
+def other_capacity(rows: int, room: int) -> ValueError:
+    """Return the error for a state with room for ``rows`` rows given to a storage with ``room``."""
+    return ValueError(
+        f"the state has room for {rows} rows, this storage for {room}: make it with max_size={rows}; to go on with "
+        "another size, load it into such a buffer and extend this one with its rows, other[:]"
+    )
+
+
 def check_lanes(saved: Any, lanes: torch.Size | None, ndim: int, rows: int, max_size: int) -> None:
     """Raise ValueError unless a state of ``rows`` rows in the lanes ``saved`` fits a storage of ``max_size`` rows with
     ``ndim`` batch dimensions and these ``lanes`` (None before its first batch)."""
@@ -27,9 +47,7 @@ def check_lanes(saved: Any, lanes: torch.Size | None, ndim: int, rows: int, max_
         )
     room = max_size // given.numel() * given.numel()
     if rows != room:
-        raise ValueError(
-            f"the state has room for {rows} rows, this storage for {room}: make it with max_size={rows}"
-        )
+        raise other_capacity(rows, room)
 
 
 def check_like(saved: Any, structure: Any) -> None:
@@ -85,7 +103,10 @@ def check_same_kinds(state: dict[str, Any], columns: Mapping[NestedKey, Column])
                 f"{form[0]} {tuple(form[1])} per row{form[2]}" if form else "nothing"
                 for form in (saved.get(key), here.get(key))
             )
-            raise ValueError(f"the state has {got} as {shown(key)}, this storage keeps {expected}")
+            raise ValueError(
+                f"the state has {got} as {shown(key)}, this storage keeps {expected}: load it into a storage made as "
+                "the saved one, and extend this buffer with its rows, other[:], changed as needed"
+            )
 
 
 def kind_of(column: Column) -> str:

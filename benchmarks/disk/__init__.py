@@ -1,0 +1,1 @@
+"""Benchmarks of what goes to disk and comes back."""

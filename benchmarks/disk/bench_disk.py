@@ -1,0 +1,206 @@
+"""Times saves and loads of buffers beside torchrl's: ``python -m flatroll.benchmarks.disk.bench_disk``.
+
+Every number is a ratio of wall times in one run, the best of a few turns, with what is written on the disk when a save
+returns, and loads into new buffers, as a run that goes on does them. torchrl is left out where it is not installed, or
+with ``--alone``.
+"""
+
+import argparse
+import importlib.util
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from flatroll.benchmarks.measure.timing import table
+from flatroll.buffers import H5StorageCheckpointer, LazyTensorStorage, ReplayBuffer, SliceSampler
+from flatroll.disk import files
+
+EPISODE = 200
+#: Of each line: the largest ratio that is good.
+BUDGETS = {
+    "full save / torchrl dumps + sync": 1.5,
+    "save after 1 % new / full save, time": 1 / 8,
+    "save after 1 % new / full save, bytes": 0.015,
+    "load / torchrl loads": 1.5,
+    "lock held by a save / extending what came": 2.0,
+    "H5 save / native save": 4.0,
+    "H5 load / native load": 4.0,
+}
+
+
+def batch(first: int, count: int) -> TensorDict:
+    """Rows of 74 bytes: episodes of 200 steps."""
+    row = torch.arange(first, first + count)
+    observation = (row[:, None] + torch.arange(6)).float()
+    done = (row % EPISODE == EPISODE - 1)[:, None]
+    after = {"observation": observation + 1, "reward": observation[:, :1].clone(), "done": done}
+    root = {"observation": observation, "action": row, "is_init": (row % EPISODE == 0)[:, None]}
+    more = {"terminated": done.clone(), "truncated": torch.zeros_like(done)}
+    return TensorDict({**root, "next": after | more, "collector": {"traj_ids": row // EPISODE}}, [count])
+
+
+def made(rows: int, **options: Any) -> ReplayBuffer:
+    """A buffer of so many rows, with slices."""
+    storage = LazyTensorStorage(rows)
+    return ReplayBuffer(storage=storage, sampler=SliceSampler(slice_len=16), batch_size=256, **options)
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Wall time of a call."""
+    before = time.perf_counter()
+    call()
+    return time.perf_counter() - before
+
+
+def best(count: int, call: Callable[[int], object]) -> float:
+    """The shortest of ``count`` calls, which get their number."""
+    return min(timed(lambda i=i: call(i)) for i in range(count))  # type: ignore[misc]
+
+
+class Counted:
+    """Counts the bytes that are written."""
+
+    def __init__(self) -> None:
+        self.bytes, self._write = 0, files.write
+
+    def __enter__(self) -> "Counted":
+        def write(descriptor: int, data: Any) -> None:
+            self.bytes += memoryview(data).nbytes
+            self._write(descriptor, data)
+
+        files.write = write
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        files.write = self._write
+
+
+def saves(rows: int, turns: int, folder: Path) -> dict[str, float]:
+    """Ratios of the second save to the first, of loads, and of HDF5."""
+    buffer = made(rows)
+    for first in range(0, rows, 10_000):
+        buffer.extend(batch(first, 10_000))
+    with Counted() as full:
+        buffer.dumps(folder / "bytes")
+    again = 0.0
+    with Counted() as more:
+        for _ in range(10):
+            buffer.extend(batch(buffer.stats()["rows_written"], rows // 100))
+            again += timed(lambda: buffer.dumps(folder / "bytes")) / 10
+    whole = best(turns, lambda i: buffer.dumps(folder / f"full-{i}"))
+    load = best(turns, lambda i: made(rows).loads(folder / "full-0"))
+    packed = made(rows, checkpointer=H5StorageCheckpointer())
+    for first in range(0, rows, 10_000):
+        packed.extend(batch(first, 10_000))
+    h5 = best(turns, lambda i: packed.dumps(folder / "h5"))
+    h5_load = best(turns, lambda i: made(rows, checkpointer=H5StorageCheckpointer()).loads(folder / "h5"))
+    return {
+        "full save": whole,
+        "load": load,
+        "save after 1 % new / full save, time": again / whole,
+        "save after 1 % new / full save, bytes": more.bytes / 10 / full.bytes,
+        "H5 save / native save": h5 / whole,
+        "H5 load / native load": h5_load / load,
+    }
+
+
+def lock_held(rows: int, folder: Path) -> float:
+    """How long a writer waits for a save, over extending what it wrote meanwhile."""
+    buffer = made(rows)
+    for first in range(0, rows, 10_000):
+        buffer.extend(batch(first, 10_000))
+    buffer.dumps(folder / "held")
+    held, taken = [0.0], buffer._write_lock
+
+    class Watched:
+        """The lock of writers, and how long the save has it."""
+
+        def __enter__(self) -> None:
+            taken.__enter__()
+            self._since = time.perf_counter()
+
+        def __exit__(self, *error: Any) -> None:
+            if threading.current_thread() is saver:
+                held[0] += time.perf_counter() - self._since
+            taken.__exit__(*error)
+
+    buffer._write_lock = Watched()
+    extending, stop = 0.0, threading.Event()
+
+    def save() -> None:
+        buffer.dumps(folder / "held")
+        stop.set()
+
+    saver = threading.Thread(target=save)
+    came = rows // 10
+    parts = [batch(rows + first, 1000) for first in range(0, came, 1000)]
+    for part in parts:  # what comes before the save, and what comes while it copies
+        extending += timed(lambda part=part: buffer.extend(part))  # type: ignore[misc]
+    saver.start()
+    for part in parts:
+        if stop.is_set():
+            break
+        extending += timed(lambda part=part: buffer.extend(part))  # type: ignore[misc]
+    saver.join()
+    return held[0] / extending
+
+
+def of_torchrl(rows: int, turns: int, folder: Path) -> tuple[float, float]:
+    """Times of torchrl's dumps with a sync, and of its loads, of the same rows."""
+    from torchrl.data import LazyTensorStorage as Storage
+    from torchrl.data import ReplayBuffer as Buffer
+
+    def new() -> Any:
+        return Buffer(storage=Storage(rows), batch_size=256)
+
+    buffer = new()
+    for first in range(0, rows, 10_000):
+        buffer.extend(batch(first, 10_000))
+
+    def save(turn: int) -> None:
+        path = folder / f"torchrl-{turn}"
+        buffer.dumps(path)
+        for file in path.rglob("*"):
+            descriptor = os.open(file, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+    return best(turns, save), best(turns, lambda turn: new().loads(folder / "torchrl-0"))
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--alone", action="store_true")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; default a temporary one")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    try:
+        found = saves(options.rows, options.turns, folder)
+        found["lock held by a save / extending what came"] = lock_held(options.rows, folder)
+        if not options.alone and importlib.util.find_spec("torchrl") is not None:
+            save, load = of_torchrl(options.rows, options.turns, folder)
+            found["full save / torchrl dumps + sync"] = found["full save"] / save
+            found["load / torchrl loads"] = found["load"] / load
+    finally:
+        shutil.rmtree(folder)
+    lines = [
+        [name, f"{found[name]:.3f}", f"{budget:.3f}"] for name, budget in BUDGETS.items() if name in found
+    ]
+    lines += [[f"{name} (s)", f"{found[name]:.3f}", ""] for name in ("full save", "load")]
+    print(table([f"{options.rows:,} rows of 74 bytes", "measured", "budget"], lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""A checkpointer that writes one HDF5 file."""
+
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from flatroll.buffers.checkpointers.forms import FlatStorageCheckpointer
+from flatroll.disk import DamagedFileError, LoadedVersion, Version, files
+from flatroll.disk.columns import Column, Ragged
+from flatroll.disk.state_tree import from_text, to_text
+from flatroll.layout.keys import NestedKey
+
+T = TypeVar("T")
+_FORMAT = 1
+_LINE = "h5"
+_LENGTHS = "#lengths"
+_CHUNK_BYTES = 2**20
+_RATIO, _LEAST = (
+    1100,
+    2**20,
+)  # values take at most so many times the bytes they have in the file, or so many bytes
+_WORDS = {1: torch.uint8, 2: torch.int16}  # of dtypes that NumPy does not have
+
+
+class H5StorageCheckpointer(FlatStorageCheckpointer):
+    """Writes one HDF5 file, ``path/checkpoint.h5``: the columns end to end, the tables, and no group per trajectory.
+
+    Every save writes all rows, beside the old file, whose name it then takes. Each chunk has a checksum. Needs the
+    extra ``h5``.
+
+    Args:
+        checkpoint_file: name of the file in the folder.
+        done_keys, reward_keys: see `FlatStorageCheckpointer`.
+        h5_kwargs: arguments of h5py's ``create_dataset`` for all columns, such as ``{"compression": "gzip"}``.
+
+    Raises:
+        ImportError: h5py is not installed.
+
+    >>> H5StorageCheckpointer(h5_kwargs={"compression": "gzip"})
+    H5StorageCheckpointer()
+    """
+
+    incremental = False
+
+    def __init__(
+        self,
+        *,
+        checkpoint_file: str = "checkpoint.h5",
+        done_keys: Iterable[NestedKey] | None = None,
+        reward_keys: Iterable[NestedKey] | None = None,
+        h5_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(done_keys, reward_keys)
+        _h5py()
+        if Path(checkpoint_file).name != checkpoint_file:
+            raise ValueError(
+                f"checkpoint_file must be the name of a file, without a folder, got {checkpoint_file!r}"
+            )
+        self.checkpoint_file, self.h5_kwargs = checkpoint_file, dict(h5_kwargs or {})
+
+    @override
+    def open_to_save(self, path: Path, resume: Version | None, anew: bool, options: Mapping[str, Any]) -> Any:
+        return H5Writer(path / self.checkpoint_file, self.h5_kwargs, options["sync"])
+
+    @override
+    def load_with(self, path: Path, use: Callable[[LoadedVersion], T], number: int | None, strict: bool) -> T:
+        file = path / self.checkpoint_file
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is not there: H5StorageCheckpointer reads what it has written")
+        if number not in (None, 1):
+            raise FileNotFoundError(f"{file} holds one version, number 1, not {number}")
+        h5py = _h5py()
+        try:
+            with h5py.File(file, "r") as h5:
+                return use(_read(h5))
+        except DamagedFileError as error:
+            raise DamagedFileError(f"{file}: {error}") from None
+        except OSError as error:  # what h5py raises for anything that is no HDF5, or has a wrong checksum
+            raise DamagedFileError(f"{file} cannot be read: {error}") from None
+
+
+class H5Writer:
+    """Writes a file of rows and a state; it takes what `Folder` takes, and nothing is there before ``publish``.
+
+    Attributes:
+        end: number of the row to come.
+        version: None; a file holds one.
+        segments: none that could be kept.
+    """
+
+    version: Version | None = None
+    segments: tuple[()] = ()
+
+    def __init__(self, path: Path, options: Mapping[str, Any], sync: bool) -> None:
+        self._path, self._options, self._sync = path, options, sync
+        files.make_folder(path.parent, synced=sync)
+        self._beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}{files.TEMPORARY}")
+        self._h5 = _h5py().File(self._beside, "w")
+        self._rows = self._h5.create_group("rows")
+        self._first: int | None = None
+        self.end = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._h5.close()
+        with suppress(FileNotFoundError):
+            files.remove(self._beside)
+
+    def drop_before(self, row: int) -> None:
+        """Leave out rows before this one, as far as they are not in the file already."""
+        if row > self.end and self._first is not None:  # rows are missing between: those before are of no use
+            self._h5.pop("rows")
+            self._rows, self._first = self._h5.create_group("rows"), None
+        self.end = max(self.end, row)
+
+    def append(self, columns: Mapping[str, Column]) -> None:
+        """Write rows after those that are there."""
+        first = next(iter(columns.values()))
+        count = len(first.lengths if isinstance(first, Ragged) else first)
+        for name, column in columns.items():
+            if isinstance(column, Ragged):
+                self._extend(name, column.values)
+                self._extend(name + _LENGTHS, column.lengths)
+            else:
+                self._extend(name, column)
+        self._first = self.end if self._first is None else self._first
+        self.end += count
+
+    def _extend(self, name: str, values: Tensor) -> None:
+        stored = _to_numpy(values)
+        if name not in self._rows:
+            size = max(1, min(len(stored), _CHUNK_BYTES // max(1, stored[:1].nbytes or stored.itemsize)))
+            chunks = (size, *(max(1, n) for n in stored.shape[1:]))
+            options = {"fletcher32": True, **self._options}
+            data = self._rows.create_dataset(
+                name, stored.shape, stored.dtype, maxshape=(None, *stored.shape[1:]), chunks=chunks, **options
+            )
+            data.attrs["dtype"] = str(values.dtype).removeprefix("torch.")
+            data[...] = stored
+            return
+        data = self._rows[name]
+        before = len(data)
+        data.resize(before + len(stored), axis=0)
+        data[before:] = stored
+
+    def publish(self, state: Any, tensors: Mapping[str, Tensor], *, head: int, extra: Any) -> Version:
+        """Write the state, and give the file its name."""
+        self._h5.attrs["format"] = _FORMAT
+        self._h5.attrs["rows"] = (self.end if self._first is None else self._first, self.end, head)
+        text = np.frombuffer(to_text(state).encode(), np.uint8)
+        self._h5.create_dataset("json", data=text, chunks=(max(1, len(text)),), fletcher32=True)
+        group = self._h5.create_group("state")
+        for name, values in tensors.items():
+            stored = _to_numpy(values)
+            data = group.create_dataset(name, data=stored)
+            data.attrs["dtype"] = str(values.dtype).removeprefix("torch.")
+        self._h5.close()
+        if self._sync:
+            descriptor = os.open(self._beside, os.O_RDONLY)
+            try:
+                files.sync(descriptor)
+            finally:
+                files.close(descriptor)
+        files.rename(self._beside, self._path)
+        if self._sync:
+            files.sync_folder(self._path.parent)
+        return Version(1, _LINE)
+
+
+class _H5Rows:
+    """The rows of a file, as a segment."""
+
+    def __init__(self, group: Any, first: int, end: int) -> None:
+        self._group, self.first, self.end, self.rows = group, first, end, end - first
+        self.schema: dict[str, Any] = {}  # nothing is read into memory that is there
+
+    def read(self, targets: Mapping[str, Tensor]) -> dict[str, Column]:
+        """All columns, checked, in new memory."""
+        tensors: dict[str, Tensor] = {}
+
+        def visit(name: str, group: Any) -> None:
+            for key in group:
+                link = group.get(key, getlink=True)
+                inner = group.get(key) if isinstance(link, _h5py().HardLink) else None
+                if isinstance(inner, _h5py().Group):
+                    visit(f"{name}{key}/", inner)
+                else:
+                    tensors[name + key] = _dataset(group, key)
+
+        visit("", self._group)
+        columns: dict[str, Column] = {}
+        for name, values in tensors.items():
+            if name.endswith(_LENGTHS):
+                continue
+            lengths = tensors.get(name + _LENGTHS)
+            counted = values if lengths is None else lengths
+            if not counted.ndim or len(counted) != self.rows:
+                raise DamagedFileError(f"{name!r} does not have {self.rows} rows")
+            if lengths is None:
+                columns[name] = values
+                continue
+            fits = lengths.ndim == 1 and lengths.dtype is torch.int64 and not bool((lengths < 0).any())
+            if not fits or bool((lengths > len(values)).any()) or int(lengths.sum()) != len(values):
+                raise DamagedFileError(f"the lengths of {name!r} do not add up to its values")
+            columns[name] = Ragged(values, lengths)
+        return columns
+
+
+def _read(h5: Any) -> LoadedVersion:
+    """The version in a file; DamagedFileError if there is none."""
+    try:
+        first, end, head = map(int, h5.attrs["rows"])
+        known = int(h5.attrs["format"]) == _FORMAT
+        if h5.get("rows", getlink=True) is None or not isinstance(
+            h5.get("rows", getlink=True), _h5py().HardLink
+        ):
+            raise DamagedFileError("its rows are in another file")
+        rows, state, text = h5["rows"], h5["state"], _dataset(h5, "json")
+        tensors = {name: _dataset(state, name) for name in state}
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise DamagedFileError(f"it holds no buffer ({error})") from None
+    if not known:
+        raise ValueError(
+            f"the file has format {h5.attrs['format']}, known here is {_FORMAT}: install a later flatroll"
+        )
+    if not 0 <= first <= end or not first <= head <= end:
+        raise DamagedFileError(f"it holds the rows {first} ... {end - 1} from {head} on")
+    segments: Any = (_H5Rows(rows, first, end),) if end > first else ()
+    value = from_text(text.numpy().tobytes())
+    return LoadedVersion(Version(1, _LINE), value, tensors, head, end, {}, segments, None)
+
+
+def _dataset(group: Any, name: str) -> Tensor:
+    """The values of a dataset in this very file, no larger than what it has there."""
+    h5py: Any = _h5py()
+    data: Any = group[name] if isinstance(group.get(name, getlink=True), h5py.HardLink) else None
+    if not isinstance(data, h5py.Dataset) or data.is_virtual or data.external:
+        raise DamagedFileError(f"{name!r} is no dataset of this file")
+    if data.dtype.hasobject or data.nbytes > max(_LEAST, _RATIO * data.id.get_storage_size()):
+        raise DamagedFileError(f"{name!r} claims {data.nbytes:,} bytes, which the file does not have")
+    values = torch.from_numpy(np.ascontiguousarray(data[...]))
+    dtype = getattr(torch, str(data.attrs.get("dtype", "uint8")), None)
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize != values.element_size():
+        raise DamagedFileError(f"{name!r} is of no known dtype")
+    return values.reshape(data.shape) if values.dtype is dtype else values.reshape(data.shape).view(dtype)
+
+
+def _to_numpy(values: Tensor) -> Any:
+    plain = values.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    try:
+        return plain.numpy()
+    except TypeError:  # bfloat16 and others that NumPy does not have
+        return plain.view(_WORDS[plain.element_size()]).numpy()
+
+
+def _h5py() -> ModuleType:
+    try:
+        import h5py
+    except ImportError as error:
+        raise ImportError('H5StorageCheckpointer needs h5py: pip install "flatroll[h5]"') from error
+    return h5py  # type: ignore[no-any-return]

@@ -1,0 +1,242 @@
+"""`Checkpoint`: one version of a whole run, with its buffer, collector, modules, optimizers and random generators."""
+
+import copy
+import os
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatroll.disk.folder import Folder
+from flatroll.disk.loading import LoadedVersion
+from flatroll.disk.manifest import Version
+from flatroll.disk.state_tree import DamagedState, damaged, pack, unpack
+from flatroll.layout.checks import whole_number
+
+#: What is saved along with a buffer: plain values by name, made when the buffer's own state is.
+Others: TypeAlias = Callable[[], Mapping[str, Any]]
+
+_FACTOR, _LEAST = 2000, 2**28  # bytes per row, and at all, that compressed tables may have
+
+
+class SaveOptions(NamedTuple):
+    """How a version is saved: synced to the disk, how many stay, whether to begin anew in a folder in use."""
+
+    sync: bool = True
+    keep: int = 2
+    overwrite: bool = False
+
+
+class Checkpoint:
+    """Saves a whole run to a folder, version by version, and loads the newest one.
+
+    A save is there as a whole or not at all, whatever the process is killed by, and writes of the buffer only the rows
+    that are new since the one before. Whatever has ``state_dict`` and ``load_state_dict`` can be part of it, as long as
+    its state is data: see `state_tree.pack`. No pickle is written or read.
+
+    A run that loads goes on as if it had never stopped, as far as its env allows: the env's own state is not saved, so
+    a collector resets it, and trajectories that were open are cut. Save between batches.
+
+    Args:
+        path: of the folder, which the first save makes.
+        buffer: a `ReplayBuffer` or `ReplayBufferEnsemble`.
+        collector: a `Collector`.
+        policy: a module.
+        optimizer: of torch.
+        rng: whether to save the global generators of torch (CPU and CUDA), NumPy and Python, default True.
+        keep: versions that stay, default 2.
+        sync: return from `save` when the data are on the disk, safe from a power loss, default True.
+        overwrite: begin anew in a folder with a version that was not loaded, default False.
+        others: more parts by name, such as ``critic=critic`` or ``scheduler=scheduler``.
+
+    Raises:
+        TypeError: a part without ``state_dict`` and ``load_state_dict``, or a buffer under another name.
+
+    >>> import tempfile
+    >>> from torch import nn
+    >>> policy, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...     number = Checkpoint(path, policy=policy).save(step=3)
+    ...     extra = Checkpoint(path, policy=other).load()
+    >>> number, extra, torch.equal(policy.weight, other.weight)
+    (1, {'step': 3}, True)
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        buffer: Any = None,
+        collector: Any = None,
+        policy: Any = None,
+        optimizer: Any = None,
+        rng: bool = True,
+        keep: int = 2,
+        sync: bool = True,
+        overwrite: bool = False,
+        **others: Any,
+    ) -> None:
+        self.path = Path(path)
+        self._buffer, self._rng = buffer, rng
+        named = {"collector": collector, "policy": policy, "optimizer": optimizer, **others}
+        self._parts = {name: part for name, part in named.items() if part is not None}
+        self._options = SaveOptions(sync, whole_number("keep", keep), overwrite)
+        self._version: Version | None = None
+        if buffer is not None and not hasattr(buffer, "save_version"):
+            raise TypeError(
+                f"buffer must be a ReplayBuffer or a ReplayBufferEnsemble, got {type(buffer).__name__}"
+            )
+        for name, part in self._parts.items():
+            if hasattr(part, "save_version"):
+                raise TypeError(
+                    f"{name} is a buffer: give it as buffer=, several as one ReplayBufferEnsemble"
+                )
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                raise TypeError(f"{name} has no state_dict and load_state_dict: {type(part).__name__}")
+
+    def versions(self) -> list[int]:
+        """Return the numbers of the versions in the folder, the newest first; empty if there is none to load."""
+        return Folder(self.path).versions() if self.path.is_dir() else []
+
+    def save(self, **extra: Any) -> int:
+        """Publish a version; return its number.
+
+        Args:
+            extra: more values of your own, such as the number of steps: data that `load` returns.
+
+        Raises:
+            TypeError: a part's state holds something that is no data; the text names it.
+            FileExistsError: the folder has a version that was neither loaded nor saved by this object.
+            OSError: the disk is full, or failed; the versions before stay.
+        """
+
+        def others() -> dict[str, Any]:
+            states = {name: part.state_dict() for name, part in self._parts.items()}
+            return {"parts": states, "rng": _generators() if self._rng else None, "extra": extra}
+
+        if self._buffer is not None:
+            version: Version = self._buffer.save_version(self.path, others, self._options)
+            return version.number
+        with Folder(self.path, write=True, resume=self._version, **self._options._asdict()) as folder:
+            value, tensors = tree_of(None, others)
+            self._version = folder.publish(
+                value, tensors, extra={"kind": "run", "parts": sorted(self._parts)}
+            )
+        return self._version.number
+
+    def load(self, *, version: int | None = None, strict: bool = False) -> dict[str, Any]:
+        """Load a version into the parts; return what `save` was given.
+
+        All of it is read and checked first. A part that refuses its state leaves all as it was.
+
+        Args:
+            version: number of a version that is kept, default the newest.
+            strict: raise if the newest version is damaged, instead of a warning and the one before it.
+
+        Raises:
+            FileNotFoundError: there is no version.
+            ValueError: damaged files, or a version of other parts.
+        """
+        apply: Callable[[], None] | None = None
+        if self._buffer is not None:
+            others, apply = self._buffer.load_version(self.path, version, strict)
+        else:
+            others, self._version = self._read(version, strict)
+        try:
+            states, generators, extra = others["parts"], others["rng"], others["extra"]
+        except KeyError:
+            raise ValueError(f"{self.path} was saved by buffer.dumps: load it with buffer.loads") from None
+        if not isinstance(states, dict) or states.keys() != self._parts.keys():
+            raise ValueError(
+                f"the version has the parts {sorted(states)}, this Checkpoint {sorted(self._parts)}: make it with the "
+                "same ones"
+            )
+        if generators is not None:
+            _check_generators(generators)
+        self._load_parts(states)
+        if apply is not None:
+            apply()
+        if self._rng and generators is not None:
+            _set_generators(generators)
+        return dict(extra)
+
+    def _read(self, number: int | None, strict: bool) -> tuple[dict[str, Any], Version]:
+        def read(version: LoadedVersion) -> tuple[dict[str, Any], Version]:
+            tree = read_tree(version, 0)
+            if tree["buffer"] is not None:
+                raise ValueError(
+                    f"the version in {self.path} has a buffer: give Checkpoint(buffer=) one like it"
+                )
+            return tree["others"], version.version
+
+        if not self.path.is_dir():
+            raise FileNotFoundError(f"there is no folder {self.path}: save makes it")
+        return Folder(self.path).load_with(read, number, strict=strict)
+
+    def _load_parts(self, states: dict[str, Any]) -> None:
+        """Load all parts, or none."""
+        before = {name: copy.deepcopy(part.state_dict()) for name, part in self._parts.items()}
+        tried: list[str] = []
+        try:
+            for name, part in self._parts.items():
+                tried.append(name)
+                part.load_state_dict(states[name])
+        except BaseException as error:
+            error.add_note(f"while {tried[-1]} was loaded from {self.path}; nothing has changed")
+            for name in tried:
+                self._parts[name].load_state_dict(before[name])
+            raise
+
+
+def tree_of(buffer: Any, others: Others) -> tuple[Any, dict[str, Tensor]]:
+    """JSON and tensors of a version: the plain state of a buffer (or None), and what is saved along with it."""
+    return pack({"buffer": buffer, "others": dict(others())})
+
+
+def read_tree(version: LoadedVersion, rows: int) -> dict[str, Any]:
+    """The tree of a version of a buffer of at most ``rows`` rows; ValueError if there is none."""
+    tree = unpack(version.json, version.tensors, max_bytes=_LEAST + _FACTOR * rows)
+    if (
+        not isinstance(tree, dict)
+        or tree.keys() != {"buffer", "others"}
+        or not isinstance(tree["others"], dict)
+    ):
+        raise damaged("it is the version of no run or buffer")
+    return tree
+
+
+def _generators() -> dict[str, Any]:
+    """The states of the global random generators."""
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+
+
+def _check_generators(states: Any) -> None:
+    """ValueError unless these are states of generators."""
+    try:
+        torch.Generator().set_state(states["torch"])
+        np.random.RandomState().set_state(states["numpy"])
+        random.Random().setstate(states["python"])
+        if not all(isinstance(state, Tensor) for state in states["cuda"]):
+            raise TypeError("a CUDA generator's is no tensor")
+    except DamagedState:
+        raise
+    except (ValueError, TypeError, LookupError, RuntimeError, OverflowError) as error:
+        raise damaged(f"its random generators cannot be restored ({error})") from None
+
+
+def _set_generators(states: dict[str, Any]) -> None:
+    """Restore the global random generators; those of CUDA devices that are not here are left out."""
+    torch.set_rng_state(states["torch"])
+    np.random.set_state(states["numpy"])
+    random.setstate(states["python"])
+    for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(state, device)

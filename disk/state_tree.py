@@ -1,0 +1,454 @@
+"""Splits a tree of Python values into JSON and plain tensors, and puts it together again, without pickle."""
+
+import base64
+import itertools
+import json
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase
+from torch import Tensor
+
+_DEEPEST = 64  # levels of nesting, written and read
+_MOST_ITEMS = 2**24  # values of a tree that is read; its JSON text has a bound of its own
+_WORTH = 1024  # bytes from which on compressing is tried
+_TRIAL = 2**16  # bytes compressed first, to see whether the rest is worth it
+_MOST_BITS = 13_000  # of an integer: Python reads 4300 digits
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.float64}
+
+Array = NDArray[Any]
+
+
+class DamagedState(ValueError):
+    """Saved data that cannot be what was saved."""
+
+
+def damaged(what: str) -> DamagedState:
+    """Return the error for saved data that say ``what`` cannot be."""
+    return DamagedState(f"the saved state is damaged: {what}. Nothing was loaded; use another copy of it")
+
+
+def pack(tree: Any, *, compress: bool = True) -> tuple[Any, dict[str, Tensor]]:
+    """Split ``tree`` into a value for `json` and plain tensors; `unpack` puts an equal tree together.
+
+    A tree holds dicts (of any scalar keys, and tuples of them), lists, tuples, None, bools, integers, floats (kept bit
+    by bit, NaN and infinities included), strings, bytes, NumPy arrays and scalars (structured ones, too; no objects),
+    dense tensors of any dtype, tensordicts, `torch.Size`, `torch.dtype` and `torch.device`: what the ``state_dict`` of
+    modules, optimizers, collectors and buffers give. Tensors come back on the CPU.
+
+    Args:
+        tree: the values.
+        compress: store arrays and tensors that shrink by a tenth or more compressed: with zstd at level 1, without
+            the extra ``zstd`` with zlib. Default True.
+
+    Returns:
+        the JSON value, and the tensors by the names that it mentions: contiguous, on the CPU, no two of them of one
+        memory.
+
+    Raises:
+        TypeError: a value of another kind, named by its path.
+        ValueError: more than 64 levels of nesting, as those of a tree that contains itself.
+
+    >>> text, tensors = pack({("next", "reward"): [1, 0.5, torch.zeros(2)], 3: None})
+    >>> unpack(text, tensors)
+    {('next', 'reward'): [1, 0.5, tensor([0., 0.])], 3: None}
+    >>> pack({"a": [object()]})
+    Traceback (most recent call last):
+    ...
+    TypeError: state['a'][0] is a object, which is no data: a state holds numbers, strings, tensors, arrays, and \
+dicts, lists and tuples of them
+    """
+    packer = _Packer(compress)
+    return packer.value(tree, "state", 0), packer.tensors
+
+
+def unpack(value: Any, tensors: Mapping[str, Tensor], *, max_bytes: int = 2**34) -> Any:
+    """Return the tree of which `pack` made the JSON ``value`` and ``tensors``; nothing in them is trusted.
+
+    Args:
+        value: what `json.loads` gave.
+        tensors: the tensors by name.
+        max_bytes: most bytes that compressed parts may take together when decompressed, default 16 GiB.
+
+    Raises:
+        ValueError: they are damaged, or not of `pack`.
+        ImportError: a part is compressed with zstd, and zstandard is not installed.
+    """
+    return _Unpacker(tensors, max_bytes).value(value, 0)
+
+
+def to_text(value: Any) -> str:
+    """Return the JSON text of what `pack` gave."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def from_text(text: str | bytes) -> Any:
+    """Return the JSON value of a text from elsewhere; ValueError if it is none, nests too deep, or holds floats."""
+
+    def refuse(number: str) -> Any:
+        raise ValueError(f"a number {number[:20]!r} that is no integer")
+
+    try:
+        return json.loads(text, parse_constant=refuse, parse_float=refuse)
+    except (ValueError, RecursionError) as error:
+        raise damaged(f"its JSON cannot be read ({error})") from None
+
+
+class _Packer:
+    """Turns values into JSON; tensors are collected by name."""
+
+    def __init__(self, compress: bool) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._compress = compress
+        # The tensors given, and their names: one that stands at two places is stored once.
+        self._names: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
+
+    def value(self, value: Any, path: str, depth: int) -> Any:
+        """The JSON form: null, true, integers and strings stand for themselves, anything else is [kind, ...]."""
+        kind = type(value)
+        if value is None or kind is bool or kind is str:
+            return value
+        if kind is int:
+            if value.bit_length() > _MOST_BITS:
+                raise TypeError(f"{path} is an integer of more than {_MOST_BITS} bits")
+            return value
+        if kind is float:
+            return ["float", value.hex()]
+        if depth > _DEEPEST:
+            raise ValueError(f"{path[:200]}... nests more than {_DEEPEST} levels deep, or contains itself")
+        if kind in (list, tuple):
+            return [kind.__name__, [self.value(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]]
+        if kind in (dict, OrderedDict):
+            return self._dict(value, path, depth)
+        if isinstance(value, (TensorDictBase, NonTensorData)):
+            return self._tensordict(value, path, depth)
+        return self._leaf(value, path)
+
+    def _dict(self, value: Any, path: str, depth: int) -> Any:
+        pairs = []
+        for key, item in value.items():
+            if not _is_key(key):
+                raise TypeError(f"{path} has the key {key!r}: keys are scalars, or tuples of them")
+            at = f"{path}[{key!r}]"
+            pairs.append([self.value(key, at, depth + 1), self.value(item, at, depth + 1)])
+        if type(value) is dict:
+            return ["dict", pairs]
+        # What nn.Module.state_dict says of the versions of its modules.
+        metadata = getattr(value, "_metadata", None)
+        return ["ordered", pairs, None if metadata is None else self.value(metadata, path, depth + 1)]
+
+    def _tensordict(self, value: Any, path: str, depth: int) -> Any:
+        if isinstance(value, NonTensorData):
+            data = self.value(value.data, path, depth + 1)
+            return ["non_tensor", list(value.batch_size), data]
+        if isinstance(value, LazyStackedTensorDict):
+            parts = [self.value(td, f"{path}[{i}]", depth + 1) for i, td in enumerate(value.tensordicts)]
+            return ["lazy_stack", value.stack_dim, parts]
+        if type(value) is not TensorDict and not value.is_memmap():
+            raise _no_data(value, path)
+        pairs = [
+            [name, self.value(value.get(name), f"{path}[{name!r}]", depth + 1)]
+            for name in value.keys()  # noqa: SIM118
+        ]
+        return ["tensordict", list(value.batch_size), pairs]
+
+    def _leaf(self, value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, torch.Size):
+            return ["size", list(value)]
+        if isinstance(value, torch.dtype):
+            return ["dtype", str(value).removeprefix("torch.")]
+        if isinstance(value, torch.device):
+            return ["device", str(value)]
+        if type(value) is bytes:
+            return ["bytes", base64.b64encode(value).decode()]
+        if isinstance(value, (np.ndarray, np.generic)) and type(value) is not np.void:
+            return self._array(value, path)
+        raise _no_data(value, path)
+
+    def _tensor(self, value: Tensor, path: str) -> Any:
+        if value.layout is not torch.strided or value.is_meta or value.is_quantized:
+            raise TypeError(f"{path} is a {value.layout} tensor on {value.device}: a state holds dense ones")
+        plain = value.detach()
+        given = (plain.data_ptr(), plain.dtype, plain.shape, plain.stride(), plain.is_conj(), plain.is_neg())
+        if given in self._names and plain.numel():
+            name = self._names[given][0]
+            return ["tensor", name, *self._form(name, plain)]
+        flat = (
+            plain.cpu()
+            .resolve_conj()
+            .resolve_neg()
+            .contiguous()
+            .reshape(-1)
+            .as_strided((plain.numel(),), (1,))
+        )
+        words = flat.view(_WORDS[plain.element_size()])  # each dtype in words that every safetensors knows
+        shared = flat.data_ptr() == plain.data_ptr()
+        name = self._store(words, shared)
+        self._names[given] = name, plain  # holds it, so that no other one gets its address
+        return ["tensor", name, *self._form(name, plain)]
+
+    @staticmethod
+    def _form(name: str, plain: Tensor) -> list[Any]:
+        return [str(plain.dtype).removeprefix("torch."), list(plain.shape)]
+
+    def _array(self, value: Any, path: str) -> Any:
+        if value.dtype.hasobject:
+            raise TypeError(f"{path} is an array of Python objects, which is no data")
+        descr, shape = np.lib.format.dtype_to_descr(value.dtype), list(value.shape)
+        if isinstance(value, np.generic):
+            return ["number", descr, value.tobytes().hex()]
+        memory = np.frombuffer(bytearray(np.ascontiguousarray(value).tobytes()), np.uint8)
+        return ["array", self._store(torch.from_numpy(memory), False), descr, shape]
+
+    def _store(self, words: Tensor, shared: bool) -> str:
+        """Keep a one-dimensional tensor under a new name that says how it is compressed."""
+        number = len(self.tensors)
+        memory = words.view(torch.uint8).numpy() if words.numel() else np.zeros(0, np.uint8)
+        if self._compress and len(memory) >= _WORTH:
+            codec, shrink = _compressor()
+            trial = memory[:_TRIAL].tobytes()
+            if len(shrink(trial)) < 0.9 * len(trial):
+                packed = shrink(memory.tobytes())
+                if len(packed) < 0.9 * len(memory):
+                    name = f"{number}.{codec}"
+                    self.tensors[name] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+                    return name
+        name = f"{number}.raw"
+        self.tensors[name] = words.clone() if shared else words
+        return name
+
+
+class _Unpacker:
+    """Puts values together again, and checks all that is said about them first."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], max_bytes: int) -> None:
+        self._tensors, self._left, self._items = tensors, max_bytes, itertools.count()
+        self._kinds: dict[str, Callable[[list[Any], int], Any]] = {
+            "float": lambda parts, depth: float.fromhex(_one(parts, str)),
+            "list": lambda parts, depth: self._several(parts, depth),
+            "tuple": lambda parts, depth: tuple(self._several(parts, depth)),
+            "dict": lambda parts, depth: self._dict(_one(parts, list), depth, {}),
+            "ordered": self._ordered,
+            "tensordict": self._tensordict,
+            "lazy_stack": self._lazy_stack,
+            "non_tensor": lambda parts, depth: NonTensorData(
+                self.value(parts[1], depth + 1), batch_size=_shape(parts[0])
+            ),
+            "tensor": lambda parts, depth: self._tensor(*parts),
+            "array": lambda parts, depth: self._array(*parts),
+            "number": lambda parts, depth: _number(*parts),
+            "size": lambda parts, depth: _shape(*parts),
+            "dtype": lambda parts, depth: _dtype(*parts),
+            "device": lambda parts, depth: torch.device(_one(parts, str)),
+            "bytes": lambda parts, depth: base64.b64decode(_one(parts, str), validate=True),
+        }
+
+    def value(self, value: Any, depth: int) -> Any:
+        """The value of which ``value`` is the JSON form; ValueError if it is damaged."""
+        if next(self._items) > _MOST_ITEMS:
+            raise damaged(f"its tree has more than {_MOST_ITEMS} values")
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if depth > _DEEPEST + 1:
+            raise damaged(f"its tree nests more than {_DEEPEST} levels deep")
+        if not isinstance(value, list) or not value or not isinstance(value[0], str):
+            raise damaged(f"its tree has {str(value)[:40]!r} where a value should stand")
+        make = self._kinds.get(value[0])
+        if make is None:
+            raise damaged(f"its tree has a value of the unknown kind {value[0][:40]!r}")
+        try:
+            return make(value[1:], depth)
+        except DamagedState:
+            raise
+        except (ValueError, TypeError, LookupError, OverflowError, RuntimeError) as error:
+            raise damaged(f"its tree has a {value[0]} that is none ({error})") from None
+
+    def _several(self, parts: list[Any], depth: int) -> list[Any]:
+        return [self.value(part, depth + 1) for part in _one(parts, list)]
+
+    def _dict(self, pairs: Any, depth: int, made: Any) -> Any:
+        for pair in pairs:
+            key, item = pair
+            name = self.value(key, depth + 1)
+            if not _is_key(name) or name in made:
+                raise damaged(f"its tree has a dict with the key {name!r}, or with this key twice")
+            made[name] = self.value(item, depth + 1)
+        return made
+
+    def _ordered(self, parts: list[Any], depth: int) -> Any:
+        made = self._dict(_one(parts[:1], list), depth, OrderedDict())
+        metadata = self.value(parts[1], depth + 1)
+        if metadata is not None:
+            made._metadata = metadata
+        return made
+
+    def _tensordict(self, parts: list[Any], depth: int) -> Any:
+        entries = {}
+        for name, item in parts[1]:
+            if not isinstance(name, str):
+                raise damaged(f"its tree has a tensordict with the key {name!r}")
+            entries[name] = self.value(item, depth + 1)
+            if not isinstance(entries[name], (Tensor, TensorDictBase, NonTensorData)):
+                raise damaged(f"its tree has a tensordict whose {name!r} is a {type(entries[name]).__name__}")
+        return TensorDict(entries, _shape(parts[0]))
+
+    def _lazy_stack(self, parts: list[Any], depth: int) -> Any:
+        tds = [self.value(part, depth + 1) for part in parts[1]]
+        if not tds or not all(isinstance(td, TensorDictBase) for td in tds) or type(parts[0]) is not int:
+            raise damaged("its tree has a stack of no tensordicts")
+        return LazyStackedTensorDict.lazy_stack(tds, parts[0])
+
+    def _tensor(self, name: Any, dtype: Any, shape: Any) -> Tensor:
+        kind, size = _dtype(dtype), _shape(shape)
+        memory = self._memory(name, math.prod(size) * kind.itemsize)
+        return (
+            torch.from_numpy(memory).view(kind).view(size) if len(memory) else torch.empty(size, dtype=kind)
+        )
+
+    def _array(self, name: Any, descr: Any, shape: Any) -> Array:
+        dtype, size = _numpy_dtype(descr), _shape(shape)
+        return self._memory(name, math.prod(size) * dtype.itemsize).view(dtype).reshape(size)
+
+    def _memory(self, name: Any, size: int) -> Array:
+        """The ``size`` bytes of the tensor ``name``, uint8 in memory of their own."""
+        stored = self._tensors.get(name) if isinstance(name, str) else None
+        if stored is None or stored.ndim != 1 or not stored.is_contiguous():
+            raise damaged(f"its tree names the tensor {str(name)[:40]!r}, which is not there")
+        memory: Array = stored.view(torch.uint8).numpy() if stored.numel() else np.zeros(0, np.uint8)
+        codec = name.rpartition(".")[2]
+        if codec == "raw":
+            if len(memory) != size:
+                raise damaged(f"its tensor {name!r} has {len(memory)} bytes, expected {size}")
+            return memory.copy()
+        self._left -= size
+        if self._left < 0:
+            raise damaged("its compressed tensors are larger than max_bytes when they are decompressed")
+        return _decompress(codec, memory.tobytes(), size)
+
+
+def _is_key(key: Any) -> bool:
+    if type(key) is tuple:
+        return all(map(_is_key, key))
+    return key is None or type(key) in (bool, int, float, str, bytes)
+
+
+def _no_data(value: Any, path: str) -> TypeError:
+    return TypeError(
+        f"{path} is a {type(value).__name__}, which is no data: a state holds numbers, strings, tensors, arrays, and "
+        "dicts, lists and tuples of them"
+    )
+
+
+def _one(parts: list[Any], kind: type) -> Any:
+    """The one value of ``parts``, of this kind."""
+    if len(parts) != 1 or not isinstance(parts[0], kind):
+        raise damaged(f"its tree has {str(parts)[:40]} where one {kind.__name__} should stand")
+    return parts[0]
+
+
+def _shape(sizes: Any) -> torch.Size:
+    if not isinstance(sizes, list) or not all(type(size) is int and 0 <= size < 2**48 for size in sizes):
+        raise damaged(f"its tree has the shape {str(sizes)[:40]}")
+    if len(sizes) > _DEEPEST or math.prod(size for size in sizes if size) >= 2**62:
+        raise damaged("its tree has a shape of more values than memory can hold")
+    return torch.Size(sizes)
+
+
+def _dtype(name: Any) -> torch.dtype:
+    dtype = getattr(torch, name, None) if isinstance(name, str) and re.fullmatch(r"\w{1,30}", name) else None
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize not in _WORDS or "q" in str(name):
+        raise damaged(f"its tree has the unknown dtype {str(name)[:40]!r}")
+    return dtype
+
+
+def _numpy_dtype(descr: Any) -> np.dtype[Any]:
+    """The dtype that `numpy.lib.format` describes so, of plain numbers and text only."""
+
+    def fields(part: Any, depth: int = 0) -> Any:
+        """JSON has lists where descriptions have tuples."""
+        if isinstance(part, str) and depth <= _DEEPEST:
+            return part
+        if not isinstance(part, list) or depth > _DEEPEST:
+            raise damaged(f"its tree has an array of {str(descr)[:40]}")
+        made = []
+        for name, kind, *shape in part:
+            made.append((name, fields(kind, depth + 1), *(tuple(_shape(sizes)) for sizes in shape)))
+        return made
+
+    try:
+        dtype = np.lib.format.descr_to_dtype(fields(descr))
+    except (ValueError, TypeError, SyntaxError) as error:
+        raise damaged(f"its tree has an array of an unknown dtype ({error})") from None
+    if dtype.hasobject or not 0 < dtype.itemsize <= 2**20:
+        raise damaged(f"its tree has an array of {dtype}")
+    return dtype
+
+
+def _number(descr: Any, text: Any) -> Any:
+    dtype, memory = _numpy_dtype(descr), bytes.fromhex(text)
+    if len(memory) != dtype.itemsize:
+        raise damaged(f"its tree has a number of {len(memory)} bytes, expected {dtype.itemsize}")
+    return np.frombuffer(memory, dtype)[0]
+
+
+def _compressor() -> tuple[str, Callable[[bytes], bytes]]:
+    """Name and function of the compression that is there."""
+    try:
+        import zstandard
+    except ImportError:
+        import zlib
+
+        return "zlib", lambda data: zlib.compress(data, 1)
+    return "zstd", zstandard.ZstdCompressor(level=1).compress
+
+
+def _decompress(codec: str, packed: bytes, size: int) -> Array:
+    """The ``size`` bytes that ``packed`` holds; no more than these are ever in memory."""
+    if codec == "zlib":
+        import zlib
+
+        stream = zlib.decompressobj()
+        try:
+            data = stream.decompress(packed, size + 1)
+        except zlib.error as error:
+            raise damaged(f"a compressed tensor cannot be read ({error})") from None
+        chunks: Iterable[bytes] = [data]
+    else:
+        if codec != "zstd":
+            raise damaged(f"a tensor is compressed by {codec[:20]!r}")
+        zstandard = _zstandard()
+        reader = zstandard.ZstdDecompressor().stream_reader(packed)
+        try:
+            # Piece by piece: what a damaged file claims is not taken before it is there.
+            chunks = iter(lambda: reader.read(2**20), b"")
+            pieces, total = [], 0
+            for chunk in chunks:
+                total += len(chunk)
+                if total > size:
+                    break
+                pieces.append(chunk)
+        except zstandard.ZstdError as error:
+            raise damaged(f"a compressed tensor cannot be read ({error})") from None
+        data = b"".join(pieces) if total <= size else b""
+    if len(data) != size:
+        raise damaged(f"a compressed tensor does not have the {size} bytes that it should")
+    return np.frombuffer(bytearray(data), np.uint8)
+
+
+def _zstandard() -> ModuleType:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ImportError(
+            'this state is compressed with zstd, which needs zstandard: pip install "flatroll[zstd]"'
+        ) from error
+    return zstandard

@@ -1,0 +1,1 @@
+"""Examples that keep what they collect."""

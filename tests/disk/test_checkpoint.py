@@ -1,0 +1,150 @@
+"""A whole run is saved as one version, and goes on from it; whatever does not fit changes nothing."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from flatroll.buffers import LazyTensorStorage, ReplayBuffer, ReplayBufferEnsemble, SliceSampler
+from flatroll.disk import Checkpoint
+from flatroll.rollouts import Collector
+
+
+class Run:
+    """A small run: a collector, a buffer, a policy with its optimizer, and a scheduler."""
+
+    def __init__(self, path: Path, seed: int = 0, ensemble: bool = False, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.policy: Any = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.collector = Collector(
+            gym.make_vec("CartPole-v1", num_envs=2), None, frames_per_batch=20, total_frames=-1, seed=seed
+        )
+        self.buffer = ReplayBuffer(
+            storage=LazyTensorStorage(100, compact_obs=True), sampler=SliceSampler(slice_len=4), batch_size=16
+        )
+        self.checkpoint = Checkpoint(
+            path,
+            buffer=ReplayBufferEnsemble(self.buffer, batch_size=16) if ensemble else self.buffer,
+            collector=self.collector,
+            policy=self.policy,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            **options,
+        )
+
+    def collect(self) -> None:
+        self.buffer.extend(next(iter(self.collector)))
+
+    def update(self) -> list[Any]:
+        """A gradient step; all that is random in it."""
+        sample = self.buffer.sample()
+        loss = self.policy(sample["observation"]).square().mean() * torch.rand(())
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        drawn = [float(loss.detach()), float(np.random.rand()), random.random()]
+        return [*drawn, sample["observation"].sum().item(), self.optimizer.param_groups[0]["lr"]]
+
+
+@pytest.mark.parametrize("ensemble", [False, True])
+def test_a_run_goes_on(tmp_path: Path, ensemble: bool) -> None:
+    run = Run(tmp_path, ensemble=ensemble)
+    assert run.checkpoint.versions() == []
+    for step in range(3):
+        run.collect()
+        run.update()
+        assert run.checkpoint.save(step=step, note={"best": 0.5}) == step + 1
+    expected = [run.update() for _ in range(3)]
+    other = Run(tmp_path, seed=5, ensemble=ensemble)
+    assert other.checkpoint.versions() == [3, 2]
+    assert other.checkpoint.load() == {"step": 2, "note": {"best": 0.5}}
+    assert [other.update() for _ in range(3)] == expected
+    ids = run.buffer[:]["collector", "traj_ids"]
+    other.collect()  # the env begins anew, with ids that none had
+    new = other.buffer[-20:]["collector", "traj_ids"]
+    assert int(new.min()) > int(ids.max())
+    other.checkpoint.save(step=9)
+    assert other.checkpoint.load(version=4) == {"step": 9}
+    for one in (run, other):
+        one.collector.shutdown()
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    run, other = Run(tmp_path), Run(tmp_path, seed=5)
+    run.collect()
+    run.checkpoint.save(step=1)
+    with pytest.raises(FileExistsError):
+        other.checkpoint.save()
+    rows, weights = len(other.buffer), other.policy[0].weight.clone()
+    wide = nn.Linear(9, 9)
+    state = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match=r"Missing key.*(?s:.*)nothing has changed"):
+        _with(other, policy=wide).load()
+    with pytest.raises(ValueError, match=r"has the parts .*, this Checkpoint \['policy'\]"):
+        Checkpoint(tmp_path, buffer=other.buffer, policy=other.policy).load()
+    with pytest.raises(ValueError, match="has a buffer: give Checkpoint"):
+        Checkpoint(tmp_path, policy=other.policy).load()
+    assert len(other.buffer) == rows and torch.equal(other.policy[0].weight, weights)
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(TypeError, match="scheduler has no state_dict"):
+        Checkpoint(tmp_path, scheduler=3)
+    with pytest.raises(TypeError, match="replay is a buffer: give it as buffer="):
+        Checkpoint(tmp_path, replay=run.buffer)
+    with pytest.raises(TypeError, match="buffer must be a ReplayBuffer"):
+        Checkpoint(tmp_path, buffer=[])
+    with pytest.raises(TypeError, match=r"'thing'.* is a object"):
+        run.checkpoint.save(thing=object())
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        Checkpoint(tmp_path / "none", policy=other.policy).load()
+    run.buffer.dumps(tmp_path / "buffer")
+    with pytest.raises(ValueError, match=r"saved by buffer.dumps: load it with buffer.loads"):
+        Checkpoint(tmp_path / "buffer", buffer=other.buffer).load()
+    run.buffer.loads(tmp_path)  # of a whole run, the buffer alone
+    for one in (run, other):
+        one.collector.shutdown()
+
+
+def _with(run: Run, **parts: Any) -> Checkpoint:
+    """The checkpoint of a run with other parts."""
+    names = ("collector", "policy", "optimizer", "scheduler")
+    return Checkpoint(
+        run.checkpoint.path, buffer=run.buffer, **({name: getattr(run, name) for name in names} | parts)
+    )
+
+
+def test_without_a_buffer_and_without_generators(tmp_path: Path) -> None:
+    module: Any = nn.BatchNorm1d(3)
+    checkpoint = Checkpoint(tmp_path, policy=module, rng=False, keep=3)
+    for _ in range(4):
+        module(torch.rand(5, 3))
+        checkpoint.save()
+    assert checkpoint.versions() == [4, 3, 2]
+    other: Any = nn.BatchNorm1d(3)
+    state = torch.get_rng_state()
+    assert Checkpoint(tmp_path, policy=other, rng=False).load(version=3) == {}
+    assert int(other.num_batches_tracked) == 3 and torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_example_ends_at_the_same_weights_whatever_kills_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "flatroll.examples.disk.resume_training", str(tmp_path / "run")]
+    done = subprocess.run(
+        [*command, "--demo-kill", "--episodes", "8"],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={"PYTHONPATH": "src"},
+    )
+    last = done.stdout.splitlines()[-1]
+    resumed, straight = (part.rpartition(" ")[2] for part in last.split(";"))
+    assert resumed == straight and "killed" in last
