@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from matplotlib.collections import LineCollection
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
@@ -27,50 +28,98 @@ _LABELLED = 60  # vertices up to which each gets a text by default
 
 
 def draw(
-    tree: Tree, ax: "Axes | None", make_labels: Callable[[Tree], str] | None, max_vertices: int
+    tree: Tree, figure: str, ax: "Axes | None", make_labels: Callable[[Tree], str] | None, max_vertices: int
 ) -> "Axes":
     """Draw a tree; see `Tree.plot`."""
     shown, links = _choose(tree, max_vertices)
-    x, y = _place(shown, links)
+    x, y, spans = _place(shown, links)
     if ax is None:
         height = min(max(3.0, 1.2 + 0.24 * -y.min()), 12.0)
         ax = Figure(figsize=(9, height), layout="constrained").add_subplot()
-    number = {vertex.node_id: i for i, vertex in enumerate(shown)}
     counts = np.array([vertex.count for vertex in shown], float)
+    done = np.array([vertex.is_terminal for vertex in shown])
+    labels = None
+    if make_labels is not None or len(shown) <= _LABELLED:
+        labels = [_label(vertex) if make_labels is None else make_labels(vertex) for vertex in shown]
+    if figure == "box":
+        _draw_boxes(ax, shown, x, spans, counts, done, labels)
+    else:
+        _draw_lines(ax, shown, links, x, y, counts, done, labels)
+    total = tree.num_vertices()
+    more = "" if len(shown) == total else f" (the first {len(shown)} of {total} are drawn)"
+    ax.set_title(f"{total} vertices, {int(counts[0])} visits of the root{more}", loc="left", fontsize=10)
+    ax.set(xlabel="steps from the root", yticks=[])
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    if done.any():
+        ax.legend(frameon=False, fontsize=8, loc="best")
+    return ax
+
+
+def _draw_lines(
+    ax: "Axes",
+    shown: list[Tree],
+    links: list[tuple[int, int, bool]],
+    x: Floats,
+    y: Floats,
+    counts: Floats,
+    done: NDArray[np.bool_],
+    labels: list[str] | None,
+) -> None:
+    """Vertices as marks, with lines between them."""
+    number = {vertex.node_id: i for i, vertex in enumerate(shown)}
     most = max(counts.max(), 1.0)
     for style, wanted in (("solid", True), ("dashed", False)):
         pairs = [(number[a], number[b]) for a, b, first in links if first is wanted]
         lines = [_line(x[[a, b]], y[[a, b]], bend=0.0 if wanted else 0.3) for a, b in pairs]
         widths = [0.6 + 3.4 * counts[b] / most for _, b in pairs]
         ax.add_collection(LineCollection(lines, linewidths=widths, linestyles=style, colors=LINE, zorder=1))
-    done = np.array([vertex.is_terminal for vertex in shown])
     sizes = 12 + 150 * counts / most
     for mask, mark, colour, name in ((~done, "o", NODE, "goes on"), (done, "s", DONE, "done")):
         if mask.any():
             ax.scatter(x[mask], y[mask], sizes[mask], c=colour, marker=mark, label=name, zorder=2)
-    if make_labels is not None or len(shown) <= _LABELLED:
-        for vertex, at_x, at_y in zip(shown, x, y, strict=True):
-            text = _label(vertex) if make_labels is None else make_labels(vertex)
-            ax.annotate(
-                text,
-                (at_x, at_y),
-                (8, -2.5),
-                textcoords="offset points",
-                fontsize=7,
-                color=INK,
-                zorder=3,
-                bbox=_HALO,
-            )
-    total = tree.num_vertices()
-    more = "" if len(shown) == total else f" (the first {len(shown)} of {total} are drawn)"
-    ax.set_title(f"{total} vertices, {int(counts[0])} visits of the root{more}", loc="left", fontsize=10)
-    ax.set(xlabel="steps from the root", yticks=[])
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for text, at_x, at_y in zip(labels or (), x, y, strict=labels is not None):
+        ax.annotate(
+            text,
+            (at_x, at_y),
+            (8, -2.5),
+            textcoords="offset points",
+            fontsize=7,
+            color=INK,
+            zorder=3,
+            bbox=_HALO,
+        )
     ax.margins(0.06, 0.12)
-    ax.spines[["top", "right", "left"]].set_visible(False)
-    if done.any():
-        ax.legend(frameon=False, fontsize=8, loc="best")
-    return ax
+
+
+def _draw_boxes(
+    ax: "Axes",
+    shown: list[Tree],
+    x: Floats,
+    spans: Floats,
+    counts: Floats,
+    done: NDArray[np.bool_],
+    labels: list[str] | None,
+) -> None:
+    """Vertices as boxes: a child stands to the right of its parent, as high as it has leaves."""
+    widths = [max(vertex.num_steps, 1) for vertex in shown]
+    low, high = spans[:, 1] - 0.5, spans[:, 0] + 0.5
+    shades = 0.15 + 0.6 * counts / max(counts.max(), 1.0)
+    for mask, colour, name in ((~done, NODE, "goes on"), (done, DONE, "done")):
+        if mask.any():
+            faces = [(*to_rgb(colour), shade) for shade in shades[mask]]
+            ax.barh(
+                low[mask],
+                np.array(widths)[mask],
+                (high - low)[mask],
+                x[mask] - np.array(widths)[mask],
+                align="edge",
+                color=faces,
+                edgecolor="white",
+                label=name,
+            )
+    for text, at_x, width, bottom, top in zip(labels or (), x, widths, low, high, strict=labels is not None):
+        ax.text(at_x - width + 0.05, (bottom + top) / 2, text, fontsize=7, color=INK, va="center")
 
 
 def _line(x: Floats, y: Floats, bend: float) -> Floats:
@@ -97,8 +146,11 @@ def _choose(tree: Tree, most: int) -> tuple[list[Tree], list[tuple[int, int, boo
     return shown, links
 
 
-def _place(shown: list[Tree], links: list[tuple[int, int, bool]]) -> tuple[Floats, Floats]:
-    """Places of vertices: x is steps from the root, y a row per leaf, and for others the middle of their children."""
+def _place(shown: list[Tree], links: list[tuple[int, int, bool]]) -> tuple[Floats, Floats, Floats]:
+    """Places of vertices: x is steps from the root, y a row per leaf, and for others the middle of their children.
+
+    The third is ``[V, 2]``, the rows of each vertex's first and last leaf.
+    """
     number = {vertex.node_id: i for i, vertex in enumerate(shown)}
     children: list[list[int]] = [[] for _ in shown]
     x = np.zeros(len(shown))
@@ -115,10 +167,12 @@ def _place(shown: list[Tree], links: list[tuple[int, int, bool]]) -> tuple[Float
         stack += children[vertex][::-1]
         if not children[vertex]:
             y[vertex], row = -row, row + 1
+    spans = np.stack([y, y], -1)
     for vertex in reversed(order):  # children before their parents
         if children[vertex]:
-            y[vertex] = (y[children[vertex][0]] + y[children[vertex][-1]]) / 2
-    return x, y
+            first, last = children[vertex][0], children[vertex][-1]
+            y[vertex], spans[vertex] = (y[first] + y[last]) / 2, (spans[first, 0], spans[last, 1])
+    return x, y, spans
 
 
 def _label(vertex: Tree) -> str:
