@@ -87,6 +87,13 @@ def test_empty_batches_and_rows_without_words(make_index) -> None:
     assert nothing.find(torch.empty(1, 0, dtype=torch.int64)).tolist() == [0]
 
 
+def test_room_is_made_for_the_first_row_that_does_not_fit(make_index) -> None:
+    index, rows = make_index(1), torch.arange(1000).unsqueeze(-1)
+    for count in (63, 64, 65, 127, 128, 129, 257):
+        index.insert(rows[len(index) : count])
+        assert index.words.equal(rows[:count]) and index.find(rows[:count]).equal(rows[:count, 0])
+
+
 def test_the_number_of_words_is_checked() -> None:
     index = RowIndex(2)
     with pytest.raises(ValueError, match=r"int64 of shape \[N, 2\], got torch.int64 \[1, 3\]"):
