@@ -446,11 +446,13 @@ class Tree:
         """
         if backend != "matplotlib" or figure not in ("tree", "box") or info is not None:
             raise ValueError(
-                "plot draws with backend='matplotlib', as figure='tree' or 'box', with make_labels= in the place of info=; "
-                f"got backend={backend!r}, figure={figure!r}, info={info!r}"
+                "plot draws with backend='matplotlib', as figure='tree' or 'box', and make_labels= says what labels "
+                f"tell (info=); got backend={backend!r}, figure={figure!r}, info={info!r}"
             )
         try:
             from flatroll.trees.picture import draw
         except ModuleNotFoundError as error:
-            raise ImportError('plot draws with matplotlib, which is missing: pip install "flatroll[plot]"') from error
+            raise ImportError(
+                'plot draws with matplotlib, which is missing: pip install "flatroll[plot]"'
+            ) from error
         return draw(self, figure, ax, make_labels, max_vertices)

@@ -142,7 +142,9 @@ class SortedRows(Numbering):
 
     @override
     def number(self, words: Tensor, floats: int = 0, extend: bool = True) -> tuple[Tensor, Tensor]:
-        if floats:  # the rows were not packed: they come from host memory, whose kernel would see to 0.0 and NaN
+        if (
+            floats
+        ):  # the rows were not packed: they come from host memory, whose kernel would see to 0.0 and NaN
             words = pack_rows([words.view(torch.float32 if floats == 4 else torch.float64)])
         hashes = hash_words(words)
         ids = self._find(words, hashes)

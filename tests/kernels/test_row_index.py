@@ -149,10 +149,14 @@ def test_compiled_and_torch_hashes_agree() -> None:
 def test_hashes_are_the_same_in_every_process_and_version() -> None:
     """Numbers that were written down: hashes are stored, and compared between machines."""
     rows = torch.tensor([[1, 2], [-1, 2**62]])
-    assert hash_words(rows).tolist() == hash_by_torch(rows).tolist() == [
-        -4498564503783439789,
-        -6290478446292816599,
-    ]
+    assert (
+        hash_words(rows).tolist()
+        == hash_by_torch(rows).tolist()
+        == [
+            -4498564503783439789,
+            -6290478446292816599,
+        ]
+    )
 
 
 def test_occurrences() -> None:

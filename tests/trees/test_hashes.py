@@ -104,5 +104,5 @@ def test_hashes_of_several_numbers_and_those_that_are_no_tensors() -> None:
     query = QueryModule(["x"], hash_module=lambda x: torch.stack([x, -x], -1))
     written = query(rows)
     assert written["_index"].tolist() == [[0, 1, 0], [1, 1, 2]] and written["_hash"].shape == (2, 3, 2)
-    with pytest.raises(TypeError, match="must return a tensor for 'x', got list: .*as_tensor=True"):
+    with pytest.raises(TypeError, match=r"must return a tensor for 'x', got list: .*as_tensor=True"):
         QueryModule(["x"], hash_module=SipHash(as_tensor=False))(rows)
