@@ -40,6 +40,7 @@ from flatroll.buffers import NextObservationDelta as RestoreNextObservation
 from flatroll.estimators import GAE, ClipPPOLoss
 from flatroll.modules import GRUModule, set_recurrent_mode
 from flatroll.rollouts import Collector
+from flatroll.trees import MCTSForest, QueryModule, TensorDictMap
 from flatroll.wrappers import NextObservationDelta, StepCounter, as_vector_env
 
 # The documents' samplers take no fill=: where episodes are short, their readers get short samples, and are told once.
@@ -64,16 +65,11 @@ ELSEWHERE: dict[tuple[str, str, str], str] = {
         "the same: rollout(env, policy, num_steps=10) gives flat rows [N], which have no time dimension to name"
     ),
     ("data package", "Transforming datasets", "RobosetExperienceReplay"): "data sets",
-    ("data package", "TensorDictMap", "storage[3]"): "trees",
     (
         "data package",
         "TensorDictMap",
         "storage[observation, action]",
     ): "no program: pseudocode of the document",
-    ("data package", "TensorDictMap", "storage[td]"): "trees",
-    ("data package", "TensorDictMap", "storage[td] = next_state"): "trees",
-    ("data package", "MCTSForest", "forest.node_map[data]"): "trees",
-    ("data package", "MCTSForest", "forest.data_map[index]"): "trees",
     ("data layout", "The replay buffer ndim arg", "one buffer per worker"): "collectors with several workers",
     (
         "data layout",
@@ -238,6 +234,35 @@ def test_data_package_composing_datasets() -> None:
         assert sample["pixels"].shape == torch.Size([2, 5, 3, 32, 32])
         assert sample["pixels33"].shape == torch.Size([2, 5, 3, 33, 33])
         assert sample["renamed"].shape == torch.Size([2, 5])
+
+
+def test_data_package_tensordict_map() -> None:
+    storage: Any = TensorStorage(TensorDict({"observation": torch.arange(5)}, [5]))
+    rb = ReplayBuffer(storage=storage)  # which counts the rows
+    data = storage[3]
+    assert data["observation"] == 3 and len(rb) == 5
+    storage = TensorDictMap(query_module=QueryModule(in_keys=["observation", "action"]))
+    observation, action = torch.zeros(3), torch.tensor(1)
+    next_state = TensorDict(observation=torch.ones(3))
+    td = TensorDict(observation=observation, action=action)
+    storage[td] = next_state
+    next_td = storage[td]
+    assert next_td["observation"].tolist() == [1, 1, 1]
+
+
+def test_data_package_mcts_forest() -> None:
+    observation = torch.tensor(0)
+    forest = MCTSForest()
+    for action, then in ((3, 123), (2, 359), (1, 75)):
+        step = TensorDict(observation=observation, action=torch.tensor(action))
+        forest.add(step.set("next", TensorDict(observation=torch.tensor(then))))
+    data = TensorDict(observation=observation)
+    metadata = forest.node_map[data]
+    index = metadata["_index"]
+    next_data = forest.data_map[index]
+    assert next_data.shape == index.shape and next_data["action"].tolist() == [3, 2, 1]
+    assert next_data["next", "observation"].tolist() == [123, 359, 75]
+    assert forest.get_tree(data).num_children == 3
 
 
 # -- data layout: contiguous trajectories ------------------------------------------------------------------------------

@@ -161,7 +161,9 @@ class MCTSForest:
 
     def states(self, observations: TensorDictBase) -> Tensor:
         """Numbers of the states of observations ``[*B]``, int64 ``[*B]``; -1 for unknown ones."""
-        found = self._states.find(self._states_of(observations, self._observed(observations)))
+        if not len(self):
+            return torch.full(observations.batch_size, -1)
+        found = self._states.find(self._states_of(observations))
         return found.reshape(observations.batch_size)
 
     def children(self, state: int) -> Tensor:
@@ -312,15 +314,10 @@ class MCTSForest:
                 total += column.double().reshape(rows, prod(column.shape[1:])).sum(-1)
         return total
 
-    def _observed(self, rows: TensorDictBase) -> list[NestedKey]:
+    def _states_of(self, rows: TensorDictBase) -> list[Tensor]:
         keys = self.observation_keys
-        if not keys:
-            raise KeyError("the forest is empty: extend it first")
         for key in keys:
             require(rows, key)
-        return keys
-
-    def _states_of(self, rows: TensorDictBase, keys: list[NestedKey]) -> list[Tensor]:
         return self._states_of_columns(list(flat_columns(rows, keys).values()), keys)
 
     def _states_of_columns(self, columns: list[Tensor], keys: list[NestedKey]) -> list[Tensor]:
@@ -348,14 +345,16 @@ class MCTSForest:
         Of several outcomes it is the one seen most often, the first of those seen equally often.
         """
         size = rows.batch_size
-        states = self._states.find(self._states_of(rows, self._observed(rows)))
-        actions = flat_columns(rows, self.action_keys)
+        if not len(self):
+            return torch.full(size, -1)
+        states = self._states.find(self._states_of(rows))
         for key in self.action_keys:
             require(rows, key)
+        actions = flat_columns(rows, self.action_keys)
         pairs = self._pairs.find([states, *actions.values()])
         by_count = self.edges.count.argsort(descending=True, stable=True)
         order = by_count[self.edges.pair[by_count].argsort(stable=True)]
-        first = torch.searchsorted(self.edges.pair[order], pairs).clamp_(max=max(len(order) - 1, 0))
+        first = torch.searchsorted(self.edges.pair[order], pairs).clamp_(max=len(order) - 1)
         return torch.where(pairs < 0, -1, order[first]).reshape(size)
 
     def get_child(self, root: TensorDictBase) -> TensorDict:
@@ -381,6 +380,8 @@ class MCTSForest:
         Raises:
             KeyError: the observation was not seen.
         """
+        if not len(self):
+            raise KeyError("the forest is empty: extend it first")
         if root.batch_size.numel() != 1:
             raise ValueError(f"root must be one observation, got batch size {list(root.batch_size)}")
         if max_depth is not None:
@@ -413,7 +414,7 @@ class MCTSForest:
                 target.tolist(),
                 count.clone(),
                 reward.clone(),
-                self.hashes,
+                self._hash_edges(),
                 self._rows,
                 self.observation_keys,
                 self.action_keys,
@@ -424,6 +425,9 @@ class MCTSForest:
     @property
     def hashes(self) -> Tensor:
         """A hash of each transition, int64 ``[E]``, of the values and not of numbers, so the same in all forests."""
+        return self._made_graph().hashes if len(self) else torch.empty(0, dtype=torch.int64)
+
+    def _hash_edges(self) -> Tensor:
         assert self._states.index is not None and self._pairs.index is not None
         states, (source, target, pair, _, _) = hash_words(self._states.index.words), self.edges
         actions = self._pairs.index.words[:, 1:]  # behind the number of the state

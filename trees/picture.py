@@ -2,10 +2,11 @@
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from matplotlib.collections import LineCollection
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
@@ -26,51 +27,97 @@ _HALO = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.4}
 _LABELLED = 60  # vertices up to which each gets a text by default
 
 
+class Shown(NamedTuple):
+    """What is drawn of V vertices.
+
+    Attributes:
+        x: ``[V]``, steps from the root.
+        y: ``[V]``, a row for each leaf, downwards; of others the middle of their children.
+        spans: ``[V, 2]``, the rows of the first and the last leaf.
+        counts: ``[V]``.
+        done: bool ``[V]``, whether the last transition is done.
+        texts: labels, or none.
+    """
+
+    trees: list[Tree]
+    x: Floats
+    y: Floats
+    spans: Floats
+    counts: Floats
+    done: NDArray[np.bool_]
+    texts: list[str]
+
+
 def draw(
-    tree: Tree, ax: "Axes | None", make_labels: Callable[[Tree], str] | None, max_vertices: int
+    tree: Tree, figure: str, ax: "Axes | None", make_labels: Callable[[Tree], str] | None, max_vertices: int
 ) -> "Axes":
     """Draw a tree; see `Tree.plot`."""
-    shown, links = _choose(tree, max_vertices)
-    x, y = _place(shown, links)
+    trees, links = _choose(tree, max_vertices)
+    texts: list[str] = []
+    if make_labels is not None or len(trees) <= _LABELLED:
+        texts = [_label(vertex) if make_labels is None else make_labels(vertex) for vertex in trees]
+    counts = np.array([vertex.count for vertex in trees], float)
+    shown = Shown(
+        trees, *_place(trees, links), counts, np.array([vertex.is_terminal for vertex in trees]), texts
+    )
     if ax is None:
-        height = min(max(3.0, 1.2 + 0.24 * -y.min()), 12.0)
+        height = min(max(3.0, 1.2 + 0.24 * -shown.y.min()), 12.0)
         ax = Figure(figsize=(9, height), layout="constrained").add_subplot()
-    number = {vertex.node_id: i for i, vertex in enumerate(shown)}
-    counts = np.array([vertex.count for vertex in shown], float)
-    most = max(counts.max(), 1.0)
-    for style, wanted in (("solid", True), ("dashed", False)):
-        pairs = [(number[a], number[b]) for a, b, first in links if first is wanted]
-        lines = [_line(x[[a, b]], y[[a, b]], bend=0.0 if wanted else 0.3) for a, b in pairs]
-        widths = [0.6 + 3.4 * counts[b] / most for _, b in pairs]
-        ax.add_collection(LineCollection(lines, linewidths=widths, linestyles=style, colors=LINE, zorder=1))
-    done = np.array([vertex.is_terminal for vertex in shown])
-    sizes = 12 + 150 * counts / most
-    for mask, mark, colour, name in ((~done, "o", NODE, "goes on"), (done, "s", DONE, "done")):
-        if mask.any():
-            ax.scatter(x[mask], y[mask], sizes[mask], c=colour, marker=mark, label=name, zorder=2)
-    if make_labels is not None or len(shown) <= _LABELLED:
-        for vertex, at_x, at_y in zip(shown, x, y, strict=True):
-            text = _label(vertex) if make_labels is None else make_labels(vertex)
-            ax.annotate(
-                text,
-                (at_x, at_y),
-                (8, -2.5),
-                textcoords="offset points",
-                fontsize=7,
-                color=INK,
-                zorder=3,
-                bbox=_HALO,
-            )
+    if figure == "box":
+        _draw_boxes(ax, shown)
+    else:
+        _draw_lines(ax, shown, links)
     total = tree.num_vertices()
-    more = "" if len(shown) == total else f" (the first {len(shown)} of {total} are drawn)"
+    more = "" if len(trees) == total else f" (the first {len(trees)} of {total} are drawn)"
     ax.set_title(f"{total} vertices, {int(counts[0])} visits of the root{more}", loc="left", fontsize=10)
     ax.set(xlabel="steps from the root", yticks=[])
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.margins(0.06, 0.12)
     ax.spines[["top", "right", "left"]].set_visible(False)
-    if done.any():
+    if shown.done.any():
         ax.legend(frameon=False, fontsize=8, loc="best")
     return ax
+
+
+def _draw_lines(ax: "Axes", shown: Shown, links: list[tuple[int, int, bool]]) -> None:
+    """Vertices as marks, with lines between them."""
+    x, y, done = shown.x, shown.y, shown.done
+    number = {vertex.node_id: i for i, vertex in enumerate(shown.trees)}
+    share = shown.counts / max(shown.counts.max(), 1.0)
+    for style, wanted in (("solid", True), ("dashed", False)):
+        pairs = [(number[a], number[b]) for a, b, first in links if first is wanted]
+        lines = [_line(x[[a, b]], y[[a, b]], bend=0.0 if wanted else 0.3) for a, b in pairs]
+        widths = [0.6 + 3.4 * share[b] for _, b in pairs]
+        ax.add_collection(LineCollection(lines, linewidths=widths, linestyles=style, colors=LINE, zorder=1))
+    sizes = 12 + 150 * share
+    for mask, mark, colour, name in ((~done, "o", NODE, "goes on"), (done, "s", DONE, "done")):
+        if mask.any():
+            ax.scatter(x[mask], y[mask], sizes[mask], c=colour, marker=mark, label=name, zorder=2)
+    for text, at_x, at_y in zip(shown.texts, x, y, strict=bool(shown.texts)):
+        ax.annotate(
+            text,
+            (at_x, at_y),
+            (8, -2.5),
+            textcoords="offset points",
+            fontsize=7,
+            color=INK,
+            zorder=3,
+            bbox=_HALO,
+        )
+    ax.margins(0.06, 0.12)
+
+
+def _draw_boxes(ax: "Axes", shown: Shown) -> None:
+    """Vertices as boxes: a child stands to the right of its parent, as high as it has leaves."""
+    widths = np.array([max(vertex.num_steps, 1) for vertex in shown.trees])
+    left, low, high = shown.x - widths, shown.spans[:, 1] - 0.5, shown.spans[:, 0] + 0.5
+    shades = 0.15 + 0.6 * shown.counts / max(shown.counts.max(), 1.0)
+    for mask, colour, name in ((~shown.done, NODE, "goes on"), (shown.done, DONE, "done")):
+        if mask.any():
+            faces = [(*to_rgb(colour), shade) for shade in shades[mask]]
+            sizes = {"width": widths[mask], "height": (high - low)[mask], "left": left[mask]}
+            ax.barh(low[mask], **sizes, align="edge", color=faces, edgecolor="white", label=name)
+    for text, at_x, at_y in zip(shown.texts, left + 0.05, (low + high) / 2, strict=bool(shown.texts)):
+        ax.text(at_x, at_y, text, fontsize=7, color=INK, va="center")
 
 
 def _line(x: Floats, y: Floats, bend: float) -> Floats:
@@ -97,8 +144,8 @@ def _choose(tree: Tree, most: int) -> tuple[list[Tree], list[tuple[int, int, boo
     return shown, links
 
 
-def _place(shown: list[Tree], links: list[tuple[int, int, bool]]) -> tuple[Floats, Floats]:
-    """Places of vertices: x is steps from the root, y a row per leaf, and for others the middle of their children."""
+def _place(shown: list[Tree], links: list[tuple[int, int, bool]]) -> tuple[Floats, Floats, Floats]:
+    """Places of vertices: ``x``, ``y`` and ``spans`` of `Shown`."""
     number = {vertex.node_id: i for i, vertex in enumerate(shown)}
     children: list[list[int]] = [[] for _ in shown]
     x = np.zeros(len(shown))
@@ -115,10 +162,12 @@ def _place(shown: list[Tree], links: list[tuple[int, int, bool]]) -> tuple[Float
         stack += children[vertex][::-1]
         if not children[vertex]:
             y[vertex], row = -row, row + 1
+    spans = np.stack([y, y], -1)
     for vertex in reversed(order):  # children before their parents
         if children[vertex]:
-            y[vertex] = (y[children[vertex][0]] + y[children[vertex][-1]]) / 2
-    return x, y
+            top, bottom = children[vertex][0], children[vertex][-1]
+            y[vertex], spans[vertex] = (y[top] + y[bottom]) / 2, (spans[top, 0], spans[bottom, 1])
+    return x, y, spans
 
 
 def _label(vertex: Tree) -> str:

@@ -104,7 +104,7 @@ class QueryModule(TensorDictModuleBase):
 
         Raises:
             KeyError: an in-key is missing.
-            TypeError: an entry has another dtype or shape than in the rows before.
+            TypeError: an entry has another dtype or shape than in the rows before, or a hash module returns no tensor.
         """
         index, hashes = self.number(self.columns(tensordict), extend)
         if not extend and self.hash_to_int is None:
@@ -118,7 +118,7 @@ class QueryModule(TensorDictModuleBase):
         rows = tensordict.batch_size
         for key, column in ((self.index_key, index), (self.hash_key, hashes)):
             if column is not None:
-                put(tensordict, key, column if len(rows) == 1 else column.reshape(rows))
+                put(tensordict, key, column if len(rows) == 1 else column.reshape((*rows, *column.shape[1:])))
 
     def columns(self, tensordict: TensorDictBase) -> list[Tensor]:
         """What rows are compared by: the in-keys, or their hashes, each ``[N, *F]`` with N rows of all batch dims."""
@@ -131,6 +131,12 @@ class QueryModule(TensorDictModuleBase):
             columns = [column.reshape(rows, *column.shape[tensordict.batch_dims :]) for column in columns]
         if self.hash_module is not None:
             columns = [module(column) for module, column in zip(self.hash_module, columns, strict=True)]
+            for key, column in zip(self._read, columns, strict=True):
+                if not isinstance(column, Tensor):
+                    raise TypeError(
+                        f"hash_module must return a tensor for {key!r}, got {type(column).__name__}: "
+                        "SipHash and its kind do so with as_tensor=True"
+                    )
         return columns if self.aggregator is None else [self.aggregator(torch.stack(columns, -1))]
 
     def number(self, columns: list[Tensor], extend: bool = True) -> tuple[Tensor, Tensor]:

@@ -418,21 +418,41 @@ class Tree:
 
     def plot(
         self,
-        ax: "Axes | None" = None,
-        *,
+        backend: Literal["matplotlib"] = "matplotlib",
+        figure: Literal["tree", "box"] = "tree",
+        info: None = None,
         make_labels: "Callable[[Tree], str] | None" = None,
+        *,
+        ax: "Axes | None" = None,
         max_vertices: int = 400,
     ) -> "Axes":
         """Draw the tree from left to right, with matplotlib.
 
-        A vertex's area grows with its count; lines are as wide as counts of transitions, and dashed where they lead to
-        a vertex that is drawn already. Vertices whose last transition is done are squares.
+        Vertices whose last transition is done have another colour.
 
         Args:
+            backend: ``"matplotlib"``, the only one.
+            figure: ``"tree"`` (default): vertices are marks whose areas grow with their counts; lines are as wide as
+                counts of transitions, and dashed where they lead to a vertex that is drawn already. ``"box"``: vertices
+                are boxes, darker the higher their counts, as wide as they have steps and as high as they have leaves.
+            info: None. What labels tell, ``make_labels`` says.
+            make_labels: text of a vertex. Default: the action and the count, as long as there are few vertices.
             ax: axes to draw in. Default: those of a new figure.
-            make_labels: text beside a vertex. Default: the action and the count, as long as there are few vertices.
             max_vertices: draw the first so many vertices, breadth first, and say so. Default 400.
-        """
-        from flatroll.trees.picture import draw
 
-        return draw(self, ax, make_labels, max_vertices)
+        Raises:
+            ImportError: matplotlib is missing; the text names the extra.
+            ValueError: another backend or figure, or ``info``.
+        """
+        if backend != "matplotlib" or figure not in ("tree", "box") or info is not None:
+            raise ValueError(
+                "plot draws with backend='matplotlib', as figure='tree' or 'box', and make_labels= says what labels "
+                f"tell (info=); got backend={backend!r}, figure={figure!r}, info={info!r}"
+            )
+        try:
+            from flatroll.trees.picture import draw
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                'plot draws with matplotlib, which is missing: pip install "flatroll[plot]"'
+            ) from error
+        return draw(self, figure, ax, make_labels, max_vertices)

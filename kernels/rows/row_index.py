@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.kernels.rows.words import hash_words
+from flatroll.kernels.rows.words import hash_words, pack_rows
 
 _SMALLEST = 64  # rows for which a new index has room
 
@@ -75,9 +75,9 @@ class RowIndex(Numbering):
             raise ValueError(
                 f"words must be int64 of shape [N, {self.width}], got {words.dtype} {list(words.shape)}"
             )
-        return self._rows.number(
-            words if words.device == self.device else words.to(self.device), floats, extend
-        )
+        if words.device != self.device:
+            words = words.to(self.device)
+        return self._rows.number(words, floats, extend)
 
     def truncate(self, count: int) -> None:
         """Forget the rows with numbers from ``count`` on, the newest ones."""
@@ -142,6 +142,10 @@ class SortedRows(Numbering):
 
     @override
     def number(self, words: Tensor, floats: int = 0, extend: bool = True) -> tuple[Tensor, Tensor]:
+        if (
+            floats
+        ):  # the rows were not packed: they come from host memory, whose kernel would see to 0.0 and NaN
+            words = pack_rows([words.view(torch.float32 if floats == 4 else torch.float64)])
         hashes = hash_words(words)
         ids = self._find(words, hashes)
         return self._insert(words, ids) if extend else ids, hashes

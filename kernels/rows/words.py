@@ -43,7 +43,8 @@ def view_rows(columns: Sequence[Tensor]) -> tuple[Tensor, int]:
     column = columns[0]
     if len(columns) == 1 and column.dtype in _VIEWED and column.is_cpu and column.is_contiguous():
         size = column.element_size()
-        if column.ndim == 2 and column.shape[1] * size % 8 == 0 and column.data_ptr() % 8 == 0:
+        width = column.shape[1] * size if column.ndim == 2 else 0
+        if width and width % 8 == 0 and column.data_ptr() % 8 == 0:
             return (column.detach() if column.requires_grad else column).view(torch.int64), size
     return pack_rows(columns), 0
 

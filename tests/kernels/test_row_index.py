@@ -1,14 +1,11 @@
 """The row index, against a Python dict."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
 
 from flatroll.kernels.rows.row_index import HashedRows, RowIndex, SortedRows, occurrences
-from flatroll.kernels.rows.words import hash_by_torch, hash_words, pack_rows
+from flatroll.kernels.rows.words import hash_by_torch, hash_words, pack_rows, view_rows
 
 KINDS = [HashedRows, SortedRows]
 
@@ -52,6 +49,26 @@ def test_rows_of_one_hash_are_told_apart(make_index, monkeypatch: pytest.MonkeyP
     assert index.find(torch.tensor([[9, 9], [1, 1]])).tolist() == [-1, known[1, 1]]
 
 
+def unmixed(word: int) -> int:
+    """The word whose mix (`flatroll.kernels.rows.hash_table`) is ``word``; both in 64 bits."""
+    for shift, factor in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9)):
+        word ^= word >> shift ^ word >> 2 * shift
+        word = word * pow(factor, -1, 2**64) % 2**64
+    return word ^ word >> 30 ^ word >> 60
+
+
+def test_different_rows_of_one_hash_have_numbers_of_their_own(make_index) -> None:
+    """A row's hash is the mix of a sum of mixes: what one word adds to the sum, the other can take off."""
+    step = 0x9E3779B97F4A7C15
+    words = [[unmixed(1000 + i) - step, unmixed(1000 - i) - 2 * step] for i in range(6)]
+    rows = torch.tensor([[(word + 2**63) % 2**64 - 2**63 for word in row] for row in words])
+    assert len(hash_words(rows).unique()) == 1 and len(rows.unique()) == 12
+    index = make_index(2)
+    assert index.insert(rows[:4]).tolist() == [0, 1, 2, 3]
+    assert index.find(rows).tolist() == [0, 1, 2, 3, -1, -1]
+    assert index.insert(rows.flip(0)).tolist() == [4, 5, 3, 2, 1, 0]
+
+
 def test_rows_that_share_a_place_in_the_table_are_told_apart() -> None:
     rows = torch.arange(100_000).unsqueeze(-1)
     crowded = rows[(hash_words(rows) & 0xFFF) == 7]  # these all begin their search at place 7
@@ -68,6 +85,13 @@ def test_empty_batches_and_rows_without_words(make_index) -> None:
     nothing = make_index(0)
     assert nothing.insert(torch.empty(3, 0, dtype=torch.int64)).tolist() == [0, 0, 0]
     assert nothing.find(torch.empty(1, 0, dtype=torch.int64)).tolist() == [0]
+
+
+def test_room_is_made_for_the_first_row_that_does_not_fit(make_index) -> None:
+    index, rows = make_index(1), torch.arange(1000).unsqueeze(-1)
+    for count in (63, 64, 65, 127, 128, 129, 257):
+        index.insert(rows[len(index) : count])
+        assert index.words.equal(rows[:count]) and index.find(rows[:count]).equal(rows[:count, 0])
 
 
 def test_the_number_of_words_is_checked() -> None:
@@ -122,13 +146,17 @@ def test_compiled_and_torch_hashes_agree() -> None:
     assert hash_words(words).equal(hash_by_torch(words))
 
 
-def test_hashes_are_the_same_in_every_process() -> None:
-    script = (
-        "import torch\nfrom flatroll.kernels.rows.words import hash_words\n"
-        "print(hash_words(torch.tensor([[1, 2]])).item())"
+def test_hashes_are_the_same_in_every_process_and_version() -> None:
+    """Numbers that were written down: hashes are stored, and compared between machines."""
+    rows = torch.tensor([[1, 2], [-1, 2**62]])
+    assert (
+        hash_words(rows).tolist()
+        == hash_by_torch(rows).tolist()
+        == [
+            -4498564503783439789,
+            -6290478446292816599,
+        ]
     )
-    runs = {subprocess.check_output([sys.executable, "-c", script], text=True) for _ in range(2)}
-    assert runs == {f"{hash_words(torch.tensor([[1, 2]])).item()}\n"}
 
 
 def test_occurrences() -> None:
@@ -137,9 +165,59 @@ def test_occurrences() -> None:
     assert occurrences(ids[:0]).tolist() == []
 
 
+#: Rows that are not equal as bytes, but some of which are as numbers: zeros of both signs, NaNs of several bits.
+BITS_4 = [0, 1 << 31, 0x7FC00000, -0x400000, 0x7F800001, 0x7F800000, -0x800000, 0x3F800000, 1]
+BITS_8 = [0, 1 << 63, 0x7FF8 << 48, -(8 << 48), (0x7FF << 52) + 1, 0x7FF << 52, -(16 << 48), 0x3FF << 52, 1]
+
+
+def odd_floats(dtype: torch.dtype, rows: int, width: int, generator: torch.Generator) -> Tensor:
+    bits, words = (BITS_4, torch.int32) if dtype is torch.float32 else (BITS_8, torch.int64)
+    size = 8 * dtype.itemsize
+    signed = torch.tensor([(x + (1 << size - 1)) % (1 << size) - (1 << size - 1) for x in bits], dtype=words)
+    return signed[torch.randint(len(bits), (rows, width), generator=generator)].view(dtype)
+
+
+def values_of(rows: Tensor) -> list[tuple[float | str, ...]]:
+    return [tuple("nan" if x != x else x for x in row) for row in rows.detach().tolist()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("width", [0, 1, 2, 3, 4])
+def test_rows_that_are_not_copied_have_the_numbers_of_packed_ones(
+    kind: type, dtype: torch.dtype, width: int
+) -> None:
+    """Also rows of other memory: with gaps, backwards, of odd addresses, with gradients, from an expanded row."""
+    generator = torch.Generator().manual_seed(width)
+    many = odd_floats(dtype, 3000, width, generator)
+    wider = odd_floats(dtype, 40, width + 1, generator)
+    batches = [
+        many,
+        many[:0],
+        many[::7],
+        many.flip(0)[:50],
+        many[:1].expand(5, width),
+        many[:50].clone().requires_grad_(),
+        wider[:, :width],
+        wider[:, 1:],
+        wider.view(-1)[1 : 1 + 39 * width].view(39, width),  # of float32, off the words' addresses
+    ]
+    viewed, packed = (kind(pack_rows([many]).shape[1], torch.device("cpu")) for _ in range(2))
+    known: dict[tuple[float | str, ...], int] = {}
+    for rows in batches:
+        words, floats = view_rows([rows])
+        numbers, hashes = viewed.number(words, floats)
+        assert numbers.equal(packed.insert(pack_rows([rows])))
+        assert numbers.tolist() == [known.setdefault(row, len(known)) for row in values_of(rows)]
+        assert hashes.equal(hash_words(pack_rows([rows])))
+        assert viewed.number(words, floats, extend=False)[0].equal(numbers)
+    assert viewed.words.equal(packed.words) and len(viewed) == len(known)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_the_gpu() -> None:
     rows = torch.randint(50, (2000, 2))
     index, known = RowIndex(2, "cuda"), {}
     assert index.insert(rows.cuda()).tolist() == numbers_by_dict(known, rows)
+    assert index.find(rows).tolist() == [known[tuple(row)] for row in rows.tolist()]  # from host memory
     assert hash_words(rows.cuda()).cpu().equal(hash_words(rows))

@@ -28,6 +28,11 @@ def test_a_kl_above_the_target_raises_the_coefficient() -> None:
     assert adaptive().update(kl=12.0, n_steps=10) > 0.1 > adaptive().update(kl=1.0, n_steps=10)
 
 
+def test_one_update_takes_no_more_than_nine_tenths() -> None:
+    """1 - 0.2 * 10,000 / 100 would be -19, and -19 times the coefficient no coefficient."""
+    assert adaptive().update(kl=0.0, n_steps=10_000) == pytest.approx(0.01)
+
+
 @pytest.mark.parametrize("n_steps", [500, 10_000, 10**9])
 def test_the_coefficient_stays_positive(n_steps: int) -> None:
     controller = adaptive()

@@ -218,14 +218,29 @@ def test_the_estimator_of_the_kl_is_chosen(make_rollout: Make, prompts: PromptDa
     torch.testing.assert_close(value_of(batch, ("next", "reward_kl")), -0.5 * expected)
 
 
-def test_the_model_s_dropout_is_off_in_a_rollout_and_on_again_after_it(
-    make_rollout: Make, prompts: PromptData, model: Any
+class Doubtful(torch.nn.Module):
+    """`score`, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = torch.nn.Dropout(0.9)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, self.drop(score(input_ids, attention_mask)[1].float())
+
+
+def test_dropout_is_off_in_a_rollout_and_on_again_after_it(
+    make_rollout: Make, prompts: PromptData, model: Any, ref_model: Any
 ) -> None:
-    noisy = copy.deepcopy(model).train()
+    noisy, noisy_ref, doubtful = copy.deepcopy(model).train(), copy.deepcopy(ref_model).train(), Doubtful()
     noisy.transformer.h[0].eval()
-    batch = make_rollout(model=noisy, flat=True).rollout_from_data(prompts)
-    assert torch.equal(batch["action"], make_rollout(flat=True).rollout_from_data(prompts)["action"])
+    rollout = make_rollout(model=noisy, reward_model=doubtful, flat=True)
+    rollout.ref_model = noisy_ref
+    batch, expected = rollout.rollout_from_data(prompts), make_rollout(flat=True).rollout_from_data(prompts)
+    for key in ("action", ("next", "reward_raw"), ("next", "reward_kl")):
+        assert torch.equal(batch[key], expected[key])
     assert noisy.training and noisy.transformer.h[1].training and not noisy.transformer.h[0].training
+    assert noisy_ref.training and doubtful.drop.training
 
 
 def test_half_precision_has_log_probs_of_a_whole_pass(

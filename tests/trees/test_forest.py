@@ -258,6 +258,9 @@ def test_empty_batches_and_roots() -> None:
     assert len(forest) == 0 and forest.edges.count.shape == (0,)
     with pytest.raises(KeyError, match="the forest is empty"):
         forest.get_tree(at(0))
+    for unused in (forest, MCTSForest(observation_keys=["observation"])):
+        assert steps((0, 0, 1)) not in unused.node_map and steps((0, 0, 1)) not in unused.data_map
+        assert unused.find_edges(steps((0, 0, 1))).tolist() == [-1] and unused.hashes.shape == (0,)
     forest.extend(steps())
     assert len(forest) == 0 and forest.children(-1).tolist() == []
     forest.extend(steps((0, 0, 1)))

@@ -4,8 +4,9 @@ import io
 
 import pytest
 import torch
+from tensordict import TensorDict
 
-from flatroll.trees import BinaryToDecimal, HashToInt, RandomProjectionHash, SipHash
+from flatroll.trees import BinaryToDecimal, HashToInt, QueryModule, RandomProjectionHash, SipHash
 
 
 def saved_and_loaded(module: torch.nn.Module, other: torch.nn.Module) -> None:
@@ -96,3 +97,12 @@ def test_numbers_that_do_not_fit_are_refused(
     with pytest.raises(ValueError, match=message):
         module = BinaryToDecimal(bits, "cpu", dtype)
         module(rows)
+
+
+def test_hashes_of_several_numbers_and_those_that_are_no_tensors() -> None:
+    rows = TensorDict({"x": torch.tensor([[1, 2, 1], [2, 2, 3]])}, [2, 3])
+    query = QueryModule(["x"], hash_module=lambda x: torch.stack([x, -x], -1))
+    written = query(rows)
+    assert written["_index"].tolist() == [[0, 1, 0], [1, 1, 2]] and written["_hash"].shape == (2, 3, 2)
+    with pytest.raises(TypeError, match=r"must return a tensor for 'x', got list: .*as_tensor=True"):
+        QueryModule(["x"], hash_module=SipHash(as_tensor=False))(rows)
