@@ -115,7 +115,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("place", choices=PLACES, nargs="?", default="here", help="where envs are (%(default)s)")
+    parser.add_argument(
+        "place", choices=PLACES, nargs="?", default="here", help="where envs are (%(default)s)"
+    )
     parser.add_argument("--workers", type=int, default=4, help="processes, or actors (%(default)s)")
     parser.add_argument("--frames", type=int, default=10_000, help="rows to learn from (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of weights, actions and envs (%(default)s)")

@@ -13,5 +13,7 @@ def test_the_same_script_runs_here_and_with_processes(
 ) -> None:
     assert many_workers.main([*arguments, "--frames", "1120"]) == 0
     printed = capsys.readouterr().out
-    found = re.fullmatch(r"(\w+): return -?[\d,]+ after 1,120 frames, .*; lag .* windows, (\d+) at most\n", printed)
+    found = re.fullmatch(
+        r"(\w+): return -?[\d,]+ after 1,120 frames, .*; lag .* windows, (\d+) at most\n", printed
+    )
     assert found and found[1] == arguments[0] and int(found[2]) <= most, printed
