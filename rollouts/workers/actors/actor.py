@@ -84,7 +84,7 @@ class CollectorActor:
     ) -> tuple[Report, Any]:
         collector = self._collector
         if self._versions:
-            if version != self._versions[-1]:
+            if weights is not None or version != self._versions[-1]:
                 collector.update_policy_weights_(None if weights is None else unflatten_weights(*weights))
                 self._versions.append(version)
         else:

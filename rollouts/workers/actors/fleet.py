@@ -55,7 +55,7 @@ class Place:
     under_way: deque[list[Any]] = field(
         default_factory=deque
     )  # references to a report and to rows, oldest first
-    version: int = 0  # of the weights that were sent last
+    version: int = -1  # of the weights that were sent last
     served: int = 0  # when a window of it was taken last, as a running number
     windows: int = 0  # taken
     frames: int = 0  # collected, by all actors that had this place
@@ -139,7 +139,7 @@ class Fleet:
         self.next_writer += self._writers
         options = self._options_of(place, self.hired)
         self.hired += 1
-        place.frames_before, place.version, place.ended = place.frames, 0, False
+        place.frames_before, place.version, place.ended = place.frames, -1, False
         place.actor = self.calls.make(self._kind, place.options)
         place.starting = self.calls.call(place.actor, "start", place.env, *self.common, options)
         place.deadline = monotonic() + self._start_timeout

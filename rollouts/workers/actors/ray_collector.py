@@ -144,6 +144,7 @@ class RayCollector(Facts):
         self._buffer, self._storing = replay_buffer, storing_device or device
         self._by_reference = None if sync else getattr(self._buffer, "extend_reference", None)
         self._progress, self._bar, self._seeds = progress, ProgressBar(total_frames, None), seeds_of(seed)
+        self._made_there = policy_factory is not None
         self._threads, self._workers, self._count = num_threads, workers, count
         self._frames, self._rows, self._version, self._largest = 0, 0, 0, 0
         self._windows, self._lags = 0, [0, 0, 0]  # of windows, in versions: least, sum, largest
@@ -383,14 +384,16 @@ class RayCollector(Facts):
                 Default: the policy's own weights as they are now.
 
         Raises:
-            TypeError: the policy is no ``nn.Module``.
+            TypeError: the policy is no ``nn.Module``; or it is made in the actors, and no weights are given.
             ValueError: names or shapes of the weights have changed.
         """
         self._check_open()
+        if self._made_there:
+            if policy_or_weights is None:
+                raise TypeError("give the weights: the policy is made in the actors, by policy_factory")
+            self._publish(state_of(policy_or_weights))
+            return
         if policy_or_weights is not None and policy_or_weights is not self.policy:
-            if self.policy is None:
-                self._publish(state_of(policy_or_weights))
-                return
             copy_weights(self.policy, policy_or_weights)
         self._publish(self.policy.state_dict() if isinstance(self.policy, nn.Module) else None)
 

@@ -110,6 +110,9 @@ def test_a_function_as_policy_has_no_weights():
         assert actors.policy_version == 1
         with pytest.raises(TypeError, match=r"is no nn\.Module: it has no weights to update"):
             actors.update_policy_weights_({})
+    randomly = RayCollector(make_env, frames_per_batch=6, calls=FakeRay())
+    with pytest.raises(TypeError, match="NoneType"):
+        randomly.update_policy_weights_({})
 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch):

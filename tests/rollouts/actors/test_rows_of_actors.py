@@ -8,6 +8,7 @@ from fake_ray import FakeRay
 from list_collector import IDS, always_four, make
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
+from worker_envs import assert_equal, recurrent
 
 from flatroll.buffers import LazyTensorStorage, RayReplayBuffer, ReplayBuffer, SliceSampler
 from flatroll.rollouts import Collector, RayCollector
@@ -80,6 +81,17 @@ def test_compact_batches_of_several_actors_have_one_final():
         following = batch["observation"].roll(-1, 0)
         following[row] = compact.final["next", "observation"]
         assert torch.equal(following, full["next", "observation"])
+
+
+def test_recurrent_policies_with_states_in_few_rows():
+    torch.manual_seed(0)
+    policy = recurrent()
+    options = {"frames_per_batch": 11, "state_stride": 3, "compact_obs": True}
+    with collect(FakeRay(), policy=policy, num_collectors=2, total_frames=66, **options) as actors:
+        batches = list(actors)
+    single = {writer: Collector(make_env, policy, writer=writer, **options) for writer in (0, 1)}
+    for batch in batches:
+        assert_equal(batch, single[int(batch[IDS][0]) >> 40].rollout())
 
 
 @pytest.mark.parametrize("sync", [False, True], ids=["first come", "in step"])
@@ -189,12 +201,25 @@ def test_a_policy_made_in_the_actors_takes_weights_too():
         FakeRay(), policy=None, policy_factory=learned, sync=True, frames_per_batch=6, total_frames=12
     ) as actors:
         assert next(actors)["action"].flatten().tolist() == [0] * 6
+        with pytest.raises(TypeError, match="give the weights: the policy is made in the actors"):
+            actors.update_policy_weights_()
         policy = learned()
         policy.module.weight += 3
         actors.update_policy_weights_(policy)
         assert next(actors)["action"].flatten().tolist() == [3] * 6
         with pytest.raises(StopIteration):
             next(actors)
+
+
+def test_a_state_that_is_loaded_brings_its_weights():
+    policy = learned()
+    policy.module.weight += 2
+    with collect(FakeRay(), policy=policy, frames_per_batch=6) as actors:
+        state = actors.state_dict()
+    with collect(FakeRay(), policy=learned(), frames_per_batch=6) as actors:
+        actors.load_state_dict(state)
+        assert actors.policy_version == 0
+        assert next(actors)["action"].flatten().tolist() == [2] * 6
 
 
 def test_a_local_buffer_follows_trajectories_over_windows_of_all_actors():

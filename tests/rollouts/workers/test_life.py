@@ -248,7 +248,7 @@ def test_a_program_without_a_guard_that_just_ends(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, tmp_path / "program.py"], capture_output=True, text=True, timeout=100, check=False
     )
-    assert ran.returncode == 0 and not ran.stderr, ran.stderr
+    assert ran.returncode == 0 and "Error" not in ran.stderr, ran.stderr
     pids = ran.stdout.removeprefix("pids ").split()
     assert len(pids) == 2
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
