@@ -91,7 +91,7 @@ def measure_ends(repeats: int = 5) -> list[Finding]:
 
 
 def measure_starts() -> list[Finding]:
-    """Processor time of a worker to its first window, prepared or spawned; its memory; the tenth start over the first."""
+    """Processor time of a worker to its first window, prepared or spawned; its memory; late starts over early ones."""
     used: dict[str, float] = {}
     memory = 0.0
     ways: tuple[Literal["fork", "spawn"], ...] = "fork", "spawn"
