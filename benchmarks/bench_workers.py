@@ -100,16 +100,15 @@ def learn(frames: int, seeds: list[int], workers: int) -> None:
                 f"{workers} workers": many_workers.train("processes", workers, frames, seed),
             }
             for who, run in runs.items():
-                late = [value for _, value in run["curve"][len(run["curve"]) // 2 :]]
-                cells = [f"{run['return']:.0f}", f"{statistics.mean(late):.0f}", f"{run['s']:.1f}"]
+                cells = [f"{run['return']:.0f}", f"{run['s']:.1f}"]
                 lag = f"{run['lag']:.1f} ({run['most lag']})"
                 rows.append([f"{seed}", who, *cells, f"{run['start']:.1f}", lag])
                 print(
-                    f"seed {seed}, {who}: return {cells[0]} after {cells[2]} s", file=sys.stderr, flush=True
+                    f"seed {seed}, {who}: return {cells[0]} after {cells[1]} s", file=sys.stderr, flush=True
                 )
             one, many = runs.values()
             ratios.append(many["s"] / one["s"])
-    header = ["seed", "", "return, last 20 episodes", "second half", "s", "s to start", "lag, mean (most)"]
+    header = ["seed", "", "return, 16 episodes", "s", "s to start", "lag, mean (most)"]
     print(table(header, rows))
     print(
         f"\n{frames:,} frames each. Seconds with workers over those of one process: median "
