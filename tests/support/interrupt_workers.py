@@ -80,4 +80,5 @@ def interrupt(place: str, line: str, seconds: float) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(not all([interrupt(place, *when) for place, when in PLACES.items()]))
+    went_well = [interrupt(place, *when) for place, when in PLACES.items()]
+    sys.exit(not all(went_well))
