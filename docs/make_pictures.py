@@ -1,13 +1,14 @@
 """Draws the pictures of these pages: ``python docs/make_pictures.py`` (trains the demo twice, a few minutes).
 
 ``python docs/make_pictures.py first`` draws only the learning curves of the README's first training and the tree of a
-search, with ``tree`` only the latter, with ``text`` those of text rollouts.
+search, with ``tree`` only the latter, with ``text`` those of text rollouts, with ``workers`` who owns what.
 """
 
 import argparse
 import csv
 import re
 from pathlib import Path
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -113,16 +114,120 @@ def draw_text_rollout(texts: int = 3) -> Figure:
     return figure
 
 
+def draw_workers() -> Figure:
+    """Who owns what: processes as boxes, with the memory that they share between them."""
+    figure = Figure(figsize=(12.6, 7.4), layout="constrained")
+    axes = figure.add_subplot()
+
+    def box(x: float, y: float, size: tuple[float, float], colour: str, title: str, text: str = "") -> None:
+        axes.add_patch(Rectangle((x, y), *size, facecolor=colour, edgecolor="0.4"))
+        axes.text(x + 0.12, y + size[1] - 0.12, title, weight="bold", size=10.5, va="top")
+        axes.text(x + 0.12, y + size[1] - 0.48, text, size=8.5, va="top", linespacing=1.5)
+
+    def arrow(start: tuple[float, float], end: tuple[float, float], text: str = "", **style: Any) -> None:
+        look = {"arrowstyle": "-|>", "color": "0.25", "shrinkA": 0, "shrinkB": 0, "linewidth": 1.3} | style
+        axes.annotate("", end, start, arrowprops=look)
+        axes.text(
+            (start[0] + end[0]) / 2, (start[1] + end[1]) / 2 + 0.08, text, size=8, ha="center", color="0.25"
+        )
+
+    def cells(x: float, y: float, names: dict[str, str]) -> None:
+        for i, (name, colour) in enumerate(names.items()):
+            axes.add_patch(Rectangle((x + 1.55 * i, y), 1.45, 0.62, facecolor=colour, edgecolor="0.4"))
+            axes.text(x + 1.55 * i + 0.72, y + 0.31, name, size=8, ha="center", va="center")
+
+    blue, amber, green, grey = "#A9D0EA", "#FCE3B6", "#CDEBDD", "#E8E8E8"
+    axes.add_patch(Rectangle((-0.2, 1.55), 14.4, 6.85, facecolor="none", edgecolor="0.6", linestyle="--"))
+    axes.text(14.1, 8.28, "one machine", size=9, ha="right", va="top", color="0.4")
+    box(0, 1.8, (3.6, 6.3), "white", "owner", "the program that you start")
+    box(0.2, 6.25, (3.2, 1.05), green, "learner", "policy, optimizer")
+    box(
+        0.2,
+        4.2,
+        (3.2, 1.75),
+        blue,
+        "MultiCollector",
+        "waits on all sockets at once;\nreplaces workers that fail",
+    )
+    box(
+        0.2,
+        2.05,
+        (3.2, 1.85),
+        amber,
+        "ReplayBuffer",
+        "rows, index, priorities:\nonly this process writes them",
+    )
+    axes.add_patch(Rectangle((4.8, 1.8), 3.6, 6.3, facecolor="0.96", edgecolor="none"))
+    axes.text(6.6, 7.8, "anonymous shared memory", weight="bold", size=10.5, ha="center", va="center")
+    cells(5.1, 6.75, {"weights, v": "#9FDCC0", "v - 1": grey})
+    arrow((3.4, 7.0), (5.1, 7.0), "publish")
+    for i, y in enumerate((5.55, 4.15)):
+        box(
+            9.9,
+            y - 0.28,
+            (4.0, 1.18),
+            "#CFE4F3",
+            f"worker {i}: a Collector",
+            "its envs, a copy of the policy",
+        )
+        cells(
+            5.1,
+            y,
+            {"being read": "#F9C9B6", "being written": "#FCE3B6"}
+            if i
+            else {"free slot": "white", "being written": "#FCE3B6"},
+        )
+        arrow((9.9, y + 0.42), (8.1, y + 0.42), "rows, copied once")
+        axes.plot([3.4, 9.9], [y - 0.17, y - 0.17], color="0.5", linewidth=1.2, linestyle=":")
+    axes.text(
+        6.65,
+        5.17,
+        "unnamed sockets: short messages, errors, ends",
+        size=8,
+        ha="center",
+        color="0.35",
+    )
+    arrow(
+        (8.1, 7.0), (11.9, 6.45), "all fetch, before a step", connectionstyle="angle,angleA=0,angleB=90,rad=0"
+    )
+    arrow((5.1, 4.32), (3.4, 3.5), "", connectionstyle="arc3")
+    axes.text(4.25, 4.02, "extend", size=8, ha="center", color="0.25", rotation=25)
+    cells(5.1, 2.2, {"being read": "#F9C9B6", "free slot": "white"})
+    box(9.9, 1.85, (1.9, 1.4), amber, "any process", "buffer.handle():\nextend, sample")
+    arrow((9.9, 2.51), (8.1, 2.51), "rows, answers", arrowstyle="<|-|>")
+    arrow((5.1, 2.51), (3.4, 2.51), "", arrowstyle="<|-|>")
+    box(12.0, 1.85, (1.9, 1.4), grey, "Nursery", "prepared process:\nforks, watches, ends")
+    arrow((12.95, 3.25), (12.95, 3.87), "", linestyle="-", color="0.5")
+    box(9.9, 0.0, (4.0, 1.2), "#F9C9B6", "Ray actor", "a Collector, or a whole MultiCollector")
+    box(5.1, 0.0, (3.0, 1.2), grey, "Ray's object store", "a bounded number of windows")
+    arrow((9.9, 0.6), (8.1, 0.6), "windows")
+    arrow((5.1, 0.6), (1.8, 1.8), "", connectionstyle="angle,angleA=180,angleB=90,rad=0")
+    axes.text(3.45, 0.68, "RayCollector copies them out", size=8, ha="center", color="0.25")
+    axes.text(14.1, 1.43, "any machine", size=9, ha="right", va="top", color="0.4")
+    axes.set(xlim=(-0.3, 14.3), ylim=(-0.1, 8.5))
+    axes.set_aspect("equal")
+    axes.axis("off")
+    return figure
+
+
 def main() -> None:
     """Train, and save the pictures under docs/img."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the runs")
     parser.add_argument(
-        "which", nargs="?", choices=["first", "tree", "text", "all"], default="all", help="default: all"
+        "which",
+        nargs="?",
+        choices=["first", "tree", "text", "workers", "all"],
+        default="all",
+        help="default: all",
     )
     args = parser.parse_args()
     out: Path = args.out
     IMAGES.mkdir(exist_ok=True)
+    if args.which in ("workers", "all"):
+        draw_workers().savefig(IMAGES / "workers.png", dpi=100, bbox_inches="tight")
+    if args.which == "workers":
+        return
     if args.which in ("text", "all"):
         emit_a_token.save_curve(emit_a_token.train(), IMAGES / "text_curve.png")
         draw_text_rollout().savefig(IMAGES / "text.png", dpi=90)

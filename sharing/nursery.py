@@ -358,6 +358,8 @@ class _Helper:
         self.feed()  # the last exit codes
         self.control.close()
         self.gone = True
+        if not self._ready:  # it may still be importing, and has no workers
+            self._process.kill()
         try:
             self._process.wait(5)
         except subprocess.TimeoutExpired:  # stopped, or the system is very slow

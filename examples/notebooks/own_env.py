@@ -25,7 +25,7 @@ import numpy.typing as npt
 from gymnasium import spaces
 
 from flatroll.layout import audit, timeline_svg
-from flatroll.rollouts import Collector
+from flatroll.rollouts import Collector, MultiSyncCollector
 from flatroll.wrappers import RewardSum, StepCounter
 from flatroll.wrappers.testing import vector_env_problems
 
@@ -99,3 +99,19 @@ for batch in batches:
 
 # %%
 timeline_svg(batches[-1], color_by=("next", "reward"), title="Random heating: reward")
+
+# %% [markdown]
+# Slow envs can be stepped by several processes at once. Their function may be a lambda, and the class one of this
+# notebook. With a seed, each batch is the same in the next run, too.
+
+# %%
+with MultiSyncCollector(
+    lambda: gym.vector.SyncVectorEnv([GoodKettle] * 2),
+    num_workers=2,
+    frames_per_batch=100,
+    total_frames=200,
+    seed=0,
+) as workers:
+    for batch in workers:
+        assert audit(batch) == []
+        print("rows of each worker:", (batch["collector", "traj_ids"] >> 40).bincount().tolist())

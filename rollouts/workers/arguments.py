@@ -5,13 +5,14 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
 from tensordict import TensorDictBase
 from torch import nn
 
-from flatroll.layout.checks import writer_number
+from flatroll.layout.checks import whole_number, writer_number
 from flatroll.rollouts.arguments import check_counts, check_together
 from flatroll.rollouts.collector import Collector
 from flatroll.sharing.weights import SharedWeights
@@ -47,7 +48,9 @@ def check_modes(modes: Modes, workers: int, frames: int, trajs: int | None, spli
     for name, count, least in (("max_failures", modes.max_failures, 0), ("slots", modes.slots, 1)):
         if isinstance(count, bool) or not hasattr(count, "__index__") or count < least:
             raise ValueError(f"{name} must be an integer of at least {least}, got {count!r}")
-    if modes.step_timeout is not None and not modes.step_timeout > 0:
+    if modes.step_timeout is not None and not (
+        isinstance(modes.step_timeout, Real) and modes.step_timeout > 0
+    ):
         raise ValueError(
             f"step_timeout must be a positive number of seconds or None, got {modes.step_timeout!r}"
         )
@@ -66,7 +69,7 @@ def check_modes(modes: Modes, workers: int, frames: int, trajs: int | None, spli
         raise ValueError(
             "preemptive_threshold needs sync=True: asynchronous workers do not wait for one another"
         )
-    if threshold is not None and not 0 < threshold <= 1:
+    if threshold is not None and not (isinstance(threshold, Real) and 0 < threshold <= 1):
         raise ValueError(f"preemptive_threshold must be a share of the workers in (0, 1], got {threshold!r}")
     if modes.cat_results not in (0, "stack"):
         raise ValueError(f'cat_results must be 0 or "stack", got {modes.cat_results!r}')
@@ -110,12 +113,13 @@ def one_for_each(
 ) -> tuple[list[Any], list[Callable[[], Any] | None]]:
     """The env function and the policy function of each worker."""
     functions = create_env_fn
+    count = None if num_workers is None else whole_number("num_workers", num_workers)
     if not isinstance(functions, (list, tuple)):
-        functions = [functions] * (1 if num_workers is None else num_workers)
-    if not functions or num_workers not in (None, len(functions)):
-        raise ValueError(
-            f"num_workers must be at least 1 and the number of functions, got {num_workers} and {len(functions)}"
-        )
+        functions = [functions] * (count or 1)
+    if not functions:
+        raise ValueError("create_env_fn must be a function or a list of some, got an empty list")
+    if count not in (None, len(functions)):
+        raise ValueError(f"num_workers must be the number of functions, {len(functions)}, got {num_workers}")
     for function in functions:
         parts: Sequence[Any] = function if splits > 1 and isinstance(function, (list, tuple)) else [function]
         for part in parts:

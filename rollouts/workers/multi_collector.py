@@ -412,6 +412,13 @@ class MultiCollector(Facts):
         """The same as `shutdown`."""
         self.shutdown(timeout)
 
+    def __getstate__(self) -> Any:
+        """Refuse to pickle or copy a collector: its workers are those of this process."""
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled or copied, since its workers belong to this process: pickle "
+            "its state_dict(), and load it into a new one"
+        )
+
     def _raise_error(self) -> None:
         self._supply.raise_error()
 

@@ -202,7 +202,7 @@ class Team:
         _LOG.warning(
             "%s failed and is %s: %s: %s",
             member.worker.name,
-            "dropped" if successor is None else f"replaced by {successor.worker.name}",
+            "dropped" if successor is None else f"replaced by pid {successor.worker.pid}",
             type(error).__name__,
             str(error),  # the error itself would keep the worker's memory, where records of the log are kept
         )

@@ -271,3 +271,12 @@ def test_elsewhere_workers_are_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with Nursery() as nursery:
         assert nursery.start_method == "spawn"
+
+
+def test_closing_does_not_wait_for_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_to_import.py").write_text("import time; time.sleep(1000)")
+    monkeypatch.syspath_prepend(tmp_path)
+    nursery = Nursery(preload=["slow_to_import"])
+    began = time.monotonic()
+    nursery.close()
+    assert time.monotonic() - began < 4.9  # it did not run into its limit

@@ -1,6 +1,8 @@
 """What collectors with workers refuse, and what they say."""
 
+import copy
 import os
+import pickle
 import threading
 from functools import partial
 from typing import Any
@@ -21,8 +23,10 @@ LOCK = threading.Lock()
     ("env", "options", "error", "message"),
     [
         (Seeded, {"frames_per_batch": 2, "num_workers": 3}, ValueError, "frames_per_batch=2 is less than a row"),
-        (Seeded, {"num_workers": 0}, ValueError, "num_workers must be at least 1 and the number of functions, got 0"),
-        ([Seeded], {"num_workers": 2}, ValueError, "the number of functions, got 2 and 1"),
+        (Seeded, {"num_workers": 0}, ValueError, "num_workers must be an integer of at least 1, got 0"),
+        (Seeded, {"num_workers": 2.0}, ValueError, "num_workers must be an integer of at least 1, got 2.0"),
+        ([Seeded], {"num_workers": 2}, ValueError, "num_workers must be the number of functions, 1, got 2"),
+        ([], {}, ValueError, "a function or a list of some, got an empty list"),
         (Seeded(), {}, TypeError, "create_env_fn must be a function that makes an env, since each"),
         (Seeded, {"frames": 1}, TypeError, "unknown arguments frames: of Collector's, workers take"),
         (Seeded, {"interruptor": LOCK}, TypeError, "use preemptive_threshold, pause"),
@@ -33,6 +37,7 @@ LOCK = threading.Lock()
         (Seeded, {"max_failures": -1}, ValueError, "max_failures must be an integer of at least 0, got -1"),
         (Seeded, {"slots": 0}, ValueError, "slots must be an integer of at least 1, got 0"),
         (Seeded, {"step_timeout": 0}, ValueError, "step_timeout must be a positive number of seconds"),
+        (Seeded, {"step_timeout": "1"}, ValueError, "positive number of seconds or None, got '1'"),
         (Seeded, {"seed": -1}, ValueError, "seed must be an integer of at least 0, or None, got -1"),
         (Seeded, {"seed": "a"}, ValueError, "seed must be an integer of at least 0, or None, got 'a'"),
         (Seeded, {"writer": 2**23 - 1, "num_workers": 2}, ValueError, "writer"),
@@ -40,6 +45,7 @@ LOCK = threading.Lock()
         (Seeded, {"trajs_per_batch": 1, "num_workers": 2}, ValueError, "trajs_per_batch=1 is less than a traj"),
         (Seeded, {"trajs_per_batch": 1, "track_traj_ids": False}, ValueError, "trajs_per_batch needs"),
         (Seeded, {"preemptive_threshold": 2}, ValueError, r"a share of the workers in \(0, 1\], got 2"),
+        (Seeded, {"preemptive_threshold": "half"}, ValueError, r"a share of the workers in \(0, 1\], got 'half'"),
         (Seeded, {"preemptive_threshold": 0.5, "sync": False}, ValueError, "preemptive_threshold needs sync=True"),
         (Seeded, {"sync": None}, TypeError, "sync must be True or False, got None"),
         (Seeded, {"cat_results": 1}, ValueError, 'cat_results must be 0 or "stack", got 1'),
@@ -78,6 +84,15 @@ def test_weights_for_a_policy_without_any(nursery: Nursery) -> None:
             collector.update_policy_weights_({"weight": torch.zeros(1)})
         collector.update_policy_weights_()  # counts
         assert (next(collector)["collector", "policy_version"] == 1).all()
+
+
+def test_a_copy_is_refused(nursery: Nursery) -> None:
+    with MultiSyncCollector(Seeded, frames_per_batch=4, nursery=nursery) as collector:
+        for way in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(
+                TypeError, match=r"a MultiSyncCollector cannot be pickled .* its state_dict\(\)"
+            ):
+                way(collector)
 
 
 def test_more_workers_than_cores_is_a_note(nursery: Nursery, caplog: pytest.LogCaptureFixture) -> None:
