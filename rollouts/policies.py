@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,6 +149,30 @@ def copy_weights(policy: Any, weights: Any) -> None:
         own.data.update_(weights.data)
         return
     policy.load_state_dict(weights.state_dict() if isinstance(weights, nn.Module) else weights)
+
+
+def refuse_hidden_weights(policy: Any) -> None:
+    """Raise TypeError for a callable that uses a module without being one, before its weights are updated.
+
+    Other processes act with copies of it, module included, and an update finds no weights to bring there. Looked at
+    are variables and attributes, arguments of a `functools.partial`, and the object whose method it is.
+    """
+    held: dict[Any, Any] = {}
+    if isinstance(policy, partial):
+        held, policy = dict(enumerate(policy.args)) | policy.keywords, policy.func
+    owner = getattr(policy, "__self__", policy)
+    held |= {"self": owner} | getattr(owner, "__dict__", {})
+    function = getattr(policy, "__func__", policy)
+    if inspect.isfunction(function):
+        used = inspect.getclosurevars(function)
+        held |= {**used.nonlocals, **used.globals}
+    for name, part in held.items():
+        if isinstance(part, nn.Module) and part.state_dict():
+            raise TypeError(
+                f"the policy is no nn.Module but uses one, {name!r} ({type(part).__name__}), of which each worker has "
+                "a copy: an update would not reach it. Give the module as the policy, or make the policy an nn.Module "
+                "that has it as a part"
+            )
 
 
 def takes(function: Any, name: str) -> bool:

@@ -68,11 +68,15 @@ class Delivery:
         """
         if self._stack or self._storing is not None or not getattr(self._buffer, "copies_rows", False):
             return False
-        for _, window, _ in filled:
+        for member, window, _ in filled:
             with window:
                 columns, *finals = window.tables
                 final = {"final": nest(finals[0], len(finals[0]["row"]))} if finals else {}
-                self._buffer.extend(nest(columns, *window.note.shape), **final)
+                try:
+                    self._buffer.extend(nest(columns, *window.note.shape), **final)
+                except (KeyError, TypeError, ValueError) as error:
+                    error.add_note(f"in the rows of {member.worker.name}")
+                    raise
         self.final = None
         return True
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -131,6 +131,8 @@ class InStep(Gatherer):
         asks = [ask for ask in self._asks if ask.member is event.member and not ask.answered]
         if not event.lost:
             asks[0].answered, asks[0].window, asks[0].fresh = True, event.window, event.fresh
+            if len(asks) > 1 and event.window is not None:
+                event.window.keep()  # its next window needs a free slot before the batch is complete
             return
         for ask in asks:
             if event.successor is not None:
@@ -205,6 +207,7 @@ class InTurn(Gatherer):
         member = event.member
         if event.window is not None:
             self._queue.append(Filled(member, event.window, event.fresh))
+            member.since = inf  # it may have to wait for a free slot, until one of its windows is served
         elif not event.lost:
             member.ended = True
             self.frames += event.fresh

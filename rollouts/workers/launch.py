@@ -22,7 +22,7 @@ class Launcher:
         policy: what each worker gets a copy of, unless a function makes it there.
         weights, first_version: see `work`.
         seed_sequence: of which each worker takes the next child.
-        frames_per_batch: rows of a batch, of which each worker's collector makes room for a part.
+        rows: of the windows of each place.
         trajs: complete trajectories of each worker's batch; None: any rows.
         random_frames: rows with random actions, of all.
         options: further arguments of `work` and of `Collector`.

@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from flatroll.layout.inspect.text import Facts
+from flatroll.rollouts.policies import refuse_hidden_weights
 from flatroll.rollouts.workers.arguments import (
     Modes,
     check_modes,
@@ -287,10 +288,12 @@ class MultiCollector(Facts):
                 the caller has changed.
 
         Raises:
-            TypeError: weights were given, and the policy is no ``nn.Module``.
+            TypeError: the policy is no ``nn.Module``, and weights were given, or it uses a module that has some.
             ValueError: names, shapes or dtypes differ from the policy's; nothing is changed.
         """
         self._raise_error()
+        if not isinstance(self.policy, nn.Module):
+            refuse_hidden_weights(self.policy)
         if policy_or_weights is not None and not isinstance(self.policy, nn.Module):
             raise TypeError(
                 f"the policy, {type(self.policy).__name__}, is no nn.Module: it has no weights to update"

@@ -31,7 +31,7 @@ class Member:
     told: int | None = None  # up to how many rows it was last told to collect; -1: without end
     ended: bool = False  # it has done so
     overdue: TimeoutError | None = None  # why it was killed
-    since: float = 0.0  # when it last had nothing to do, or was heard of
+    since: float = 0.0  # when it last had nothing to do, or was heard of; inf while it waits for the owner
 
     def idle(self) -> float:
         """Seconds since it began the step under way, or was given something to do; 0 while it makes its collector."""

@@ -135,6 +135,18 @@ def test_other_columns_get_other_memory_while_older_windows_are_read() -> None:
     assert torch.equal(first.tables[0]["obs"], torch.ones(5, 3))
 
 
+def test_a_slot_of_older_memory_frees_none_of_the_newer() -> None:
+    inbox, outbox = mailbox()
+    windows = []
+    for place, rows in enumerate((2, 4)):
+        outbox.put({"a": torch.full((rows,), place)})
+        windows.append(inbox.take())
+    windows[0].release()  # of the block before, in the slot that the second window has in the new one
+    outbox.put({"a": torch.full((4,), 2)})
+    assert windows[1].tables[0]["a"].tolist() == [1] * 4
+    assert inbox.take().tables[0]["a"].tolist() == [2] * 4
+
+
 def test_a_writer_waits_until_a_slot_is_given_back() -> None:
     here, there = Channel.pair()
     inbox, outbox = Inbox(here), Outbox(there, slots=2)

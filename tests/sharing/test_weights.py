@@ -46,6 +46,24 @@ def test_a_writer_that_stops_in_the_middle_leaves_the_version_before() -> None:
     assert (mine["weight"] == 1).all()
 
 
+@pytest.mark.parametrize("updates", [1, 2, 3])
+def test_updates_while_weights_are_read_give_no_mixture(updates: int) -> None:
+    weights, mine, reads = SharedWeights(filled(0)), filled(-1), 0
+
+    class Reader(dict[str, torch.Tensor]):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            nonlocal reads
+            reads += 1
+            if reads == 5:  # three are checked, and the first of three was copied
+                for version in range(1, updates + 1):
+                    weights.publish(filled(version))
+            return super().__getitem__(name)
+
+    version = weights.fetch_into(Reader(mine))
+    assert version == (0 if updates == 1 else updates)  # version 0 was still whole after one update
+    assert {float(value.double().mean()) for value in mine.values()} == {version}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -11,7 +11,7 @@ from torch import nn
 
 from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
-from flatroll.rollouts.policies import copy_weights
+from flatroll.rollouts.policies import copy_weights, refuse_hidden_weights
 from flatroll.rollouts.progress import ProgressBar
 from flatroll.rollouts.workers.actors.actor import CollectorActor
 from flatroll.rollouts.workers.actors.arguments import (
@@ -384,7 +384,8 @@ class RayCollector(Facts):
                 Default: the policy's own weights as they are now.
 
         Raises:
-            TypeError: the policy is no ``nn.Module``; or it is made in the actors, and no weights are given.
+            TypeError: the policy is no ``nn.Module``, and weights are given, or it uses a module; or it is made in the
+                actors, and no weights are given.
             ValueError: names or shapes of the weights have changed.
         """
         self._check_open()
@@ -393,6 +394,8 @@ class RayCollector(Facts):
                 raise TypeError("give the weights: the policy is made in the actors, by policy_factory")
             self._publish(state_of(policy_or_weights))
             return
+        if not isinstance(self.policy, nn.Module):
+            refuse_hidden_weights(self.policy)
         if policy_or_weights is not None and policy_or_weights is not self.policy:
             copy_weights(self.policy, policy_or_weights)
         self._publish(self.policy.state_dict() if isinstance(self.policy, nn.Module) else None)

@@ -115,6 +115,16 @@ def test_a_function_as_policy_has_no_weights():
         randomly.update_policy_weights_({})
 
 
+def test_weights_that_an_update_would_not_reach():
+    net = torch.nn.Linear(3, 5)
+    with RayCollector(
+        make_env, lambda observation: net(observation), frames_per_batch=6, calls=FakeRay()
+    ) as actors:
+        with pytest.raises(TypeError, match=r"uses one, 'net' \(Linear\), of which each worker has a copy"):
+            actors.update_policy_weights_()
+        assert actors.policy_version == 0
+
+
 def test_without_ray_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     for make_one in (

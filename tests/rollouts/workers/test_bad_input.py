@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from worker_envs import ItsWeight, Seeded
 
+from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.rollouts import MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from flatroll.rollouts.policies import refuse_hidden_weights
 from flatroll.sharing import Nursery
 
 LOCK = threading.Lock()
@@ -93,6 +95,48 @@ def test_a_copy_is_refused(nursery: Nursery) -> None:
                 TypeError, match=r"a MultiSyncCollector cannot be pickled .* its state_dict\(\)"
             ):
                 way(collector)
+
+
+class Agent:
+    def __init__(self) -> None:
+        self.net = ItsWeight()
+
+    def act(self, obs: torch.Tensor) -> torch.Tensor:
+        return self.net(obs)
+
+
+def act_with(net: nn.Module, obs: torch.Tensor) -> torch.Tensor:
+    acted: torch.Tensor = net(obs)
+    return acted
+
+
+def test_weights_that_an_update_would_not_reach(nursery: Nursery) -> None:
+    net = ItsWeight()
+    policies: Any = [lambda obs: net(obs), Agent().act, partial(act_with, net), partial(act_with, net=net)]
+    for policy in policies[:3]:
+        with MultiSyncCollector(Seeded, policy, frames_per_batch=4, nursery=nursery) as collector:
+            assert len(next(collector)) == 4  # a policy that stays as it is
+            with pytest.raises(
+                TypeError, match=r"no nn\.Module but uses one, .*ItsWeight\), of which each worker"
+            ):
+                collector.update_policy_weights_()
+            assert collector.policy_version == 0
+    for policy in (None, len, act_with, Agent):
+        refuse_hidden_weights(policy)
+    with pytest.raises(TypeError, match="uses one, 'net'"):
+        refuse_hidden_weights(policies[3])
+
+
+def test_a_buffer_that_refuses_rows_says_whose(nursery: Nursery) -> None:
+    double = [Seeded, lambda: gym.wrappers.DtypeObservation(Seeded(), "float64")]
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000))
+    with (
+        MultiAsyncCollector(double, frames_per_batch=4, replay_buffer=buffer, nursery=nursery) as collector,
+        pytest.raises(ValueError, match=r"batch\['observation'\] is torch.float") as caught,
+    ):
+        while True:
+            next(collector)
+    assert any("in the rows of worker " in note for note in caught.value.__notes__)
 
 
 def test_more_workers_than_cores_is_a_note(nursery: Nursery, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,34 @@ def test_a_stopped_worker_is_replaced(sync: bool, nursery: Nursery) -> None:
         for _ in range(5):
             next(collector)
         assert collector.stats()["failures"] >= 1
+
+
+def test_workers_that_stand_in_for_another_need_a_slot_for_each_share(nursery: Nursery) -> None:
+    """The slow worker is at its own share when it is asked for that of the one that dies."""
+    with MultiSyncCollector(
+        [lambda: Faulty(lambda: time.sleep(0.02)), lambda: Faulty(dies)],
+        frames_per_batch=24,
+        slots=1,
+        step_timeout=5,
+        on_failure="drop",
+        nursery=nursery,
+    ) as collector:
+        batches = [next(collector) for _ in range(3)]
+    assert [len(batch) for batch in batches] == [24] * 3
+    rows = torch.cat(batches)
+    for id in rows[IDS].unique():
+        steps = rows["observation"][rows[IDS] == id][:, 2]
+        assert steps.tolist() == list(range(len(steps)))
+
+
+def test_a_worker_that_waits_for_a_slow_learner_is_not_overdue(nursery: Nursery) -> None:
+    with MultiAsyncCollector(
+        Seeded, num_workers=3, frames_per_batch=4, slots=1, step_timeout=0.2, nursery=nursery
+    ) as collector:
+        for _ in range(6):
+            next(collector)
+            time.sleep(0.25)
+        assert collector.stats()["failures"] == 0
 
 
 def test_kills_with_replacement(nursery: Nursery) -> None:

@@ -15,7 +15,7 @@ import torch
 from worker_envs import Faulty, ItsWeight, Seeded, assert_equal, envs, falls, hangs, stop_myself
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
-from flatroll.rollouts import MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from flatroll.rollouts import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from flatroll.sharing import Nursery
 
 IDS = ("collector", "traj_ids")
@@ -177,6 +177,16 @@ def test_two_runs_with_a_seed_are_bit_equal_and_resumed_ones_are_new(nursery: Nu
     for one, other in zip(*runs, strict=True):
         assert_equal(one, other)
     assert len(set(torch.cat(runs[0])["observation"][:, 0].tolist())) == 44  # the workers differ
+
+
+def test_workers_in_fresh_interpreters() -> None:
+    with MultiSyncCollector(
+        envs(2), ItsWeight(), frames_per_batch=7, seed=3, start_method="spawn", compact_obs=True
+    ) as collector:
+        alone = Collector(envs(2), ItsWeight(), frames_per_batch=7, seed=collector.seeds[0], compact_obs=True)
+        for _ in range(2):
+            assert_equal(next(collector), next(alone))
+            assert_equal(collector.final, alone.final)
 
 
 def test_states(nursery: Nursery) -> None:

@@ -4,6 +4,7 @@ import os
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,11 @@ from worker_envs import Faulty, ItsWeight, Seeded, envs
 from flatroll.buffers import LazyTensorStorage, ListStorage, ReplayBuffer, SliceSampler
 from flatroll.layout import split_trajectories
 from flatroll.rollouts import MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from flatroll.sharing import Nursery
+from flatroll.rollouts.workers.delivery import Delivery
+from flatroll.rollouts.workers.gather import Filled
+from flatroll.rollouts.workers.messages import Note, Signals
+from flatroll.rollouts.workers.worker import Watch
+from flatroll.sharing import Nursery, SharedWeights
 from flatroll.wrappers import RewardSum
 
 IDS = ("collector", "traj_ids")
@@ -109,6 +114,20 @@ def test_early_end_of_a_batch_loses_nothing(nursery: Nursery) -> None:
         for id in rows[IDS].unique():
             steps = rows["observation"][rows[IDS] == id][:, 2]
             assert steps.tolist() == list(range(len(steps)))
+
+
+def test_one_window_is_cut_and_not_the_next() -> None:
+    signals = Signals()
+    watch = Watch(signals, SharedWeights({}), 0, None, looks=False, timed=False)
+    watch.attach(SimpleNamespace())  # type: ignore[arg-type]
+    cuts = []
+    for window in (1, 2, 3):
+        watch.begin_window()
+        cuts.append(watch.is_set())
+        if window != 2:
+            signals.cut(window)
+        cuts.append(watch.is_set())
+    assert cuts == [False, True, False, False, False, True]
 
 
 def test_stacked_and_padded(nursery: Nursery) -> None:
@@ -260,6 +279,40 @@ def test_kept_batches_hold_no_mappings(nursery: Nursery) -> None:
     for id in steps[IDS].unique():  # nobody wrote into them
         mine = steps["observation"][steps[IDS] == id][:, 2]
         assert mine.tolist() == list(range(len(mine)))
+
+
+class Reused:
+    """A window whose memory is written to as soon as it is given back."""
+
+    def __init__(self, first: int) -> None:
+        reward = torch.arange(first, first + 3.0)
+        final = {"row": torch.tensor([2]), "next": torch.tensor([float(first)])}
+        self.tables: list[Any] = [{"reward": reward}, final]
+        self.note = Note(3, 3, (3,), 0, 0.0, None)
+
+    def release(self) -> None:
+        for table in self.tables:
+            for column in table.values():
+                column.fill_(-1)
+        self.tables = []
+
+    def __enter__(self) -> "Reused":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_windows_are_given_back_after_their_rows_were_copied(count: int) -> None:
+    member = SimpleNamespace(worker=SimpleNamespace(name="worker 0"))
+    filled: Any = [Filled(member, Reused(3 * i), 3) for i in range(count)]  # type: ignore[arg-type]
+    delivery = Delivery(None, None, True, False)
+    batch = delivery.batch(filled)
+    assert batch["reward"].tolist() == list(range(3 * count)) and delivery.final is not None
+    assert delivery.final["row"].tolist() == [2, 5][:count]
+    assert delivery.final["next"].tolist() == [0, 3][:count]
+    assert not any(window.tables for _, window, _ in filled)
 
 
 def test_hooks_run_in_the_worker(nursery: Nursery) -> None:
