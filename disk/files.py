@@ -145,7 +145,7 @@ def will_need(mapped: Tensor, begin: int, length: int) -> None:
     _SYSTEM.madvise(address, ctypes.c_size_t(length), mmap.MADV_WILLNEED)
 
 
-def publish(folder: Path, name: str, chunks: Iterable[Buffer], *, synced: bool) -> None:
+def publish(folder: Path, name: str, chunks: Iterable[Buffer], *, synced: bool, named: bool = True) -> None:
     """Write a file so that it is there whole or not at all, by whatever the writing is interrupted.
 
     Args:
@@ -153,6 +153,7 @@ def publish(folder: Path, name: str, chunks: Iterable[Buffer], *, synced: bool) 
         name: one that no file there has.
         chunks: its bytes.
         synced: return once it is on the disk.
+        named: and its name, too; False leaves that to a `sync_folder`, one for several files.
 
     Raises:
         OSError: the disk is full or failed. Nothing of the file is left: who tries again writes it anew, since the
@@ -171,7 +172,7 @@ def publish(folder: Path, name: str, chunks: Iterable[Buffer], *, synced: bool) 
             close(descriptor)
         rename(temporary, path)
         made.append(path)
-        if synced:
+        if synced and named:
             sync_folder(folder)
     except BaseException:
         for leftover in made:

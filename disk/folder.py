@@ -17,6 +17,7 @@ from flatroll.disk.loading import (
     LoadedVersion,
     ReadOptions,
     load_version,
+    newest_whole,
     recover_rows,
     whole_manifests,
 )
@@ -42,6 +43,8 @@ class Folder:
         write: whether to write; the folder is locked until `close`.
         sync: return from `append` and `publish` once the data are on the disk, safe from a power loss. With False they
             are safe from the end of the process only. Default True.
+        log: whether rows are safe when `append` returns, for `recover`. With False they are when `publish` does, which
+            syncs the names of all files at once. Default True.
         keep: number of versions that stay. Default 2.
         overwrite: begin anew in a folder that holds rows or versions, which go as new versions come. Default False: a
             writer goes on from what it has loaded.
@@ -84,6 +87,7 @@ class Folder:
         *,
         write: bool = False,
         sync: bool = True,
+        log: bool = True,
         keep: int = 2,
         overwrite: bool = False,
         resume: Version | None = None,
@@ -92,7 +96,8 @@ class Folder:
         max_bytes: int | None = None,
     ) -> None:
         self.path = Path(path)
-        self._write, self._sync, self._overwrite = write, sync, overwrite
+        self._write, self._sync, self._log, self._overwrite = write, sync, log, overwrite
+        self._unsettled = False  # whether names of published rows may not be on the disk yet
         self._keep = whole_number("keep", keep)
         self._segment_bytes = whole_number("segment_bytes", segment_bytes)
         self._segment_rows = MOST_ROWS if segment_rows is None else whole_number("segment_rows", segment_rows)
@@ -183,37 +188,22 @@ class Folder:
         Args, errors: as for `load`.
         """
         with self._turn:
-            damage: dict[int, str] = {}
-            while True:
-                present = self.versions() if number is None else [number]
-                untried = [version for version in present if version not in damage]
-                if not untried:
-                    break
-                try:
-                    result = use(self._go_on_from(untried[0]))
-                except DamagedFileError as error:
-                    damage[untried[0]] = f"version {untried[0]}: {error}"
-                    newest = max(self.versions(), default=0)
-                    self._damaged.add(untried[0])
-                    if (
-                        strict and newest <= untried[0]
-                    ):  # else a writer has published a newer one, and removed this
-                        raise DamagedFileError(f"{self.path}, {damage[untried[0]]}") from None
-                    continue
-                lost = [text for version, text in damage.items() if version > untried[0]]
-                if lost:
-                    warnings.warn(
-                        f"{self.path}: version {untried[0]} (rows {self.head} to {self.end - 1}) was loaded, since "
-                        f"newer ones are damaged and lost: {'; '.join(lost)}",
-                        RuntimeWarning,
-                        stacklevel=3,
-                    )
-                return result
-            if damage:
-                raise DamagedFileError(
-                    f"{self.path} has no version that is whole: {'; '.join(damage.values())}"
+            present = self.versions if number is None else lambda: [number]
+            result, found, lost = newest_whole(
+                self.path,
+                present,
+                lambda version: use(self._go_on_from(version)),
+                self._damaged,
+                strict=strict,
+            )
+            if lost:
+                warnings.warn(
+                    f"{self.path}: version {found} (rows {self.head} to {self.end - 1}) was loaded, since newer ones are "
+                    f"damaged and lost: {'; '.join(lost)}",
+                    RuntimeWarning,
+                    stacklevel=3,
                 )
-            raise FileNotFoundError(f"{self.path} holds no version{'' if number is None else f' {number}'}")
+            return result
 
     def recover(self) -> range:
         """Take all rows that were published, whether a version names them or not, and return their numbers.
@@ -328,9 +318,10 @@ class Folder:
             )
             text = manifest.encode()
             self._clear_once()
-            if record is not None:
-                files.publish(self.path, record.name, chunks, synced=self._sync)
             try:
+                if record is not None:
+                    files.publish(self.path, record.name, chunks, synced=self._sync, named=False)
+                self._settle(record is not None)
                 files.publish(self.path, manifest_name(version.number), [text], synced=self._sync)
                 self._kept, self.version = [manifest, *self._kept][: self._keep], version
             finally:
@@ -381,8 +372,7 @@ class Folder:
                 known = own.get((segment.name[:2], segment.record[1:]))
                 self._number += known is None
                 adopted.append(known or segment.share(self.path, name, synced=self._sync))
-            if self._sync:
-                files.sync_folder(self.path)
+            self._unsettled = True
             self._segments, self._columns = adopted, adopted[-1].schema if adopted else {}
             self.end = adopted[-1].end if adopted else self.end
             self.head = max(self.head, adopted[0].first) if adopted else self.end
@@ -469,14 +459,30 @@ class Folder:
         name = RowsName(first, end, self._line, self._number)
         self._number += 1
         header, chunks = encode_segment(name, parts)
-        files.publish(self.path, str(name), chunks, synced=self._sync)
+        files.publish(self.path, str(name), chunks, synced=self._sync, named=self._log)
+        self._unsettled |= not self._log
         unused = self._segments[old]
         self._segments[old] = [Segment(self.path, name, header)]
         if unused:
             self._remove_unused()
 
+    def _settle(self, more: bool = False) -> None:
+        """Sync the names of published rows, and with ``more`` of other files."""
+        if self._sync and (more or self._unsettled):
+            try:
+                files.sync_folder(self.path)
+            except OSError:
+                # The system may forget what a failed sync did not write: another writer must write these rows anew.
+                if self._unsettled:
+                    self.close()
+                raise
+        self._unsettled = False
+
     def _remove_unused(self) -> None:
-        """Remove what no kept version names and this run does not need."""
+        """Remove what no kept version names and this run does not need, once what takes its place is on the disk."""
+        if self._lock is None:
+            return
+        self._settle()
         own = {LOCK, *(str(segment.name) for segment in self._segments)}
         remove_all_but(self.path, own.union(*(manifest.names for manifest in self._kept)), synced=self._sync)
 

@@ -102,24 +102,24 @@ def remove_all_but(path: Path, needed: Set[str], *, synced: bool) -> None:
     Args:
         path: of the folder.
         needed: names of the files that stay.
-        synced: wait until each step is on the disk before the next.
+        synced: wait until each step with rows is on the disk before the next.
     """
 
     def remove(names: list[str]) -> None:
         for name in names:
             files.remove(path / name)
-        if names and synced:
-            files.sync_folder(path)
 
     listing = Listing.of(path)
     unused = {name for name in listing.rows if str(name) not in needed}
     inside = covered(unused, listing.rows)
     try:
-        # Manifests before their files: no version is left that misses some.
+        # Manifests before their files: a kill leaves no version that misses some. A power loss may, of those that are
+        # not kept: they need no sync of their own.
         remove([name for name in map(manifest_name, listing.versions) if name not in needed])
         remove([name for name in listing.others if name not in needed])
-        remove([str(name) for name in sorted(inside)])
-        for name in sorted(unused - inside):
-            remove([str(name)])
+        for step in [sorted(inside), *([name] for name in sorted(unused - inside))]:
+            remove([str(name) for name in step])
+            if step and synced:
+                files.sync_folder(path)
     except OSError:
         return

@@ -1,9 +1,9 @@
 """Finds the rows of a folder: those that a version names, and those that were published since."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -13,6 +13,8 @@ from flatroll.disk.manifest import Json, Manifest, Version, read_manifest
 from flatroll.disk.names import RowsName
 from flatroll.disk.segments import Segment, chain_of_names
 from flatroll.disk.tensor_file import DamagedFileError, MissingFileError, read_all
+
+T = TypeVar("T")
 
 
 class LoadedVersion(NamedTuple):
@@ -126,6 +128,41 @@ def load_version(path: Path, manifest: Manifest, options: ReadOptions) -> Loaded
         segments,
         manifest.extra,
     )
+
+
+def newest_whole(
+    path: Path, present: Callable[[], list[int]], use: Callable[[int], T], damaged: set[int], *, strict: bool
+) -> tuple[T, int, list[str]]:
+    """Return ``use(number)`` for the newest version for which it does not raise DamagedFileError, the number, and what
+    is wrong with newer ones.
+
+    Args:
+        path: of the folder.
+        present: lists the numbers of the versions, the newest first, each time anew: a writer may publish and remove.
+        use: reads a version.
+        damaged: the numbers of damaged versions are added to it.
+        strict: raise if the newest version is damaged.
+
+    Raises:
+        FileNotFoundError: there is no version.
+        DamagedFileError: all are damaged, or the newest one with ``strict``.
+    """
+    damage: dict[int, str] = {}
+    while untried := [version for version in present() if version not in damage]:
+        number = untried[0]
+        try:
+            result = use(number)
+        except DamagedFileError as error:
+            damage[number] = f"version {number}: {error}"
+            damaged.add(number)
+            # Else a writer has published a newer one, and removed this.
+            if strict and max(Listing.of(path).versions, default=0) <= number:
+                raise DamagedFileError(f"{path}, {damage[number]}") from None
+        else:
+            return result, number, [text for version, text in damage.items() if version > number]
+    if damage:
+        raise DamagedFileError(f"{path} has no version that is whole: {'; '.join(damage.values())}")
+    raise FileNotFoundError(f"{path} holds no version")
 
 
 def recover_rows(path: Path, options: ReadOptions) -> Recovered:

@@ -133,7 +133,7 @@ class Segment:
         except OSError as error:
             if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS):
                 raise
-            files.publish(folder, str(name), [self._maps[0].numpy().data], synced=synced)
+            files.publish(folder, str(name), [self._maps[0].numpy().data], synced=synced, named=False)
         return Segment(folder, name, self.header)
 
     def prefetch(self, rows: Ints) -> None:

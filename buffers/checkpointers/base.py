@@ -148,11 +148,11 @@ class StorageCheckpointerBase(ABC):
     def open_to_save(self, path: Path, resume: Version | None, anew: bool, options: Mapping[str, Any]) -> Any:
         """Return a writer of the folder ``path`` that goes on from the version ``resume``, or, if ``anew``, puts
         other rows in its place."""
-        folder = Folder(path, write=True, resume=resume, **options)
+        folder = Folder(path, write=True, log=False, resume=resume, **options)
         if folder.version is None or not anew:
             return folder
         folder.close()
-        return Folder(path, write=True, **{**options, "overwrite": True})
+        return Folder(path, write=True, log=False, **{**options, "overwrite": True})
 
     def load_with(self, path: Path, use: Callable[[LoadedVersion], T], number: int | None, strict: bool) -> T:
         """Return ``use(version)`` of the newest version that is whole, or of the one of this number."""

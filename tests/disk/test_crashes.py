@@ -20,15 +20,17 @@ def test_every_crash_leaves_the_old_version_or_the_new_one() -> None:
     """Some of the states; ``python tests/support/disk_recorder.py`` goes through all."""
     counts = check_all(23, count=9, most=3)
     assert counts["versions"] > 20
+    assert counts["versions, no log"] > 20
     assert counts["log"] > 20
     assert counts["unsynced"] > 100
 
 
+@pytest.mark.parametrize("log", [True, False])
 @pytest.mark.parametrize("left_out", ["sync", "sync_folder"])
-def test_the_states_show_a_sync_that_is_left_out(left_out: str, tmp_path: Path) -> None:
+def test_the_states_show_a_sync_that_is_left_out(left_out: str, log: bool, tmp_path: Path) -> None:
     """The harness itself: without the syncs of a save, some power loss loses an acknowledged version."""
     with Recorder() as recorder:
-        saves(recorder, tmp_path / "recorded", sync=True, count=3)
+        saves(recorder, tmp_path / "recorded", sync=True, count=3, log=log)
     operations = [operation for operation in recorder.operations if operation[0] != left_out]
     lost = 0
     for i, (_, marks, contents) in enumerate(states(operations, 4)):
@@ -59,6 +61,58 @@ def test_a_killed_process_leaves_the_acknowledged_version_or_the_next(tmp_path: 
     )
     assert done.returncode == 0, done.stderr
     assert "'kills': 6" in done.stdout
+
+
+def test_rows_of_a_log_outlive_a_merge_by_a_writer_of_versions(tmp_path: Path) -> None:
+    """Its new rows are safe with the next version only, those that it puts in a larger file are safe already."""
+    with Folder(tmp_path / "log", write=True, segment_bytes=2500) as folder:
+        for first in range(0, 30, 10):
+            folder.append(rows(first, first + 10))
+    contents = {path.name: path.read_bytes() for path in (tmp_path / "log").iterdir()}
+    with (
+        Folder(tmp_path / "log", write=True, segment_bytes=2500, log=False) as folder,
+        Recorder() as recorder,
+    ):
+        folder.recover()
+        folder.append(rows(30, 45))
+    assert any(operation[0] == "remove" for operation in recorder.operations)
+    before: list[Any] = []
+    for name, data in contents.items():
+        before += [("create", name), ("write", name, data), ("sync", name)]
+    operations = [*before, ("sync_folder", ""), ("mark", "begin"), *recorder.operations]
+    count = 0
+    for _, marks, state in states(operations):
+        if marks:
+            path = tmp_path / str(count)
+            path.mkdir()
+            for name, data in state.items():
+                (path / name).write_bytes(data)
+            assert Folder(path).recover() in (range(30), range(45)), sorted(state)
+            count += 1
+    assert count > 5
+
+
+def test_after_names_could_not_be_synced_another_writer_writes_the_rows_anew(tmp_path: Path) -> None:
+    folder_with_two_versions(tmp_path)
+
+    def fail(operation: Any) -> None:
+        if operation[0] == "sync_folder":
+            raise OSError(errno.EIO, "broken")
+
+    with Folder(tmp_path, write=True, log=False) as folder:
+        folder.load()
+        folder.append(rows(35, 45))
+        with Recorder(fail), pytest.raises(OSError, match="broken"):
+            folder.publish("new", {"state": torch.full((3,), 2.0)})
+        with pytest.raises(ValueError, match="closed"):
+            folder.publish("new", {"state": torch.full((3,), 2.0)})
+    check(tmp_path, "old")
+    with Folder(tmp_path, write=True, log=False) as folder, Recorder() as recorder:
+        folder.load()
+        save(folder)
+    created = [operation[1] for operation in recorder.operations if operation[0] == "create"]
+    assert [name for name in created if ".rows" in name]
+    check(tmp_path, "new")
 
 
 def folder_with_two_versions(path: Path) -> int:

@@ -203,11 +203,11 @@ def check_rows(got: dict[str, Any], first: int, end: int, epochs: dict[int, int]
             assert torch.equal(got[name], column), (name, first, end)
 
 
-def saves(recorder: Recorder, path: Path, *, sync: bool, count: int) -> None:
+def saves(recorder: Recorder, path: Path, *, sync: bool, count: int, log: bool = True) -> None:
     """Versions of growing rows, with merges, drops and edits; marks tell when each begins and when it returned."""
     head = end = 0
     epochs: dict[int, int] = {}
-    with Folder(path, write=True, sync=sync, segment_bytes=1500) as folder:
+    with Folder(path, write=True, sync=sync, log=log, segment_bytes=1500) as folder:
         for number in range(1, count + 1):
             added, head = 3 + number * 5 % 11, max(head, end - 24)
             plan = {"head": head, "end": end + added, "epochs": dict(epochs)}
@@ -291,17 +291,17 @@ def go_on(path: Path) -> None:
 
 def check_all(stride: int, *, count: int = 13, most: int = 6) -> dict[str, int]:
     """Record and check; returns how many states there were of each kind, and of how many nothing could be loaded."""
-    counts = {"versions": 0, "unsynced": 0, "unsynced, none to load": 0, "log": 0}
+    counts = {"versions": 0, "versions, no log": 0, "unsynced": 0, "unsynced, none to load": 0, "log": 0}
     warnings.simplefilter("ignore", RuntimeWarning)  # of damage, which is what most of the states are
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # nothing here depends on a real disk
     with tempfile.TemporaryDirectory(dir=memory) as place:
-        for kind in ("versions", "unsynced", "log"):
+        for kind in ("versions", "versions, no log", "unsynced", "log"):
             with Recorder() as recorder:
                 path = Path(place) / kind
                 if kind == "log":
                     log(recorder, path, count=2 * count)
                 else:
-                    saves(recorder, path, sync=kind == "versions", count=count)
+                    saves(recorder, path, sync=kind != "unsynced", log=kind == "versions", count=count)
             for i, (crash, marks, contents) in enumerate(states(recorder.operations, most)):
                 if i % stride:
                     continue
@@ -314,7 +314,7 @@ def check_all(stride: int, *, count: int = 13, most: int = 6) -> dict[str, int]:
                 if kind == "log":
                     check_log(state, marks)
                 else:
-                    exact = kind == "versions" or crash == "kill"
+                    exact = kind != "unsynced" or crash == "kill"
                     number = check_version(state, marks, exact=exact)
                     counts["unsynced, none to load"] += number == 0 and not exact
                 if i % (7 * stride) == 0 and (kind != "unsynced" or crash == "kill"):
