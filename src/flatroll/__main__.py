@@ -53,9 +53,15 @@ def build_parser() -> argparse.ArgumentParser:
 
     commands.add_parser("demo", help="train a recurrent policy with PPO (demo --help lists its options)")
 
-    look = commands.add_parser("inspect", help="describe a saved batch and check its rows")
-    look.add_argument("path", type=Path, metavar="PATH", help="directory written by TensorDict.memmap")
-    look.add_argument("--plot", type=Path, metavar="FILE", help="save the picture of its trajectories here")
+    look = commands.add_parser("inspect", help="describe a saved buffer or batch and check it")
+    look.add_argument(
+        "path", type=Path, metavar="PATH", help="folder of rows and versions, or written by TensorDict.memmap"
+    )
+    look.add_argument(
+        "--plot", type=Path, metavar="FILE", help="save the picture of a batch's trajectories here"
+    )
+    look.add_argument("--verify", action="store_true", help="read all rows of a folder and check them")
+    look.add_argument("--picture", type=Path, metavar="FILE", help="save a folder's histograms here")
     look.set_defaults(run=run_inspect)
 
     bench = commands.add_parser("bench", help="run the benchmarks and print their tables")
@@ -77,12 +83,10 @@ def run_demo(argv: list[str]) -> int:
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
-    """Describe the batch in a directory; 1 when a row of it breaks a rule."""
+    """Describe the folder of rows, or the batch, in a directory; 1 when it is damaged, or a row breaks a rule."""
     path: Path = arguments.path
     if not (path / "meta.json").is_file():
-        raise CommandError(
-            f"PATH must be a directory written by TensorDict.memmap (it holds meta.json), got {path}"
-        )
+        return run_inspect_folder(arguments)
     from tensordict import TensorDict
 
     from flatroll import layout
@@ -96,6 +100,32 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         save_timeline(batch, arguments.plot)
     return 1 if any(finding.severity == "error" for finding in findings) else 0
+
+
+def run_inspect_folder(arguments: argparse.Namespace) -> int:
+    """Describe a folder of rows and versions; 1 when something of it is damaged."""
+    from flatroll.disk.inspect import inspect_folder, save_picture
+
+    path: Path = arguments.path
+    try:
+        report = inspect_folder(path, verify=arguments.verify)
+    except (OSError, ValueError) as error:
+        raise CommandError(
+            "PATH must be a folder of rows and versions, or a directory written by TensorDict.memmap (it holds "
+            f"meta.json), got {path}: {error}"
+        ) from None
+    print(report.text)
+    for line in report.damage:
+        print(f"damaged: {line}")
+    checked = "all rows were checked" if arguments.verify else "--verify also checks the rows"
+    print(f"{len(report.damage)} damaged; {checked}")
+    if arguments.picture is not None:
+        try:
+            save_picture(report, arguments.picture)
+        except ValueError as error:
+            raise CommandError(f"--picture {arguments.picture}: {error}") from None
+        print(f"histograms saved to {arguments.picture}")
+    return 1 if report.damage else 0
 
 
 def save_timeline(batch: TensorDictBase, file: Path) -> None:

@@ -1,0 +1,175 @@
+"""Every operation on the disk: what the rest of the room does to files, it does through these functions.
+
+A test replaces them one by one: it records what a save does, plays the record back up to any point, and lets any
+operation fail. So the others call them as ``files.write(...)``, never by a name of their own.
+"""
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from typing_extensions import Buffer
+
+#: Ending of a file that is being written. One that is found later was left by a process that died.
+TEMPORARY = ".temporary"
+# One call of write or read moves at most this many bytes: Linux cuts longer ones at 2 GiB.
+_AT_ONCE = 1 << 30
+_SYSTEM = ctypes.CDLL(None)  # the C library
+
+
+def make_folder(path: Path, *, synced: bool) -> None:
+    """Make a folder and those above it that are missing, each found again after a power loss if ``synced``."""
+    if path.is_dir():
+        return
+    make_folder(path.parent, synced=synced)
+    with suppress(FileExistsError):
+        os.mkdir(path)
+    if synced:
+        sync_folder(path.parent)
+
+
+def create(path: Path) -> int:
+    """Make a new file and return its descriptor, open for writing; FileExistsError if there is one."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def write(descriptor: int, data: Buffer) -> None:
+    """Write all bytes of ``data`` where the last write ended."""
+    rest = memoryview(data).cast("B")
+    while rest:
+        rest = rest[os.write(descriptor, rest[:_AT_ONCE]) :]
+
+
+def sync(descriptor: int) -> None:
+    """Return once the contents of a file are on the disk."""
+    if sys.platform == "darwin":  # there fsync alone leaves them in the disk's own memory
+        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+    else:
+        os.fsync(descriptor)
+
+
+def close(descriptor: int) -> None:
+    """Close a descriptor."""
+    os.close(descriptor)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Give a file its name, at once for everybody who looks."""
+    os.rename(source, target)
+
+
+def remove(path: Path) -> None:
+    """Take a file out of its folder; who maps it keeps the bytes."""
+    os.unlink(path)
+
+
+def sync_folder(path: Path) -> None:
+    """Return once the names in a folder are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def lock(path: Path) -> int:
+    """Make a file if needed, lock it for this descriptor and return that; BlockingIOError if somebody else has it.
+
+    The system gives the lock back when the descriptor is closed or its process dies.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def names(path: Path) -> list[str]:
+    """The names in a folder, sorted; those of folders in it end in ``/``."""
+    with os.scandir(path) as entries:
+        return sorted(entry.name + "/" * entry.is_dir(follow_symlinks=False) for entry in entries)
+
+
+def open_to_read(path: Path) -> tuple[int, int]:
+    """Open a file and return its descriptor and size; OSError if it is a link, a pipe or a device."""
+    # Without O_NONBLOCK, opening a pipe would wait for somebody who writes into it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise OSError(errno.ENXIO, "no plain file", str(path))
+    return descriptor, status.st_size
+
+
+def read_into(descriptor: int, position: int, target: Buffer) -> None:
+    """Fill ``target`` with the bytes of a file from ``position`` on; EOFError if it ends before."""
+    rest = memoryview(target).cast("B")
+    while rest:
+        count = os.preadv(descriptor, [rest[:_AT_ONCE]], position)
+        if not count:
+            raise EOFError("the file ends too early")
+        rest, position = rest[count:], position + count
+
+
+def map_file(descriptor: int, size: int) -> Tensor:
+    """Map the first ``size`` bytes of a file as uint8 ``[size]``; what is written there stays in this process.
+
+    No descriptor stays open, as it does with Python's own `mmap` (before 3.13).
+    """
+    # The file that is open, and not whatever has its name by now.
+    mapped = torch.UntypedStorage.from_file(f"/dev/fd/{descriptor}", shared=False, nbytes=size)
+    # Rows are drawn here and there: reading ahead would read what nobody asked for.
+    _SYSTEM.madvise(ctypes.c_void_p(mapped.data_ptr()), ctypes.c_size_t(size), mmap.MADV_RANDOM)
+    return torch.empty(0, dtype=torch.uint8).set_(mapped)
+
+
+def will_need(mapped: Tensor, begin: int, length: int) -> None:
+    """Ask the system to read bytes of a map from disk without waiting for them; ``begin`` is that of a page."""
+    address = ctypes.c_void_p(mapped.data_ptr() + begin)
+    _SYSTEM.madvise(address, ctypes.c_size_t(length), mmap.MADV_WILLNEED)
+
+
+def publish(folder: Path, name: str, chunks: Iterable[Buffer], *, synced: bool) -> None:
+    """Write a file so that it is there whole or not at all, by whatever the writing is interrupted.
+
+    Args:
+        folder: where it goes.
+        name: one that no file there has.
+        chunks: its bytes.
+        synced: return once it is on the disk.
+
+    Raises:
+        OSError: the disk is full or failed. Nothing of the file is left: who tries again writes it anew, since the
+            system may forget what a failed fsync did not write.
+    """
+    temporary, path = folder / f"{name}{TEMPORARY}", folder / name
+    made = [temporary]
+    try:
+        descriptor = create(temporary)
+        try:
+            for chunk in chunks:
+                write(descriptor, chunk)
+            if synced:
+                sync(descriptor)
+        finally:
+            close(descriptor)
+        rename(temporary, path)
+        made.append(path)
+        if synced:
+            sync_folder(folder)
+    except BaseException:
+        for leftover in made:
+            with suppress(OSError):
+                remove(leftover)
+        raise

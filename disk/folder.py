@@ -1,0 +1,490 @@
+"""`Folder`: rows and versions on disk, as they survive a crash."""
+
+import secrets
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import NoReturn, Self, TypeVar
+
+from torch import Tensor
+
+from flatroll.disk import files, tensor_file
+from flatroll.disk.columns import Column, Schema, byte_count, check_columns, difference, schema_of
+from flatroll.disk.listing import Listing, lock_folder, remove_all_but
+from flatroll.disk.loading import (
+    LoadedVersion,
+    ReadOptions,
+    load_version,
+    recover_rows,
+    whole_manifests,
+)
+from flatroll.disk.manifest import FileRecord, Json, Manifest, Version, read_manifest
+from flatroll.disk.merging import Size, first_to_merge
+from flatroll.disk.names import LOCK, MOST_ROWS, RowsName, manifest_name, state_name
+from flatroll.disk.segments import Segment, encode_segment, read_range
+from flatroll.disk.tensor_file import DamagedFileError, MissingFileError
+from flatroll.layout.checks import whole_number
+
+T = TypeVar("T")
+
+
+class Folder:
+    """Rows and versions of a state in a folder: each save is there whole or not at all, by whatever it is interrupted.
+
+    Rows are a log: row r is the r-th that was ever written. `append` publishes rows as one immutable file, a
+    *segment*; `publish` writes a version, which names the segments, and holds a state: JSON and tensors. A writer has
+    the folder for itself; any number of readers may look meanwhile.
+
+    Args:
+        path: of the folder. A writer makes it if it is missing.
+        write: whether to write; the folder is locked until `close`.
+        sync: return from `append` and `publish` once the data are on the disk, safe from a power loss. With False they
+            are safe from the end of the process only. Default True.
+        keep: number of versions that stay. Default 2.
+        overwrite: begin anew in a folder that holds rows or versions, which go as new versions come. Default False: a
+            writer goes on from what it has loaded.
+        resume: the version that this run loaded or published last, so that it may go on from there without `load`.
+        segment_bytes: segments below this are merged as they gather. Default 32 MiB.
+        segment_rows: segments of so many rows are not short, whatever their bytes. Default: no limit.
+        max_bytes: refuse to load a version whose files have more. Default: no limit.
+
+    Raises:
+        FileNotFoundError: there is no such folder to read.
+        BlockingIOError: another writer has it.
+        ValueError: it holds other files and none of its own.
+
+    >>> import tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...     with Folder(path, write=True) as folder:
+    ...         folder.append({"reward": torch.arange(3.0)}, first=0)
+    ...         folder.append({"reward": torch.arange(2.0)}, first=3)
+    ...         version = folder.publish({"step": 5}, {})
+    ...     reader = Folder(path)
+    ...     loaded = reader.load()
+    ...     loaded.json, (loaded.head, loaded.end), reader.read_rows(1, 4)["reward"]
+    ({'step': 5}, (0, 5), tensor([1., 2., 0.]))
+    """
+
+    #: Number of the first row.
+    head: int
+    #: Number of the row to come.
+    end: int
+    #: What was loaded or published last; None if nothing was.
+    version: Version | None
+    _segments: list[Segment]
+    _columns: Schema
+    _kept: list[Manifest]  # the versions whose files stay, the newest first
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        *,
+        write: bool = False,
+        sync: bool = True,
+        keep: int = 2,
+        overwrite: bool = False,
+        resume: Version | None = None,
+        segment_bytes: int = 32 << 20,
+        segment_rows: int | None = None,
+        max_bytes: int | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self._write, self._sync, self._overwrite = write, sync, overwrite
+        self._keep = whole_number("keep", keep)
+        self._segment_bytes = whole_number("segment_bytes", segment_bytes)
+        self._segment_rows = MOST_ROWS if segment_rows is None else whole_number("segment_rows", segment_rows)
+        self._options = ReadOptions(mapped=not write, max_bytes=max_bytes)
+        self._turn = threading.RLock()
+        self._lock: int | None = None
+        self._damaged: set[int] = set()  # versions that could not be read
+        self._begin_anew()
+        if write:
+            files.make_folder(self.path, synced=sync)
+            Listing.of(self.path).check_own(self.path)
+            self._lock = lock_folder(self.path)
+        try:
+            listing = Listing.of(self.path)
+            if not write:
+                listing.check_own(self.path)
+            newest = whole_manifests(self.path, listing.versions)[:1]
+            if resume is not None and [manifest.version for manifest in newest] == [resume]:
+                self._go_on_from(resume.number)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_lock"):
+            self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Folder stays in its process: open the path anew in the other one")
+
+    def close(self) -> None:
+        """Give the lock back; what was published stays."""
+        if self._lock is not None:
+            files.close(self._lock)
+            self._lock = None
+
+    # Reading
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The files of rows, end to end, as this process knows them; each has ``first``, ``end`` and ``columns``."""
+        return tuple(self._segments)
+
+    @property
+    def columns(self) -> Schema:
+        """What the columns hold, by name; empty without rows."""
+        return dict(self._columns)
+
+    def stats(self) -> dict[str, int]:
+        """Numbers of rows, of segments, and of bytes in them."""
+        total = sum(segment.size for segment in self._segments)
+        return {"rows": self.end - self.head, "segments": len(self._segments), "bytes": total}
+
+    def rows_per_segment(self, row_bytes: int) -> int:
+        """How many rows of so many bytes make a whole segment: save many rows in pieces of that size."""
+        return max(1, min(self._segment_rows, -(-self._segment_bytes // max(row_bytes, 1))))
+
+    def versions(self) -> list[int]:
+        """Numbers of the versions in the folder, the newest first, damaged ones included."""
+        return Listing.of(self.path).versions
+
+    def load(self, number: int | None = None, *, strict: bool = False) -> LoadedVersion:
+        """Read the newest version, or the one of this number: its state, and where its rows are (`read_rows`).
+
+        Args:
+            number: of the version. Default: the newest.
+            strict: raise if the newest version is damaged. Default False: warn, and read the one before it.
+
+        Raises:
+            FileNotFoundError: there is no version.
+            DamagedFileError: all versions are damaged, or one with ``strict``; the text names the files.
+            ValueError: a later version of the package is needed, or the files have more than ``max_bytes``.
+        """
+        return self.load_with(lambda loaded: loaded, number, strict=strict)
+
+    def load_with(
+        self, use: Callable[[LoadedVersion], T], number: int | None = None, *, strict: bool = False
+    ) -> T:
+        """Return ``use(version)`` for the newest version for which it does not raise DamagedFileError.
+
+        `load` checks the state and the headers of the rows' files. A function that reads the rows (`read_rows`) finds
+        what is damaged in them, too, and then is called with the version before.
+
+        Args, errors: as for `load`.
+        """
+        with self._turn:
+            damage: dict[int, str] = {}
+            while True:
+                present = self.versions() if number is None else [number]
+                untried = [version for version in present if version not in damage]
+                if not untried:
+                    break
+                try:
+                    result = use(self._go_on_from(untried[0]))
+                except DamagedFileError as error:
+                    damage[untried[0]] = str(error)
+                    newest = max(self.versions(), default=0)
+                    self._damaged.add(untried[0])
+                    if (
+                        strict and newest <= untried[0]
+                    ):  # else a writer has published a newer one, and removed this
+                        raise DamagedFileError(f"{self.path}, version {untried[0]}: {error}") from None
+                    continue
+                lost = {version: text for version, text in damage.items() if version > untried[0]}
+                if lost:
+                    warnings.warn(
+                        f"{self.path}: version {untried[0]} (rows {self.head} to {self.end - 1}) was loaded, since "
+                        f"newer ones are damaged and lost: {_listed(lost)}",
+                        RuntimeWarning,
+                        stacklevel=3,
+                    )
+                return result
+            if damage:
+                raise DamagedFileError(f"{self.path} has no version that is whole: {_listed(damage)}")
+            raise FileNotFoundError(f"{self.path} holds no version{'' if number is None else f' {number}'}")
+
+    def recover(self) -> range:
+        """Take all rows that were published, whether a version names them or not, and return their numbers.
+
+        Rows after the newest version are found by the names of their files, up to the first hole.
+        """
+        with self._turn:
+            before: Listing | None = None
+            while True:
+                listing = Listing.of(self.path)
+                try:
+                    return self._recover(listing, settled=listing == before)
+                except MissingFileError:
+                    if listing == before:
+                        raise
+                before = listing  # a writer may have merged or dropped files meanwhile: look again
+
+    def read_rows(self, first: int | None = None, end: int | None = None) -> dict[str, Column]:
+        """Read rows ``[first, end)`` into new memory, with checksums.
+
+        Args:
+            first: number of a row. Default: `head`.
+            end: number of a row. Default: `end`.
+
+        Raises:
+            IndexError: the folder does not have all of them.
+            DamagedFileError: they are not those that were written; the text names the file.
+        """
+        first, end = self.head if first is None else first, self.end if end is None else end
+        if not self.head <= first <= end <= self.end:
+            raise IndexError(f"rows [{first}, {end}) asked for, there are [{self.head}, {self.end})")
+        return read_range(self._segments, self._columns, first, end)
+
+    # Writing
+
+    def append(self, columns: Mapping[str, Column], first: int | None = None) -> None:
+        """Publish rows ``[first, first + N)`` as one segment: all of them or none, also if the process is killed.
+
+        Short segments before them are merged into it once enough have gathered, so that the number of files stays
+        small. The tensors must not change before the call returns.
+
+        Args:
+            columns: name (`column_name` makes one of a nested key) to a tensor ``[N, ...]`` or `Ragged`. The first
+                rows say what columns there are; later ones must have the same names, dtypes and shapes.
+            first: number of the first row: `end`, or any if the folder has no rows. Default: `end`.
+
+        Raises:
+            ValueError: ``first`` leaves a hole, a column does not fit, or the folder is open for reading.
+            TypeError: a dtype that files cannot hold.
+            FileExistsError: the folder holds what this run has not loaded.
+            OSError: the disk is full or failed; the rows before stand.
+        """
+        with self._turn:
+            self._admit()
+            first = self.end if first is None else first
+            count = check_columns(columns)
+            if first < 0 or (self._segments and first != self.end):
+                raise ValueError(f"first must be {self.end}, the number of the row to come, got {first}")
+            if self._segments and schema_of(columns) != self._columns:
+                raise ValueError(f"the columns must be those of the folder: {self._difference(columns)}")
+            if count == 0:
+                return
+            self._clear_once()
+            self._append(columns, first, first + count)
+            self._columns = schema_of(columns)
+
+    def publish(
+        self,
+        state: Json,
+        tensors: Mapping[str, Tensor] | None = None,
+        *,
+        head: int | None = None,
+        extra: Json = None,
+    ) -> Version:
+        """Publish a version: the rows appended so far, and a state. Older versions than ``keep`` go.
+
+        Args:
+            state: what JSON can say; floats come back exactly.
+            tensors: the other part of the state, of any shapes.
+            head: number of the version's first row. Default: `head`.
+            extra: anything else for JSON, which `flatroll inspect` shows.
+
+        Returns:
+            the number and line of the version: what ``resume`` takes.
+
+        Raises:
+            TypeError, ValueError: ``state`` is no JSON, or a dtype cannot be stored.
+            FileExistsError: the folder holds what this run has not loaded.
+            OSError: the disk is full or failed; the version before stands.
+        """
+        with self._turn:
+            self._admit()
+            if head is not None:
+                self.drop_before(head)
+            version = Version(max(self.versions(), default=0) + 1, self._line)
+            header, chunks = tensor_file.encode(
+                {name: [value] for name, value in (tensors or {}).items()}, {}
+            )
+            record = None
+            if tensors:
+                record = FileRecord(state_name(*version), header.size, header.checksum)
+            manifest = Manifest(
+                version=version,
+                head=self.head,
+                end=self.end,
+                rows=tuple(segment.record for segment in self._segments),
+                state=record,
+                columns=self._columns,
+                tree=state,
+                extra=extra,
+                needs=("ragged",) if any(column.ragged for column in self._columns.values()) else (),
+            )
+            text = manifest.encode()
+            self._clear_once()
+            if record is not None:
+                files.publish(self.path, record.name, chunks, synced=self._sync)
+            try:
+                files.publish(self.path, manifest_name(version.number), [text], synced=self._sync)
+            except BaseException:
+                self._remove_unused()  # the state's file
+                raise
+            self._kept = [manifest, *self._kept][: self._keep]
+            self.version = version
+            self._remove_unused()
+            return version
+
+    def replace(self, columns: Mapping[str, Column], first: int) -> None:
+        """Write rows anew that were edited; they count once a version is published.
+
+        Args:
+            columns: as for `append`.
+            first: number of the first row. The rows must be all those of one or several segments.
+
+        Raises:
+            ValueError: they are not, or a column does not fit.
+            OSError: the disk is full or failed; the rows before stand.
+        """
+        with self._turn:
+            self._admit()
+            end = first + check_columns(columns)
+            firsts, ends = (
+                [getattr(segment, side) for segment in self._segments] for side in ("first", "end")
+            )
+            if first not in firsts or end not in ends:
+                raise ValueError(f"rows [{first}, {end}) are not whole segments, which begin at {firsts}")
+            if schema_of(columns) != self._columns:
+                raise ValueError(f"the columns must be those of the folder: {self._difference(columns)}")
+            self._clear_once()
+            self._publish_rows([columns], slice(firsts.index(first), ends.index(end) + 1), first, end)
+
+    def drop_before(self, row: int) -> None:
+        """Forget the rows before this one. Segments that lie wholly before it go, once no kept version names them.
+
+        Args:
+            row: from 0 on. After `end`, the folder has no rows, and the next ones begin there.
+        """
+        with self._turn:
+            self._admit()
+            if whole_number("row", row, 0) <= self.head:
+                return
+            self._clear_once()
+            self.head, self.end = row, max(row, self.end)
+            if self._segments and self._segments[0].end <= row:
+                self._segments = [segment for segment in self._segments if segment.end > row]
+                self._remove_unused()
+
+    # Parts of the above
+
+    def _difference(self, columns: Mapping[str, Column]) -> str:
+        return difference(self._columns, schema_of(columns))
+
+    def _begin_anew(self) -> None:
+        """Know of no rows and no versions."""
+        self._segments = []
+        self._columns = {}
+        self._kept = []
+        self.head = self.end = 0
+        self.version = None
+        self._line = secrets.token_hex(4)
+        self._number = 1  # of the next file of rows
+        self._loaded = self._admitted = self._cleared = False
+
+    def _admit(self) -> None:
+        """Refuse to write to what is open for reading, and to what holds something that this run has not loaded."""
+        if self._lock is None:
+            state = "closed" if self._write else "open for reading: Folder(path, write=True) writes"
+            raise ValueError(f"{self.path} is {state}")
+        if self._admitted:
+            return
+        listing = Listing.of(self.path)
+        # Newer versions that this run found damaged are not unknown to it.
+        known = 0 if self.version is None else self.version.number
+        newer = [version for version in listing.versions if version > known and version not in self._damaged]
+        unknown = bool(whole_manifests(self.path, newer)) or not (self._loaded or listing.is_empty)
+        if unknown and not self._overwrite:
+            there = f"version {listing.versions[0]}" if listing.versions else "rows"
+            raise FileExistsError(
+                f"{self.path} holds {there}, which this run has neither loaded nor published: load it first, write to "
+                "another folder, or begin anew with overwrite=True"
+            )
+        if unknown:
+            self._line = secrets.token_hex(4)
+            self._kept = whole_manifests(self.path, listing.versions)[: self._keep]
+        self._number = 1 + max((name.number for name in listing.rows), default=0)
+        self._admitted = True
+
+    def _clear_once(self) -> None:
+        """Before the first change, remove what this run does not go on from: rows after the version that it loaded."""
+        if not self._cleared:
+            self._remove_unused()
+            self._cleared = True
+
+    def _append(self, columns: Mapping[str, Column], first: int, end: int) -> None:
+        """Write rows as a segment, together with the short ones before them if it is time for that."""
+        sizes = [Size(segment.rows, segment.data_bytes) for segment in self._segments]
+        sizes.append(Size(end - first, byte_count(columns)))
+        merged = first_to_merge(sizes, Size(self._segment_rows, self._segment_bytes))
+        try:
+            parts: list[Mapping[str, Column]] = [segment.read() for segment in self._segments[merged:]]
+        except DamagedFileError as error:  # merging would give wrong rows a right checksum
+            warnings.warn(f"{self.path}: {error}; it is left as it is", RuntimeWarning, stacklevel=4)
+            merged, parts = len(self._segments), []
+        had_none = not self._segments
+        begin = self._segments[merged].first if parts else first
+        self._publish_rows([*parts, columns], slice(merged, None), begin, end)
+        self.head, self.end = first if had_none else self.head, end
+
+    def _publish_rows(self, parts: list[Mapping[str, Column]], old: slice, first: int, end: int) -> None:
+        """Write a segment that takes the place of some old ones."""
+        name = RowsName(first, end, self._line, self._number)
+        self._number += 1
+        header, chunks = encode_segment(name, parts)
+        files.publish(self.path, str(name), chunks, synced=self._sync)
+        unused = self._segments[old]
+        self._segments[old] = [Segment(self.path, name, header)]
+        if unused:
+            self._remove_unused()
+
+    def _remove_unused(self) -> None:
+        """Remove what no kept version names and this run does not need."""
+        own = {LOCK, *(str(segment.name) for segment in self._segments)}
+        remove_all_but(self.path, own.union(*(manifest.names for manifest in self._kept)), synced=self._sync)
+
+    def _go_on_from(self, number: int) -> LoadedVersion:
+        """Read a version and take it for what this run has: what it writes comes after."""
+        manifest = read_manifest(self.path, number)
+        loaded = load_version(self.path, manifest, self._options)
+        self._take(manifest, loaded.segments)
+        return loaded
+
+    def _take(self, manifest: Manifest, segments: Iterable[Segment]) -> None:
+        older = [version for version in self.versions() if version < manifest.version.number]
+        self._segments, self._columns = list(segments), dict(manifest.columns)
+        self._kept = [manifest, *whole_manifests(self.path, older)][: self._keep]
+        self.version, self._line = manifest.version, manifest.version.line
+        self.head, self.end = manifest.head, manifest.end
+        self._loaded, self._admitted, self._cleared = True, False, False
+
+    def _recover(self, listing: Listing, *, settled: bool) -> range:
+        """`recover` with these names; MissingFileError if one of them is gone, but those ``settled`` counts as lost."""
+        found = recover_rows(self.path, listing, settled=settled, options=self._options)
+        if found.manifest is None:
+            self._begin_anew()
+        else:
+            self._take(found.manifest, [])
+        self._line, self._segments = found.line or self._line, found.segments
+        if found.segments:
+            self._columns, self.end = found.segments[-1].schema, found.segments[-1].end
+            self.head = max(self.head, found.segments[0].first)
+        self._loaded, self._admitted, self._cleared = True, False, False
+        return range(self.head, self.end)
+
+
+def _listed(damage: Mapping[int, str]) -> str:
+    return "; ".join(f"version {number}: {text}" for number, text in damage.items())

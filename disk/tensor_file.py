@@ -1,0 +1,324 @@
+"""Tensors in a safetensors file, with checksums: what stands in its header, how it is written, read and mapped.
+
+A file has 8 bytes with the length of its header, the header (JSON), and the tensors' bytes end to end. Any tool that
+reads safetensors reads it. In the header's metadata stand the crc32 of each tensor and, at a fixed place, the crc32 of
+the header itself, so that no flipped bit goes unnoticed.
+
+Source: the format's own page, https://huggingface.co/docs/safetensors.
+"""
+
+import errno
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import Buffer
+
+from flatroll.disk import files
+
+# What the format calls a dtype. What is missing here is stored as one of these, and declared in the metadata.
+_STORED = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+# Complex numbers are stored as pairs (a last dimension of 2), the small floats as their bytes.
+_DECLARED = {
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+    torch.float8_e4m3fnuz: torch.uint8,
+    torch.float8_e5m2fnuz: torch.uint8,
+}
+_BY_STORED = {name: dtype for dtype, name in _STORED.items()}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_STORED, *_DECLARED)}
+MOST_HEADER = 16 << 20  # bytes of a header
+MOST_DIMENSIONS = 32
+_LENGTH = 8  # bytes before the header: its length
+_ALIGNED = 64  # the tensors' bytes begin at a multiple of this
+# The header begins with these bytes, and then come the 8 hexadecimal digits of its own crc32 (taken with zeros there).
+_BEFORE_CHECKSUM = b'{"__metadata__":{"checksum":"'
+_NO_CHECKSUM = "00000000"
+
+
+class DamagedFileError(ValueError):
+    """A file does not hold what was once written into it."""
+
+
+class MissingFileError(DamagedFileError):
+    """A file that must be there is gone: somebody removed it, or the writer did since its name was read."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor stands in a file, and what it is.
+
+    Args:
+        dtype: of the tensor.
+        shape: of the tensor.
+        begin: position of its first byte in the file.
+        size: number of bytes.
+        checksum: crc32 of the bytes.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    size: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What stands before the tensors of a file.
+
+    Args:
+        entries: name to where the tensor stands.
+        metadata: strings by name, without those that this module writes itself.
+        checksum: crc32 of the header, and by that of all that it says about the tensors.
+        size: of the whole file, in bytes.
+    """
+
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+    checksum: int
+    size: int
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, such as ``"float32"``; TypeError if files cannot hold it."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise TypeError(f"cannot store {dtype}; what can be stored: {', '.join(DTYPES)}")
+    return name
+
+
+def encode(
+    tensors: Mapping[str, Sequence[Tensor]], metadata: Mapping[str, str]
+) -> tuple[Header, list[Buffer]]:
+    """Return the header and the bytes of a file.
+
+    Args:
+        tensors: name to the pieces of a tensor, which stand in the file one after the other along the first dimension.
+            They are not copied where they are contiguous, so they must not change until the file is written.
+        metadata: strings for the header.
+
+    Raises:
+        TypeError: files cannot hold a tensor's dtype.
+
+    >>> header, chunks = encode({"x": [torch.zeros(2, 3), torch.ones(1, 3)]}, {"by": "hand"})
+    >>> header.entries["x"].shape, header.size == sum(memoryview(chunk).nbytes for chunk in chunks)
+    ((3, 3), True)
+    """
+    order = sorted(tensors, key=lambda name: (-_stored(tensors[name][0].dtype).itemsize, name))
+    data: list[Buffer] = []
+    table: dict[str, Any] = {}
+    checksums: dict[str, str] = {}
+    declared: dict[str, str] = {}
+    position = 0
+    for name in order:
+        pieces = tensors[name]
+        dtype, shape = pieces[0].dtype, tuple(pieces[0].shape)
+        checksum, begin = 0, position
+        for piece in pieces:
+            view = bytes_of(piece)
+            checksum = zlib.crc32(view, checksum)
+            position += len(view)
+            data.append(view)
+        if len(pieces) > 1:
+            shape = (sum(len(piece) for piece in pieces), *shape[1:])
+        if dtype in _DECLARED:
+            declared[name] = dtype_name(dtype)
+        stored_shape = [*shape, 2] if dtype.is_complex else list(shape)
+        table[name] = {
+            "dtype": _STORED[_stored(dtype)],
+            "shape": stored_shape,
+            "data_offsets": [begin, position],
+        }
+        checksums[name] = f"{checksum:08x}"
+    own = {"checksum": _NO_CHECKSUM, "crc32": json.dumps(checksums), "dtypes": json.dumps(declared)}
+    text = json.dumps({"__metadata__": {**own, **metadata}, **table}, separators=(",", ":")).encode()
+    text += b" " * (-(_LENGTH + len(text)) % _ALIGNED)
+    header_checksum = zlib.crc32(text)
+    at = len(_BEFORE_CHECKSUM)
+    text = text[:at] + f"{header_checksum:08x}".encode() + text[at + len(_NO_CHECKSUM) :]
+    first = _LENGTH + len(text)
+    return _parse(text, first + position), [len(text).to_bytes(_LENGTH, "little") + text, *data]
+
+
+@contextmanager
+def opened(folder: Path, name: str) -> Iterator[tuple[int, int]]:
+    """Open a file of a folder for the block: descriptor and size. Errors about what it holds name it.
+
+    Raises:
+        DamagedFileError: it is missing, no plain file, cannot be read by the disk, or the block says so.
+    """
+    try:
+        descriptor, size = files.open_to_read(folder / name)
+        try:
+            yield descriptor, size
+        finally:
+            files.close(descriptor)
+    except FileNotFoundError:
+        raise MissingFileError(f"{name} is missing") from None
+    except DamagedFileError as error:
+        raise type(error)(f"{name}: {error}") from None
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EIO, errno.ENXIO):
+            raise
+        raise DamagedFileError(f"{name}: {error.strerror}") from None
+
+
+def read_header(descriptor: int, size: int) -> Header:
+    """Read and check the header of a file of ``size`` bytes.
+
+    Nothing is allocated that the file's size does not cover.
+
+    Raises:
+        DamagedFileError: it is no such file, or not whole.
+    """
+    try:
+        length = bytearray(_LENGTH)
+        files.read_into(descriptor, 0, length)
+        count = int.from_bytes(length, "little")
+        if count > min(size - _LENGTH, MOST_HEADER):
+            raise DamagedFileError(f"a header of {count} bytes in a file of {size}")
+        text = bytearray(count)
+        files.read_into(descriptor, _LENGTH, text)
+        return _parse(bytes(text), size)
+    except EOFError as error:
+        raise DamagedFileError(str(error)) from None
+
+
+def read_tensor(descriptor: int, name: str, entry: Entry, out: Tensor | None = None) -> Tensor:
+    """Read a tensor into new memory, or into ``out`` (contiguous, same dtype and number of values), and check it.
+
+    Raises:
+        DamagedFileError: its bytes are not those that were written.
+    """
+    tensor = torch.empty(entry.shape, dtype=entry.dtype) if out is None else out
+    view = bytes_of(tensor)
+    try:
+        files.read_into(descriptor, entry.begin, view)
+    except EOFError as error:
+        raise DamagedFileError(f"{name}: {error}") from None
+    check_bytes(name, entry, view)
+    return tensor
+
+
+def read_all(folder: Path, name: str, size: int, checksum: int) -> dict[str, Tensor]:
+    """Read all tensors of a file that must have this size, and this checksum of its header.
+
+    Raises:
+        DamagedFileError: it is missing, or not what was written.
+    """
+    with opened(folder, name) as (descriptor, actual):
+        header = read_header(descriptor, actual)
+        if (header.size, header.checksum) != (size, checksum):
+            raise DamagedFileError("it is another file than the one that its version names")
+        return {name: read_tensor(descriptor, name, entry) for name, entry in header.entries.items()}
+
+
+def map_tensors(descriptor: int, header: Header) -> tuple[Tensor, dict[str, Tensor]]:
+    """Map a file and return its bytes and its tensors, which share their memory; the contents are not checked."""
+    data = files.map_file(descriptor, header.size)
+    return data, {name: _tensor(data, entry) for name, entry in header.entries.items()}
+
+
+def check_bytes(name: str, entry: Entry, view: memoryview) -> None:
+    """Raise DamagedFileError if these are not the bytes of a tensor."""
+    if zlib.crc32(view) != entry.checksum:
+        raise DamagedFileError(f"the checksum of {name!r} is wrong")
+    # Any byte but 0 and 1 in a bool tensor means different things to different operations of torch.
+    if entry.dtype == torch.bool and len(view) and np.frombuffer(view, np.uint8).max() > 1:
+        raise DamagedFileError(f"{name!r} is bool and has bytes that are neither 0 nor 1")
+
+
+def _tensor(data: Tensor, entry: Entry) -> Tensor:
+    piece = data[entry.begin : entry.begin + entry.size]
+    if not entry.size:  # a view needs bytes at an address that suits its dtype, and there may be none
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    if entry.dtype.is_complex:
+        return torch.view_as_complex(piece.view(_stored(entry.dtype)).view(*entry.shape, 2))
+    return piece.view(entry.dtype).view(entry.shape)
+
+
+def _stored(dtype: torch.dtype) -> torch.dtype:
+    """The dtype as which a file holds another."""
+    dtype_name(dtype)
+    return _DECLARED.get(dtype, dtype)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, its own memory if it is contiguous and on the CPU."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    plain = torch.view_as_real(plain) if plain.is_complex() else plain
+    array: Any = plain.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _parse(text: bytes, size: int) -> Header:
+    """The header of a file of ``size`` bytes, after all that it says was checked."""
+    at = len(_BEFORE_CHECKSUM)
+    end = at + len(_NO_CHECKSUM)
+    if not text.startswith(_BEFORE_CHECKSUM):
+        raise DamagedFileError("the header does not begin with its checksum")
+    checksum = zlib.crc32(text[:at] + _NO_CHECKSUM.encode() + text[end:])
+    if text[at:end] != f"{checksum:08x}".encode():
+        raise DamagedFileError("the checksum of the header is wrong")
+    try:
+        table = json.loads(text)
+        metadata = table.pop("__metadata__")
+        checksums, declared = json.loads(metadata.pop("crc32")), json.loads(metadata.pop("dtypes"))
+        entries = {
+            name: _entry(values, checksums[name], declared.get(name), _LENGTH + len(text))
+            for name, values in table.items()
+        }
+        metadata.pop("checksum")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedFileError(f"the header cannot be read: {error}") from None
+    position = _LENGTH + len(text)
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].size)):
+        if entry.begin != position:
+            raise DamagedFileError(f"{name!r} begins at byte {entry.begin}, expected {position}")
+        position += entry.size
+    if position != size:
+        raise DamagedFileError(f"the file has {size} bytes, expected {position}")
+    return Header(entries, metadata, checksum, size)
+
+
+def _entry(values: Mapping[str, Any], checksum: str, declared: str | None, first: int) -> Entry:
+    """One line of a header's table; ValueError if it says nothing sensible."""
+    begin, end = values["data_offsets"]
+    shape, stored = values["shape"], _BY_STORED[values["dtype"]]
+    if len(shape) > MOST_DIMENSIONS or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        raise ValueError(f"shape {shape}, bytes {begin} to {end}")
+    if end - begin != prod(shape) * stored.itemsize or prod(max(n, 1) for n in shape) >= 2**48:
+        raise ValueError(f"{end - begin} bytes for shape {shape} of {stored}")
+    dtype = stored if declared is None else DTYPES[declared]
+    if declared is not None and _stored(dtype) != stored:
+        raise ValueError(f"{declared} in {stored}")
+    if dtype.is_complex:
+        if not shape or shape[-1] != 2:
+            raise ValueError(f"shape {shape} of pairs")
+        shape = shape[:-1]
+    return Entry(dtype, tuple(shape), first + begin, end - begin, int(checksum, 16))
