@@ -67,6 +67,11 @@ def rename(source: Path, target: Path) -> None:
     os.rename(source, target)
 
 
+def link(source: Path, target: Path) -> None:
+    """Give a file a second name, on the same disk."""
+    os.link(source, target)
+
+
 def remove(path: Path) -> None:
     """Take a file out of its folder; who maps it keeps the bytes."""
     os.unlink(path)
@@ -128,10 +133,10 @@ def map_file(descriptor: int, size: int) -> Tensor:
     No descriptor stays open, as it does with Python's own `mmap` (before 3.13).
     """
     # The file that is open, and not whatever has its name by now.
-    mapped = torch.UntypedStorage.from_file(f"/dev/fd/{descriptor}", shared=False, nbytes=size)
+    mapped = torch.from_file(f"/dev/fd/{descriptor}", shared=False, size=size, dtype=torch.uint8)
     # Rows are drawn here and there: reading ahead would read what nobody asked for.
     _SYSTEM.madvise(ctypes.c_void_p(mapped.data_ptr()), ctypes.c_size_t(size), mmap.MADV_RANDOM)
-    return torch.empty(0, dtype=torch.uint8).set_(mapped)
+    return mapped
 
 
 def will_need(mapped: Tensor, begin: int, length: int) -> None:

@@ -24,7 +24,7 @@ from flatroll.disk.manifest import FileRecord, Json, Manifest, Version, read_man
 from flatroll.disk.merging import Size, first_to_merge
 from flatroll.disk.names import LOCK, MOST_ROWS, RowsName, manifest_name, state_name
 from flatroll.disk.segments import Segment, encode_segment, read_range
-from flatroll.disk.tensor_file import DamagedFileError, MissingFileError
+from flatroll.disk.tensor_file import DamagedFileError
 from flatroll.layout.checks import whole_number
 
 T = TypeVar("T")
@@ -76,6 +76,7 @@ class Folder:
     _segments: list[Segment]
     _columns: Schema
     _kept: list[Manifest]  # the versions whose files stay, the newest first
+    _line: str  # the word in names of files by which runs that do not know each other never mix
 
     def __init__(
         self,
@@ -134,8 +135,6 @@ class Folder:
             files.close(self._lock)
             self._lock = None
 
-    # Reading
-
     @property
     def segments(self) -> tuple[Segment, ...]:
         """The files of rows, end to end, as this process knows them; each has ``first``, ``end`` and ``columns``."""
@@ -148,8 +147,8 @@ class Folder:
 
     def stats(self) -> dict[str, int]:
         """Numbers of rows, of segments, and of bytes in them."""
-        total = sum(segment.size for segment in self._segments)
-        return {"rows": self.end - self.head, "segments": len(self._segments), "bytes": total}
+        sizes = [segment.size for segment in self._segments]
+        return {"rows": self.end - self.head, "segments": len(sizes), "bytes": sum(sizes)}
 
     def rows_per_segment(self, row_bytes: int) -> int:
         """How many rows of so many bytes make a whole segment: save many rows in pieces of that size."""
@@ -193,25 +192,27 @@ class Folder:
                 try:
                     result = use(self._go_on_from(untried[0]))
                 except DamagedFileError as error:
-                    damage[untried[0]] = str(error)
+                    damage[untried[0]] = f"version {untried[0]}: {error}"
                     newest = max(self.versions(), default=0)
                     self._damaged.add(untried[0])
                     if (
                         strict and newest <= untried[0]
                     ):  # else a writer has published a newer one, and removed this
-                        raise DamagedFileError(f"{self.path}, version {untried[0]}: {error}") from None
+                        raise DamagedFileError(f"{self.path}, {damage[untried[0]]}") from None
                     continue
-                lost = {version: text for version, text in damage.items() if version > untried[0]}
+                lost = [text for version, text in damage.items() if version > untried[0]]
                 if lost:
                     warnings.warn(
                         f"{self.path}: version {untried[0]} (rows {self.head} to {self.end - 1}) was loaded, since "
-                        f"newer ones are damaged and lost: {_listed(lost)}",
+                        f"newer ones are damaged and lost: {'; '.join(lost)}",
                         RuntimeWarning,
                         stacklevel=3,
                     )
                 return result
             if damage:
-                raise DamagedFileError(f"{self.path} has no version that is whole: {_listed(damage)}")
+                raise DamagedFileError(
+                    f"{self.path} has no version that is whole: {'; '.join(damage.values())}"
+                )
             raise FileNotFoundError(f"{self.path} holds no version{'' if number is None else f' {number}'}")
 
     def recover(self) -> range:
@@ -220,15 +221,17 @@ class Folder:
         Rows after the newest version are found by the names of their files, up to the first hole.
         """
         with self._turn:
-            before: Listing | None = None
-            while True:
-                listing = Listing.of(self.path)
-                try:
-                    return self._recover(listing, settled=listing == before)
-                except MissingFileError:
-                    if listing == before:
-                        raise
-                before = listing  # a writer may have merged or dropped files meanwhile: look again
+            found = recover_rows(self.path, self._options)
+            if found.manifest is None:
+                self._begin_anew()
+            else:
+                self._take(found.manifest, [])
+            self._line, self._segments = found.line or self._line, found.segments
+            if found.segments:
+                self._columns, self.end = found.segments[-1].schema, found.segments[-1].end
+                self.head = max(self.head, found.segments[0].first)
+            self._loaded, self._admitted, self._cleared = True, False, False
+            return range(self.head, self.end)
 
     def read_rows(self, first: int | None = None, end: int | None = None) -> dict[str, Column]:
         """Read rows ``[first, end)`` into new memory, with checksums.
@@ -246,8 +249,6 @@ class Folder:
             raise IndexError(f"rows [{first}, {end}) asked for, there are [{self.head}, {self.end})")
         return read_range(self._segments, self._columns, first, end)
 
-    # Writing
-
     def append(self, columns: Mapping[str, Column], first: int | None = None) -> None:
         """Publish rows ``[first, first + N)`` as one segment: all of them or none, also if the process is killed.
 
@@ -255,8 +256,8 @@ class Folder:
         small. The tensors must not change before the call returns.
 
         Args:
-            columns: name (`column_name` makes one of a nested key) to a tensor ``[N, ...]`` or `Ragged`. The first
-                rows say what columns there are; later ones must have the same names, dtypes and shapes.
+            columns: name (`column_name` makes one of a nested key) to a tensor ``[N, ...]`` or `Ragged`. All rows have
+                the columns of the first ones, with their dtypes and shapes.
             first: number of the first row: `end`, or any if the folder has no rows. Default: `end`.
 
         Raises:
@@ -271,8 +272,8 @@ class Folder:
             count = check_columns(columns)
             if first < 0 or (self._segments and first != self.end):
                 raise ValueError(f"first must be {self.end}, the number of the row to come, got {first}")
-            if self._segments and schema_of(columns) != self._columns:
-                raise ValueError(f"the columns must be those of the folder: {self._difference(columns)}")
+            if self._segments:
+                self._check_schema(columns)
             if count == 0:
                 return
             self._clear_once()
@@ -331,12 +332,9 @@ class Folder:
                 files.publish(self.path, record.name, chunks, synced=self._sync)
             try:
                 files.publish(self.path, manifest_name(version.number), [text], synced=self._sync)
-            except BaseException:
-                self._remove_unused()  # the state's file
-                raise
-            self._kept = [manifest, *self._kept][: self._keep]
-            self.version = version
-            self._remove_unused()
+                self._kept, self.version = [manifest, *self._kept][: self._keep], version
+            finally:
+                self._remove_unused()  # versions that are too old; the new state, if its manifest failed
             return version
 
     def replace(self, columns: Mapping[str, Column], first: int) -> None:
@@ -358,10 +356,36 @@ class Folder:
             )
             if first not in firsts or end not in ends:
                 raise ValueError(f"rows [{first}, {end}) are not whole segments, which begin at {firsts}")
-            if schema_of(columns) != self._columns:
-                raise ValueError(f"the columns must be those of the folder: {self._difference(columns)}")
+            self._check_schema(columns)
             self._clear_once()
             self._publish_rows([columns], slice(firsts.index(first), ends.index(end) + 1), first, end)
+
+    def adopt(self, segments: Iterable[Segment]) -> None:
+        """Take the rows of another folder's segments for this one's, without writing those that are on the same disk.
+
+        Segments of the same rows and checksums stay. The new ones count once a version is published.
+
+        Args:
+            segments: end to end, as `segments` of the other folder gives them.
+
+        Raises:
+            OSError: the disk is full or failed; the rows before stand.
+        """
+        with self._turn:
+            self._admit()
+            self._clear_once()
+            own = {(segment.name[:2], segment.record[1:]): segment for segment in self._segments}
+            adopted: list[Segment] = []
+            for segment in segments:
+                name = RowsName(segment.first, segment.end, self._line, self._number)
+                known = own.get((segment.name[:2], segment.record[1:]))
+                self._number += known is None
+                adopted.append(known or segment.share(self.path, name, synced=self._sync))
+            if self._sync:
+                files.sync_folder(self.path)
+            self._segments, self._columns = adopted, adopted[-1].schema if adopted else {}
+            self.end = adopted[-1].end if adopted else self.end
+            self.head = max(self.head, adopted[0].first) if adopted else self.end
 
     def drop_before(self, row: int) -> None:
         """Forget the rows before this one. Segments that lie wholly before it go, once no kept version names them.
@@ -379,10 +403,10 @@ class Folder:
                 self._segments = [segment for segment in self._segments if segment.end > row]
                 self._remove_unused()
 
-    # Parts of the above
-
-    def _difference(self, columns: Mapping[str, Column]) -> str:
-        return difference(self._columns, schema_of(columns))
+    def _check_schema(self, columns: Mapping[str, Column]) -> None:
+        if schema_of(columns) != self._columns:
+            text = difference(self._columns, schema_of(columns))
+            raise ValueError(f"the columns must be those of the folder: {text}")
 
     def _begin_anew(self) -> None:
         """Know of no rows and no versions."""
@@ -470,21 +494,3 @@ class Folder:
         self.version, self._line = manifest.version, manifest.version.line
         self.head, self.end = manifest.head, manifest.end
         self._loaded, self._admitted, self._cleared = True, False, False
-
-    def _recover(self, listing: Listing, *, settled: bool) -> range:
-        """`recover` with these names; MissingFileError if one of them is gone, but those ``settled`` counts as lost."""
-        found = recover_rows(self.path, listing, settled=settled, options=self._options)
-        if found.manifest is None:
-            self._begin_anew()
-        else:
-            self._take(found.manifest, [])
-        self._line, self._segments = found.line or self._line, found.segments
-        if found.segments:
-            self._columns, self.end = found.segments[-1].schema, found.segments[-1].end
-            self.head = max(self.head, found.segments[0].first)
-        self._loaded, self._admitted, self._cleared = True, False, False
-        return range(self.head, self.end)
-
-
-def _listed(damage: Mapping[int, str]) -> str:
-    return "; ".join(f"version {number}: {text}" for number, text in damage.items())

@@ -128,18 +128,29 @@ def load_version(path: Path, manifest: Manifest, options: ReadOptions) -> Loaded
     )
 
 
-def recover_rows(path: Path, listing: Listing, *, settled: bool, options: ReadOptions) -> Recovered:
+def recover_rows(path: Path, options: ReadOptions) -> Recovered:
     """Find all rows that were published: those of the newest version, and those in files listed after them.
 
     Args:
         path: of the folder.
-        listing: of the folder.
-        settled: take a file that is gone for lost. With False it is a MissingFileError: list again.
         options: how files are opened.
 
     Raises:
         DamagedFileError: a file of the version is damaged.
     """
+    before: Listing | None = None
+    while True:
+        listing = Listing.of(path)
+        try:
+            return _recover(path, listing, options, settled=listing == before)
+        except MissingFileError:
+            if listing == before:
+                raise
+        before = listing  # a writer may have merged or dropped files meanwhile: look again
+
+
+def _recover(path: Path, listing: Listing, options: ReadOptions, *, settled: bool) -> Recovered:
+    """`recover_rows` with these names; a file that is gone is lost if ``settled``, else a MissingFileError."""
     manifest = next(iter(whole_manifests(path, listing.versions)), None)
     named = [] if manifest is None else open_rows(path, manifest, options)
     known = {segment.name: segment for segment in named}
@@ -183,4 +194,4 @@ def _reach(listing: Listing, line: str) -> tuple[int, str]:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, RuntimeWarning, stacklevel=5)
+    warnings.warn(text, RuntimeWarning, stacklevel=6)

@@ -1,5 +1,6 @@
 """A segment: an immutable file of rows ``[first, end)``, its columns end to end, read or mapped."""
 
+import errno
 import json
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
@@ -122,6 +123,19 @@ class Segment:
                 targets[name].copy_(tensor)
         return tensors
 
+    def share(self, folder: Path, name: RowsName, *, synced: bool) -> "Segment":
+        """Have the file in another folder, too: as a second name of it, or a copy if that is on another disk.
+
+        The folder is not synced: one sync does for several files.
+        """
+        try:
+            files.link(self.folder / str(self.name), folder / str(name))
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS):
+                raise
+            files.publish(folder, str(name), [self._maps[0].numpy().data], synced=synced)
+        return Segment(folder, name, self.header)
+
     def prefetch(self, rows: Ints) -> None:
         """Ask the system to read these rows of all columns from disk, all at once, without waiting for them.
 
@@ -135,7 +149,7 @@ class Segment:
                     files.will_need(mapped, begin, length)
 
     def in_memory(self, row: int) -> bool:
-        """Whether a row, counted from the first one of the segment, is likely to be in memory: its largest column is."""
+        """Whether a row, counted from the first of the segment, is likely to be in memory: its largest column is."""
         plain = [e for e in self.header.entries.values() if e.shape and e.shape[0] == self.rows]
         entry = max(plain, key=lambda entry: entry.size, default=None)
         if entry is None:

@@ -92,7 +92,10 @@ def test_inspect_refuses_a_path_that_holds_no_batch(
 ) -> None:
     path = tmp_path if made else tmp_path / "missing"
     assert main(["inspect", str(path)]) == 2
-    expected = "PATH must be a folder of rows and versions, or a directory written by TensorDict.memmap (it holds meta.json), "
+    expected = (
+        "PATH must be a folder of rows and versions, or a directory written by TensorDict.memmap "
+        "(it holds meta.json), "
+    )
     reason = (
         "it holds neither rows nor versions" if made else f"[Errno 2] No such file or directory: '{path}'"
     )

@@ -430,3 +430,49 @@ def test_a_version_with_too_many_bytes_is_not_loaded(tmp_path: Path) -> None:
 def test_the_number_of_rows_that_make_a_segment(tmp_path: Path) -> None:
     folder = Folder(tmp_path, segment_bytes=1000, segment_rows=400)
     assert [folder.rows_per_segment(size) for size in (0, 1, 3, 64, 5000)] == [400, 400, 334, 16, 1]
+
+
+@pytest.mark.parametrize("same_disk", [True, False])
+def test_rows_of_another_folder_are_adopted_without_writing_them(
+    same_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not same_disk:
+
+        def refuse(source: Path, target: Path) -> None:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+        monkeypatch.setattr("flatroll.disk.files.link", refuse)
+    with Folder(tmp_path / "log", write=True, segment_rows=8) as log:
+        for first in range(0, 15, 5):
+            log.append(rows(first, first + 5))
+            with Folder(tmp_path / "saved", write=True) as saved, Recorder() as recorder:
+                if first:
+                    saved.load()
+                saved.adopt(log.segments)
+                saved.publish(first, head=first // 2)
+                written = sum(
+                    len(operation[2]) for operation in recorder.operations if operation[0] == "write"
+                )
+            assert (written < 1200) == same_disk
+        log.drop_before(15)
+    reader = Folder(tmp_path / "saved")
+    assert (reader.load().head, reader.load().end, len(reader.segments)) == (5, 15, 2)
+    check_rows(reader.read_rows(), 5, 15)
+
+
+def test_the_golden_folder_is_read() -> None:
+    """Written by version 0.1.0 with the lines below; later versions must read it, and never write it anew."""
+    # with Folder("golden", write=True) as folder:
+    #     for epoch, first in enumerate([0, 6, 12]):
+    #         folder.append(rows(first, first + 6))
+    #         tensors = {"a": torch.arange(3) * 1j, "b": torch.ones(2, 2).bfloat16()}
+    #         folder.publish({"epoch": epoch, "x": [0.1, None, "é"]}, tensors, head=first // 2, extra={"step": first})
+    golden = Folder(Path(__file__).with_name("golden"))
+    loaded = golden.load(strict=True)
+    assert (loaded.head, loaded.end, loaded.version.number, loaded.extra) == (6, 18, 3, {"step": 12})
+    assert loaded.json == {"epoch": 2, "x": [0.1, None, "é"]}
+    assert torch.equal(loaded.tensors["a"], torch.arange(3) * 1j)
+    assert torch.equal(loaded.tensors["b"], torch.ones(2, 2).bfloat16())
+    check_rows(golden.read_rows(), 6, 18)
+    assert (golden.recover(), golden.versions()) == (range(6, 18), [3, 2])
+    check_rows(golden.segments[-1].columns, 12, 18)

@@ -1,6 +1,5 @@
 """The forms that an entry of the rows has in files: as it is, as single frames, or compressed."""
 
-from abc import ABC
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from flatroll.layout.export import optional_package
 BLOCK_ROWS = 8  # rows that are compressed together: neighbours have most of their bytes in common
 
 
-class Form(ABC):
+class Form:
     """What files hold of an entry. This one holds its values as they are.
 
     Args:

@@ -97,8 +97,8 @@ class _Block:
 class RowLog:
     """Rows of a folder, with those that are not in a file yet.
 
-    One thread at a time appends; any number reads :attr:`pieces`. Files are written by a thread of its own; its error is
-    raised by the next :meth:`check` or :meth:`flush`, and the rows stay in memory, to be written then.
+    One thread at a time appends; any number reads :attr:`pieces`. Files are written by a thread of its own. The next
+    :meth:`check` or :meth:`flush` raises its error; the rows stay in memory, to be written then.
 
     Args:
         folder: where the rows go; loaded, if there are any.

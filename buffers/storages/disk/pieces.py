@@ -150,9 +150,9 @@ class Pieces:
         which = np.searchsorted(self.firsts, rows[at], "right") - 1
         for number, row in zip(which.tolist(), rows[at].tolist(), strict=True):
             piece = self.pieces[number] if 0 <= number < len(self.pieces) else None
-            if piece is not None and piece.segment is not None:
-                if not piece.segment.in_memory(row - piece.first):
-                    break
+            segment = None if piece is None else piece.segment
+            if segment is not None and not segment.in_memory(row - segment.first):
+                break
         else:
             return
         which = np.searchsorted(self.firsts, rows, "right") - 1

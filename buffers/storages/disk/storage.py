@@ -1,5 +1,6 @@
 """A storage whose rows are files: larger than memory, and there again after a crash."""
 
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Collection, Mapping
@@ -13,7 +14,7 @@ from typing_extensions import override
 
 from flatroll.buffers.columns.base import After, Column, Columns, TensorColumn, put_rows
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
-from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
+from flatroll.buffers.index.ring import Draw, Follow, Ring
 from flatroll.buffers.index.top_k_ring import RankedRing
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.storages.base import Links, Rows
@@ -34,13 +35,13 @@ _PARTS = 32  # files of a full storage, at least: the oldest one holds rows that
 class DiskStorage(ColumnStorage):
     """Rows in a folder of files that are written once: they may take more than the memory, and outlive the process.
 
-    New rows gather in memory; a thread publishes them as a file, which is there whole or not at all, once a file's worth
-    has gathered, or as ``flush_rows`` and ``flush_seconds`` say. Rows are read from the mapped files, of which the system
-    keeps in memory what is used; those of a sample that are not there are asked for all at once. The oldest file goes
-    when all its rows are overwritten. ``stats()["rows_unflushed"]`` says how many rows a crash would cost now.
+    New rows gather in memory; a thread publishes them as a file, which is there whole or not at all, once there are
+    enough for one, or as ``flush_rows`` and ``flush_seconds`` say. Rows are read from the mapped files, of which the
+    system keeps in memory what is used; those of a sample that are not there are asked for all at once. The oldest file
+    goes when all its rows are overwritten. ``stats()["rows_unflushed"]`` says how many rows a crash would cost now.
 
-    A folder that has rows is read at once by the buffer, which goes on after them. What was open when the last run ended
-    is cut there. Rows cannot be changed (``buffer[i] = …``), and tensordicts alone can be stored.
+    A buffer with a folder that has rows begins with them, and goes on after them. Trajectories that were open when the
+    last run ended are cut there. Rows cannot be changed (``buffer[i] = …``), and only tensordicts can be stored.
 
     Args:
         max_size: number of rows. Default: as many as the folder has.
@@ -51,8 +52,8 @@ class DiskStorage(ColumnStorage):
         flush_rows: publish rows as soon as so many have gathered. Default: as many as make a file.
         flush_seconds: publish rows so long after the first of them came. Default: no limit.
         read_only: read the rows that the folder has now, and write none: other processes may write to it.
-        sync: files are on the disk when :meth:`flush` returns, safe from a power loss. With False they are safe from the
-            end of the process. Default True.
+        sync: files are on the disk when :meth:`flush` returns, safe from a power loss. With False they are safe from
+            the end of the process. Default True.
         segment_bytes: bytes of rows that make a file, and gather in memory. Default 32 MiB.
 
     Raises:
@@ -234,7 +235,7 @@ class DiskStorage(ColumnStorage):
                 # Each run cuts what the one before it left open.
                 seams = [seam for seam in layout.seams if piece.first < seam < piece.end]
                 bounds = [piece.first, *seams, piece.end]
-                for low, high in zip(bounds[:-1], bounds[1:], strict=True):
+                for low, high in itertools.pairwise(bounds):
                     if low in layout.seams:
                         self._cut()
                     if high > first:
