@@ -441,12 +441,13 @@ class DiskColumn(Column):
     """An entry of the rows of a `DiskStorage`, as other columns are read."""
 
     def __init__(self, storage: DiskStorage, key: NestedKey, form: Form) -> None:
-        self._storage, self._key = storage, key
+        self._storage, self._key = weakref.proxy(storage), key
         self.dtype, self.shape = form.dtype, form.shape
 
     @override
     def take(self, slots: Tensor) -> Tensor:
-        return self._storage._take(slots, [self._key])[self._key]
+        columns: Columns = self._storage._take(slots, [self._key])
+        return columns[self._key]
 
     @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> NoReturn:
