@@ -44,35 +44,34 @@ def make(folder: Path, sampler: Any = None, **options: Any) -> ReplayBuffer:
     return ReplayBuffer(storage=storage, sampler=sampler or SliceSampler(slice_len=4), batch_size=8)
 
 
-def test_killed_writers(tmp_path: Path) -> None:
-    """Each run goes on from what the killed one left, which is all that it said was flushed."""
-    for _ in range(1 if "not long" else 4):
-        process = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        assert process.stdout is not None
-        written = waiting = 0
-        for _ in range(12):
-            written, waiting = map(int, process.stdout.readline().split())
-        process.send_signal(signal.SIGKILL)
-        for line in process.stdout:
-            if line.endswith("\n"):
-                written, waiting = map(int, line.split())
-        process.wait(timeout=60)
-        process.stdout.close()
+def test_a_killed_writer(tmp_path: Path) -> None:
+    """All rows that it said were flushed are there, and whole."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdout is not None
+    written = waiting = 0
+    for _ in range(12):
+        written, waiting = map(int, process.stdout.readline().split())
+    process.send_signal(signal.SIGKILL)
+    for line in process.stdout:
+        if line.endswith("\n"):
+            written, waiting = map(int, line.split())
+    process.wait(timeout=60)
+    process.stdout.close()
 
-        buffer = ReplayBuffer(
-            storage=DiskStorage(path=tmp_path, read_only=True), sampler=SliceSampler(slice_len=4)
-        )
-        rows = buffer[:]
-        assert int(rows["row"][-1]) + 1 >= written - waiting
-        assert (rows["row"].diff() == 1).all()
-        assert torch.equal(rows["next", "row"], rows["row"] + 1)
-        sample = buffer.sample(64)
-        assert torch.equal(sample["next", "row"], sample["row"] + 1)
+    buffer = ReplayBuffer(
+        storage=DiskStorage(path=tmp_path, read_only=True), sampler=SliceSampler(slice_len=4)
+    )
+    rows = buffer[:]
+    assert int(rows["row"][-1]) + 1 >= written - waiting
+    assert (rows["row"].diff() == 1).all()
+    assert torch.equal(rows["next", "row"], rows["row"] + 1)
+    sample = buffer.sample(64)
+    assert torch.equal(sample["next", "row"], sample["row"] + 1)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
@@ -203,7 +202,7 @@ def test_files_that_lie_are_refused(tmp_path: Path, form: dict[str, Any]) -> Non
             broken = ragged._replace(values=ragged.values[:1], lengths=torch.tensor([1, 0, 0, 0, 0, 0]))
         folder.replace({"x": broken}, 0)
         folder.publish(Folder(tmp_path).load().json)
-    with pytest.raises(ValueError, match="damaged|compressed|whole stack"):
+    with pytest.raises(ValueError, match=r"compressed|whole stack"):
         make(tmp_path, RandomSampler())[:]
 
 
