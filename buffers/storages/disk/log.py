@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from flatroll.buffers.columns.base import Columns
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.storages.disk.forms import FORMS, Form
 from flatroll.buffers.storages.disk.pieces import Piece, Pieces
-from flatroll.disk import Folder, Ragged, column_key, column_name
+from flatroll.disk import Folder, Ragged, Version, column_key, column_name
 from flatroll.disk.tensor_file import DTYPES, dtype_name
 from flatroll.layout.keys import NestedKey, next_key
 
@@ -109,11 +110,14 @@ class RowLog:
         end: number of the row to come.
         pieces: the rows that can be read.
         layout: what the folder notes of the rows; None before the first batch.
+        notes: what else it notes, by name: JSON.
     """
 
     def __init__(self, folder: Folder, rule: FlushRule, capacity: int, layout: Layout | None) -> None:
         self.folder, self.rule, self.capacity, self.layout = folder, rule, capacity, layout
         self.end = folder.end
+        self.notes: dict[str, Any] = {}
+        self._saved: dict[Path, Version] = {}
         self._blocks: tuple[_Block, ...] = ()
         self._mapped: dict[str, Piece] = {}
         self._noted = False  # whether this run has published the layout
@@ -208,6 +212,24 @@ class RowLog:
                 self._blocks, self.end = (), first
             self._refresh()
 
+    def save(self, path: Path, head: int, notes: dict[str, Any], overwrite: bool) -> None:
+        """Make ``path`` a folder of the same rows, from number ``head`` on: its files are those of this one."""
+        with self._disk:
+            self.flush()
+            if path.resolve() == self.folder.path.resolve():
+                self.notes = notes
+                if self.layout is not None:
+                    self._note()
+                return
+            path = path.resolve()
+            with Folder(path, write=True, resume=self._saved.get(path), overwrite=overwrite) as other:
+                other.adopt([segment for segment in self.folder.segments if segment.end > head])
+                layout = {} if self.layout is None else self.layout.to_json()
+                version = other.publish(
+                    {**layout, **notes}, head=head, extra={"kind": "rows of a DiskStorage"}
+                )
+            self._saved[path] = version
+
     def _new_block(self, first: int) -> _Block:
         assert self.layout is not None
         block = _Block(first, self.folder.rows_per_segment(self.layout.row_bytes()), self.layout)
@@ -256,7 +278,7 @@ class RowLog:
         head = self.folder.head
         self.layout.seams[:] = [row for row in self.layout.seams if row > head]
         facts = {"kind": "rows of a DiskStorage"}
-        self.folder.publish(self.layout.to_json(), extra=facts)
+        self.folder.publish({**self.layout.to_json(), **self.notes}, extra=facts)
         self._noted = True
 
     def _encoded(self, block: _Block, first: int, stop: int) -> dict[str, Tensor | Ragged]:

@@ -4,6 +4,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -12,13 +13,14 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import After, Column, Columns, TensorColumn, put_rows
+from flatroll.buffers.columns.base import After, Column, Columns, put_rows
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Draw, Follow, Ring
 from flatroll.buffers.index.top_k_ring import RankedRing
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.storages.base import Links, Rows
 from flatroll.buffers.storages.columns import ColumnStorage
+from flatroll.buffers.storages.disk.column import DiskColumn, no_edits
 from flatroll.buffers.storages.disk.forms import Form, FrameForm, ZstdForm
 from flatroll.buffers.storages.disk.log import FlushRule, Layout, RowLog, columns_differ
 from flatroll.buffers.storages.disk.pieces import Piece
@@ -71,6 +73,7 @@ class DiskStorage(ColumnStorage):
     >>> storage.close()
     >>> ReplayBuffer(storage=DiskStorage(path=folder.name, read_only=True))[:]["reward"]
     tensor([0., 1., 2., 3., 4.])
+    >>> folder.cleanup()
     """
 
     frame_stack: Mapping[NestedKey, int]
@@ -115,6 +118,7 @@ class DiskStorage(ColumnStorage):
             folder.close()
             raise
         self._closing = weakref.finalize(self, _close, self._log, read_only, os.getpid())
+        self._ring: Ring | None = None
         self._offset = 0  # number of a row in the folder, less its number in the ring of the buffer
         self._batch: tuple[Piece, int] | None = (
             None  # what is being counted by the buffer: rows from this one on
@@ -138,6 +142,33 @@ class DiskStorage(ColumnStorage):
     def close(self) -> None:
         """Flush, and let others write to the folder; rows can still be read. A process that ends normally does it."""
         self._closing()
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        notes: dict[str, Any] | None = None,
+        *,
+        overwrite: bool = False,
+        first: int | None = None,
+    ) -> None:
+        """Save the rows to another folder, which a `DiskStorage` can open: no row is written, the files get a second
+        name there (copies are made on another disk).
+
+        Args:
+            path: of the folder; the storage's own will do for the ``notes``.
+            notes: anything for JSON to save along.
+            overwrite: replace what others have saved to the folder, default False.
+            first: number of the first row to save, as the ring counts them. Default: the oldest one.
+
+        Raises:
+            FileExistsError: the folder holds what this storage has not saved there.
+            BlockingIOError: somebody writes to it.
+            OSError: the disk is full or failed; what was saved before stands.
+        """
+        self._writable()
+        if first is None:
+            first = 0 if self._ring is None else self._ring.head
+        self._log.save(Path(path), self._offset + first, notes or {}, overwrite)
 
     @override
     def counts(self) -> dict[str, int]:
@@ -208,7 +239,9 @@ class DiskStorage(ColumnStorage):
 
     def _use_layout(self, layout: Layout) -> None:
         """Know the columns."""
-        self.columns = {key: DiskColumn(self, key, form) for key, form in layout.forms.items()}
+        self.columns = {
+            key: DiskColumn(weakref.WeakMethod(self._take), key, form) for key, form in layout.forms.items()
+        }
         self.structure = TensorDicts(torch.Size([]))
         if layout.pairs:
             self.pool = NextPool(layout.pairs)
@@ -351,11 +384,11 @@ class DiskStorage(ColumnStorage):
 
     @override
     def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
-        raise _no_edits()
+        raise no_edits()
 
     @override
     def write_drawn(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
-        raise _no_edits()
+        raise no_edits()
 
     @override
     def read_rows(
@@ -411,7 +444,7 @@ class DiskStorage(ColumnStorage):
             kind = FrameForm if key in self.frame_stack else ZstdForm if key in self.codec else Form
             forms[key] = kind(dtype, shape)
         self._log.layout = Layout(forms, [], [])
-        return {key: DiskColumn(self, key, form) for key, form in forms.items()}
+        return {key: DiskColumn(weakref.WeakMethod(self._take), key, form) for key, form in forms.items()}
 
     @override
     def state_dict(self, rows: int, pool_rows: int = 0) -> NoReturn:
@@ -437,47 +470,6 @@ class DiskStorage(ColumnStorage):
         )
 
 
-class DiskColumn(Column):
-    """An entry of the rows of a `DiskStorage`, as other columns are read."""
-
-    def __init__(self, storage: DiskStorage, key: NestedKey, form: Form) -> None:
-        self._storage, self._key = weakref.proxy(storage), key
-        self.dtype, self.shape = form.dtype, form.shape
-
-    @override
-    def take(self, slots: Tensor) -> Tensor:
-        columns: Columns = self._storage._take(slots, [self._key])
-        return columns[self._key]
-
-    @override
-    def write(self, slot: int, values: Tensor, after: After | None = None) -> NoReturn:
-        raise _no_edits()
-
-    @override
-    def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> NoReturn:
-        raise _no_edits()
-
-    @override
-    def pool(self) -> TensorColumn:
-        return TensorColumn(torch.empty((0, *self.shape), dtype=self.dtype))
-
-    @override
-    def grow(self, rows: int) -> None:
-        return
-
-    @property
-    @override
-    def nbytes(self) -> int:
-        return 0
-
-
 def _close(log: RowLog, read_only: bool, process: int) -> None:
     if process == os.getpid():  # a fork inherits the finalizer, but not the folder
         log.folder.close() if read_only else log.close()
-
-
-def _no_edits() -> RuntimeError:
-    return RuntimeError(
-        "the rows of a DiskStorage cannot be changed: its files are written once. Extend with new rows, or use "
-        "LazyMemmapStorage"
-    )

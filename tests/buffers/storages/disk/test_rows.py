@@ -106,7 +106,7 @@ def test_rows_and_samples_are_those_of_memory(folder: Path, form: str, flush_row
         assert equal(disk.sample(), memory.sample())
     assert equal(disk[:], memory[:])
     assert disk.stats()["rows_unflushed"] <= (flush_rows or 50)
-    disk.storage.close()
+    disk.storage.close()  # type: ignore[attr-defined]
 
     # Reopened, with the options that the folder notes: the same rows, and it goes on, with the open trajectories cut.
     again, anew = buffer_of(open_disk(folder)), buffer_of(LazyTensorStorage(100, **options))
@@ -166,7 +166,7 @@ def test_seams_of_earlier_runs_stay_cut(folder: Path, form: str) -> None:
     for first in (0, 3, 10):  # rows 0-2, 3-5 of episode 0, and 10-12 of episode 1 (done at 13)
         buffer = buffer_of(open_disk(folder, **FORMS[form]))
         buffer.extend(part(first))
-        buffer.storage.close()
+        buffer.storage.close()  # type: ignore[attr-defined]
     buffer = buffer_of(open_disk(folder, read_only=True))
     assert buffer.index is not None and buffer.index.trajectories == 3
     assert buffer.index.longest == 3
@@ -176,12 +176,12 @@ def test_old_files_go_and_the_rows_in_memory_do_not(folder: Path) -> None:
     disk = buffer_of(open_disk(folder, 64, segment_bytes=10_000_000))
     for first in range(0, 600, 6):
         disk.extend(make_batch(first, 6))
-    disk.storage.flush()
+    disk.storage.flush()  # type: ignore[attr-defined]
     reader = Folder(folder)
     rows = reader.recover()
     assert len(rows) < 64 + 2 * 12
     assert rows.stop == 1200
-    disk.storage.close()
+    disk.storage.close()  # type: ignore[attr-defined]
     fewer = buffer_of(open_disk(folder, 30))  # a smaller storage has the newest rows
     assert equal(in_order(fewer), in_order(disk)[-30:])
 
@@ -192,7 +192,7 @@ def test_empty(folder: Path) -> None:
         disk.extend(make_batch(first, 6))
     disk.empty()
     assert len(disk) == 0
-    disk.storage.close()
+    disk.storage.close()  # type: ignore[attr-defined]
     assert len(buffer_of(open_disk(folder))) == 0
 
 
@@ -202,14 +202,14 @@ def test_rows_after_empty_are_there_again(folder: Path) -> None:
     disk.empty()
     disk.extend(make_batch(100, 4))
     assert equal(disk[:], make_batch(100, 4))
-    disk.storage.close()
+    disk.storage.close()  # type: ignore[attr-defined]
     assert equal(in_order(buffer_of(open_disk(folder))), make_batch(100, 4))
 
 
 def test_a_dataset_that_others_read(folder: Path) -> None:
     writer = buffer_of(open_disk(folder, 10_000, compact_obs=True, segment_bytes=10_000_000))
     writer.extend(make_batch(0, 20))
-    writer.storage.flush()
+    writer.storage.flush()  # type: ignore[attr-defined]
     writer.extend(make_batch(20, 10))  # not in a file yet
     data = buffer_of(DiskStorage(path=folder, read_only=True), writer=ImmutableDatasetWriter())
     assert equal(data[:], make_batch(0, 20))
@@ -220,7 +220,7 @@ def test_a_dataset_that_others_read(folder: Path) -> None:
         buffer_of(DiskStorage(path=folder, read_only=True)).extend(make_batch(0, 1))
     for first in range(30, 60, 10):
         writer.extend(make_batch(first, 10))
-    writer.storage.flush()
+    writer.storage.flush()  # type: ignore[attr-defined]
     assert equal(data[:], make_batch(0, 20))
 
 
