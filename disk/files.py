@@ -24,6 +24,7 @@ TEMPORARY = ".temporary"
 # One call of write or read moves at most this many bytes: Linux cuts longer ones at 2 GiB.
 _AT_ONCE = 1 << 30
 _SYSTEM = ctypes.CDLL(None)  # the C library
+_ADDRESS = ctypes.c_void_p
 
 
 def make_folder(path: Path, *, synced: bool) -> None:
@@ -147,9 +148,8 @@ def will_need(mapped: Tensor, begin: int, length: int) -> None:
 
 def in_memory(mapped: Tensor, begin: int) -> bool:
     """Whether the page of a map that begins at ``begin`` can be read without waiting for the disk."""
-    resident = ctypes.c_ubyte(1)
-    address = ctypes.c_void_p(mapped.data_ptr() + begin)
-    _SYSTEM.mincore(address, ctypes.c_size_t(1), ctypes.byref(resident))
+    resident = ctypes.c_ubyte(1)  # stays so where the system does not tell
+    _SYSTEM.mincore(_ADDRESS(mapped.data_ptr() + begin), 1, ctypes.byref(resident))
     return bool(resident.value & 1)
 
 

@@ -150,12 +150,21 @@ class Segment:
 
     def in_memory(self, row: int) -> bool:
         """Whether a row, counted from the first of the segment, is likely to be in memory: its largest column is."""
-        plain = [e for e in self.header.entries.values() if e.shape and e.shape[0] == self.rows]
-        entry = max(plain, key=lambda entry: entry.size, default=None)
-        if entry is None:
-            return True
-        position = entry.begin + row * (entry.size // self.rows)
-        return files.in_memory(self._maps[0], position // mmap.PAGESIZE * mmap.PAGESIZE)
+        begin, size = self._widest
+        position = begin + row * size
+        return not size or files.in_memory(self._maps[0], position - position % mmap.PAGESIZE)
+
+    @cached_property
+    def _widest(self) -> tuple[int, int]:
+        """Position, and bytes of a row, of the largest column that has a value per row."""
+        plain = [
+            entry for entry in self.header.entries.values() if entry.shape and entry.shape[0] == self.rows
+        ]
+        return max(
+            ((entry.begin, entry.size // self.rows) for entry in plain),
+            key=lambda one: one[1],
+            default=(0, 0),
+        )
 
 
 def read_range(segments: Iterable[Segment], schema: Schema, first: int, end: int) -> dict[str, Column]:

@@ -48,8 +48,11 @@ class Form:
         if isinstance(column, Ragged) or column.dtype is not self.dtype or column.shape[1:] != self.shape:
             raise damaged(f"a file has other values than {self.dtype} {list(self.shape)}")
 
-    def decode(self, column: Ragged, ends: Array, rows: Array) -> Tensor:
-        """Return the ``rows`` (int64 ``[N]``) of a file, where ``ends`` has the running sum of the lengths."""
+    def decode(self, column: Ragged, ends: Array, rows: Array, target: Tensor, at: Array) -> None:
+        """Read ``rows`` of a file to the rows ``at`` (both int64 ``[N]``) of ``target``.
+
+        ``ends`` has the running sum of the lengths.
+        """
         raise NotImplementedError
 
 
@@ -119,28 +122,45 @@ class ZstdForm(Form):
             raise damaged("the first row of a file has no compressed bytes")
 
     @override
-    def decode(self, column: Ragged, ends: Array, rows: Array) -> Tensor:
-        lengths = column.lengths.numpy()
+    def decode(self, column: Ragged, ends: Array, rows: Array, target: Tensor, at: Array) -> None:
+        memory, lengths = column.values.numpy(), column.lengths.numpy()
         heads = np.flatnonzero(lengths)  # the rows that have a block's bytes: it reaches to the next of them
         stops = np.append(heads[1:], len(lengths))
-        blocks, inverse = np.unique(np.searchsorted(heads, rows, "right") - 1, return_inverse=True)
-        memory, decompressor = column.values.numpy(), self._zstandard.ZstdDecompressor()
-        counts = stops[blocks] - heads[blocks]
-        begins = np.cumsum(counts) - counts  # where each block's rows stand among those decoded
-        decoded = np.empty((int(counts.sum()), self.row_bytes), np.uint8)
-        for block, begin, count in zip(blocks, begins, counts, strict=True):
-            end = ends[heads[block]]
-            data = memory[end - lengths[heads[block]] : end]
-            # The size is in the block's head: nothing is allocated that it only claims.
-            try:
-                if self._zstandard.frame_content_size(data.tobytes()[:32]) != count * self.row_bytes:
-                    raise damaged(f"a compressed block is not one of {count} rows")
-                values = decompressor.decompress(data)
-            except self._zstandard.ZstdError as error:
-                raise damaged(f"a compressed block cannot be read ({error})") from None
-            decoded[begin : begin + count] = np.frombuffer(values, np.uint8).reshape(count, -1)
-        wanted = decoded[begins[inverse] + rows - heads[blocks[inverse]]]
-        return torch.from_numpy(wanted).view(-1).view(self.dtype).view(len(rows), *self.shape)
+        into = target.view(len(target), -1).view(torch.uint8).numpy()
+        decompressor = self._zstandard.ZstdDecompressor()
+        which = np.searchsorted(heads, rows, "right") - 1
+        order = np.argsort(which, kind="stable")
+        for asked in np.split(order, np.flatnonzero(np.diff(which[order])) + 1):  # those of one block
+            block = which[asked[0]]
+            head, count = heads[block], stops[block] - heads[block]
+            data, places, local = (
+                memory[ends[head] - lengths[head] : ends[head]],
+                at[asked],
+                rows[asked] - head,
+            )
+            whole = len(asked) == count and bool(
+                (np.diff(places) == 1).all() and (local == np.arange(count)).all()
+            )
+            # Slices have most blocks as a whole, which are decoded where they belong.
+            room = (
+                into[places[0] : places[0] + count] if whole else np.empty((count, self.row_bytes), np.uint8)
+            )
+            self._decompress(decompressor, data, room)
+            if not whole:
+                into[places] = room[local]
+
+    def _decompress(self, decompressor: Any, data: Array, room: Array) -> None:
+        """Fill ``room`` with the values of a block; ValueError if it has others, before anything is allocated."""
+        compressed = data.tobytes()
+        try:
+            if self._zstandard.frame_content_size(compressed) != room.nbytes:
+                raise damaged(f"a compressed block is not one of {len(room)} rows")
+            with decompressor.stream_reader(compressed) as reader:
+                got = reader.readinto(room.reshape(-1))
+        except self._zstandard.ZstdError as error:
+            raise damaged(f"a compressed block cannot be read ({error})") from None
+        if got != room.nbytes:
+            raise damaged("a compressed block is cut short")
 
 
 FORMS: dict[str, type[Form]] = {form.name: form for form in (Form, FrameForm, ZstdForm)}

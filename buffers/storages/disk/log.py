@@ -14,6 +14,7 @@ from flatroll.buffers.columns.base import Columns
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.storages.disk.forms import FORMS, Form
 from flatroll.buffers.storages.disk.pieces import Piece, Pieces
+from flatroll.buffers.storages.tensors import host_memory
 from flatroll.disk import Folder, Ragged, Version, column_key, column_name
 from flatroll.disk.tensor_file import DTYPES, dtype_name
 from flatroll.layout.keys import NestedKey, next_key
@@ -87,9 +88,7 @@ class _Block:
 
     def __init__(self, first: int, rows: int, layout: Layout) -> None:
         self.first, self.limit = first, first + rows
-        self.columns: Columns = {
-            key: torch.empty((rows, *form.shape), dtype=form.dtype) for key, form in layout.forms.items()
-        }
+        self.columns: Columns = {key: host_memory(rows, f.dtype, f.shape) for key, f in layout.forms.items()}
         self.piece = Piece(first, self.limit, self.columns, layout.forms)
         #: (rows of the block, their next observations by root key), of one write after the other.
         self.tails: list[tuple[Array, Columns]] = []

@@ -98,17 +98,17 @@ class Pieces:
 
         names = tuple(key for key in self.forms if keys is None or key in keys)
         copied = tuple(key for key in names if self.forms[key].by_address)
+        if len(rows) and not self.firsts[0] <= rows.min() <= rows.max() < self.end:
+            raise IndexError(
+                f"rows {rows.min()} ... {rows.max()} are not all in {self.firsts[0]} ... {self.end - 1}"
+            )
         self._ask_for(rows)
         columns: Columns = {
             key: torch.empty((len(rows), *self.forms[key].shape), dtype=self.forms[key].dtype)
             for key in names
         }
         target = np.array([columns[key].data_ptr() for key in copied], np.int64)
-        wrong = gather_pieces(self.firsts, *self._table(copied), rows, target)
-        if wrong >= 0:
-            raise IndexError(
-                f"there is no row {rows[wrong]}: the log has {self.firsts[0]} ... {self.end - 1}"
-            )
+        gather_pieces(self.firsts, *self._table(copied), rows, target)
         for key in names:
             if key not in copied:
                 self._decode(key, rows, columns[key])
@@ -139,24 +139,22 @@ class Pieces:
             piece, at = self.pieces[number], np.flatnonzero(which == number)
             column, local = piece.columns[key], rows[at] - piece.first
             if isinstance(column, Ragged):
-                values = self.forms[key].decode(column, piece.ends[key], local)
+                self.forms[key].decode(column, piece.ends[key], local, target, at)
             else:
-                values = take_rows(column, torch.from_numpy(local))
-            target[torch.from_numpy(at)] = values
+                target[torch.from_numpy(at)] = take_rows(column, torch.from_numpy(local))
 
     def _ask_for(self, rows: Array) -> None:
         """If the rows do not seem to be in memory, ask the system to read them, all at once."""
-        at = np.linspace(0, len(rows) - 1, min(_LOOKS, len(rows))).astype(np.int64)
-        which = np.searchsorted(self.firsts, rows[at], "right") - 1
-        for number, row in zip(which.tolist(), rows[at].tolist(), strict=True):
-            piece = self.pieces[number] if 0 <= number < len(self.pieces) else None
-            segment = None if piece is None else piece.segment
+        some = rows[:: max(1, len(rows) // _LOOKS)]
+        which = np.searchsorted(self.firsts, some, "right") - 1
+        for number, row in zip(which.tolist(), some.tolist(), strict=True):
+            segment = self.pieces[number].segment
             if segment is not None and not segment.in_memory(row - segment.first):
                 break
         else:
             return
         which = np.searchsorted(self.firsts, rows, "right") - 1
         for number in np.unique(which).tolist():
-            piece = self.pieces[number] if 0 <= number < len(self.pieces) else None
-            if piece is not None and piece.segment is not None:
-                piece.segment.prefetch(np.unique(rows[which == number]) - piece.first)
+            segment = self.pieces[number].segment
+            if segment is not None:
+                segment.prefetch(np.unique(rows[which == number]) - segment.first)

@@ -1,0 +1,1 @@
+"""Benchmarks of rows on disk."""
