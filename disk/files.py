@@ -24,6 +24,7 @@ TEMPORARY = ".temporary"
 # One call of write or read moves at most this many bytes: Linux cuts longer ones at 2 GiB.
 _AT_ONCE = 1 << 30
 _SYSTEM = ctypes.CDLL(None)  # the C library
+_ADDRESS = ctypes.c_void_p
 
 
 def make_folder(path: Path, *, synced: bool) -> None:
@@ -143,6 +144,13 @@ def will_need(mapped: Tensor, begin: int, length: int) -> None:
     """Ask the system to read bytes of a map from disk without waiting for them; ``begin`` is that of a page."""
     address = ctypes.c_void_p(mapped.data_ptr() + begin)
     _SYSTEM.madvise(address, ctypes.c_size_t(length), mmap.MADV_WILLNEED)
+
+
+def in_memory(mapped: Tensor, begin: int) -> bool:
+    """Whether the page of a map that begins at ``begin`` can be read without waiting for the disk."""
+    resident = ctypes.c_ubyte(1)  # stays so where the system does not tell
+    _SYSTEM.mincore(_ADDRESS(mapped.data_ptr() + begin), 1, ctypes.byref(resident))
+    return bool(resident.value & 1)
 
 
 def publish(folder: Path, name: str, chunks: Iterable[Buffer], *, synced: bool, named: bool = True) -> None:

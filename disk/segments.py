@@ -148,6 +148,24 @@ class Segment:
                 for begin, length in page_stretches(rows, entry.size // self.rows, entry.begin):
                     files.will_need(mapped, begin, length)
 
+    def in_memory(self, row: int) -> bool:
+        """Whether a row, counted from the first of the segment, is likely to be in memory: its largest column is."""
+        begin, size = self._widest
+        position = begin + row * size
+        return not size or files.in_memory(self._maps[0], position - position % mmap.PAGESIZE)
+
+    @cached_property
+    def _widest(self) -> tuple[int, int]:
+        """Position, and bytes of a row, of the largest column that has a value per row."""
+        plain = [
+            entry for entry in self.header.entries.values() if entry.shape and entry.shape[0] == self.rows
+        ]
+        return max(
+            ((entry.begin, entry.size // self.rows) for entry in plain),
+            key=lambda one: one[1],
+            default=(0, 0),
+        )
+
 
 def read_range(segments: Iterable[Segment], schema: Schema, first: int, end: int) -> dict[str, Column]:
     """Read rows ``[first, end)``, which the segments have, into new memory, with checksums."""

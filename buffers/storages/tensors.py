@@ -106,11 +106,19 @@ class Encodings:
             return ZstdColumn(rows, shape, dtype, device)
         if device.type != "cpu":
             return TensorColumn(torch.empty((rows, *shape), dtype=dtype, device=device))
-        # Host memory from NumPy, which asks the system for large pages where they pay, from a cache line on.
-        size = rows * math.prod(shape) * dtype.itemsize
-        memory = np.empty(size + 64, np.uint8)
-        first = -memory.ctypes.data % 64
-        return TensorColumn(torch.from_numpy(memory[first : first + size]).view(dtype).view(rows, *shape))
+        return TensorColumn(host_memory(rows, dtype, shape))
+
+
+def host_memory(rows: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return a new tensor ``[rows, *shape]`` from a cache line on, of NumPy, which asks for large pages where they pay.
+
+    >>> host_memory(3, torch.float32, (2,)).shape
+    torch.Size([3, 2])
+    """
+    size = rows * math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + 64, np.uint8)
+    first = -memory.ctypes.data % 64
+    return torch.from_numpy(memory[first : first + size]).view(dtype).view(rows, *shape)
 
 
 class LazyTensorStorage(ColumnStorage):

@@ -1,0 +1,64 @@
+"""The column that reads an entry of a storage on disk."""
+
+import weakref
+from collections.abc import Callable, Collection
+from typing import NoReturn, TypeAlias
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from flatroll.buffers.columns.base import After, Column, Columns, TensorColumn
+from flatroll.buffers.storages.disk.forms import Form
+from flatroll.layout.keys import NestedKey
+
+Take: TypeAlias = Callable[[Tensor, Collection[NestedKey] | None], Columns]
+
+
+class DiskColumn(Column):
+    """An entry of the rows of a `DiskStorage`, read as other columns are.
+
+    Args:
+        take: method of the storage that reads rows.
+        key: of the entry.
+        form: of the entry.
+    """
+
+    def __init__(self, take: "weakref.WeakMethod[Take]", key: NestedKey, form: Form) -> None:
+        self._take, self._key = take, key
+        self.dtype, self.shape = form.dtype, form.shape
+
+    @override
+    def take(self, slots: Tensor) -> Tensor:
+        take = self._take()
+        assert take is not None  # the storage holds this column
+        return take(slots, [self._key])[self._key]
+
+    @override
+    def write(self, slot: int, values: Tensor, after: After | None = None) -> NoReturn:
+        raise no_edits()
+
+    @override
+    def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> NoReturn:
+        raise no_edits()
+
+    @override
+    def pool(self) -> TensorColumn:
+        return TensorColumn(torch.empty((0, *self.shape), dtype=self.dtype))
+
+    @override
+    def grow(self, rows: int) -> None:
+        return
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return 0
+
+
+def no_edits() -> RuntimeError:
+    """Return the error for a change of stored rows."""
+    return RuntimeError(
+        "the rows of a DiskStorage cannot be changed: its files are written once. Extend with new rows, or use "
+        "LazyMemmapStorage"
+    )

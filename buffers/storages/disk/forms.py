@@ -1,0 +1,166 @@
+"""The forms that an entry of the rows has in files: as it is, as single frames, or compressed."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from flatroll.buffers.columns.base import differ
+from flatroll.buffers.index.ring import Array
+from flatroll.buffers.index.saved_tables import damaged
+from flatroll.disk import Ragged
+from flatroll.layout.export import optional_package
+
+BLOCK_ROWS = 8  # rows that are compressed together: neighbours have most of their bytes in common
+
+
+class Form:
+    """What files hold of an entry. This one holds its values as they are.
+
+    Args:
+        dtype: of the values.
+        shape: of one row's value.
+
+    Attributes:
+        name: of the form, as a folder notes it.
+        by_address: whether rows are copied from the file without decoding.
+    """
+
+    name = "plain"
+    by_address = True
+
+    def __init__(self, dtype: torch.dtype, shape: torch.Size) -> None:
+        self.dtype, self.shape = dtype, torch.Size(shape)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row's value in memory."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def encode(self, values: Tensor) -> Tensor | Ragged:
+        """Return what a file holds of the values ``[N, *shape]``; rows of it can be joined with those of others."""
+        return values
+
+    def check(self, column: Tensor | Ragged) -> None:
+        """Raise ValueError if a file's ``column`` is not what `encode` gives; nothing is decoded."""
+        if isinstance(column, Ragged) or column.dtype is not self.dtype or column.shape[1:] != self.shape:
+            raise damaged(f"a file has other values than {self.dtype} {list(self.shape)}")
+
+    def decode(self, column: Ragged, ends: Array, rows: Array, target: Tensor, at: Array) -> None:
+        """Read ``rows`` of a file to the rows ``at`` (both int64 ``[N]``) of ``target``.
+
+        ``ends`` has the running sum of the lengths.
+        """
+        raise NotImplementedError
+
+
+class FrameForm(Form):
+    """Frame stacks ``[stack, *frame]`` as single frames, those that a row adds to the stack before it.
+
+    The stack of row r is the last ``stack`` frames up to and with its own: a row that does not go on from the one
+    before it, as the first of every part, adds a whole stack. So rows are right in whatever file they come to stand.
+
+    >>> form = FrameForm(torch.float32, torch.Size([3]))
+    >>> form.encode(torch.arange(5.0).unfold(0, 3, 1))
+    Ragged(values=tensor([0., 1., 2., 3., 4.]), lengths=tensor([3, 1, 1]))
+    """
+
+    name = "frames"
+
+    @override
+    def encode(self, values: Tensor) -> Ragged:
+        adds = torch.ones(values.shape[:2], dtype=torch.bool)  # [N, stack], the frames that a row adds
+        if len(values) > 1:
+            # Row r rolls on from row r - 1 if its first frames are the last ones of that, bit by bit.
+            adds[1:, :-1] = differ(values[1:, :-1].contiguous(), values[:-1, 1:].contiguous()).unsqueeze(1)
+        return Ragged(values[adds], adds.sum(1))
+
+    @override
+    def check(self, column: Tensor | Ragged) -> None:
+        if not isinstance(column, Ragged) or column.values.dtype is not self.dtype:
+            raise damaged(f"a file has other frames than of {self.dtype}")
+        if column.values.shape[1:] != self.shape[1:]:
+            raise damaged(f"a file has other frames than {list(self.shape[1:])}")
+        if len(column.lengths) and int(column.lengths[0]) < self.shape[0]:
+            raise damaged("the first row of a file has no whole stack of frames")
+
+
+class ZstdForm(Form):
+    """Values compressed losslessly with zstd, a few neighbouring rows together; the first of them has the bytes.
+
+    Raises:
+        ImportError: zstandard is not installed.
+    """
+
+    name = "zstd"
+    by_address = False
+
+    def __init__(self, dtype: torch.dtype, shape: torch.Size) -> None:
+        super().__init__(dtype, shape)
+        self._zstandard: Any = optional_package("zstandard", "zstd", 'codec "zstd"')
+
+    @override
+    def encode(self, values: Tensor) -> Ragged:
+        rows = values.contiguous().view(-1).view(torch.uint8).view(len(values), self.row_bytes).numpy()
+        compressor = self._zstandard.ZstdCompressor(level=1)
+        blocks = [compressor.compress(rows[i : i + BLOCK_ROWS]) for i in range(0, len(rows), BLOCK_ROWS)]
+        lengths = torch.zeros(len(rows), dtype=torch.int64)
+        lengths[::BLOCK_ROWS] = torch.tensor([len(block) for block in blocks], dtype=torch.int64)
+        return Ragged(torch.frombuffer(bytearray(b"".join(blocks)), dtype=torch.uint8), lengths)
+
+    @override
+    def check(self, column: Tensor | Ragged) -> None:
+        if (
+            not isinstance(column, Ragged)
+            or column.values.dtype is not torch.uint8
+            or column.values.ndim != 1
+        ):
+            raise damaged("a file has no compressed rows where it should")
+        if len(column.lengths) and not int(column.lengths[0]):
+            raise damaged("the first row of a file has no compressed bytes")
+
+    @override
+    def decode(self, column: Ragged, ends: Array, rows: Array, target: Tensor, at: Array) -> None:
+        memory, lengths = column.values.numpy(), column.lengths.numpy()
+        heads = np.flatnonzero(lengths)  # the rows that have a block's bytes: it reaches to the next of them
+        stops = np.append(heads[1:], len(lengths))
+        into = target.view(len(target), -1).view(torch.uint8).numpy()
+        decompressor = self._zstandard.ZstdDecompressor()
+        which = np.searchsorted(heads, rows, "right") - 1
+        order = np.argsort(which, kind="stable")
+        for asked in np.split(order, np.flatnonzero(np.diff(which[order])) + 1):  # those of one block
+            block = which[asked[0]]
+            head, count = heads[block], stops[block] - heads[block]
+            data, places, local = (
+                memory[ends[head] - lengths[head] : ends[head]],
+                at[asked],
+                rows[asked] - head,
+            )
+            whole = len(asked) == count and bool(
+                (np.diff(places) == 1).all() and (local == np.arange(count)).all()
+            )
+            # Slices have most blocks as a whole, which are decoded where they belong.
+            room = (
+                into[places[0] : places[0] + count] if whole else np.empty((count, self.row_bytes), np.uint8)
+            )
+            self._decompress(decompressor, data, room)
+            if not whole:
+                into[places] = room[local]
+
+    def _decompress(self, decompressor: Any, data: Array, room: Array) -> None:
+        """Fill ``room`` with the values of a block; ValueError if it has others, before anything is allocated."""
+        compressed = data.tobytes()
+        try:
+            if self._zstandard.frame_content_size(compressed) != room.nbytes:
+                raise damaged(f"a compressed block is not one of {len(room)} rows")
+            with decompressor.stream_reader(compressed) as reader:
+                got = reader.readinto(room.reshape(-1))
+        except self._zstandard.ZstdError as error:
+            raise damaged(f"a compressed block cannot be read ({error})") from None
+        if got != room.nbytes:
+            raise damaged("a compressed block is cut short")
+
+
+FORMS: dict[str, type[Form]] = {form.name: form for form in (Form, FrameForm, ZstdForm)}

@@ -1,0 +1,461 @@
+"""A replay buffer of whole trajectories, whose rows are files of a folder."""
+
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from flatroll.buffers import DiskStorage, ReplayBuffer, Sampler, SliceSampler
+from flatroll.datasets.trajectories.cache import TrajectoryCache
+from flatroll.datasets.trajectories.rows import (
+    DONE,
+    LANE,
+    LEFT,
+    PLACE,
+    Record,
+    fields_of,
+    records_of,
+    rows_of,
+    shifted,
+    trajectory_fields,
+)
+from flatroll.datasets.trajectories.sources import (
+    NOTES,
+    RANKS,
+    OwnFolder,
+    State,
+    rank_folder,
+    restore,
+    share,
+    sources_of,
+)
+from flatroll.disk import Folder
+from flatroll.layout.checks import whole_number
+from flatroll.layout.keys import NestedKey
+
+_FORMATS = ("pt", "pkl")
+_WITHOUT_END = 2**40  # rows of a buffer that keeps all
+
+
+class TrajectoryReplayBuffer:
+    """Keeps trajectories ``[T, B, ...]`` and draws single steps of the latest ones; names and arguments are RLinf's.
+
+    Trajectories are added whole, and laid out as rows, lane by lane. The rows are files that are written once
+    (`DiskStorage`), so there may be more than the memory holds, and they outlive a crash. A thread writes them; its
+    error comes with the next call that adds or saves. All trajectories have the same fields.
+
+    Args:
+        seed: of the draws, which come from a generator of the buffer's own. Default 1234.
+        enable_cache: keep trajectories that :meth:`trajectory` has read in memory. Default True. Samples do not need
+            it: the system keeps in memory what is used of the files.
+        cache_size: how many. Default 5.
+        sample_window_size: draw from so many of the latest trajectories, 0 for all. Default 100.
+        auto_save: keep the rows in ``auto_save_path``, where a later run finds them. Default False: in a temporary
+            folder, which goes with the buffer.
+        auto_save_path: a folder, new or of an earlier run, whose trajectories then are there.
+        trajectory_format: which files of RLinf's folders `load_checkpoint` reads, ``"pt"`` (default) or ``"pkl"``.
+            What is written here always is the form of `flatroll.disk`.
+        allow_pickle: admit ``"pkl"``, which can run code of whoever wrote the files. Default False.
+        max_size: most rows; the oldest trajectories go. Default: all stay.
+        sampler: of :attr:`buffer`, for priorities, say. One of slices needs
+            ``traj_key=TrajectoryReplayBuffer.traj_key`` and ``end_key=TrajectoryReplayBuffer.end_key``.
+        storage_options: further arguments of `DiskStorage`, such as ``flush_seconds``.
+
+    Attributes:
+        buffer: the `ReplayBuffer` of the rows, for slices and priorities.
+
+    Raises:
+        ValueError: ``auto_save`` without a path, an unknown format, ``"pkl"`` without ``allow_pickle``.
+        BlockingIOError: another process keeps its rows in ``auto_save_path``.
+
+    >>> buffer = TrajectoryReplayBuffer(sample_window_size=10)
+    >>> buffer.add_trajectories([{"rewards": torch.arange(6.0).view(3, 2)} for _ in range(4)])
+    >>> len(buffer), buffer.total_samples, buffer.sample(num_chunks=5)["rewards"].shape
+    (4, 24, torch.Size([5]))
+    >>> buffer.sample_slices(2, slice_len=3)["rewards"].view(2, 3).diff().tolist()
+    [[2.0, 2.0], [2.0, 2.0]]
+    >>> buffer.close()
+    """
+
+    traj_key: NestedKey = LANE
+    end_key: NestedKey = DONE
+
+    def __init__(
+        self,
+        seed: int = 1234,
+        enable_cache: bool = True,
+        cache_size: int = 5,
+        sample_window_size: int = 100,
+        auto_save: bool = False,
+        auto_save_path: str | os.PathLike[str] = "",
+        trajectory_format: str = "pt",
+        *,
+        allow_pickle: bool = False,
+        max_size: int | None = None,
+        sampler: Sampler | None = None,
+        **storage_options: Any,
+    ) -> None:
+        if trajectory_format not in _FORMATS:
+            raise ValueError(f"trajectory_format must be one of {_FORMATS}, got {trajectory_format!r}")
+        if trajectory_format == "pkl" and not allow_pickle:
+            raise ValueError(
+                'trajectory_format="pkl" reads files that can run code of whoever wrote them: allow_pickle=True admits '
+                'it for files of your own; "pt" runs none'
+            )
+        if auto_save and not str(auto_save_path):
+            raise ValueError("auto_save_path must name a folder where auto_save=True")
+        self.sample_window_size = whole_number("sample_window_size", sample_window_size, 0)
+        self._cache = TrajectoryCache(whole_number("cache_size", cache_size)) if enable_cache else None
+        self.trajectory_format, self.seed = trajectory_format, seed
+        self._generator = torch.Generator().manual_seed(seed)
+        path = auto_save_path if auto_save else tempfile.mkdtemp(prefix="flatroll-")
+        remove = None if auto_save else path
+        self._remove = weakref.finalize(self, _remove, remove, os.getpid())
+        options = {} if auto_save else {"sync": False}
+        # Slots are numbers of rows where all stay: there is no end at which they would begin anew.
+        self.storage = DiskStorage(max_size or _WITHOUT_END, path, **{**options, **storage_options})
+        self._max_size = max_size
+        if sampler is None:
+            sampler = SliceSampler(slice_len=1, traj_key=LANE, end_key=DONE)
+        self.buffer = ReplayBuffer(storage=self.storage, sampler=sampler, generator=self._generator)
+        self._turn = threading.RLock()
+        #: Trajectories by age, each with the number of its first row in the ring.
+        self._records: deque[tuple[int, Record]] = deque()
+        self._counter = 0
+        self._find_records()
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def add_trajectories(self, trajectories: Sequence[Any]) -> None:
+        """Add trajectories, all of them or, if one does not fit, none.
+
+        Args:
+            trajectories: mappings or dataclasses with fields ``[T, B, ...]`` (flags of ``dones``, ``terminations`` and
+                ``truncations`` may have one more step, the first), nested ones too; tensordicts ``[T, B]``; or flat
+                batches ``[N]``, of which each run is a trajectory. Entries, dtypes and shapes of a row are the same for
+                all. ``max_episode_length`` and ``model_weights_id`` are noted; fields that are None are left out.
+
+        Raises:
+            TypeError: a field is no tensor.
+            ValueError: entries that differ, within the call or from those before; fields that are not ``[T, B, ...]``.
+            OSError: the disk is full or failed, perhaps while an earlier call's rows were written: no row of these is
+                lost, and the next call writes them.
+        """
+        with self._turn:
+            rows, records = rows_of(trajectories, self._counter)
+            if rows is None:
+                return
+            self._add(rows, records)
+            self._counter += len(records)
+
+    def _add(self, rows: TensorDictBase, records: Sequence[Record]) -> None:
+        """Store rows, and then the records of what they are."""
+        if self._max_size is not None and len(rows) > self._max_size:
+            raise ValueError(
+                f"{len(rows)} rows at once are more than max_size={self._max_size}. Nothing was stored"
+            )
+        first = self._ring.written
+        self.buffer.extend(rows)
+        for record in records:
+            self._records.append((first, record))
+            first += record.rows
+        head = self._ring.head
+        while self._records and self._records[0][0] < head:  # the ring has dropped its first rows
+            self._records.popleft()
+
+    def clear(self) -> None:
+        """Remove all trajectories. Numbers go on: no file of the old ones is taken for one of the new ones."""
+        with self._turn:
+            self._records.clear()
+            self.clear_cache()
+            if self.storage.allocated:
+                self.buffer.empty()
+
+    def flush(self) -> None:
+        """Return when all rows are in files; OSError if the disk is full or failed."""
+        self.storage.flush()
+
+    def close(self, wait: bool = True) -> None:
+        """Write what is not written yet, and let others use the folder; a temporary one goes.
+
+        Args:
+            wait: taken for the sake of scripts that give it; the rows are always written.
+        """
+        with self._turn:
+            self.storage.close()
+            self._remove()
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self.size
+
+    @property
+    def size(self) -> int:
+        """Number of trajectories."""
+        return len(self._records)
+
+    @property
+    def total_samples(self) -> int:
+        """Number of rows of all trajectories."""
+        with self._turn:
+            return self._ring.written - self._records[0][0] if self._records else 0
+
+    def sample(self, num_chunks: int = 0) -> dict[str, Any]:
+        """Draw rows uniformly, with replacement, from the latest ``sample_window_size`` trajectories.
+
+        Args:
+            num_chunks: how many rows; so many come, also if fewer are stored.
+
+        Returns:
+            the fields as they were given, ``[num_chunks, ...]``, nested ones in dicts.
+
+        Raises:
+            RuntimeError: there is no trajectory.
+        """
+        whole_number("num_chunks", num_chunks)
+        with self._turn:
+            self._check_not_empty()
+            window = self.sample_window_size or len(self._records)
+            low = self._records[max(0, len(self._records) - window)][0]
+            rows = torch.randint(low, self._ring.written, (num_chunks,), generator=self._generator)
+            return fields_of(self.buffer[rows % self._ring.capacity])
+
+    def sample_slices(self, num_slices: int, slice_len: int, *, strict: bool = True) -> dict[str, Any]:
+        """Draw slices of consecutive rows of one lane and one episode, from all trajectories.
+
+        Args:
+            num_slices: how many slices.
+            slice_len: rows of each.
+            strict: only of episodes that have so many. Default True; else shorter ones come whole.
+
+        Returns:
+            the fields, ``[num_slices * slice_len, ...]``, slice after slice.
+
+        Raises:
+            RuntimeError: no episode is long enough, or the buffer's ``sampler`` keeps no index of trajectories.
+        """
+        with self._turn:
+            self._check_not_empty()
+            index = self.buffer.index
+            if index is None:
+                raise RuntimeError(
+                    "slices need an index of trajectories, which the sampler keeps none of: use a SliceSampler"
+                )
+            draw = index.draw(
+                whole_number("num_slices", num_slices),
+                whole_number("slice_len", slice_len),
+                strict=strict,
+                generator=self._generator,
+            )
+            return fields_of(self.buffer[draw.slots])
+
+    def trajectory(self, trajectory_id: int) -> dict[str, Any]:
+        """Return a whole trajectory, its fields ``[T, B, ...]``; KeyError if it is not stored."""
+        with self._turn:
+            kept = None if self._cache is None else self._cache.get(trajectory_id)
+            if kept is not None:
+                return kept
+            first, record = next((one for one in self._records if one[1].number == trajectory_id), (0, None))
+            if record is None:
+                raise KeyError(f"trajectory {trajectory_id} is not stored: there are {self.trajectory_ids}")
+            slots = torch.arange(first, first + record.rows) % self._ring.capacity
+            fields = trajectory_fields(self.buffer[slots], record)
+            if self._cache is not None:
+                self._cache.put(trajectory_id, fields)
+            return fields
+
+    @property
+    def trajectory_ids(self) -> list[int]:
+        """Numbers of the trajectories, the oldest first; a number is given once."""
+        return [record.number for _, record in self._records]
+
+    def clear_cache(self) -> None:
+        """Forget the trajectories that are kept in memory; those in files stay."""
+        if self._cache is not None:
+            self._cache.clear()
+
+    def is_ready(self, min_size: int) -> bool:
+        """Whether there are at least ``min_size`` trajectories."""
+        return self.size >= min_size
+
+    async def is_ready_async(self, min_size: int) -> bool:
+        """As :meth:`is_ready`, to be awaited."""
+        return self.is_ready(min_size)
+
+    def get_stats(self) -> dict[str, int]:
+        """Return numbers to log: trajectories, rows, trajectories in memory, rows that no file holds yet, bytes."""
+        stats = self.buffer.stats()
+        return {
+            "num_trajectories": self.size,
+            "total_samples": self.total_samples,
+            "cache_size": 0 if self._cache is None else len(self._cache),
+            "rows_unflushed": stats["rows_unflushed"],
+            "bytes": stats["bytes"],
+        }
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_path: str | os.PathLike[str],
+        *,
+        local_rank: int = 0,
+        world_size: int = 1,
+        barrier: Callable[[], Any] | None = None,
+    ) -> None:
+        """Save trajectories and generator to a folder: all, or what was saved there before stays.
+
+        No row is written a second time: the files get another name in the folder. ``auto_save_path`` will do, too.
+
+        Args:
+            save_path: of the folder.
+            local_rank: which of several ranks saves its trajectories, from 0 on.
+            world_size: how many ranks save together. Default 1.
+            barrier: returns once all ranks have called it, as ``torch.distributed.barrier``; for several ranks.
+
+        Raises:
+            ValueError: several ranks without a ``barrier``, or no such rank.
+            FileExistsError: the folder holds what this buffer has not saved there.
+            OSError: the disk is full or failed.
+        """
+        share([1] * whole_number("world_size", world_size), local_rank, world_size)  # checks the rank
+        if world_size > 1 and barrier is None:
+            raise ValueError("barrier must be given for several ranks, such as torch.distributed.barrier")
+        path = Path(save_path)
+        own = path if world_size == 1 else rank_folder(path, local_rank, world_size)
+        with self._turn:
+            digits = bytes(self._generator.get_state().tolist()).hex()
+            state = State([record for _, record in self._records], self._counter, digits)
+            self.storage.save(own, {NOTES: state.to_json()}, overwrite=False, first=self._first_row())
+        if barrier is not None and world_size > 1:
+            barrier()
+            if local_rank == 0:  # now all ranks have saved: the version that names theirs
+                versions = [
+                    Folder(rank_folder(path, rank, world_size)).versions()[0] for rank in range(world_size)
+                ]
+                with Folder(path, write=True) as folder:
+                    if folder.versions():
+                        folder.load()
+                    folder.publish({RANKS: versions})
+            barrier()
+
+    def load_checkpoint(
+        self,
+        load_path: str | os.PathLike[str],
+        is_distributed: bool = False,
+        local_rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """Replace the trajectories by those of a checkpoint, or a share of them; if it is damaged, nothing changes.
+
+        Args:
+            load_path: what :meth:`save_checkpoint` wrote (by however many ranks), the ``auto_save_path`` of a run, or a
+                folder that RLinf wrote.
+            is_distributed: load one share: a contiguous run of whole trajectories, about as many rows as the other
+                ranks' shares have. Only the files that it is in are read.
+            local_rank: which share, from 0 on.
+            world_size: how many shares.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint, or a file of it is missing.
+            ValueError: more ranks than trajectories, no such rank, or damaged files (named).
+        """
+        if is_distributed:
+            share([1] * whole_number("world_size", world_size), local_rank, world_size)  # checks the rank
+        path = Path(load_path)
+        with self._turn:
+            if path.resolve() == Path(self.storage.path).resolve():
+                if is_distributed and world_size > 1:
+                    raise ValueError(
+                        f"{path} is the folder of this buffer, of which it has all: load it into another one"
+                    )
+                return
+            sources = sources_of(path, self.trajectory_format == "pkl")
+            counts = [record.rows for source in sources for record in source.records]
+            chosen = share(counts, local_rank, world_size) if is_distributed else range(len(counts))
+            for _ in _read(sources, chosen):  # all is checked before anything changes
+                pass
+            self.clear()
+            records: list[Record] = []
+            for rows, found in _read(sources, chosen):
+                self._counter = max(self._counter, *(record.number + 1 for record in found), 0)
+                self.buffer.extend(rows)
+                records += found
+            first = self._ring.written - sum(record.rows for record in records)
+            for record in records:
+                self._records.append((first, record))
+                first += record.rows
+            if len(sources) == 1:
+                self._counter = max(self._counter, sources[0].counter)
+            state = sources[0].state
+            if len(sources) == 1 and state is not None and len(chosen) == len(counts):
+                restore(self._generator, state.generator)
+
+    # -- parts of the above ----------------------------------------------------------------------------------------
+
+    @property
+    def _ring(self) -> Any:
+        return self.buffer._ring
+
+    def _check_not_empty(self) -> None:
+        if not self._records:
+            raise RuntimeError("cannot sample from an empty buffer: add_trajectories first")
+
+    def _first_row(self) -> int:
+        """Number of the first row of a whole trajectory, counted by the ring."""
+        return int(self._records[0][0] if self._records else self._ring.written)
+
+    def _find_records(self) -> None:
+        """Find the trajectories that an earlier run has left in the folder."""
+        if not len(self.buffer):
+            return
+        if LANE not in self.storage.columns:
+            self.storage.close()
+            raise ValueError(f"{self.storage.path} holds no trajectories: its rows have no {LANE!r}")
+        head, end = self._ring.head, self._ring.written
+        slots = torch.arange(head, end) % self._ring.capacity
+        marks: dict[NestedKey, Tensor] = self.storage.read_rows(slots, keys=frozenset([LANE, PLACE, LEFT]))
+        first, records = records_of(marks[LANE], marks[PLACE], marks[LEFT])
+        first += head
+        for record in records:
+            self._records.append((first, record))
+            first += record.rows
+        self._counter = max((record.number + 1 for record in records), default=0)
+
+
+def _remove(folder: str | os.PathLike[str] | None, process: int) -> None:
+    if folder is not None and process == os.getpid():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read(sources: Sequence[OwnFolder], chosen: range) -> Iterator[tuple[TensorDictBase, list[Record]]]:
+    """Yield the rows of the chosen trajectories, and the records of those that begin with them.
+
+    Sources of several ranks may have the same numbers: those of a later one are shifted behind those of the others.
+    """
+    before = free = 0
+    for source in sources:
+        first, stop = max(chosen.start - before, 0), min(chosen.stop - before, len(source.records))
+        told = first
+        shift = max(0, free - min((record.number for record in source.records), default=0))
+        for rows in source.read(first, stop) if first < stop else ():
+            begun = int((rows[PLACE] == 0).sum())
+            # A source may learn more of its trajectories as it reads them.
+            records = [
+                record._replace(number=record.number + shift)
+                for record in source.records[told : told + begun]
+            ]
+            yield (shifted(rows, shift) if shift else rows), records
+            told += begun
+        before += len(source.records)
+        free = max([free, source.counter + shift])

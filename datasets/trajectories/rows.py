@@ -1,0 +1,248 @@
+"""Turns trajectories ``[T, B]`` and flat batches into rows that say which trajectory they are of, and back."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from flatroll.layout import run_starts
+from flatroll.layout.keys import NEXT, NestedKey
+
+_MARKS = "_trajectory"  # the root of the marks
+LANE: NestedKey = (_MARKS, "lane")  # int64: the number of the trajectory times _LANES, plus that of the lane
+PLACE: NestedKey = (_MARKS, "place")  # int32: the row's place in its trajectory, from 0
+LEFT: NestedKey = (_MARKS, "left")  # int32: how many rows of the trajectory come after it
+DONE: NestedKey = (_MARKS, "done")  # bool: whether an episode ends with it
+_LANES = 2**20
+#: Fields that may have a value before the first step, too: ``T + 1`` per rollout of T steps.
+_ENDS = ("dones", "terminations", "truncations")
+_FACTS = ("max_episode_length", "model_weights_id")
+
+
+class Record(NamedTuple):
+    """What the buffer knows of a trajectory besides its rows.
+
+    Args:
+        number: of the trajectory.
+        steps: T.
+        lanes: B; the rows are those of lane 0, then of lane 1, and so on.
+        max_episode_length: as it was given; 0 if it was not.
+        model_weights_id: as it was given.
+    """
+
+    number: int
+    steps: int
+    lanes: int
+    max_episode_length: int = 0
+    model_weights_id: str = ""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.steps * self.lanes
+
+
+def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None, list[Record]]:
+    """Lay trajectories out as rows, one lane after the other.
+
+    Args:
+        trajectories: each an object or mapping with fields ``[T, B, ...]`` (nested mappings of them, too), a tensordict
+            ``[T, B]``, or a flat batch ``[N]``, each of whose runs is a trajectory of one lane.
+        number: of the first one.
+
+    Returns:
+        the rows, with marks, and a record per trajectory; None and none for no rows.
+
+    Raises:
+        TypeError: a field is neither a tensor nor a mapping of them.
+        ValueError: a field is not ``[T, B, ...]``, or trajectories differ in their entries.
+    """
+    parts: list[TensorDict] = []
+    records: list[Record] = []
+    for trajectory in trajectories:
+        if isinstance(trajectory, TensorDictBase) and trajectory.batch_dims == 1:
+            rows, made = _flat_rows(trajectory, number)
+        else:
+            rows, made = _lane_rows(trajectory, number)
+        if made:
+            parts.append(rows)
+        records += made
+        number += len(made)
+    if not parts:
+        return None, []
+    forms = [{key: (v.dtype, v.shape[1:]) for key, v in part.items(True, True)} for part in parts]
+    for i, form in enumerate(forms):
+        if form != forms[0]:
+            differing = sorted(
+                str(key) for key in forms[0].keys() | form if forms[0].get(key) != form.get(key)
+            )
+            raise ValueError(
+                f"trajectory {i} differs from the first one in the entries {', '.join(differing)}: all must have the "
+                "same, of the same dtypes and shapes. Nothing was stored"
+            )
+    joined: Any = TensorDict.cat(parts) if len(parts) > 1 else parts[0]
+    return joined, records
+
+
+def fields_of(rows: TensorDictBase) -> dict[str, Any]:
+    """Return the fields of rows as nested dicts, without the marks."""
+    fields: dict[str, Any] = rows.exclude(_MARKS).to_dict()
+    return fields
+
+
+def trajectory_fields(rows: TensorDictBase, record: Record) -> dict[str, Any]:
+    """Return the fields ``[T, B, ...]`` of a whole trajectory, given its rows."""
+    shaped = {
+        key: value.view(record.lanes, record.steps, *value.shape[1:]).transpose(0, 1)
+        for key, value in rows.exclude(_MARKS).items(True, True)
+    }
+    fields: dict[str, Any] = TensorDict(dict(shaped), [record.steps, record.lanes]).to_dict()
+    return fields
+
+
+def shifted(rows: TensorDictBase, numbers: int) -> TensorDictBase:
+    """Rows of trajectories whose numbers are larger by ``numbers``."""
+    return rows.clone(recurse=False).set(LANE, rows.get(LANE) + numbers * _LANES)
+
+
+def records_of(lane: Tensor, place: Tensor, left: Tensor) -> tuple[int, list[Record]]:
+    """Find the trajectories of stored rows by their marks.
+
+    Returns:
+        the position of the first row of a trajectory whose first rows are there, and the records from it on; the last
+        one may be of fewer rows than it had.
+    """
+    numbers = lane // _LANES
+    starts = torch.nonzero(place == 0).squeeze(1).tolist()
+    records = []
+    for first, stop in zip(starts, [*starts[1:], len(lane)], strict=True):
+        count = stop - first
+        lanes = int(lane[stop - 1] - lane[first]) + 1
+        if int(left[stop - 1]) or count % lanes:
+            lanes = 1  # its last rows are not there
+        records.append(Record(int(numbers[first]), count // lanes, lanes))
+    return (starts[0] if starts else len(lane)), records
+
+
+def _lane_rows(trajectory: Any, number: int) -> tuple[TensorDict, list[Record]]:
+    """Rows of one trajectory ``[T, B]``."""
+    given = _mapping(trajectory)
+    facts = {name: given.pop(name) for name in _FACTS if name in given}
+    fields: dict[NestedKey, Tensor] = {}
+    _collect(given, (), fields)
+    if not fields:
+        return TensorDict({}, [0]), []
+    steps, lanes = _size(fields)
+    if lanes > _LANES:
+        raise ValueError(f"a trajectory has at most {_LANES:,} lanes, got {lanes:,}")
+    rows: dict[NestedKey, Tensor] = {}
+    for key, value in fields.items():
+        name = key[0] if isinstance(key, tuple) else key
+        value = _after_steps(value, steps) if name in _ENDS else value
+        if value.shape[:2] != (steps, lanes):
+            raise ValueError(
+                f"{key!r} must be [T, B, ...] = [{steps}, {lanes}, ...] as the other fields, got {list(value.shape)}. "
+                "Nothing was stored"
+            )
+        rows[key] = value.detach().transpose(0, 1).flatten(0, 1)
+    count = steps * lanes
+    if not count:
+        return TensorDict({}, [0]), []
+    record = Record(
+        number,
+        steps,
+        lanes,
+        int(facts.get("max_episode_length") or 0),
+        str(facts.get("model_weights_id") or ""),
+    )
+    lane = torch.arange(lanes).repeat_interleave(steps)
+    batch = TensorDict(dict(rows), [count])
+    return _marked(batch, lane + number * _LANES, torch.arange(count), _done(rows, count)), [record]
+
+
+def _flat_rows(batch: TensorDictBase, number: int) -> tuple[TensorDict, list[Record]]:
+    """Rows of a flat batch, each run a trajectory."""
+    if any(name == _MARKS for name in batch.keys()):  # noqa: SIM118
+        raise ValueError(f"the batch has an entry {_MARKS!r}, a name that the buffer needs for itself")
+    starts = torch.nonzero(run_starts(batch)).squeeze(1).cpu()
+    lengths = torch.diff(starts, append=torch.tensor([batch.batch_size[0]]))
+    records = [Record(number + i, length, 1) for i, length in enumerate(lengths.tolist())]
+    run = torch.repeat_interleave(torch.arange(len(starts)), lengths)
+    place = torch.arange(len(run)) - starts[run]
+    done = batch.get((NEXT, "done"), None)
+    marks = torch.zeros(len(run), dtype=torch.bool) if done is None else done.reshape(len(run))
+    left = lengths[run] - 1 - place
+    return _marked(batch.copy(), (number + run) * _LANES, place, marks, left), records
+
+
+def _marked(
+    batch: TensorDictBase, lane: Tensor, place: Tensor, done: Tensor, left: Tensor | None = None
+) -> TensorDict:
+    left = len(place) - 1 - place if left is None else left
+    marks = {LANE: lane, PLACE: place.int(), LEFT: left.int(), DONE: done}
+    return batch.update(TensorDict(dict(marks), batch.batch_size))
+
+
+def _mapping(trajectory: Any) -> dict[str, Any]:
+    """The fields of a trajectory by name, without those that are None."""
+    if isinstance(trajectory, TensorDictBase):
+        if trajectory.batch_dims < 1:
+            raise ValueError(
+                f"a trajectory must be [T, B] or a flat batch [N], got {list(trajectory.batch_size)}"
+            )
+        trajectory = trajectory.to_dict()
+    names = getattr(trajectory, "__dataclass_fields__", None)
+    if names is not None:
+        trajectory = {name: getattr(trajectory, name) for name in names}
+    if not isinstance(trajectory, Mapping):
+        raise TypeError(
+            f"a trajectory must be a mapping, a dataclass or a tensordict, got {type(trajectory).__name__}"
+        )
+    return {str(name): value for name, value in trajectory.items() if value is not None}
+
+
+def _collect(fields: Mapping[str, Any], path: tuple[str, ...], into: dict[NestedKey, Tensor]) -> None:
+    for name, value in fields.items():
+        key = (*path, str(name))
+        if isinstance(value, Mapping):
+            _collect(value, key, into)
+        elif isinstance(value, Tensor):
+            into[key if path else key[0]] = value
+        else:
+            raise TypeError(
+                f"the field {'/'.join(key)!r} must be a tensor [T, B, ...] or a mapping of them, got "
+                f"{type(value).__name__}. Nothing was stored"
+            )
+    if not path and _MARKS in fields:
+        raise ValueError(f"the trajectory has a field {_MARKS!r}, a name that the buffer needs for itself")
+
+
+def _size(fields: Mapping[NestedKey, Tensor]) -> tuple[int, int]:
+    """T and B: those of the rewards, else of the first field that has no value before the first step."""
+    for key, value in fields.items():
+        if value.ndim < 2:
+            raise ValueError(f"{key!r} must be [T, B, ...], got {list(value.shape)}. Nothing was stored")
+    usual = [key for key in fields if (key[0] if isinstance(key, tuple) else key) not in _ENDS]
+    chosen = fields["rewards"] if "rewards" in fields else fields[(usual or list(fields))[0]]
+    return chosen.shape[0], chosen.shape[1]
+
+
+def _after_steps(value: Tensor, steps: int) -> Tensor:
+    """Flags of the steps alone, where each of k rollouts has one flag more, before its first step."""
+    more = value.shape[0] - steps
+    if more <= 0 or steps % more:
+        return value
+    rollouts = value.reshape(more, steps // more + 1, *value.shape[1:])
+    return rollouts[:, 1:].reshape(steps, *value.shape[1:])
+
+
+def _done(rows: Mapping[NestedKey, Tensor], count: int) -> Tensor:
+    """Where an episode ends: dones, else terminations or truncations; of several flags per row, any."""
+    done = torch.zeros(count, dtype=torch.bool)
+    asked: list[NestedKey] = ["dones", (NEXT, "done")]
+    found = [key for key in asked if key in rows] or [key for key in _ENDS[1:] if key in rows]
+    for key in found:
+        done |= rows[key].reshape(count, -1).bool().any(1).cpu()
+    return done
