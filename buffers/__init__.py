@@ -28,6 +28,7 @@ from flatroll.buffers.schedulers import (
 from flatroll.buffers.step_writer import StepWriter
 from flatroll.buffers.storages.base import Storage
 from flatroll.buffers.storages.columns import ColumnStorage
+from flatroll.buffers.storages.disk.storage import DiskStorage
 from flatroll.buffers.storages.list import LazyStackStorage, ListStorage
 from flatroll.buffers.storages.memmap import LazyMemmapStorage
 from flatroll.buffers.storages.tensors import LazyTensorStorage, TensorStorage
@@ -60,6 +61,7 @@ __all__ = [
     "Column",
     "ColumnStorage",
     "Compose",
+    "DiskStorage",
     "Draw",
     "ExcludeTransform",
     "HindsightTransform",

@@ -95,6 +95,7 @@ class BufferState(Facts, Shareable):
                 "bytes_per_row": storage.bytes_per_row,
                 "bytes": storage.nbytes,
                 "bytes_saved": storage.bytes_saved,
+                **storage.counts(),
             }
             if isinstance(ring, TrajectoryIndex):
                 numbers["bytes"] += ring.nbytes

@@ -135,8 +135,7 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
             self.append_transform(transform)
         self._make_locks()
         self.writer.fits(self.storage, self.sampler)
-        if self.storage.contents is not None:
-            self._write(self.storage.contents, None)
+        self.storage.fill(self._write)
 
     @override
     def insert_transform(self, index: int, transform: TransformLike, *, invert: bool = False) -> Self:
@@ -201,7 +200,7 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
         """Store a batch whose batch dimensions are one; positions of its rows."""
         if self._process != os.getpid():
             self._after_fork()
-        filled = not self._started and self.storage.contents is not None
+        filled = self.storage.filling
         if self.writer.checks and not filled:
             self.writer.check(data)
         with self._write_lock:

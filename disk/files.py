@@ -145,6 +145,14 @@ def will_need(mapped: Tensor, begin: int, length: int) -> None:
     _SYSTEM.madvise(address, ctypes.c_size_t(length), mmap.MADV_WILLNEED)
 
 
+def in_memory(mapped: Tensor, begin: int) -> bool:
+    """Whether the page of a map that begins at ``begin`` can be read without waiting for the disk."""
+    resident = ctypes.c_ubyte(1)
+    address = ctypes.c_void_p(mapped.data_ptr() + begin)
+    _SYSTEM.mincore(address, ctypes.c_size_t(1), ctypes.byref(resident))
+    return bool(resident.value & 1)
+
+
 def publish(folder: Path, name: str, chunks: Iterable[Buffer], *, synced: bool) -> None:
     """Write a file so that it is there whole or not at all, by whatever the writing is interrupted.
 

@@ -148,6 +148,15 @@ class Segment:
                 for begin, length in page_stretches(rows, entry.size // self.rows, entry.begin):
                     files.will_need(mapped, begin, length)
 
+    def in_memory(self, row: int) -> bool:
+        """Whether a row, counted from the first one of the segment, is likely to be in memory: its largest column is."""
+        plain = [e for e in self.header.entries.values() if e.shape and e.shape[0] == self.rows]
+        entry = max(plain, key=lambda entry: entry.size, default=None)
+        if entry is None:
+            return True
+        position = entry.begin + row * (entry.size // self.rows)
+        return files.in_memory(self._maps[0], position // mmap.PAGESIZE * mmap.PAGESIZE)
+
 
 def read_range(segments: Iterable[Segment], schema: Schema, first: int, end: int) -> dict[str, Column]:
     """Read rows ``[first, end)``, which the segments have, into new memory, with checksums."""

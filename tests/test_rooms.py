@@ -154,7 +154,14 @@ def test_a_sub_room_imports_only_those_below_it(room: str) -> None:
 
 
 def test_import_chains_are_short() -> None:
-    graph = graph_of_rooms()
+    # Others know of disk/ what it exports, and none of its files: one link, whose own chains are counted by themselves.
+    graph = {
+        file: {
+            "disk" if below.startswith("disk.") and not file.startswith("disk.") else below
+            for below in imported
+        }
+        for file, imported in graph_of_rooms().items()
+    } | {"disk": set()}
     chain = longest_chain({file: graph[file] for file in graph if not file.startswith(ON_TOP)})
     assert len(chain) <= LONGEST_CHAIN, " > ".join(chain)
     chain = longest_chain(graph)

@@ -3,7 +3,7 @@
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +85,7 @@ class Storage(Facts, ABC):
         loose: root keys whose next values need not be those of the following rows: they are not compared.
         compared: what :meth:`link` compares; None until that is known.
         compiled: whether compiled kernels copy rows: where there is a trajectory index or a step writer.
+        filling: whether the buffer is counting rows that are there already (:meth:`fill`).
     """
 
     ndim: int = 1
@@ -96,6 +97,7 @@ class Storage(Facts, ABC):
     by_reference: bool = False
     copies_rows: bool = False
     compiled: bool = False
+    filling: bool = False
 
     def __init__(self, max_size: int, compilable: bool = False) -> None:
         self.max_size = whole_number("max_size", max_size)
@@ -195,6 +197,19 @@ class Storage(Facts, ABC):
     def contents(self) -> Any:
         """The dataset that the storage was created with, its rows stored from the start; or None."""
         return None
+
+    def fill(self, write: Callable[[Any, None], Any]) -> None:
+        """Call ``write(batch, None)`` of the buffer for the rows that are there from the start, which it counts."""
+        self.filling = self.contents is not None
+        try:
+            if self.filling:
+                write(self.contents, None)
+        finally:
+            self.filling = False
+
+    def counts(self) -> dict[str, int]:
+        """Return what ``stats()`` of the buffer shows besides."""
+        return {}
 
     def write_lock(self) -> AbstractContextManager[Any]:
         """Return a lock that admits one writer at a time, across processes if other processes can write."""

@@ -1,0 +1,1 @@
+"""Storages whose rows are files: a log of immutable segments."""

@@ -1,0 +1,162 @@
+"""The pieces of memory that the rows of a log are in, mapped files and blocks, and reading rows from them."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatroll.buffers.columns.base import Columns, take_rows
+from flatroll.buffers.index.ring import Array
+from flatroll.buffers.storages.disk.forms import Form
+from flatroll.disk import Ragged, Segment, column_name
+from flatroll.layout.keys import NestedKey
+
+_LOOKS = 8  # rows of a sample that are looked up to find out whether the rows are in memory
+
+
+class Piece:
+    """Rows ``first ... end - 1``: a mapped file, or a block in memory whose rows are as they came.
+
+    Args:
+        first: number of the first row.
+        end: number of the row after the last.
+        columns: the entries by key, ``[end - first, ...]``.
+        forms: their forms, by key; a block has plain values only.
+        segment: the file; None for a block.
+
+    Raises:
+        ValueError: the columns of a file are not those of ``forms``.
+    """
+
+    def __init__(
+        self,
+        first: int,
+        end: int,
+        columns: Mapping[NestedKey, Tensor | Ragged],
+        forms: Mapping[NestedKey, Form],
+        segment: Segment | None = None,
+    ) -> None:
+        self.first, self.end, self.columns, self.segment = first, end, columns, segment
+        # Of ragged columns: how many values there are up to and with each row, int64.
+        self.ends: dict[NestedKey, Array] = {}
+        self.source, self.running = np.zeros((2, len(forms)), np.int64)
+        for k, (key, form) in enumerate(forms.items()):
+            column = columns[key]
+            values = column
+            if segment is not None:
+                form.check(column)
+            if isinstance(column, Ragged):
+                values = column.values
+                self.ends[key] = column.lengths.cumsum(0).numpy()
+                self.running[k] = self.ends[key].ctypes.data
+            assert isinstance(values, Tensor)
+            self.source[k] = values.data_ptr()
+
+    @classmethod
+    def of(cls, segment: Segment, forms: Mapping[NestedKey, Form]) -> "Piece":
+        """Map a file."""
+        columns = segment.columns
+        if missing := [key for key in forms if column_name(key) not in columns]:
+            raise ValueError(f"the file {segment.name} has no {missing[0]!r}")
+        return cls(
+            segment.first, segment.end, {key: columns[column_name(key)] for key in forms}, forms, segment
+        )
+
+
+class Pieces:
+    """The rows of a log at one moment; it never changes, so any number of threads read it.
+
+    Args:
+        pieces: end to end; where the last file and the first block have the same rows, those of the block are read.
+        forms: of the entries, by key.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], forms: Mapping[NestedKey, Form]) -> None:
+        self.pieces, self.forms = tuple(pieces), dict(forms)
+        self.end = pieces[-1].end if pieces else 0
+        self.firsts: Array = np.array([piece.first for piece in pieces] + [self.end], np.int64)
+        shape = len(pieces), len(self.forms)
+        self._source = np.array([piece.source for piece in pieces], np.int64).reshape(shape)
+        self._running = np.array([piece.running for piece in pieces], np.int64).reshape(shape)
+        self._tables: dict[tuple[NestedKey, ...], tuple[Array, ...]] = {}
+
+    def __len__(self) -> int:
+        return self.end - int(self.firsts[0])
+
+    def read(self, rows: Array, keys: Collection[NestedKey] | None = None) -> Columns:
+        """Return copies of rows, by key.
+
+        Args:
+            rows: int64 ``[N]``, numbers of rows.
+            keys: which entries, default all; unknown ones are left out.
+
+        Raises:
+            IndexError: a number of no row.
+        """
+        from flatroll.kernels.rows.gather_pieces import gather_pieces  # numba
+
+        names = tuple(key for key in self.forms if keys is None or key in keys)
+        copied = tuple(key for key in names if self.forms[key].by_address)
+        self._ask_for(rows)
+        columns: Columns = {
+            key: torch.empty((len(rows), *self.forms[key].shape), dtype=self.forms[key].dtype)
+            for key in names
+        }
+        target = np.array([columns[key].data_ptr() for key in copied], np.int64)
+        wrong = gather_pieces(self.firsts, *self._table(copied), rows, target)
+        if wrong >= 0:
+            raise IndexError(
+                f"there is no row {rows[wrong]}: the log has {self.firsts[0]} ... {self.end - 1}"
+            )
+        for key in names:
+            if key not in copied:
+                self._decode(key, rows, columns[key])
+        return columns
+
+    def _table(self, keys: tuple[NestedKey, ...]) -> tuple[Array, ...]:
+        """The arguments ``source, ends, size, unit`` of the kernel for these entries."""
+        if keys not in self._tables:
+            names = list(self.forms)
+            at = [names.index(key) for key in keys]
+            forms = [self.forms[key] for key in keys]
+            size = np.array([form.row_bytes for form in forms], np.int64)
+            unit = np.array(
+                [form.row_bytes // form.shape[0] if form.name == "frames" else 0 for form in forms], np.int64
+            )
+            self._tables[keys] = (
+                np.ascontiguousarray(self._source[:, at]),
+                np.ascontiguousarray(self._running[:, at]),
+                size,
+                unit,
+            )
+        return self._tables[keys]
+
+    def _decode(self, key: NestedKey, rows: Array, target: Tensor) -> None:
+        """Fill ``target`` with the rows of an entry that files hold compressed."""
+        which = np.searchsorted(self.firsts, rows, "right") - 1
+        for number in np.unique(which).tolist():
+            piece, at = self.pieces[number], np.flatnonzero(which == number)
+            column, local = piece.columns[key], rows[at] - piece.first
+            if isinstance(column, Ragged):
+                values = self.forms[key].decode(column, piece.ends[key], local)
+            else:
+                values = take_rows(column, torch.from_numpy(local))
+            target[torch.from_numpy(at)] = values
+
+    def _ask_for(self, rows: Array) -> None:
+        """If the rows do not seem to be in memory, ask the system to read them, all at once."""
+        at = np.linspace(0, len(rows) - 1, min(_LOOKS, len(rows))).astype(np.int64)
+        which = np.searchsorted(self.firsts, rows[at], "right") - 1
+        for number, row in zip(which.tolist(), rows[at].tolist(), strict=True):
+            piece = self.pieces[number] if 0 <= number < len(self.pieces) else None
+            if piece is not None and piece.segment is not None:
+                if not piece.segment.in_memory(row - piece.first):
+                    break
+        else:
+            return
+        which = np.searchsorted(self.firsts, rows, "right") - 1
+        for number in np.unique(which).tolist():
+            piece = self.pieces[number] if 0 <= number < len(self.pieces) else None
+            if piece is not None and piece.segment is not None:
+                piece.segment.prefetch(np.unique(rows[which == number]) - piece.first)

@@ -1,0 +1,481 @@
+"""A storage whose rows are files: larger than memory, and there again after a crash."""
+
+import os
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from typing_extensions import override
+
+from flatroll.buffers.columns.base import After, Column, Columns, TensorColumn, put_rows
+from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
+from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
+from flatroll.buffers.index.top_k_ring import RankedRing
+from flatroll.buffers.index.trajectory_index import TrajectoryIndex
+from flatroll.buffers.storages.base import Links, Rows
+from flatroll.buffers.storages.columns import ColumnStorage
+from flatroll.buffers.storages.disk.forms import Form, FrameForm, ZstdForm
+from flatroll.buffers.storages.disk.log import FlushRule, Layout, RowLog, columns_differ
+from flatroll.buffers.storages.disk.pieces import Piece
+from flatroll.buffers.storages.item_kinds import TensorDicts
+from flatroll.buffers.storages.next_pool import NextPool
+from flatroll.buffers.storages.tensors import Encodings
+from flatroll.disk import Folder, Ragged, column_name
+from flatroll.layout.checks import whole_number
+from flatroll.layout.keys import NestedKey
+
+_PARTS = 32  # files of a full storage, at least: the oldest one holds rows that are gone already
+
+
+class DiskStorage(ColumnStorage):
+    """Rows in a folder of files that are written once: they may take more than the memory, and outlive the process.
+
+    New rows gather in memory; a thread publishes them as a file, which is there whole or not at all, once a file's worth
+    has gathered, or as ``flush_rows`` and ``flush_seconds`` say. Rows are read from the mapped files, of which the system
+    keeps in memory what is used; those of a sample that are not there are asked for all at once. The oldest file goes
+    when all its rows are overwritten. ``stats()["rows_unflushed"]`` says how many rows a crash would cost now.
+
+    A folder that has rows is read at once by the buffer, which goes on after them. What was open when the last run ended
+    is cut there. Rows cannot be changed (``buffer[i] = …``), and tensordicts alone can be stored.
+
+    Args:
+        max_size: number of rows. Default: as many as the folder has.
+        path: of the folder. Folders of `DiskStorage` or new ones only.
+        compact_obs: as in `LazyTensorStorage`. The last next observation of each trajectory stays in memory, too.
+        frame_stack: as in `LazyTensorStorage`; rows in memory have whole stacks.
+        codec: compression by key, ``{"observation": "zstd"}``: 8 rows in a block. Needs the extra ``zstd``.
+        flush_rows: publish rows as soon as so many have gathered. Default: as many as make a file.
+        flush_seconds: publish rows so long after the first of them came. Default: no limit.
+        read_only: read the rows that the folder has now, and write none: other processes may write to it.
+        sync: files are on the disk when :meth:`flush` returns, safe from a power loss. With False they are safe from the
+            end of the process. Default True.
+        segment_bytes: bytes of rows that make a file, and gather in memory. Default 32 MiB.
+
+    Raises:
+        BlockingIOError: another process, or storage, writes to the folder.
+        FileNotFoundError: no folder to read.
+        ValueError: a folder of other files; options other than those of the rows that it has; a number below 1.
+        OSError: at an extend or :meth:`flush`, if the disk is full or failed. No row is lost: the next one tries again.
+
+    >>> import tempfile
+    >>> from flatroll.buffers import ReplayBuffer
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> storage = DiskStorage(1000, folder.name)
+    >>> buffer = ReplayBuffer(storage=storage)
+    >>> rows = buffer.extend(TensorDict({"reward": torch.arange(5.0)}, [5]))
+    >>> storage.close()
+    >>> ReplayBuffer(storage=DiskStorage(path=folder.name, read_only=True))[:]["reward"]
+    tensor([0., 1., 2., 3., 4.])
+    """
+
+    frame_stack: Mapping[NestedKey, int]
+    codec: Mapping[NestedKey, str]
+
+    def __init__(
+        self,
+        max_size: int | None = None,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        compact_obs: bool = False,
+        frame_stack: Mapping[NestedKey, int] | None = None,
+        codec: Mapping[NestedKey, str] | None = None,
+        flush_rows: int | None = None,
+        flush_seconds: float | None = None,
+        read_only: bool = False,
+        sync: bool = True,
+        segment_bytes: int = 32 << 20,
+    ) -> None:
+        if path is None:
+            raise ValueError("path must name the folder of the rows: DiskStorage(max_size, path)")
+        if max_size is not None:
+            whole_number("max_size", max_size)
+        if flush_rows is not None:
+            whole_number("flush_rows", flush_rows)
+        if flush_seconds is not None and not flush_seconds > 0:
+            raise ValueError(f"flush_seconds must be more than 0, got {flush_seconds!r}")
+        self.read_only, self._process = read_only, os.getpid()
+        parts = None if max_size is None else -(-max_size // _PARTS)
+        folder = Folder(
+            path, write=not read_only, sync=sync, keep=1, segment_bytes=segment_bytes, segment_rows=parts
+        )
+        try:
+            rows = folder.recover()
+            super().__init__(len(rows) or 1 if max_size is None else max_size, compact_obs=compact_obs)
+            layout = self._noted(folder)
+            self._choose_forms(layout, frame_stack, codec, compact_obs)
+            if max_size is None and not len(rows) and not read_only:
+                raise ValueError(f"max_size must be given for a new folder, {path} has no rows")
+            self._log = RowLog(folder, FlushRule(flush_rows, flush_seconds), self.max_size, layout)
+        except BaseException:
+            folder.close()
+            raise
+        self._closing = weakref.finalize(self, _close, self._log, read_only, os.getpid())
+        self._offset = 0  # number of a row in the folder, less its number in the ring of the buffer
+        self._batch: tuple[Piece, int] | None = (
+            None  # what is being counted by the buffer: rows from this one on
+        )
+        self.compiled = True
+        if layout is not None:
+            self._use_layout(layout)
+
+    # -- the folder ------------------------------------------------------------------------------------------------
+
+    @property
+    def path(self) -> str:
+        """The folder."""
+        return str(self._log.folder.path)
+
+    def flush(self) -> None:
+        """Return when all rows are in files; OSError if the disk is full or failed, and no row is lost then."""
+        self._writable()
+        self._log.flush()
+
+    def close(self) -> None:
+        """Flush, and let others write to the folder; rows can still be read. A process that ends normally does it."""
+        self._closing()
+
+    @override
+    def counts(self) -> dict[str, int]:
+        return {"rows_unflushed": self._log.unflushed}
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        pool = {} if self.pool is None else self.pool.entries
+        return self._log.folder.stats()["bytes"] + sum(column.nbytes for column in pool.values())
+
+    @property
+    @override
+    def bytes_saved(self) -> int:
+        return 0
+
+    @property
+    @override
+    def bytes_per_row(self) -> int:
+        stats = self._log.folder.stats()
+        return stats["bytes"] // stats["rows"] if stats["rows"] else super().bytes_per_row
+
+    def _noted(self, folder: Folder) -> Layout | None:
+        """What the folder notes of its rows; None if it is new."""
+        if folder.version is None:
+            if len(folder.segments):
+                raise ValueError(
+                    f"{folder.path} is none of a DiskStorage: it has rows, and does not say of what kind"
+                )
+            return None
+        layout = Layout.from_json(folder.load().json)
+        folder.recover()  # the rows after that version, again
+        wrong = columns_differ(folder, layout)
+        if wrong:
+            raise ValueError(f"{folder.path}: {wrong}")
+        return layout
+
+    def _choose_forms(
+        self,
+        layout: Layout | None,
+        frame_stack: Mapping[NestedKey, int] | None,
+        codec: Mapping[NestedKey, str] | None,
+        compact_obs: bool,
+    ) -> None:
+        """Take the options that were given, or those of the rows that are there; ValueError if they differ."""
+        encodings = Encodings(frame_stack, codec)
+        self.frame_stack, self.codec = encodings.frame_stack, encodings.codec
+        if both := [key for key in self.frame_stack if key in self.codec]:
+            raise ValueError(
+                f"frame_stack and codec both name {both[0]!r}: on disk one of them does, and codec alone finds the "
+                "frames that rows share"
+            )
+        if layout is None:
+            return
+        stacks = {key: form.shape[0] for key, form in layout.forms.items() if form.name == "frames"}
+        codecs = {key: form.name for key, form in layout.forms.items() if form.name == "zstd"}
+        for name, given, asked, there in (
+            ("frame_stack", frame_stack, self.frame_stack, stacks),
+            ("codec", codec, self.codec, codecs),
+        ):
+            if given and {key: asked[key] for key in asked if key in layout.forms} != there:
+                raise ValueError(
+                    f"{name} must be that of the rows in the folder, {there or None}, or be left out; got {dict(given)}"
+                )
+        if compact_obs and not layout.pairs:
+            raise ValueError("compact_obs must be False: the rows in the folder are not compact")
+        self.frame_stack, self.codec, self.compact_obs = stacks, codecs, bool(layout.pairs)
+
+    def _use_layout(self, layout: Layout) -> None:
+        """Know the columns."""
+        self.columns = {key: DiskColumn(self, key, form) for key, form in layout.forms.items()}
+        self.structure = TensorDicts(torch.Size([]))
+        if layout.pairs:
+            self.pool = NextPool(layout.pairs)
+            self.pool.allocate(self.columns)
+
+    def _writable(self) -> None:
+        if self.read_only:
+            raise RuntimeError(f"{self.path} is open for reading only: DiskStorage(max_size, path) writes")
+        self.enter_process()
+
+    # -- for the buffer --------------------------------------------------------------------------------------------
+
+    @override
+    def fill(self, write: Callable[[TensorDictBase, None], Any]) -> None:
+        """Let the buffer count the rows that the folder has, and cut the trajectories that were open at its end."""
+        layout, pieces, self.filling = self._log.layout, self._log.pieces, True
+        if layout is None or not len(pieces):
+            self.filling = False
+            return
+        first = max(int(pieces.firsts[0]), self._log.folder.head, pieces.end - self.capacity)
+        self._offset = first
+        try:
+            for piece in pieces.pieces:
+                # Each run cuts what the one before it left open.
+                seams = [seam for seam in layout.seams if piece.first < seam < piece.end]
+                bounds = [piece.first, *seams, piece.end]
+                for low, high in zip(bounds[:-1], bounds[1:], strict=True):
+                    if low in layout.seams:
+                        self._cut()
+                    if high > first:
+                        self._batch = piece, max(low, first)
+                        write(self._columns_of(piece, max(low, first), high), None)
+        finally:
+            self.filling, self._batch = False, None
+        self._cut()
+        if not self.read_only:
+            layout.seams.append(pieces.end)
+
+    def _cut(self) -> None:
+        """No row written from now on continues a trajectory that is stored."""
+        if isinstance(self._ring, TrajectoryIndex):
+            self._ring.load_state_dict(self._ring.state_dict())
+
+    def _columns_of(self, piece: Piece, low: int, high: int) -> TensorDict:
+        """Rows of a file as they stand there, without those that need decoding."""
+        plain = {
+            key: column[low - piece.first : high - piece.first]
+            for key, column in piece.columns.items()
+            if isinstance(column, Tensor)
+        }
+        return TensorDict(dict(plain), [high - low])
+
+    @override
+    def prepare(
+        self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
+    ) -> Rows:
+        if self.filling:
+            return self._prepare_stored(batch, keys)
+        self._writable()
+        self._log.check()
+        if not isinstance(batch, TensorDictBase) or batch.batch_dims != 1:
+            raise TypeError(
+                f"DiskStorage keeps the rows of tensordicts [N], got {type(batch).__name__}: wrap what you have in "
+                "TensorDict({'value': x}, [len(x)])"
+            )
+        rows = super().prepare(batch, final, keys, whole)
+        layout = self._log.layout
+        if self.pool is not None and layout is not None and not layout.pairs:
+            layout.pairs.extend(self.pool.pairs)
+        return rows
+
+    def _prepare_stored(self, batch: TensorDict, keys: BoundaryKeys | None) -> Rows:
+        """Rows of the folder, as `prepare` gives new ones."""
+        assert self._batch is not None
+        piece, first = self._batch
+        columns: Columns = dict(batch.items(True, True))
+        count = batch.batch_size[0]
+        if self.pool is None:
+            return Rows(count, columns, None if keys is None else Fragments.read(columns, keys))
+        tails: Columns = {}
+        cuts = torch.zeros(count, dtype=torch.bool)
+        assert piece.segment is not None
+        for key, name in self.pool.next_keys.items():
+            column = piece.segment.columns[column_name(name)]
+            form = self._forms[key]
+            if (
+                not isinstance(column, Ragged)
+                or int(column.lengths.max()) > 1
+                or column.values.shape[1:] != form.shape
+            ):
+                raise ValueError(f"{piece.segment.name}: {name!r} has no next observations")
+            low = first - piece.first
+            cuts = column.lengths[low : low + count] > 0
+            begin, number = int(column.lengths[:low].sum()), int(column.lengths[low : low + count].sum())
+            tails[key] = column.values[begin : begin + number]
+        fragments = Fragments.read(columns, keys or BoundaryKeys.probe(batch), cuts)
+        ends = {len(values) for values in tails.values()} | {len(fragments.lasts)}
+        if len(ends) > 1 or not np.array_equal(fragments.lasts, np.flatnonzero(cuts.numpy())):
+            raise ValueError(f"{piece.segment.name}: a trajectory ends without its next observation")
+        return Rows(count, columns, fragments, tails)
+
+    @property
+    def _forms(self) -> dict[NestedKey, Form]:
+        layout = self._log.layout
+        return {} if layout is None else layout.forms
+
+    @override
+    def link(self, ring: Ring, rows: Rows, keys: BoundaryKeys | None) -> Links | None:
+        if not self.filling:
+            return super().link(ring, rows, keys)
+        if not isinstance(ring, TrajectoryIndex) or rows.fragments is None:
+            return None
+        before, slots, agree = ring.link(rows.fragments)[0]
+        if self.pool is not None and self._batch is not None:
+            # Which fragments begin with what the row before them says comes next: their first rows are read.
+            heads = self._log.pieces.read(self._batch[1] + rows.fragments.firsts, self.pool.pairs)
+            at = rows.fragments._replace(firsts=np.arange(len(rows.fragments.firsts)))
+            agree = self.pool.agreeing(ring, at, before, heads, rows.tails, [])
+        return Links(before, slots, agree)
+
+    @override
+    def use_ring(self, ring: Ring, alone: str | None, first: bool = False) -> None:
+        if isinstance(ring, RankedRing):
+            raise TypeError(
+                "DiskStorage keeps rows in the order in which they came: use RoundRobinWriter, or LazyMemmapStorage "
+                "for the best rows"
+            )
+        super().use_ring(ring, alone, first)
+        self._ring = ring
+        if not first and not len(ring):  # the buffer was emptied
+            self._writable()
+            self._log.empty(ring.head + self._offset)
+
+    @override
+    def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
+        if (self._log.end - self._offset) % self.capacity != slot:
+            raise RuntimeError(f"rows of a log are written in order, slot {slot} is not the next one")
+        lasts = np.zeros(0, np.int64) if rows.fragments is None or not rows.tails else rows.fragments.lasts
+        self._log.append(rows.columns, lasts, rows.tails)
+
+    @override
+    def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
+        raise _no_edits()
+
+    @override
+    def write_drawn(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
+        raise _no_edits()
+
+    @override
+    def read_rows(
+        self,
+        slots: Tensor,
+        follow: Follow | None = None,
+        *,
+        slices: bool = False,
+        keys: frozenset[NestedKey] | None = None,
+    ) -> Columns:
+        if follow is None or self.pool is None:
+            if self.pool is not None and self.needs_follow(keys):
+                return super().read_rows(slots, follow, keys=keys)  # which is an error
+            return self._take(slots, keys)
+        names = self.pool.next_keys
+        pairs = [key for key, name in names.items() if keys is None or name in keys]
+        asked = None if keys is None else (keys - set(names.values())) | set(pairs)
+        # The rows and those that follow at once, so that what stands in both is decoded once.
+        following = torch.where(follow.slots < 0, slots, follow.slots)
+        both = self._take(torch.cat([slots, following]), set(pairs))
+        columns = self._take(
+            slots, [key for key in self.columns if key not in pairs and (asked is None or key in asked)]
+        )
+        for key in pairs:
+            rows, later = both[key][: len(slots)], both[key][len(slots) :]
+            if follow.patch.shape[1]:
+                at, entries = follow.patch
+                put_rows(later, at, self.pool.entries[key].take(entries))
+            columns[names[key]] = later
+            if keys is None or key in keys:
+                columns[key] = rows
+        return columns
+
+    def _take(self, slots: Tensor, keys: Collection[NestedKey] | None) -> Columns:
+        """Copies of the newest rows in these slots."""
+        pieces = self._log.pieces  # before the end, which may be of a piece that these do not have
+        end = min(self._log.end, pieces.end)
+        rows = end - 1 - (end - 1 - self._offset - slots.numpy(force=True)) % self.capacity
+        # A slot that the buffer has given up may have no row yet; what is read of it is thrown away.
+        if not len(pieces):
+            return {
+                key: torch.zeros((len(slots), *column.shape), dtype=column.dtype)
+                for key, column in self.columns.items()
+                if keys is None or key in keys
+            }
+        return pieces.read(np.clip(rows, pieces.firsts[0], end - 1), keys)
+
+    @override
+    def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
+        forms: dict[NestedKey, Form] = {}
+        Encodings(self.frame_stack, self.codec).row_bytes(like)  # checks them
+        for key, (dtype, shape) in like.items():
+            kind = FrameForm if key in self.frame_stack else ZstdForm if key in self.codec else Form
+            forms[key] = kind(dtype, shape)
+        self._log.layout = Layout(forms, [], [])
+        return {key: DiskColumn(self, key, form) for key, form in forms.items()}
+
+    @override
+    def state_dict(self, rows: int, pool_rows: int = 0) -> NoReturn:
+        raise RuntimeError(
+            f"the rows of a DiskStorage stay in their folder, {self.path}: make a DiskStorage of it to have them again"
+        )
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> NoReturn:
+        self.state_dict(0)
+
+    @override
+    def enter_process(self) -> None:
+        if self._process != os.getpid() and not self.read_only:
+            raise RuntimeError(
+                f"another process writes to {self.path}: open it here with DiskStorage(path=..., read_only=True)"
+            )
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"a DiskStorage stays in its process: open {self.path} in the other one, with "
+            "DiskStorage(path=..., read_only=True)"
+        )
+
+
+class DiskColumn(Column):
+    """An entry of the rows of a `DiskStorage`, as other columns are read."""
+
+    def __init__(self, storage: DiskStorage, key: NestedKey, form: Form) -> None:
+        self._storage, self._key = storage, key
+        self.dtype, self.shape = form.dtype, form.shape
+
+    @override
+    def take(self, slots: Tensor) -> Tensor:
+        return self._storage._take(slots, [self._key])[self._key]
+
+    @override
+    def write(self, slot: int, values: Tensor, after: After | None = None) -> NoReturn:
+        raise _no_edits()
+
+    @override
+    def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> NoReturn:
+        raise _no_edits()
+
+    @override
+    def pool(self) -> TensorColumn:
+        return TensorColumn(torch.empty((0, *self.shape), dtype=self.dtype))
+
+    @override
+    def grow(self, rows: int) -> None:
+        return
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return 0
+
+
+def _close(log: RowLog, read_only: bool, process: int) -> None:
+    if process == os.getpid():  # a fork inherits the finalizer, but not the folder
+        log.folder.close() if read_only else log.close()
+
+
+def _no_edits() -> RuntimeError:
+    return RuntimeError(
+        "the rows of a DiskStorage cannot be changed: its files are written once. Extend with new rows, or use "
+        "LazyMemmapStorage"
+    )
