@@ -124,7 +124,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         size, longest = self._rows_asked, 0
         if self.split_trajs:
             longest = self._longest_trajectory(storage)
-            options["sampler"] = options.get("sampler") or SliceSampler(slice_len=longest)
+            options["sampler"] = options.get("sampler") or SliceSampler(slice_len=longest, fill=False)
             size = None if size is None else whole_number("batch_size", size) * longest
         self._longest = longest
         super().__init__(storage, batch_size=size, **options)  # type: ignore[arg-type]
@@ -166,7 +166,9 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             folder = Path(name)
             found = self._fetch(folder) if fetch is None else fetch(self.dataset_id, folder)
             source = folder if found is None else found
-            convert(self._convert(source), self.data_path, facts=self._facts(), overwrite=overwrite, **encoded)
+            convert(
+                self._convert(source), self.data_path, facts=self._facts(), overwrite=overwrite, **encoded
+            )
 
     def _longest_trajectory(self, storage: DiskStorage) -> int:
         """Number of rows of the longest trajectory."""
@@ -175,7 +177,9 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         ids = [segment.columns.get("collector/traj_ids") for segment in folder.segments]
         known = [column for column in ids if isinstance(column, Tensor)]
         if not known:
-            raise ValueError("split_trajs needs ('collector', 'traj_ids'), which the set does not have: leave it out")
+            raise ValueError(
+                "split_trajs needs ('collector', 'traj_ids'), which the set does not have: leave it out"
+            )
         return int(torch.cat(known).unique_consecutive(return_counts=True)[1].max())
 
     def delete(self) -> None:

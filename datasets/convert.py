@@ -15,6 +15,7 @@ from flatroll.buffers.index.ring import Array
 from flatroll.buffers.storages.continuity import find_pairs, state_pairs
 from flatroll.buffers.storages.disk.forms import Form, FrameForm, ZstdForm
 from flatroll.buffers.storages.disk.log import Layout
+from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.buffers.storages.tensors import Encodings
 from flatroll.disk import Folder, Ragged, column_name
@@ -122,11 +123,15 @@ def publish(folder: Folder, layout: Layout, target: Path, facts: Mapping[str, An
 
 def _layout_of(rows: Columns, options: Encodings) -> Layout:
     """How to keep rows such as these, the first ones of a set."""
-    options.row_bytes({key: (values.dtype, values.shape[1:]) for key, values in rows.items()})  # checks the options
+    options.row_bytes(
+        {key: (values.dtype, values.shape[1:]) for key, values in rows.items()}
+    )  # checks the options
     pairs: list[NestedKey] = []
     if state_pairs(rows) and any(key in rows for key in (IS_INIT, DONE, TRAJ_IDS)):
         pairs = find_pairs(rows, rows, None, _boundary_keys(rows))
-        if len(_lasts(rows, NextPool(pairs))) > _count(rows) // 2:  # n-step rows, or trajectories of one row each
+        if (
+            len(_lasts(rows, NextPool(pairs))) > _count(rows) // 2
+        ):  # n-step rows, or trajectories of one row each
             pairs = []
     twice = {next_key(key) for key in pairs}
     forms: dict[NestedKey, Form] = {}
@@ -172,15 +177,15 @@ def _pieces(batches: Iterable[TensorDictBase], piece_bytes: int) -> Iterator[Col
     for number, batch in enumerate(batches):
         if batch.batch_dims != 1:
             raise ValueError(f"batch {number} must be flat, [N], got {list(batch.batch_size)}")
-        columns: dict[NestedKey, Tensor] = dict(batch.items(True, True))
+        columns = leaves(batch)
         if not gathered:
             gathered = {key: [] for key in columns}
         if columns.keys() != gathered.keys():
             differing = sorted(map(str, columns.keys() ^ gathered.keys()))
-            raise ValueError(f"batch {number} must have the entries of those before it: {differing} are not in both")
+            raise ValueError(
+                f"batch {number} must have the entries of those before it: {differing} are not in both"
+            )
         for key, value in columns.items():
-            if not isinstance(value, Tensor):
-                raise TypeError(f"batch {number}: {key!r} must be a tensor, got {type(value).__name__}")
             column = gathered[key]
             if column and (column[0].dtype, column[0].shape[1:]) != (value.dtype, value.shape[1:]):
                 raise ValueError(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from typing_extensions import override
 
 from flatroll.buffers import Compose, Resize, ToTensorImage

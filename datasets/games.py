@@ -13,10 +13,24 @@ from flatroll.datasets.formats.gen_dgrl import read_gen_dgrl
 from flatroll.datasets.formats.robots import files_in
 from flatroll.layout.keys import TRAJ_IDS
 
-_PROCGEN = (
-    "bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper maze miner ninja plunder "
-    "starpilot"
-).split()
+_PROCGEN = [
+    "bigfish",
+    "bossfight",
+    "caveflyer",
+    "chaser",
+    "climber",
+    "coinrun",
+    "dodgeball",
+    "fruitbot",
+    "heist",
+    "jumper",
+    "leaper",
+    "maze",
+    "miner",
+    "ninja",
+    "plunder",
+    "starpilot",
+]
 _PARTS = ("1M_E", "1M_S", "10M", "25M", "level_1_S", "level_40_S", "level_1_E", "level_40_E")
 
 
@@ -59,7 +73,9 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
     def _check_id(self) -> None:
         game, _, run = self.dataset_id.partition("/")
         if not game.isalnum() or run not in ("1", "2", "3", "4", "5"):
-            raise ValueError(f"dataset_id must be a game and a run from 1 to 5, 'Pong/5', got {self.dataset_id!r}")
+            raise ValueError(
+                f"dataset_id must be a game and a run from 1 to 5, 'Pong/5', got {self.dataset_id!r}"
+            )
 
     @override
     def _convert(self, source: Any) -> Iterator[TensorDictBase]:

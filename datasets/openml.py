@@ -46,9 +46,7 @@ class OpenMLExperienceReplay(BaseDatasetExperienceReplay):
     #: Names of all sets.
     available_datasets = tuple(_TABLES)
 
-    def __init__(
-        self, name: str, batch_size: int | None = None, **options: Unpack[DatasetOptions]
-    ) -> None:
+    def __init__(self, name: str, batch_size: int | None = None, **options: Unpack[DatasetOptions]) -> None:
         options["sampler"] = options.get("sampler") or SamplerWithoutReplacement()
         super().__init__(name, batch_size, **options)
         self.max_outcome_val = int(self[:]["y"].max())

@@ -15,9 +15,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from flatroll.buffers import DiskStorage, ReplayBuffer
 from flatroll.buffers.storages.disk.log import Layout
+from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.datasets.convert import publish, write_folder
 from flatroll.disk import Folder
 from flatroll.layout.checks import whole_number
+from flatroll.layout.keys import next_key
 from flatroll.sharing import pack, unpack
 
 Function = Callable[[TensorDictBase], TensorDictBase]
@@ -90,12 +92,16 @@ class _Work:
         changed = self.fn(self.rows[first:end])
         if not isinstance(changed, TensorDictBase) or changed.batch_size != torch.Size([end - first]):
             got = list(changed.batch_size) if isinstance(changed, TensorDictBase) else type(changed).__name__
-            raise ValueError(f"fn must return a batch [{end - first}], as many rows as it got; it returned {got}")
-        columns = dict(changed.items(True, True))
+            raise ValueError(
+                f"fn must return a batch [{end - first}], as many rows as it got; it returned {got}"
+            )
+        columns = leaves(changed)
         if self.layout is not None:
-            kept = {*self.layout.forms, *(("next", *([k] if isinstance(k, str) else k)) for k in self.layout.pairs)}
+            kept = {*self.layout.forms, *map(next_key, self.layout.pairs)}
             if kept != set(columns):
-                raise ValueError(f"fn must return the same entries for all rows: {sorted(map(str, kept ^ set(columns)))}")
+                raise ValueError(
+                    f"fn must return the same entries for all rows: {sorted(map(str, kept ^ set(columns)))}"
+                )
         write_folder([columns], place, facts=self.stamp, layout=self.layout, first=first)
 
 
@@ -172,7 +178,9 @@ class RowsDataset(IterableDataset[TensorDictBase]):
         seed = torch.randint(2**62, ()) if info is None else info.seed - info.id
         generator.manual_seed(int(seed))
         bounds = _bounds(self.path)
-        order = torch.randperm(len(bounds), generator=generator) if self.shuffle else torch.arange(len(bounds))
+        order = (
+            torch.randperm(len(bounds), generator=generator) if self.shuffle else torch.arange(len(bounds))
+        )
         rows = open_rows(self.path)
         for number in order[worker::workers].tolist():
             first, end = bounds[number]

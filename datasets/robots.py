@@ -87,8 +87,15 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
                 "read_rlds(episodes) gives flat batches without a buffer"
             )
         if not shuffle:
-            if num_slices is not None or slice_len is not None or options.get("sampler") is not None or replacement:
-                raise ValueError("shuffle=False gives rows in order: leave out sampler, slices and replacement")
+            if (
+                num_slices is not None
+                or slice_len is not None
+                or options.get("sampler") is not None
+                or replacement
+            ):
+                raise ValueError(
+                    "shuffle=False gives rows in order: leave out sampler, slices and replacement"
+                )
             options["sampler"] = SamplerWithoutReplacement(shuffle=False)
         slices(options, num_slices, slice_len, strict_length, replacement is not False, bool(pad))
         super().__init__(dataset_id, batch_size, **options)

@@ -17,7 +17,9 @@ _KINDS = ("observation", "action", "reward", "terminal")
 _MOST_PER_BYTE = 1100  # DEFLATE packs at most 1032 bytes into one
 
 
-def read_atari_dqn(path: str | Path, *, frame_stack: int | None = None, chunk_rows: int = 2048) -> Iterator[TensorDict]:
+def read_atari_dqn(
+    path: str | Path, *, frame_stack: int | None = None, chunk_rows: int = 2048
+) -> Iterator[TensorDict]:
     """Yield the steps of a replay log as flat batches, part after part, at most ``chunk_rows`` rows at a time.
 
     The folder has ``$store$_observation_ckpt.N.gz`` (uint8 ``[n, 84, 84]``), ``…_action_…``, ``…_reward_…`` and
@@ -52,7 +54,9 @@ def read_atari_dqn(path: str | Path, *, frame_stack: int | None = None, chunk_ro
         games += 1
 
 
-def _part(names: dict[str, Path], game: int, frame_stack: int | None, chunk_rows: int) -> Iterator[TensorDict]:
+def _part(
+    names: dict[str, Path], game: int, frame_stack: int | None, chunk_rows: int
+) -> Iterator[TensorDict]:
     opened = {kind: gzip.open(name) for kind, name in names.items()}
     try:
         streams = {
@@ -79,7 +83,9 @@ def _steps(
     total, first, begins = streams["observation"].rows, 0, True
     depth = frame_stack or 1
     frames = streams["observation"].read(1)
-    history = np.zeros((depth - 1, *frames.shape[1:]), frames.dtype)  # what a stack of the first row has before it
+    history = np.zeros(
+        (depth - 1, *frames.shape[1:]), frames.dtype
+    )  # what a stack of the first row has before it
     age = 0  # of the first row, in its game
     while first < total:
         count = min(chunk_rows, total - first)

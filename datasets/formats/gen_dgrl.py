@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from tensordict import TensorDict
 
+from flatroll.datasets.formats.npy import read_header
 from flatroll.datasets.formats.steps import episode_of
 from flatroll.layout.export import Array
 
@@ -41,12 +42,18 @@ def read_gen_dgrl(path: str | Path, *, max_bytes: int = 1 << 30) -> Iterator[Ten
                 if member.isdir():
                     continue
                 if not member.isreg():
-                    raise ValueError(f"{path}: {member.name!r} is a link or a device, which may lead to other files")
+                    raise ValueError(
+                        f"{path}: {member.name!r} is a link or a device, which may lead to other files"
+                    )
                 if member.size > max_bytes:
-                    raise ValueError(f"{path}: {member.name!r} has {member.size} bytes, more than max_bytes={max_bytes}")
+                    raise ValueError(
+                        f"{path}: {member.name!r} has {member.size} bytes, more than max_bytes={max_bytes}"
+                    )
                 file = archive.extractfile(member)
                 assert file is not None
-                yield _episode(load_arrays(file.read(), f"{path}: {member.name}", max_bytes), number, member.name)
+                yield _episode(
+                    load_arrays(file.read(), f"{path}: {member.name}", max_bytes), number, member.name
+                )
                 number += 1
     except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
         raise ValueError(f"{path} is damaged ({error})") from None
@@ -58,7 +65,12 @@ def _episode(steps: dict[str, Array], number: int, name: str) -> TensorDict:
     done = np.asarray(steps["dones"]).reshape(-1).astype(bool)
     length, seen = len(done), np.asarray(steps["observations"])
     lengths = {key: len(np.atleast_1d(steps[key])) for key in _NAMES}
-    if not length or lengths != {"observations": length + 1, "actions": length, "rewards": length, "dones": length}:
+    if not length or lengths != {
+        "observations": length + 1,
+        "actions": length,
+        "rewards": length,
+        "dones": length,
+    }:
         raise ValueError(f"{name} must have T + 1 observations for T other values, got lengths {lengths}")
     truncated = np.zeros(length, bool)
     truncated[-1] = not done[-1]
@@ -92,9 +104,7 @@ def load_arrays(data: bytes, name: str, max_bytes: int) -> dict[str, Array]:
     {'rewards': array([1., 1.])}
     """
     stream = io.BytesIO(data)
-    if np.lib.format.read_magic(stream) != (1, 0):
-        raise ValueError(f"{name} is of another version of NumPy's format than 1.0")
-    shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    shape, _, dtype = read_header(stream)
     if dtype != object or shape != ():
         raise ValueError(f"{name} must hold one dict, got an array {shape} of {dtype}")
     try:
@@ -105,7 +115,9 @@ def load_arrays(data: bytes, name: str, max_bytes: int) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
     for key, array in value.items() if isinstance(value, dict) else [("", None)]:
         if not isinstance(key, str) or not isinstance(array, np.ndarray) or array.dtype.kind not in "biufc":
-            raise pickle.UnpicklingError(f"{name} must hold a dict of arrays of numbers, got {key!r} of {type(array)}")
+            raise pickle.UnpicklingError(
+                f"{name} must hold a dict of arrays of numbers, got {key!r} of {type(array)}"
+            )
         arrays[key] = array.view(np.ndarray)
     return arrays
 
@@ -157,14 +169,18 @@ class _ArraysOnly(pickle.Unpickler):
             ("numpy.core.multiarray", "_reconstruct"),
             ("numpy._core.multiarray", "_reconstruct"),
         }:
-            return lambda *_: _Array(self._budget)  # whatever shape is claimed: the state that follows says it again
+            return lambda *_: _Array(
+                self._budget
+            )  # whatever shape is claimed: the state that follows says it again
         if (module, name) == ("numpy", "ndarray"):
             return np.ndarray
         if (module, name) == ("numpy", "dtype"):
             return _Kind
         if (module, name) == ("_codecs", "encode"):  # bytes in pickles of protocols 0 to 2
             return _encode
-        raise pickle.UnpicklingError(f"{module}.{name} is asked for, which is no part of NumPy arrays: it was not run")
+        raise pickle.UnpicklingError(
+            f"{module}.{name} is asked for, which is no part of NumPy arrays: it was not run"
+        )
 
     def persistent_load(self, pid: Any) -> Any:
         raise pickle.UnpicklingError("no part of NumPy arrays: a persistent id")

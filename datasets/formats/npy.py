@@ -1,6 +1,7 @@
 """NumPy's ``.npy`` form, read piece by piece from streams that nobody vouches for."""
 
 import math
+import tokenize
 from typing import IO, Any
 
 import numpy as np
@@ -35,14 +36,10 @@ class ArrayStream:
     def __init__(self, stream: IO[bytes], name: str, max_bytes: int) -> None:
         self.name = name
         self._stream = stream
-        version = np.lib.format.read_magic(stream)
-        read_header = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }.get(version)
-        if read_header is None:
-            raise ValueError(f"{name} has version {version} of NumPy's format, known are 1.0 and 2.0")
-        self.shape, fortran, self.dtype = read_header(stream, max_header_size=_LONGEST_HEADER)
+        try:
+            self.shape, fortran, self.dtype = read_header(stream)
+        except (ValueError, TypeError, SyntaxError, OverflowError, tokenize.TokenError) as error:
+            raise ValueError(f"{name} does not begin as an array of NumPy does: {error}") from None
         if self.dtype.kind not in "biufc":
             raise TypeError(f"{name} must be of numbers or bools, got {self.dtype}")
         if not self.shape or (fortran and len(self.shape) > 1):
@@ -70,6 +67,16 @@ class ArrayStream:
         self._read += count
         native: Array = values.astype(self.dtype.newbyteorder("="), copy=False)
         return native
+
+
+def read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:
+    """Return the shape that a stream claims, whether it is in Fortran's order, and the dtype."""
+    version = np.lib.format.read_magic(stream)
+    if version == (1, 0):
+        return np.lib.format.read_array_header_1_0(stream, max_header_size=_LONGEST_HEADER)
+    if version == (2, 0):
+        return np.lib.format.read_array_header_2_0(stream, max_header_size=_LONGEST_HEADER)
+    raise ValueError(f"it has version {version} of the format, known are 1.0 and 2.0")
 
 
 def read_whole(stream: IO[bytes], name: str, max_bytes: int) -> Any:

@@ -32,12 +32,17 @@ def episode_of(
     (tensor([1, 2]), tensor([False,  True]))
     """
     length = len(terminated)
-    flags = {name: np.asarray(flag).reshape(length, 1).astype(bool) for name, flag in (("terminated", terminated), ("truncated", truncated))}
+    flags = {
+        name: np.asarray(flag).reshape(length, 1).astype(bool)
+        for name, flag in (("terminated", terminated), ("truncated", truncated))
+    }
     columns: dict[str, Any] = dict(others)
     unknown = [name for name, values in states.items() if len(values) == length]
     for name, values in states.items():
         columns[name] = values[:length]
-        columns[f"next.{name}"] = values[1:] if name not in unknown else np.concatenate([values[1:], values[-1:]])
+        columns[f"next.{name}"] = (
+            values[1:] if name not in unknown else np.concatenate([values[1:], values[-1:]])
+        )
     if unknown:
         columns["collector.next_known"] = np.arange(length) < length - 1
     is_init = np.zeros((length, 1), bool)

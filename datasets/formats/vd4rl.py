@@ -100,4 +100,6 @@ def _episode(steps: dict[str, Array], number: int) -> TensorDict:
             others[name] = column[1:]
         elif name not in (*_OWN, "action", "pixels"):
             states[f"state.{name}"] = column
-    return episode_of(number, states, others, steps["reward"][1:] if "reward" in steps else None, terminated, truncated)
+    return episode_of(
+        number, states, others, steps["reward"][1:] if "reward" in steps else None, terminated, truncated
+    )
