@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -180,7 +181,9 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             raise ValueError(
                 "split_trajs needs ('collector', 'traj_ids'), which the set does not have: leave it out"
             )
-        return int(torch.cat(known).unique_consecutive(return_counts=True)[1].max())
+        runs = torch.cat(known).numpy()
+        bounds = [0, *(np.flatnonzero(np.diff(runs)) + 1).tolist(), len(runs)]
+        return int(np.diff(bounds).max())
 
     def delete(self) -> None:
         """Remove the converted folder; the next object of the same arguments makes it again."""

@@ -98,8 +98,8 @@ class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
         if totensor:
             transforms.append(ToTensorImage(in_keys=images, shape_tolerant=True))
         if image_size is not None:
-            size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-            transforms.append(Resize(*size, in_keys=images))
+            height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+            transforms.append(Resize(height, width, in_keys=images))
         options["transform"] = Compose(*transforms) if transforms else None
         super().__init__(dataset_id, batch_size, **options)
 

@@ -17,7 +17,7 @@ from flatroll.buffers import DiskStorage, ReplayBuffer
 from flatroll.buffers.storages.disk.log import Layout
 from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.datasets.convert import publish, write_folder
-from flatroll.disk import Folder
+from flatroll.disk import Folder, Segment
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import next_key
 from flatroll.sharing import pack, unpack
@@ -63,7 +63,7 @@ def preprocess(
     else:
         for piece in bounds[1:]:
             work.do(piece)
-    segments = []
+    segments: list[Segment] = []
     for begin, _ in bounds:
         folder = Folder(parts / str(begin))
         folder.load()
@@ -187,8 +187,8 @@ class RowsDataset(IterableDataset[TensorDictBase]):
             numbers = torch.arange(first, end)
             if self.shuffle:
                 numbers = numbers[torch.randperm(len(numbers), generator=generator)]
-            for part in numbers.split(self.batch_size):
-                yield rows[part]
+            for start in range(0, len(numbers), self.batch_size):
+                yield rows[numbers[start : start + self.batch_size]]
 
     @staticmethod
     def collate(batch: TensorDictBase) -> TensorDictBase:
