@@ -33,7 +33,7 @@ ARROWS: dict[str, set[str]] = {
     "modules": {"layout", "kernels"},
     "estimators": {"layout", "kernels", "modules"},
     "trees": {"layout", "kernels", "specs", "buffers"},
-    "datasets": {"layout", "specs", "disk", "buffers"},
+    "datasets": {"layout", "specs", "sharing", "disk", "buffers"},
     "text": {"layout", "buffers"},
     "trainers": {"layout", "kernels", "specs", "wrappers", "rollouts", "buffers", "modules", "estimators"},
 }

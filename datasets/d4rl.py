@@ -1,0 +1,108 @@
+"""`D4RLExperienceReplay` and `VD4RLExperienceReplay`: D4RL's steps, and its pixels."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Unpack
+
+from tensordict import TensorDictBase
+from typing_extensions import override
+
+from flatroll.buffers import Compose, Resize, ToTensorImage
+from flatroll.datasets.base import BaseDatasetExperienceReplay, DatasetOptions
+from flatroll.datasets.formats.d4rl import read_d4rl
+from flatroll.datasets.formats.robots import files_in
+from flatroll.datasets.formats.vd4rl import read_vd4rl
+from flatroll.layout.keys import TRAJ_IDS
+
+
+class D4RLExperienceReplay(BaseDatasetExperienceReplay):
+    """A set of D4RL, or any HDF5 file of that form (`read_d4rl`).
+
+    Where the file has no ``next_observations``, that of an episode's last step is in no file: its row has its own
+    observation there, and ``("collector", "next_known")`` is False.
+
+    Args:
+        dataset_id: its name, such as ``"maze2d-umaze-v1"``.
+        batch_size, options: see `BaseDatasetExperienceReplay`; ``fetch`` gives the HDF5 file.
+        from_env: for the references' sake: only False, since D4RL's own library needs a Gym of 2021.
+        use_truncated_as_done: ``("next", "done")`` of a timeout is True. With False episodes end with terminals alone,
+            as far as done tells; where they are in the file tells ``is_init``. Default True.
+        direct_download: for the references' sake: None or True.
+        terminate_on_end: leave out last rows whose next observation is unknown, but for terminal ones, as
+            `d4rl.qlearning_dataset` does. Default False (None).
+
+    Raises:
+        ImportError: h5py is missing: ``pip install "flatroll[h5]"``.
+    """
+
+    kind = "d4rl"
+
+    def __init__(
+        self,
+        dataset_id: str,
+        batch_size: int | None = None,
+        *,
+        from_env: bool = False,
+        use_truncated_as_done: bool = True,
+        direct_download: bool | None = None,
+        terminate_on_end: bool | None = None,
+        **options: Unpack[DatasetOptions],
+    ) -> None:
+        if from_env or direct_download is False:
+            raise ValueError(
+                "from_env must be False and direct_download None or True: the files are read as they are, without D4RL's "
+                "own library"
+            )
+        self._truncated_is_done, self._drop_unknown = use_truncated_as_done, bool(terminate_on_end)
+        super().__init__(dataset_id, batch_size, **options)
+
+    @override
+    def _convert(self, source: Any) -> Iterator[TensorDictBase]:
+        episodes = 0
+        for path in files_in(source, (".hdf5", ".h5")):
+            first = episodes
+            for episode in read_d4rl(path, drop_unknown=self._drop_unknown):
+                episode[TRAJ_IDS] = episode[TRAJ_IDS] + first
+                episodes = int(episode[TRAJ_IDS][-1]) + 1
+                if not self._truncated_is_done:
+                    episode["next", "done"] = episode["next", "terminated"].clone()
+                yield episode
+
+
+class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
+    """A set of V-D4RL: episodes of pixels, in ``.npz`` or HDF5 files (`read_vd4rl`).
+
+    Args:
+        dataset_id: its name, such as ``"main/walker_walk/random/64px"``.
+        batch_size, options: see `BaseDatasetExperienceReplay`; ``fetch`` gives the files or their folder.
+        totensor: samples have float pixels in [0, 1], channels first. Default True.
+        image_size: height and width to which samples are resized. Default None.
+
+    Raises:
+        ImportError: h5py is missing, and the files are HDF5: ``pip install "flatroll[h5]"``.
+    """
+
+    kind = "vd4rl"
+
+    def __init__(
+        self,
+        dataset_id: str,
+        batch_size: int | None = None,
+        *,
+        totensor: bool = True,
+        image_size: int | Sequence[int] | None = None,
+        **options: Unpack[DatasetOptions],
+    ) -> None:
+        images: list[Any] = ["pixels", ("next", "pixels")]
+        given = options.get("transform")
+        transforms: list[Any] = [] if given is None else [given]
+        if totensor:
+            transforms.append(ToTensorImage(in_keys=images, shape_tolerant=True))
+        if image_size is not None:
+            height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+            transforms.append(Resize(height, width, in_keys=images))
+        options["transform"] = Compose(*transforms) if transforms else None
+        super().__init__(dataset_id, batch_size, **options)
+
+    @override
+    def _convert(self, source: Any) -> Iterator[TensorDictBase]:
+        return iter(read_vd4rl(source))

@@ -1,0 +1,45 @@
+"""`fetch_url`: one file from an address that the caller gives."""
+
+import urllib.request
+from pathlib import Path
+
+
+def fetch_url(url: str, path: str | Path, *, max_bytes: int, timeout: float = 60.0) -> Path:
+    """Write what is at an address to a file, and return its path; for functions that are given as ``fetch``.
+
+    Args:
+        url: the address, ``http``, ``https`` or ``file``.
+        path: of the file to be made; a folder for a file of the address' last name in it.
+        max_bytes: refuse to write more.
+        timeout: seconds without any answer after which it is given up. Default 60.
+
+    Raises:
+        ValueError: there are more bytes, or the address is of another kind.
+        OSError: nobody answers, or the answer is an error or ends early; nothing is left behind.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     source = Path(folder, "source")
+    ...     size = source.write_bytes(b"rows")
+    ...     fetch_url(source.as_uri(), f"{folder}/copy", max_bytes=10).read_bytes()
+    b'rows'
+    """
+    if url.partition(":")[0] not in ("http", "https", "file"):
+        raise ValueError(f"url must begin with http:, https: or file:, got {url!r}")
+    target = Path(path)
+    target = target / url.rstrip("/").rpartition("/")[2] if target.is_dir() else target
+    beside = target.with_name(f".{target.name}.part")
+    try:
+        with urllib.request.urlopen(url, timeout=timeout) as answer, open(beside, "wb") as file:
+            claimed = answer.headers.get("Content-Length")
+            done = 0
+            while piece := answer.read(1 << 20):
+                done += len(piece)
+                if max(done, int(claimed or 0)) > max_bytes:
+                    raise ValueError(f"{url} has more than max_bytes={max_bytes}")
+                file.write(piece)
+        if claimed is not None and done != int(claimed):
+            raise OSError(f"{url} ended after {done} of {claimed} bytes")
+        return beside.rename(target)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,192 @@
+"""Gen-DGRL archives: a tar file of ``.npy`` files, each a pickled dict of arrays, one for each trajectory."""
+
+import io
+import lzma
+import pickle
+import re
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensordict import TensorDict
+
+from flatroll.datasets.formats.npy import read_header
+from flatroll.datasets.formats.steps import episode_of
+from flatroll.layout.export import Array
+
+_NAMES = ("observations", "actions", "rewards", "dones")
+
+
+def read_gen_dgrl(path: str | Path, *, max_bytes: int = 1 << 30) -> Iterator[TensorDict]:
+    """Yield the trajectories of a Gen-DGRL archive as flat batches ``[T]``.
+
+    A trajectory has T + 1 observations, T actions, rewards and dones; a done is a termination, and one that has none
+    is truncated. The archive is read as a stream, one member at a time.
+
+    Args:
+        path: of the ``.tar.xz`` (or ``.tar``, ``.tar.gz``) file.
+        max_bytes: a member, and the arrays in it, may have no more. Default 1 GiB.
+
+    Raises:
+        ValueError: a member is larger, no such dict of arrays, or a link; the archive is damaged.
+        pickle.UnpicklingError: a member holds anything but a dict of NumPy arrays; nothing of it is run.
+
+    Source: Mediratta et al., The Generalization Gap in Offline Reinforcement Learning (2023).
+    """
+    number = 0
+    try:
+        with tarfile.open(path, "r|*") as archive:
+            for member in archive:
+                if member.isdir():
+                    continue
+                if not member.isreg():
+                    raise ValueError(
+                        f"{path}: {member.name!r} is a link or a device, which may lead to other files"
+                    )
+                if member.size > max_bytes:
+                    raise ValueError(
+                        f"{path}: {member.name!r} has {member.size} bytes, more than max_bytes={max_bytes}"
+                    )
+                file = archive.extractfile(member)
+                assert file is not None
+                yield _episode(
+                    load_arrays(file.read(), f"{path}: {member.name}", max_bytes), number, member.name
+                )
+                number += 1
+    except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+        raise ValueError(f"{path} is damaged ({error})") from None
+
+
+def _episode(steps: dict[str, Array], number: int, name: str) -> TensorDict:
+    if missing := [key for key in _NAMES if key not in steps]:
+        raise ValueError(f"{name} has no {missing[0]!r}; it has {sorted(steps)}")
+    done = np.asarray(steps["dones"]).reshape(-1).astype(bool)
+    length, seen = len(done), np.asarray(steps["observations"])
+    lengths = {key: len(np.atleast_1d(steps[key])) for key in _NAMES}
+    if not length or lengths != {
+        "observations": length + 1,
+        "actions": length,
+        "rewards": length,
+        "dones": length,
+    }:
+        raise ValueError(f"{name} must have T + 1 observations for T other values, got lengths {lengths}")
+    truncated = np.zeros(length, bool)
+    truncated[-1] = not done[-1]
+    others = {key: values for key, values in steps.items() if key not in _NAMES}
+    others = {key: values for key, values in others.items() if values.ndim and len(values) == length}
+    return episode_of(
+        number,
+        {"observation": seen.astype(np.uint8, copy=False)},
+        {"action": steps["actions"], **others},
+        steps["rewards"],
+        done,
+        truncated,
+    )
+
+
+def load_arrays(data: bytes, name: str, max_bytes: int) -> dict[str, Array]:
+    """Return the dict of arrays that ``numpy.save`` has pickled into a ``.npy`` file.
+
+    Args:
+        data: the file.
+        name: for errors.
+        max_bytes: all arrays together may have no more.
+
+    Raises:
+        ValueError: it is no such file, or they have more.
+        pickle.UnpicklingError: it holds other things than dicts, text, numbers and arrays of numbers.
+
+    >>> file = io.BytesIO()
+    >>> np.save(file, {"rewards": np.ones(2)}, allow_pickle=True)
+    >>> load_arrays(file.getvalue(), "a", 1000)
+    {'rewards': array([1., 1.])}
+    """
+    stream = io.BytesIO(data)
+    shape, _, dtype = read_header(stream)
+    if dtype != object or shape != ():
+        raise ValueError(f"{name} must hold one dict, got an array {shape} of {dtype}")
+    try:
+        value = _ArraysOnly(stream, max_bytes).load()
+        value = value.item() if isinstance(value, _Array) and value.shape == () else value
+    except (AttributeError, IndexError, KeyError, TypeError, EOFError, MemoryError) as error:
+        raise pickle.UnpicklingError(f"{name} is no pickle of arrays ({error})") from None
+    arrays: dict[str, Array] = {}
+    for key, array in value.items() if isinstance(value, dict) else [("", None)]:
+        if not isinstance(key, str) or not isinstance(array, np.ndarray) or array.dtype.kind not in "biufc":
+            raise pickle.UnpicklingError(
+                f"{name} must hold a dict of arrays of numbers, got {key!r} of {type(array)}"
+            )
+        arrays[key] = array.view(np.ndarray)
+    return arrays
+
+
+class _Array(np.ndarray[Any, Any]):
+    """An array whose bytes count, so that a small file cannot make many large arrays of one piece of its bytes."""
+
+    def __new__(cls, budget: list[int]) -> "_Array":
+        array = super().__new__(cls, (0,), np.uint8)
+        array._budget = budget
+        return array
+
+    _budget: list[int]
+
+    def __setstate__(self, state: Any) -> None:
+        version, shape, kind, fortran, data = state
+        if version != 1 or not isinstance(kind, _Kind) or not isinstance(data, bytes | list):
+            raise pickle.UnpicklingError("no state of a NumPy array")
+        self._budget[0] -= len(data)
+        if self._budget[0] < 0:
+            raise pickle.UnpicklingError("the arrays have more than max_bytes")
+        super().__setstate__((version, shape, kind.dtype, fortran, data))
+
+
+class _Kind:
+    """A dtype of numbers, or of objects, as a pickle names it. NumPy's own would believe any state that follows."""
+
+    def __init__(self, kind: Any, *_: Any) -> None:
+        if not isinstance(kind, str) or re.fullmatch("[biufc][0-9]{1,2}|O8?", kind) is None:
+            raise pickle.UnpicklingError(f"arrays of {kind!r} are asked for, not of numbers")
+        self.dtype = np.dtype(kind)
+
+    def __setstate__(self, state: Any) -> None:
+        order, *parts = state[1:5]  # version, byte order, and what structured dtypes have
+        if order not in ("<", ">", "|", "=") or any(part is not None for part in parts):
+            raise pickle.UnpicklingError("no dtype of numbers")
+        self.dtype = self.dtype.newbyteorder(order)
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Reads pickles of NumPy arrays, and of dicts, lists, text and numbers; no other function is called."""
+
+    def __init__(self, stream: io.BytesIO, max_bytes: int) -> None:
+        super().__init__(stream)
+        self._budget = [max_bytes]
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in {
+            ("numpy.core.multiarray", "_reconstruct"),
+            ("numpy._core.multiarray", "_reconstruct"),
+        }:
+            return lambda *_: _Array(
+                self._budget
+            )  # whatever shape is claimed: the state that follows says it again
+        if (module, name) == ("numpy", "ndarray"):
+            return np.ndarray
+        if (module, name) == ("numpy", "dtype"):
+            return _Kind
+        if (module, name) == ("_codecs", "encode"):  # bytes in pickles of protocols 0 to 2
+            return _encode
+        raise pickle.UnpicklingError(
+            f"{module}.{name} is asked for, which is no part of NumPy arrays: it was not run"
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("no part of NumPy arrays: a persistent id")
+
+
+def _encode(text: Any, encoding: Any = "latin1") -> bytes:
+    if encoding != "latin1" or not isinstance(text, str):
+        raise pickle.UnpicklingError(f"no bytes of an array: {encoding!r}")
+    return text.encode("latin1")

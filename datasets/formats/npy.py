@@ -1,0 +1,85 @@
+"""NumPy's ``.npy`` form, read piece by piece from streams that nobody vouches for."""
+
+import math
+import tokenize
+from typing import IO, Any
+
+import numpy as np
+
+from flatroll.layout.export import Array
+
+_LONGEST_HEADER = 10_000  # bytes, as NumPy's own limit
+
+
+class ArrayStream:
+    """An array ``[N, ...]`` in a stream, of which rows are read in order; nothing is allocated that is only claimed.
+
+    Args:
+        stream: at its beginning; a file, a member of an archive, or a decompressor.
+        name: for errors.
+        max_bytes: the array may have no more.
+
+    Raises:
+        ValueError: the stream does not begin as NumPy writes arrays, or claims more than ``max_bytes``.
+        TypeError: objects, which would be pickled, or text.
+
+    >>> import io
+    >>> file = io.BytesIO()
+    >>> np.save(file, np.arange(5))
+    >>> file.seek(0)
+    0
+    >>> rows = ArrayStream(file, "steps", 100)
+    >>> rows.shape, rows.read(2), rows.read(9)
+    ((5,), array([0, 1]), array([2, 3, 4]))
+    """
+
+    def __init__(self, stream: IO[bytes], name: str, max_bytes: int) -> None:
+        self.name = name
+        self._stream = stream
+        try:
+            self.shape, fortran, self.dtype = read_header(stream)
+        except (ValueError, TypeError, SyntaxError, OverflowError, tokenize.TokenError) as error:
+            raise ValueError(f"{name} does not begin as an array of NumPy does: {error}") from None
+        if self.dtype.kind not in "biufc":
+            raise TypeError(f"{name} must be of numbers or bools, got {self.dtype}")
+        if not self.shape or (fortran and len(self.shape) > 1):
+            raise ValueError(f"{name} must have one row after the other, got shape {self.shape}, {fortran=}")
+        self.rows = self.shape[0]
+        self._row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        if self.rows * self._row_bytes > max_bytes:
+            raise ValueError(
+                f"{name} claims {self.rows * self._row_bytes} bytes, at most {max_bytes} can be: the file is damaged, or "
+                "max_bytes too small"
+            )
+        self._read = 0
+
+    def read(self, rows: int) -> Array:
+        """Return the next rows, as many as there are up to ``rows``; ValueError if the stream ends before."""
+        count = min(rows, self.rows - self._read)
+        values = np.empty((count, *self.shape[1:]), self.dtype)
+        into, done = memoryview(values.reshape(-1).view(np.uint8)), 0  # type: ignore[arg-type]
+        while done < len(into):
+            piece = self._stream.read(min(len(into) - done, 1 << 20))
+            if not piece:
+                raise ValueError(f"{self.name} ends after row {self._read}, its header says {self.rows} rows")
+            into[done : done + len(piece)] = piece
+            done += len(piece)
+        self._read += count
+        native: Array = values.astype(self.dtype.newbyteorder("="), copy=False)
+        return native
+
+
+def read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:
+    """Return the shape that a stream claims, whether it is in Fortran's order, and the dtype."""
+    version = np.lib.format.read_magic(stream)
+    if version == (1, 0):
+        return np.lib.format.read_array_header_1_0(stream, max_header_size=_LONGEST_HEADER)
+    if version == (2, 0):
+        return np.lib.format.read_array_header_2_0(stream, max_header_size=_LONGEST_HEADER)
+    raise ValueError(f"it has version {version} of the format, known are 1.0 and 2.0")
+
+
+def read_whole(stream: IO[bytes], name: str, max_bytes: int) -> Any:
+    """Return the array that a stream holds, and nothing after it."""
+    array = ArrayStream(stream, name, max_bytes)
+    return array.read(array.rows)

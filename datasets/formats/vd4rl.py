@@ -1,0 +1,105 @@
+"""V-D4RL files: an episode of pixels in an ``.npz`` file, or steps end to end in an HDF5 file."""
+
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensordict import TensorDict
+
+from flatroll.datasets.formats.h5 import h5_columns
+from flatroll.datasets.formats.npy import read_whole
+from flatroll.datasets.formats.robots import files_in
+from flatroll.datasets.formats.steps import episode_of
+from flatroll.layout.export import Array, optional_package
+
+_PIXELS = ("image", "observation", "pixels")
+_OWN = ("reward", "is_first", "is_last", "is_terminal", *_PIXELS)
+
+
+def read_vd4rl(paths: str | Path | Iterable[str | Path], *, max_bytes: int = 1 << 30) -> Iterator[TensorDict]:
+    """Yield the episodes of V-D4RL files as flat batches ``[T]``.
+
+    Row t of a file has the observation of step t (``image`` or ``observation``, uint8 ``[H, W, C]`` or ``[C, H, W]``),
+    and the action and reward that led to it, as Dreamer writes them; ``is_first``, ``is_last`` and ``is_terminal`` say
+    where episodes are. So T + 1 rows of a file make T. Images are ``"pixels"``; any other entry is a state,
+    ``("state", name)``.
+
+    Args:
+        paths: files, or a folder of ``.npz``, ``.h5`` and ``.hdf5`` files.
+        max_bytes: what the arrays of an ``.npz`` file may take. Default 1 GiB.
+
+    Raises:
+        FileNotFoundError: the folder has no such files.
+        ImportError: h5py is missing; the text names the extra.
+        KeyError: no images, or no actions.
+        ValueError, TypeError: a damaged file, pickled objects, more than ``max_bytes``; as `h5_columns`.
+
+    Source: Lu et al., Challenges and Opportunities in Offline Reinforcement Learning from Visual Observations (2022).
+    """
+    number = 0
+    for path in files_in(paths, (".npz", ".h5", ".hdf5")):
+        for steps in (_npz if path.suffix == ".npz" else _hdf5)(path, max_bytes):
+            if len(steps["action"]) > 1:
+                yield _episode(steps, number)
+                number += 1
+
+
+def _npz(path: Path, max_bytes: int) -> Iterator[dict[str, Array]]:
+    steps: dict[str, Array] = {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            left = max_bytes
+            for member in archive.infolist():
+                with archive.open(member) as stream:
+                    name = member.filename.removesuffix(".npy")
+                    steps[name] = read_whole(stream, f"{path}: {name}", min(left, member.file_size))
+                left -= steps[name].nbytes
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{path} is damaged ({error})") from None
+    yield from _cut(steps, path)
+
+
+def _hdf5(path: Path, max_bytes: int) -> Iterator[dict[str, Array]]:
+    h5py = optional_package("h5py", "h5", "VD4RLExperienceReplay")
+    with h5py.File(path, "r") as file:
+        yield from _cut(h5_columns(file), path)
+
+
+def _cut(steps: dict[str, Any], path: Path) -> Iterator[dict[str, Array]]:
+    """The episodes of columns ``[N, ...]``."""
+    pixels = next((name for name in _PIXELS if name in steps), None)
+    if pixels is None or "action" not in steps:
+        raise KeyError(f"{path} has no {'action' if pixels else 'image'!r}; it has {sorted(steps)}")
+    lengths = {name: column.shape[0] if column.shape else -1 for name, column in steps.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"{path} must have one row for each step, got lengths {lengths}")
+    length = lengths["action"]
+    starts = np.zeros(length + 1, bool)
+    starts[[0, -1]] = True
+    if "is_first" in steps:
+        starts[:-1] |= steps["is_first"][:].reshape(-1).astype(bool)
+    if "is_last" in steps:
+        starts[1:] |= steps["is_last"][:].reshape(-1).astype(bool)
+    bounds = np.flatnonzero(starts)
+    for first, end in zip(bounds[:-1], bounds[1:], strict=True):
+        yield {"pixels" if name == pixels else name: column[first:end] for name, column in steps.items()}
+
+
+def _episode(steps: dict[str, Array], number: int) -> TensorDict:
+    length = len(steps["action"]) - 1
+    terminated = np.zeros(length, bool)
+    terminated[-1] = bool(steps["is_terminal"][-1]) if "is_terminal" in steps else False
+    truncated = np.zeros(length, bool)
+    truncated[-1] = not terminated[-1]
+    others = {"action": steps["action"][1:]}  # that of row t led to observation t
+    states: dict[str, Array] = {"pixels": steps["pixels"]}
+    for name, column in steps.items():
+        if name == "discount":
+            others[name] = column[1:]
+        elif name not in (*_OWN, "action", "pixels"):
+            states[f"state.{name}"] = column
+    return episode_of(
+        number, states, others, steps["reward"][1:] if "reward" in steps else None, terminated, truncated
+    )

@@ -1,0 +1,196 @@
+"""All rows of a converted folder: changed once and written anew, or handed to torch's DataLoader."""
+
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch.utils.data import IterableDataset, get_worker_info
+
+from flatroll.buffers import DiskStorage, ReplayBuffer
+from flatroll.buffers.storages.disk.log import Layout
+from flatroll.buffers.storages.item_kinds import leaves
+from flatroll.datasets.convert import publish, write_folder
+from flatroll.disk import Folder, Segment
+from flatroll.layout.checks import whole_number
+from flatroll.layout.keys import next_key
+from flatroll.sharing import pack, unpack
+
+Function = Callable[[TensorDictBase], TensorDictBase]
+
+
+def preprocess(
+    source: Path,
+    fn: Function,
+    dest: Path,
+    num_workers: int,
+    num_chunks: int | None,
+    num_frames: int | None,
+    mp_start_method: str,
+) -> None:
+    """Write the rows of the folder ``source``, changed by ``fn``, to ``dest``; see `BaseDatasetExperienceReplay`."""
+    dest, bounds = dest.absolute(), _bounds(source, num_chunks, num_frames)
+    if dest.exists() and dest != source.absolute():
+        raise FileExistsError(f"dest={dest} exists: remove it first, or choose another folder")
+    parts = dest.parent / f".{dest.name}.parts"
+    stamp = {"rows": [source.name, *_files(source)], "bounds": bounds, "fn": _stamp_of(fn)}
+    first = parts / str(bounds[0][0])
+    if first.exists() and _load(first)[1] != stamp:  # pieces of another function, or of other rows
+        shutil.rmtree(parts)
+    # The first piece says how rows are kept; it is made here.
+    work = _Work(source, fn, parts, stamp, None)
+    work.do(bounds[0])
+    work.layout = _load(first)[0]
+    if num_workers:
+        packed = pack((source, fn, parts, stamp, work.layout.to_json()))
+        context = get_context(mp_start_method)
+        with ProcessPoolExecutor(num_workers, context, _begin_work, packed) as pool:
+            try:
+                for _ in pool.map(_do, bounds[1:]):
+                    pass
+            except BrokenProcessPool:
+                raise RuntimeError(
+                    "a process of preprocess died; what is done stays: call it again to go on"
+                ) from None
+            finally:
+                pool.shutdown(cancel_futures=True)
+    else:
+        for piece in bounds[1:]:
+            work.do(piece)
+    segments: list[Segment] = []
+    for begin, _ in bounds:
+        folder = Folder(parts / str(begin))
+        folder.load()
+        segments.extend(folder.segments)
+    with Folder(dest.parent / f".{dest.name}.part", write=True, overwrite=True) as folder:
+        folder.adopt(segments)
+        publish(folder, work.layout, dest, _load(source)[1])
+    shutil.rmtree(parts)
+
+
+class _Work:
+    """Changes one piece of the rows after the other; each is a folder that appears when it is whole."""
+
+    def __init__(
+        self, source: Path, fn: Function, parts: Path, stamp: dict[str, Any], layout: Layout | None
+    ) -> None:
+        self.rows = open_rows(source)
+        self.fn, self.parts, self.stamp, self.layout = fn, parts, stamp, layout
+
+    def do(self, piece: list[int]) -> None:
+        """Write the rows of a piece, unless they are there."""
+        first, end = piece
+        place = self.parts / str(first)
+        if place.exists():
+            return
+        changed = self.fn(self.rows[first:end])
+        if not isinstance(changed, TensorDictBase) or changed.batch_size != torch.Size([end - first]):
+            got = list(changed.batch_size) if isinstance(changed, TensorDictBase) else type(changed).__name__
+            raise ValueError(
+                f"fn must return a batch [{end - first}], as many rows as it got; it returned {got}"
+            )
+        columns = leaves(changed)
+        if self.layout is not None:
+            kept = {*self.layout.forms, *map(next_key, self.layout.pairs)}
+            if kept != set(columns):
+                raise ValueError(
+                    f"fn must return the same entries for all rows: {sorted(map(str, kept ^ set(columns)))}"
+                )
+        write_folder([columns], place, facts=self.stamp, layout=self.layout, first=first)
+
+
+_worker: _Work
+
+
+def _begin_work(rest: bytes, tensors: list[torch.Tensor]) -> None:
+    global _worker
+    torch.set_num_threads(1)  # the processes are as many as the cores; and OpenMP does not survive a fork
+    source, fn, parts, stamp, layout = unpack(rest, tensors)
+    _worker = _Work(source, fn, parts, stamp, Layout.from_json(layout))
+
+
+def _do(piece: list[int]) -> None:
+    _worker.do(piece)
+
+
+def open_rows(path: Path) -> ReplayBuffer:
+    """Return a buffer that reads a folder's rows as they are."""
+    return ReplayBuffer(storage=DiskStorage(path=path, read_only=True))
+
+
+def _load(path: Path) -> tuple[Layout, Any]:
+    loaded = Folder(path).load()
+    return Layout.from_json(loaded.json), loaded.extra
+
+
+def _files(path: Path) -> list[str]:
+    folder = Folder(path)
+    folder.load()
+    return [str(segment.name) for segment in folder.segments]
+
+
+def _bounds(path: Path, num_chunks: int | None = None, num_frames: int | None = None) -> list[list[int]]:
+    """First and end of each piece of the rows: files, or ``num_chunks`` of one size."""
+    folder = Folder(path)
+    folder.load()
+    end = folder.end if num_frames is None else min(folder.end, whole_number("num_frames", num_frames))
+    if num_chunks is None:
+        return [[segment.first, min(segment.end, end)] for segment in folder.segments if segment.first < end]
+    edges = torch.linspace(0, end, min(whole_number("num_chunks", num_chunks), end) + 1).long().tolist()
+    return [[first, stop] for first, stop in zip(edges[:-1], edges[1:], strict=True)]
+
+
+def _stamp_of(fn: Any) -> str:
+    """What tells a function from another, as far as its code and constants do."""
+    code = getattr(fn, "__code__", None)
+    parts = [getattr(fn, "__module__", ""), getattr(fn, "__qualname__", type(fn).__qualname__)]
+    if code is not None:
+        plain = [value for value in code.co_consts if isinstance(value, int | float | str | bytes | None)]
+        parts += [code.co_code, code.co_names, plain]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+class RowsDataset(IterableDataset[TensorDictBase]):
+    """The rows of a converted folder for torch, in batches: ``DataLoader(rows, batch_size=None, collate_fn=rows.collate)``.
+
+    Each worker reads the files whose turn it is, so every row comes once in a pass. Rows come as they are stored.
+
+    Args:
+        path: of the folder.
+        batch_size: rows of a batch; the last one of a file may have fewer.
+        shuffle: files in random order, and the rows of each of them.
+    """
+
+    def __init__(self, path: Path, batch_size: int, shuffle: bool = False) -> None:
+        self.path, self.batch_size, self.shuffle = Path(path), batch_size, shuffle
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        # All workers of a pass must shuffle the files alike: their seeds are one number plus the worker's own.
+        generator = torch.Generator()
+        seed = torch.randint(2**62, ()) if info is None else info.seed - info.id
+        generator.manual_seed(int(seed))
+        bounds = _bounds(self.path)
+        order = (
+            torch.randperm(len(bounds), generator=generator) if self.shuffle else torch.arange(len(bounds))
+        )
+        rows = open_rows(self.path)
+        for number in order[worker::workers].tolist():
+            first, end = bounds[number]
+            numbers = torch.arange(first, end)
+            if self.shuffle:
+                numbers = numbers[torch.randperm(len(numbers), generator=generator)]
+            for start in range(0, len(numbers), self.batch_size):
+                yield rows[numbers[start : start + self.batch_size]]
+
+    @staticmethod
+    def collate(batch: TensorDictBase) -> TensorDictBase:
+        """Return the batch as it is, for the argument ``collate_fn`` of the loader, which would take it apart."""
+        return batch

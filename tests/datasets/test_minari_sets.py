@@ -1,0 +1,139 @@
+"""Sets that Minari's own library has written, in all its formats, as replay buffers."""
+
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from flatroll.buffers import SliceSampler
+from flatroll.datasets import MinariExperienceReplay
+from flatroll.layout import audit
+
+for library in ("minari", "h5py", "pyarrow", "PIL"):
+    pytest.importorskip(library)
+import minari
+from minari.data_collector import EpisodeBuffer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:minari")
+SPACE = gym.spaces.Dict(
+    {
+        "pose": gym.spaces.Box(-9, 9, (2,), np.float32),
+        "arm": gym.spaces.Dict({"angle": gym.spaces.Box(-9, 9, (1,), np.float64)}),
+        "pair": gym.spaces.Tuple((gym.spaces.Discrete(9), gym.spaces.Box(-9, 9, (3,), np.float32))),
+        "pixels": gym.spaces.Box(0, 255, (8, 8, 3), np.uint8),
+    }
+)
+ACTIONS = gym.spaces.Tuple((gym.spaces.Discrete(3), gym.spaces.Box(-1, 1, (2,), np.float32)))
+
+
+def episode(number: int, length: int) -> EpisodeBuffer:
+    rng = np.random.default_rng(number)
+    steps = np.arange(length + 1)
+    return EpisodeBuffer(
+        id=number,
+        observations={
+            "pose": rng.normal(size=(length + 1, 2)).astype(np.float32),
+            "arm": {"angle": steps[:, None] / 3.0},
+            "pair": (steps % 9, rng.normal(size=(length + 1, 3)).astype(np.float32)),
+            "pixels": rng.integers(0, 255, (length + 1, 8, 8, 3)).astype(np.uint8),
+        },
+        actions=(steps[:-1] % 3, rng.uniform(-1, 1, (length, 2)).astype(np.float32)),
+        rewards=rng.normal(size=length),
+        terminations=np.arange(length) == (length - 1 if number % 2 else -1),
+        truncations=np.arange(length) == (length - 1 if not number % 2 else -1),
+        infos={},
+    )
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as Minari keeps its sets: one of each format, and one of a single episode."""
+    folder = tmp_path_factory.mktemp("minari")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("MINARI_DATASETS_PATH", str(folder))
+    for name, data_format in [("a", "hdf5"), ("b", "arrow"), ("c", "parquet"), ("one", "hdf5")]:
+        minari.create_dataset_from_buffers(
+            f"test/{name}-v0",
+            [episode(number, length) for number, length in enumerate([4] if name == "one" else [4, 1, 3])],
+            observation_space=SPACE,
+            action_space=ACTIONS,
+            data_format=data_format,
+            jpeg_encoding=False,
+        )
+    patch.undo()
+    return folder
+
+
+def check(rows: Any, number: int, length: int) -> None:
+    source = episode(number, length)
+    seen: Any = source.observations
+    assert np.array_equal(rows["pose"], seen["pose"][:-1]) and np.array_equal(
+        rows["next", "pose"], seen["pose"][1:]
+    )
+    assert np.array_equal(rows["arm", "angle"], seen["arm"]["angle"][:-1])
+    assert np.array_equal(rows["pair", "0"], seen["pair"][0][:-1])
+    assert np.array_equal(rows["next", "pair", "1"], seen["pair"][1][1:])
+    assert np.array_equal(rows["pixels"], seen["pixels"][:-1])
+    assert np.array_equal(rows["next", "pixels"], seen["pixels"][1:])
+    actions: Any = source.actions
+    assert np.array_equal(rows["action", "0"], actions[0]) and np.array_equal(rows["action", "1"], actions[1])
+    assert np.array_equal(rows["next", "reward"][:, 0], np.float32(source.rewards))
+    assert np.array_equal(rows["next", "terminated"][:, 0], source.terminations)
+    assert np.array_equal(rows["next", "truncated"][:, 0], source.truncations)
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c", "one"])
+def test_every_format_images_tuples_and_a_single_episode(
+    name: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer reads hdf5 alone, no images, and no set of one episode."""
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(home))
+    data = MinariExperienceReplay(f"test/{name}-v0", 4, root=tmp_path, load_from_local_minari=True)
+    rows = data[:]
+    first = 0
+    for number, length in enumerate([4] if name == "one" else [4, 1, 3]):
+        check(rows[first : first + length], number, length)
+        first += length
+    assert len(data) == first and data.sample().batch_size == (4,)
+    assert not [finding for finding in audit(rows) if finding.severity == "error"]
+    assert data.storage.compact_obs  # each observation once on disk, as Minari has them
+    slices = MinariExperienceReplay(
+        f"test/{name}-v0", 8, root=tmp_path, sampler=SliceSampler(slice_len=2, fill=True)
+    )
+    assert slices.sample().batch_size == (8,)
+
+
+def test_ids_that_minari_does_not_have(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(home))
+    with pytest.raises(FileNotFoundError, match="no set 'test/z-v0' here, but.*test/a-v0"):
+        MinariExperienceReplay("test/z-v0", 4, root=tmp_path, load_from_local_minari=True)
+
+    def unknown(*_: Any, **options: Any) -> None:
+        raise KeyError("no such set")
+
+    monkeypatch.setattr(minari, "load_dataset", unknown)
+    with pytest.raises(ValueError, match="knows no set 'test/z-v0'"):
+        MinariExperienceReplay("test/z-v0", 4, root=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_minari_given_by_fetch(home: Path, tmp_path: Path) -> None:
+    data = MinariExperienceReplay("mine", root=tmp_path, fetch=lambda *_: home / "test/a-v0/data")
+    assert len(data) == 8
+
+
+def test_a_missing_library_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "minari", None)
+    with pytest.raises(ImportError, match=r"flatroll\[minari\]"):
+        MinariExperienceReplay("test/a-v0", root=tmp_path)
+
+
+def test_rows_of_a_batch_are_those_of_one_moment(home: Path, tmp_path: Path) -> None:
+    data = MinariExperienceReplay("mine", 64, root=tmp_path, fetch=lambda *_: home / "test/a-v0/data")
+    batch = data.sample()
+    assert torch.equal(batch["next", "arm", "angle"], batch["arm", "angle"] + 1 / 3) or torch.allclose(
+        batch["next", "arm", "angle"], batch["arm", "angle"] + 1 / 3
+    )
