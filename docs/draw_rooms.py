@@ -12,9 +12,9 @@ from flatroll.benchmarks.shape.imports import Graph, grouped, import_graph
 PICTURE = Path(__file__).parent / "img" / "rooms.png"
 WIDTH, GAP, ROW_GAP, LINE = 4.6, 0.5, 1.1, 0.21  # a card, between cards, between their rows, a line of text
 COLOURS = {
+    "sharing": "#E8E8E8",
     "layout": "#E8E8E8",
     "kernels": "#E8E8E8",
-    "sharing": "#E8E8E8",
     "disk": "#E8E8E8",
     "specs": "#E8E8E8",
     "wrappers": "#CFE4F3",
@@ -47,15 +47,15 @@ def card_lines(room: str, graph: Graph) -> list[tuple[str, bool]]:
     files = sorted(file for file in graph if file.startswith(f"{room}."))
     by_folder: dict[str, list[str]] = {}
     for file in files:
-        *_, folder, name = file.split(".")
-        by_folder.setdefault(folder if file.count(".") > 1 else "", []).append(name)
+        _, *folder, name = file.split(".", 2)
+        by_folder.setdefault(folder[0] if folder else "", []).append(name.replace(".", "/"))
     level = levels(grouped({file: graph[file] for file in files}, 2))
     order = sorted((name for name in by_folder if name), key=lambda name: (-level[f"{room}.{name}"], name))
     lines: list[tuple[str, bool]] = []
     for folder in ["", *order] if "" in by_folder else order:
         if folder:
             lines.append((f"{folder}/", True))
-        lines += [(line, False) for line in textwrap.wrap(", ".join(by_folder[folder]), 66)]
+        lines += [(line, False) for line in textwrap.wrap(", ".join(by_folder[folder]), 62)]
     return lines
 
 
@@ -84,7 +84,8 @@ def draw(axes: Axes, graph: Graph) -> None:
         imports = ", ".join(sorted(rooms[room]))
         axes.text(left + 0.12, high - 1.3 * LINE, f"flatroll.{room}", weight="bold", size=11)
         if imports:
-            axes.text(left + WIDTH - 0.12, high - 1.3 * LINE, f"imports {imports}", size=7.5, ha="right")
+            size = 7.5 if len(imports) < 32 else 6.5
+            axes.text(left + WIDTH - 0.12, high - 1.3 * LINE, f"imports {imports}", size=size, ha="right")
         for i, (line, bold) in enumerate(card_lines(room, graph), 1):
             weight = "bold" if bold else "normal"
             axes.text(left + (0.12 if bold else 0.3), high - (i + 1.5) * LINE, line, size=7.5, weight=weight)
@@ -97,7 +98,9 @@ def draw(axes: Axes, graph: Graph) -> None:
                 (left + WIDTH / 2 + shift, low),
                 (corners[below][0] + WIDTH / 2 - shift, corners[below][2]),
             )
-            axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": "0.35", "shrinkB": 1})
+            axes.annotate(
+                "", end, start, arrowprops={"arrowstyle": "-|>", "color": "0.35", "shrinkB": 1}, zorder=0
+            )
     axes.set(xlim=(-0.1, columns * (WIDTH + GAP) - GAP + 0.1), ylim=(-0.1, floor - ROW_GAP + 0.1))
     axes.set_aspect("equal")
     axes.axis("off")
@@ -105,11 +108,11 @@ def draw(axes: Axes, graph: Graph) -> None:
 
 def main() -> None:
     """Save the picture under docs/img."""
-    figure = Figure(figsize=(15, 12), layout="constrained")
+    figure = Figure(figsize=(20, 17), layout="constrained")
     # Without the trainers, which may import every room: their arrows would cross all cards.
     shown = {file: targets for file, targets in import_graph().items() if not file.startswith("trainers")}
     draw(figure.add_subplot(), shown)
-    figure.savefig(PICTURE, dpi=100, bbox_inches="tight")
+    figure.savefig(PICTURE, dpi=90, bbox_inches="tight")
 
 
 if __name__ == "__main__":
