@@ -52,7 +52,7 @@ class RolloutFromModel:
         kl_estimator: ``"k1"`` (default), ``"k2"`` or ``"k3"``.
         allow_off_policy: whether ``generation_config`` may change the distribution (top-k, temperature, greedy).
             Log-probabilities are those of the model all the same. Default: False.
-        generator: source of randomness. Default: torch's own.
+        generator: source of randomness. Default: torch's own, which ``generation_config`` uses always.
         writer: number that keeps the trajectory ids of several objects apart. Default: 0.
 
     Attributes:
