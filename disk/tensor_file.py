@@ -4,7 +4,7 @@ A file has 8 bytes with the length of its header, the header (JSON), and the ten
 reads safetensors reads it. In the header's metadata stand the crc32 of each tensor and, at a fixed place, the crc32 of
 the header itself, so that no flipped bit goes unnoticed.
 
-Source: the format's own page, https://huggingface.co/docs/safetensors.
+Source: the page of the safetensors project on its format.
 """
 
 import errno
