@@ -1,5 +1,6 @@
 """Replay buffers for flat batches: storages, samplers, transforms, and the index of stored trajectories."""
 
+from flatroll.buffers.actors.ray_buffer import RayReplayBuffer
 from flatroll.buffers.collate import collate
 from flatroll.buffers.columns.base import After, Column, TensorColumn
 from flatroll.buffers.ensemble.buffer import ReplayBufferEnsemble
@@ -8,7 +9,6 @@ from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.remote.handle import BufferHandle, OwnerGone
-from flatroll.buffers.actors.ray_buffer import RayReplayBuffer
 from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.samplers.base import RandomSampler, Sampler
 from flatroll.buffers.samplers.prioritized import PrioritizedSampler
