@@ -80,7 +80,10 @@ def many_over_one(env: Callable[[], Any], sync: bool, nursery: Nursery, rows: in
         )
         for turn in range(TURNS + 1):
             ahead = 1 if sync else (SLOTS + 1) * WORKERS
-            rates = [rate(collector, windows, ahead) for collector in (one, two)]
+            rates = []
+            for collector in (one, two):
+                time.sleep(2e-3 * rows * (SLOTS + 1))  # until the other's workers have filled their slots
+                rates.append(rate(collector, windows, ahead))
             if turn:
                 found.append(rates[1] / rates[0])
     return statistics.median(found)

@@ -65,7 +65,7 @@ def work(pipe: Connection, channel: Channel, batches: list[TensorDict]) -> None:
     """The worker's part: sends windows in the way that it is told, and says how much processor time they took."""
     torch.set_num_threads(1)
     outbox = Outbox(channel)
-    tables = [dict(batch.items(True, True)) for batch in batches]
+    tables: list[dict[Any, Any]] = [dict(batch.items(True, True)) for batch in batches]
     places = [value.clone() for value in tables[0].values()]
     ways: dict[str, Callable[[int], None]] = {
         "slot": lambda i: outbox.put(

@@ -1,6 +1,6 @@
 """Press Ctrl-C while workers start, make their envs, collect, and end; see what is printed and what is left.
 
-``python tests/support/interrupt_workers.py`` prints one line for each place, and fails if one of them went wrong.
+``python tests/rollouts/workers/interrupt_workers.py`` prints a line for each place, and fails if one went wrong.
 """
 
 import os
