@@ -1,1 +1,1 @@
-"""Benchmarks of rows on disk."""
+"""Benchmarks of what goes to disk and comes back."""
