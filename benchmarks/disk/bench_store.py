@@ -195,7 +195,7 @@ def slices(folder: Path, rows: int) -> None:
     def by_column(slots: Tensor) -> list[Tensor]:
         return [column.index_select(0, slots) for column in columns]
 
-    readers = {
+    readers: dict[str, Callable[[Tensor], Any]] = {
         "disk": storage.read_rows,
         "memory": memory.storage.read_rows,
         "one call per column": by_column,

@@ -92,7 +92,8 @@ def run(rows: int, folder: Path, samples: int, limit: int) -> float:
     )
     network = nn.Linear(OBSERVATION, 1)
     optimizer = torch.optim.Adam(network.parameters(), 1e-2)
-    losses, begin = [], time.perf_counter()
+    losses: list[float] = []
+    begin = time.perf_counter()
     for _ in range(samples):
         batch = buffer.sample()
         goes_on = batch["is_init"][1:] | (batch["collector", "traj_ids"].diff() == 0).unsqueeze(1)
@@ -101,7 +102,7 @@ def run(rows: int, folder: Path, samples: int, limit: int) -> float:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(float(loss.detach()))
     took = time.perf_counter() - begin
     memory = own_memory()
     print(

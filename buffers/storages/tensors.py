@@ -5,13 +5,12 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import Column, TensorColumn
+from flatroll.buffers.columns.base import Column, TensorColumn, host_memory
 from flatroll.buffers.columns.frame_stack import FrameColumn, check_stack
 from flatroll.buffers.columns.sparse import SparseColumn
 from flatroll.buffers.columns.zstd import ZstdColumn
@@ -107,18 +106,6 @@ class Encodings:
         if device.type != "cpu":
             return TensorColumn(torch.empty((rows, *shape), dtype=dtype, device=device))
         return TensorColumn(host_memory(rows, dtype, shape))
-
-
-def host_memory(rows: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return a new tensor ``[rows, *shape]`` from a cache line on, of NumPy, which asks for large pages where they pay.
-
-    >>> host_memory(3, torch.float32, (2,)).shape
-    torch.Size([3, 2])
-    """
-    size = rows * math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + 64, np.uint8)
-    first = -memory.ctypes.data % 64
-    return torch.from_numpy(memory[first : first + size]).view(dtype).view(rows, *shape)
 
 
 class LazyTensorStorage(ColumnStorage):

@@ -139,7 +139,7 @@ class ZstdForm(Form):
                 rows[asked] - head,
             )
             whole = len(asked) == count and bool(
-                (np.diff(places) == 1).all() and (local == np.arange(count)).all()
+                (np.diff(places) == 1).all() and (local == np.arange(len(asked))).all()
             )
             # Slices have most blocks as a whole, which are decoded where they belong.
             room = (

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatroll.buffers.columns.base import Columns
+from flatroll.buffers.columns.base import Columns, host_memory
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.storages.disk.forms import FORMS, Form
 from flatroll.buffers.storages.disk.pieces import Piece, Pieces
-from flatroll.buffers.storages.tensors import host_memory
 from flatroll.disk import Folder, Ragged, Version, column_key, column_name
 from flatroll.disk.tensor_file import DTYPES, dtype_name
 from flatroll.layout.keys import NestedKey, next_key

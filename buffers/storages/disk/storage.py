@@ -449,8 +449,13 @@ class DiskStorage(ColumnStorage):
     @override
     def state_dict(self, rows: int, pool_rows: int = 0) -> NoReturn:
         raise RuntimeError(
-            f"the rows of a DiskStorage stay in their folder, {self.path}: make a DiskStorage of it to have them again"
+            f"the rows of a DiskStorage stay in its folder: DiskStorage(max_size, {self.path!r}) has them again, and "
+            "storage.save(path) makes another folder of them without writing them a second time"
         )
+
+    def tables(self, pool_rows: int) -> NoReturn:
+        """Raise RuntimeError: there is no state besides the folder."""
+        self.state_dict(0)
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> NoReturn:

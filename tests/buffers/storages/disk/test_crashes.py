@@ -124,8 +124,39 @@ def test_two_writers_and_closed_ones(tmp_path: Path) -> None:
     assert other[:]["row"].tolist() == [0, 1, 2]
     with pytest.raises(TypeError, match="read_only=True"):
         pickle.dumps(other)
-    with pytest.raises(RuntimeError, match="stay in their folder"):
+    with pytest.raises(RuntimeError, match="stay in its folder"):
         other.state_dict()
+
+
+class Counter:
+    """Counts the writes."""
+
+    def __init__(self) -> None:
+        self.calls, self._write = 0, files.write
+
+    def __call__(self, descriptor: int, data: Any) -> None:
+        self.calls += 1
+        self._write(descriptor, data)
+
+
+def test_a_saved_folder_has_the_rows_of_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row is written, and what happens to the storage afterwards changes nothing."""
+    buffer = make(tmp_path / "rows", max_size=60, compact_obs=True)
+    buffer.extend(rows_of(0, 70))
+    for number in range(2):
+        buffer.storage.flush()  # type: ignore[attr-defined]
+        with monkeypatch.context() as patch:
+            written = Counter()
+            patch.setattr(files, "write", written)
+            buffer.storage.save(tmp_path / "saved", {"number": number})  # type: ignore[attr-defined]
+        assert written.calls == 1  # the manifest
+        then = buffer[:]["row"]
+        buffer.extend(rows_of(70 + 50 * number, 50))
+        saved = make(tmp_path / "saved", None, max_size=None, read_only=True)
+        assert saved[:]["row"].tolist() == sorted(then.tolist())
+        assert Folder(tmp_path / "saved").load().json["number"] == number
+    with pytest.raises(FileExistsError):
+        make(tmp_path / "other", max_size=60).storage.save(tmp_path / "saved")  # type: ignore[attr-defined]
 
 
 def test_a_storage_that_goes_flushes(tmp_path: Path) -> None:
