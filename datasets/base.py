@@ -15,8 +15,10 @@ from typing_extensions import override
 from flatroll.buffers import (
     DiskStorage,
     ImmutableDatasetWriter,
+    ReplayBuffer,
     Sampler,
     SliceSampler,
+    SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
     Writer,
 )
@@ -238,7 +240,9 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             FileExistsError: ``dest`` is there.
         """
         place = self.data_path if dest is None else Path(dest)
-        preprocess(self.data_path, fn, place, num_workers or 0, num_chunks, num_frames, mp_start_method)
+        preprocess(
+            open_rows, self.data_path, fn, place, num_workers or 0, num_chunks, num_frames, mp_start_method
+        )
         if dest is None:
             self._open()
             return self
@@ -265,4 +269,28 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         size = self._rows_asked if batch_size is None else batch_size
         if size is None:
             raise ValueError("batch_size must be given here or to the data set")
-        return RowsDataset(self.data_path, whole_number("batch_size", size), shuffle)
+        return RowsDataset(open_rows, self.data_path, whole_number("batch_size", size), shuffle)
+
+
+def open_rows(path: Path) -> ReplayBuffer:
+    """Return a buffer that reads a folder's rows as they are."""
+    return ReplayBuffer(storage=DiskStorage(path=path, read_only=True))
+
+
+def slices(
+    options: DatasetOptions,
+    num_slices: int | None,
+    slice_len: int | None,
+    strict: bool,
+    replacement: bool,
+    pad: bool = False,
+) -> None:
+    """Put a sampler of slices into the options, if slices are asked for."""
+    if num_slices is None and slice_len is None:
+        return
+    if options.get("sampler") is not None:
+        raise ValueError("give num_slices and slice_len, or sampler, not both")
+    kind = SliceSampler if replacement else SliceSamplerWithoutReplacement
+    options["sampler"] = kind(
+        num_slices=num_slices, slice_len=slice_len, strict_length=strict, pad_output=pad
+    )
