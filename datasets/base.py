@@ -22,6 +22,7 @@ from flatroll.buffers import (
     TensorDictReplayBuffer,
     Writer,
 )
+from flatroll.buffers.columns.base import Columns
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.replay_buffer import Made
 from flatroll.buffers.transforms.base import TransformLike
@@ -87,7 +88,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
     >>> import tempfile
     >>> from tensordict import TensorDict
     >>> from flatroll.datasets import convert
-    >>> episode = TensorDict({"observation": torch.arange(3.0), "next": {"done": torch.tensor([False, False, True])}}, [3])
+    >>> done = torch.tensor([False, False, True])
+    >>> episode = TensorDict({"observation": torch.arange(3.0), "next": {"done": done}}, [3])
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     rows = convert([episode, episode], f"{folder}/walks")
     ...     data = BaseDatasetExperienceReplay(f"{folder}/walks", batch_size=4, sampler=SliceSampler(slice_len=2))
@@ -155,8 +157,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             "returns their path"
         )
 
-    def _convert(self, source: Any) -> Iterator[TensorDictBase]:
-        """Yield the rows of the fetched files as flat batches, trajectories end to end."""
+    def _convert(self, source: Any) -> Iterator[TensorDictBase] | Iterator[Columns]:
+        """Yield the rows of the fetched files as `convert` takes them, trajectories end to end."""
         raise NotImplementedError
 
     def _facts(self) -> dict[str, Any]:

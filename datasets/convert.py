@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -13,13 +14,14 @@ from flatroll.buffers.storages.disk.forms import Form, FrameForm, ZstdForm
 from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.buffers.storages.tensors import Encodings
 from flatroll.datasets.folders import write_folder
-from flatroll.layout.keys import NestedKey
+from flatroll.layout.export import Array
+from flatroll.layout.keys import NestedKey, plain_key
 
 SEGMENT_BYTES = 32 << 20
 
 
 def convert(
-    batches: Iterable[TensorDictBase],
+    batches: Iterable[TensorDictBase] | Iterable[Columns],
     path: str | Path,
     *,
     facts: Mapping[str, Any] | None = None,
@@ -35,8 +37,8 @@ def convert(
     observations that are those of the row after are not written twice. `flatroll.buffers.DiskStorage` reads the folder.
 
     Args:
-        batches: flat batches ``[N]`` of the same entries: trajectories end to end, an episode each, or any pieces of
-            them, in order. Ids of trajectories must be those of the whole set.
+        batches: flat batches ``[N]`` (or their tensors by key) of the same entries: trajectories end to end, an episode
+            each, or any pieces of them, in order. Ids of trajectories must be those of the whole set.
         path: of the folder.
         facts: anything for JSON that ``flatroll inspect`` is to show.
         overwrite: put the folder in the place of one that is there. Default False.
@@ -70,14 +72,31 @@ def convert(
     return write_folder(checked(), path, facts=facts, overwrite=overwrite, kinds=kinds).end
 
 
-def _pieces(batches: Iterable[TensorDictBase], piece_bytes: int) -> Iterator[Columns]:
+def tensors_of(columns: Mapping[str, Array]) -> Columns:
+    """Return arrays ``[N, ...]`` by dotted name as tensors by key: what `from_numpy` gives, without a tensordict.
+
+    Raises:
+        TypeError: an array is not of numbers or bools.
+    """
+    found: Columns = {}
+    for name, array in columns.items():
+        if array.dtype.kind not in "biufc":
+            raise TypeError(f"column {name!r} must be of numbers or bools, got {array.dtype}: leave it out")
+        native = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+        found[plain_key(tuple(name.split(".")))] = torch.from_numpy(
+            np.require(native, requirements=["C", "W"])
+        )
+    return found
+
+
+def _pieces(batches: Iterable[TensorDictBase] | Iterable[Columns], piece_bytes: int) -> Iterator[Columns]:
     """Join and cut batches to pieces of ``piece_bytes`` (the last one: less), columns by key."""
     gathered: dict[NestedKey, list[Tensor]] = {}
     rows = row_bytes = 0
     for number, batch in enumerate(batches):
-        if batch.batch_dims != 1:
+        if isinstance(batch, TensorDictBase) and batch.batch_dims != 1:
             raise ValueError(f"batch {number} must be flat, [N], got {list(batch.batch_size)}")
-        columns = leaves(batch)
+        columns = leaves(batch) if isinstance(batch, TensorDictBase) else batch
         if not gathered:
             gathered = {key: [] for key in columns}
         if columns.keys() != gathered.keys():
@@ -93,7 +112,7 @@ def _pieces(batches: Iterable[TensorDictBase], piece_bytes: int) -> Iterator[Col
                     f"{column[0].dtype} {list(column[0].shape[1:])}"
                 )
             column.append(value)
-        rows += len(batch)
+        rows += len(next(iter(columns.values()), ()))
         row_bytes = row_bytes or sum(value.shape[1:].numel() * value.itemsize for value in columns.values())
         fit = max(1, piece_bytes // max(1, row_bytes))
         if rows >= fit:

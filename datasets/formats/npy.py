@@ -48,8 +48,8 @@ class ArrayStream:
         self._row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         if self.rows * self._row_bytes > max_bytes:
             raise ValueError(
-                f"{name} claims {self.rows * self._row_bytes} bytes, at most {max_bytes} can be: the file is damaged, or "
-                "max_bytes too small"
+                f"{name} claims {self.rows * self._row_bytes} bytes, at most {max_bytes} can be: the file is damaged, "
+                "or max_bytes too small"
             )
         self._read = 0
 
