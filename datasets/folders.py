@@ -19,6 +19,8 @@ from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.disk import Folder, Ragged, column_name
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, next_key
 
+_ROWS_LOOKED_AT = 1024  # to find out which next observations are those of the row after
+
 
 class Written(NamedTuple):
     """What `write_folder` wrote: the number of the row after the last one, and how rows are kept."""
@@ -51,7 +53,8 @@ def write_folder(
     target.parent.mkdir(parents=True, exist_ok=True)
     with Folder(beside, write=True, overwrite=True) as folder:
         for rows in pieces:
-            layout = layout or _layout_of(rows, kinds or {})
+            some = {key: values[:_ROWS_LOOKED_AT] for key, values in rows.items()}
+            layout = layout or _layout_of(some, kinds or {})
             folder.append(_encode(rows, layout), first=folder.end if folder.segments else first)
         if layout is None or not folder.segments:
             raise ValueError(f"there are no rows to convert into {target}")

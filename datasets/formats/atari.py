@@ -96,6 +96,7 @@ def _steps(
             known[-1] = False
         later = np.where(known, np.arange(1, count + 1), np.arange(count))  # of each row's next frame
         seen: Array = frames
+        run = np.zeros(count, np.int64)
         if frame_stack:
             run = np.maximum.accumulate(np.where(starts, np.arange(count), -age))
             seen = _stacks(np.concatenate([history, frames]), np.arange(count) - run, depth, terminal)
