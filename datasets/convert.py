@@ -53,6 +53,7 @@ def convert(
         TypeError: an entry is no tensor.
 
     >>> import tempfile
+    >>> from tensordict import TensorDict
     >>> from flatroll.datasets import BaseDatasetExperienceReplay
     >>> batch = TensorDict({"action": torch.arange(3), "next": {"done": torch.tensor([False, False, True])}}, [3])
     >>> with tempfile.TemporaryDirectory() as folder:
