@@ -13,7 +13,6 @@ from flatroll.datasets.formats.vd4rl import read_vd4rl
 from flatroll.datasets.games import AtariDQNExperienceReplay, GenDGRLExperienceReplay
 from flatroll.datasets.minari import MinariExperienceReplay
 from flatroll.datasets.openml import OpenMLExperienceReplay
-from flatroll.datasets.preprocess import RowsDataset
 from flatroll.datasets.robots import (
     LeRobotExperienceReplay,
     OpenXExperienceReplay,
@@ -32,7 +31,6 @@ __all__ = [
     "OpenMLExperienceReplay",
     "OpenXExperienceReplay",
     "RobosetExperienceReplay",
-    "RowsDataset",
     "TrajectoryCache",
     "TrajectoryReplayBuffer",
     "VD4RLExperienceReplay",

@@ -15,11 +15,14 @@ from typing_extensions import override
 from flatroll.buffers import (
     DiskStorage,
     ImmutableDatasetWriter,
+    ReplayBuffer,
     Sampler,
     SliceSampler,
+    SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
     Writer,
 )
+from flatroll.buffers.columns.base import Columns
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.replay_buffer import Made
 from flatroll.buffers.transforms.base import TransformLike
@@ -85,7 +88,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
     >>> import tempfile
     >>> from tensordict import TensorDict
     >>> from flatroll.datasets import convert
-    >>> episode = TensorDict({"observation": torch.arange(3.0), "next": {"done": torch.tensor([False, False, True])}}, [3])
+    >>> done = torch.tensor([False, False, True])
+    >>> episode = TensorDict({"observation": torch.arange(3.0), "next": {"done": done}}, [3])
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     rows = convert([episode, episode], f"{folder}/walks")
     ...     data = BaseDatasetExperienceReplay(f"{folder}/walks", batch_size=4, sampler=SliceSampler(slice_len=2))
@@ -153,8 +157,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             "returns their path"
         )
 
-    def _convert(self, source: Any) -> Iterator[TensorDictBase]:
-        """Yield the rows of the fetched files as flat batches, trajectories end to end."""
+    def _convert(self, source: Any) -> Iterator[TensorDictBase] | Iterator[Columns]:
+        """Yield the rows of the fetched files as `convert` takes them, trajectories end to end."""
         raise NotImplementedError
 
     def _facts(self) -> dict[str, Any]:
@@ -238,7 +242,9 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             FileExistsError: ``dest`` is there.
         """
         place = self.data_path if dest is None else Path(dest)
-        preprocess(self.data_path, fn, place, num_workers or 0, num_chunks, num_frames, mp_start_method)
+        preprocess(
+            open_rows, self.data_path, fn, place, num_workers or 0, num_chunks, num_frames, mp_start_method
+        )
         if dest is None:
             self._open()
             return self
@@ -265,4 +271,28 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         size = self._rows_asked if batch_size is None else batch_size
         if size is None:
             raise ValueError("batch_size must be given here or to the data set")
-        return RowsDataset(self.data_path, whole_number("batch_size", size), shuffle)
+        return RowsDataset(open_rows, self.data_path, whole_number("batch_size", size), shuffle)
+
+
+def open_rows(path: Path) -> ReplayBuffer:
+    """Return a buffer that reads a folder's rows as they are."""
+    return ReplayBuffer(storage=DiskStorage(path=path, read_only=True))
+
+
+def slices(
+    options: DatasetOptions,
+    num_slices: int | None,
+    slice_len: int | None,
+    strict: bool,
+    replacement: bool,
+    pad: bool = False,
+) -> None:
+    """Put a sampler of slices into the options, if slices are asked for."""
+    if num_slices is None and slice_len is None:
+        return
+    if options.get("sampler") is not None:
+        raise ValueError("give num_slices and slice_len, or sampler, not both")
+    kind = SliceSampler if replacement else SliceSamplerWithoutReplacement
+    options["sampler"] = kind(
+        num_slices=num_slices, slice_len=slice_len, strict_length=strict, pad_output=pad
+    )

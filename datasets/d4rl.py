@@ -49,8 +49,8 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
     ) -> None:
         if from_env or direct_download is False:
             raise ValueError(
-                "from_env must be False and direct_download None or True: the files are read as they are, without D4RL's "
-                "own library"
+                "from_env must be False and direct_download None or True: the files are read as they are, without "
+                "D4RL's own library"
             )
         self._truncated_is_done, self._drop_unknown = use_truncated_as_done, bool(terminate_on_end)
         super().__init__(dataset_id, batch_size, **options)

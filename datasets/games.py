@@ -6,8 +6,7 @@ from typing import Any, Unpack
 from tensordict import TensorDictBase
 from typing_extensions import override
 
-from flatroll.buffers import SliceSampler, SliceSamplerWithoutReplacement
-from flatroll.datasets.base import BaseDatasetExperienceReplay, DatasetOptions
+from flatroll.datasets.base import BaseDatasetExperienceReplay, DatasetOptions, slices
 from flatroll.datasets.formats.atari import read_atari_dqn
 from flatroll.datasets.formats.gen_dgrl import read_gen_dgrl
 from flatroll.datasets.formats.robots import files_in
@@ -114,22 +113,3 @@ class GenDGRLExperienceReplay(BaseDatasetExperienceReplay):
                 episode[TRAJ_IDS] = episode[TRAJ_IDS] + first
                 episodes = int(episode[TRAJ_IDS][-1]) + 1
                 yield episode
-
-
-def slices(
-    options: DatasetOptions,
-    num_slices: int | None,
-    slice_len: int | None,
-    strict: bool,
-    replacement: bool,
-    pad: bool = False,
-) -> None:
-    """Put a sampler of slices into the options, if slices are asked for."""
-    if num_slices is None and slice_len is None:
-        return
-    if options.get("sampler") is not None:
-        raise ValueError("give num_slices and slice_len, or sampler, not both")
-    kind = SliceSampler if replacement else SliceSamplerWithoutReplacement
-    options["sampler"] = kind(
-        num_slices=num_slices, slice_len=slice_len, strict_length=strict, pad_output=pad
-    )

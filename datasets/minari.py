@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Unpack
 
-from tensordict import TensorDictBase
 from typing_extensions import override
 
+from flatroll.buffers.columns.base import Columns
 from flatroll.datasets.base import BaseDatasetExperienceReplay, DatasetOptions
-from flatroll.datasets.formats.minari import read_minari
+from flatroll.datasets.convert import tensors_of
+from flatroll.datasets.formats.minari import read_minari_columns
 from flatroll.layout.export import optional_package
 
 
@@ -61,5 +62,6 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
             raise ValueError(f"Minari knows no set {self.dataset_id!r}: {error}") from None
 
     @override
-    def _convert(self, source: Any) -> Iterator[TensorDictBase]:
-        return read_minari(source)
+    def _convert(self, source: Any) -> Iterator[Columns]:
+        for columns in read_minari_columns(source):
+            yield tensors_of(columns)

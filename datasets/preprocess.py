@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,22 @@ import torch
 from tensordict import TensorDictBase
 from torch.utils.data import IterableDataset, get_worker_info
 
-from flatroll.buffers import DiskStorage, ReplayBuffer
+from flatroll.buffers.storages.disk.forms import Form
 from flatroll.buffers.storages.disk.log import Layout
 from flatroll.buffers.storages.item_kinds import leaves
-from flatroll.datasets.convert import publish, write_folder
+from flatroll.datasets.folders import publish, write_folder
 from flatroll.disk import Folder, Segment
 from flatroll.layout.checks import whole_number
-from flatroll.layout.keys import next_key
+from flatroll.layout.keys import NestedKey, next_key
 from flatroll.sharing import pack, unpack
 
 Function = Callable[[TensorDictBase], TensorDictBase]
+#: Opens a folder: what it returns gives rows by their numbers.
+OpenRows = Callable[[Path], Any]
 
 
 def preprocess(
+    open_rows: OpenRows,
     source: Path,
     fn: Function,
     dest: Path,
@@ -44,11 +48,14 @@ def preprocess(
     if first.exists() and _load(first)[1] != stamp:  # pieces of another function, or of other rows
         shutil.rmtree(parts)
     # The first piece says how rows are kept; it is made here.
-    work = _Work(source, fn, parts, stamp, None)
+    work = _Work(open_rows(source), fn, parts, stamp, None)
+    forms = _load(source)[0].forms
+    # What is compressed stays so; frames that were stacked may be no stacks any more.
+    work.kinds = {key: type(form) for key, form in forms.items() if form.name != "frames"}
     work.do(bounds[0])
     work.layout = _load(first)[0]
     if num_workers:
-        packed = pack((source, fn, parts, stamp, work.layout.to_json()))
+        packed = pack((open_rows, source, fn, parts, stamp, work.layout.to_json()))
         context = get_context(mp_start_method)
         with ProcessPoolExecutor(num_workers, context, _begin_work, packed) as pool:
             try:
@@ -78,10 +85,10 @@ class _Work:
     """Changes one piece of the rows after the other; each is a folder that appears when it is whole."""
 
     def __init__(
-        self, source: Path, fn: Function, parts: Path, stamp: dict[str, Any], layout: Layout | None
+        self, rows: Any, fn: Function, parts: Path, stamp: dict[str, Any], layout: Layout | None
     ) -> None:
-        self.rows = open_rows(source)
-        self.fn, self.parts, self.stamp, self.layout = fn, parts, stamp, layout
+        self.rows, self.fn, self.parts, self.stamp, self.layout = rows, fn, parts, stamp, layout
+        self.kinds: dict[NestedKey, type[Form]] = {}  # of entries that keep the form that they had
 
     def do(self, piece: list[int]) -> None:
         """Write the rows of a piece, unless they are there."""
@@ -102,7 +109,7 @@ class _Work:
                 raise ValueError(
                     f"fn must return the same entries for all rows: {sorted(map(str, kept ^ set(columns)))}"
                 )
-        write_folder([columns], place, facts=self.stamp, layout=self.layout, first=first)
+        write_folder([columns], place, facts=self.stamp, kinds=self.kinds, layout=self.layout, first=first)
 
 
 _worker: _Work
@@ -111,17 +118,12 @@ _worker: _Work
 def _begin_work(rest: bytes, tensors: list[torch.Tensor]) -> None:
     global _worker
     torch.set_num_threads(1)  # the processes are as many as the cores; and OpenMP does not survive a fork
-    source, fn, parts, stamp, layout = unpack(rest, tensors)
-    _worker = _Work(source, fn, parts, stamp, Layout.from_json(layout))
+    open_rows, source, fn, parts, stamp, layout = unpack(rest, tensors)
+    _worker = _Work(open_rows(source), fn, parts, stamp, Layout.from_json(layout))
 
 
 def _do(piece: list[int]) -> None:
     _worker.do(piece)
-
-
-def open_rows(path: Path) -> ReplayBuffer:
-    """Return a buffer that reads a folder's rows as they are."""
-    return ReplayBuffer(storage=DiskStorage(path=path, read_only=True))
 
 
 def _load(path: Path) -> tuple[Layout, Any]:
@@ -143,7 +145,7 @@ def _bounds(path: Path, num_chunks: int | None = None, num_frames: int | None = 
     if num_chunks is None:
         return [[segment.first, min(segment.end, end)] for segment in folder.segments if segment.first < end]
     edges = torch.linspace(0, end, min(whole_number("num_chunks", num_chunks), end) + 1).long().tolist()
-    return [[first, stop] for first, stop in zip(edges[:-1], edges[1:], strict=True)]
+    return [[first, stop] for first, stop in pairwise(edges)]
 
 
 def _stamp_of(fn: Any) -> str:
@@ -157,18 +159,19 @@ def _stamp_of(fn: Any) -> str:
 
 
 class RowsDataset(IterableDataset[TensorDictBase]):
-    """The rows of a converted folder for torch, in batches: ``DataLoader(rows, batch_size=None, collate_fn=rows.collate)``.
+    """The rows of a converted folder in batches, for ``DataLoader(rows, batch_size=None, collate_fn=rows.collate)``.
 
     Each worker reads the files whose turn it is, so every row comes once in a pass. Rows come as they are stored.
 
     Args:
+        open_rows: opens the folder, in each worker.
         path: of the folder.
         batch_size: rows of a batch; the last one of a file may have fewer.
         shuffle: files in random order, and the rows of each of them.
     """
 
-    def __init__(self, path: Path, batch_size: int, shuffle: bool = False) -> None:
-        self.path, self.batch_size, self.shuffle = Path(path), batch_size, shuffle
+    def __init__(self, open_rows: OpenRows, path: Path, batch_size: int, shuffle: bool) -> None:
+        self.open_rows, self.path, self.batch_size, self.shuffle = open_rows, path, batch_size, shuffle
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         info = get_worker_info()
@@ -181,7 +184,7 @@ class RowsDataset(IterableDataset[TensorDictBase]):
         order = (
             torch.randperm(len(bounds), generator=generator) if self.shuffle else torch.arange(len(bounds))
         )
-        rows = open_rows(self.path)
+        rows = self.open_rows(self.path)
         for number in order[worker::workers].tolist():
             first, end = bounds[number]
             numbers = torch.arange(first, end)

@@ -8,10 +8,9 @@ from tensordict import TensorDictBase
 from typing_extensions import override
 
 from flatroll.buffers import SamplerWithoutReplacement
-from flatroll.datasets.base import BaseDatasetExperienceReplay, DatasetOptions
+from flatroll.datasets.base import BaseDatasetExperienceReplay, DatasetOptions, slices
 from flatroll.datasets.formats.lerobot import read_lerobot
 from flatroll.datasets.formats.robots import read_rlds, read_roboset
-from flatroll.datasets.games import slices
 
 
 class RobosetExperienceReplay(BaseDatasetExperienceReplay):

@@ -14,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 
 from flatroll.benchmarks.measure.timing import ratio, table, take_turns
-from flatroll.datasets import BaseDatasetExperienceReplay, convert
+from flatroll.datasets import BaseDatasetExperienceReplay, MinariExperienceReplay
 from flatroll.export import read_minari
 
 LENGTH, WIDTH = 200, 17
@@ -30,7 +30,7 @@ def make(folder: Path, data_format: str, episodes: int, images: bool) -> Any:
     low, high = (0, 255) if images else (-np.inf, np.inf)
     storage = storage_of.new(
         folder,
-        observation_space=gym.spaces.Box(low, high, shape, kind),  # type: ignore[arg-type]
+        observation_space=gym.spaces.Box(low, high, shape, kind),
         action_space=gym.spaces.Box(-1, 1, (6,), np.float32),
         data_format=data_format,
         jpeg_encoding=False,
@@ -75,7 +75,7 @@ def main() -> None:
                     pass
 
             def take_in(data: Any = data, name: str = name) -> None:
-                convert(read_minari(data), Path(name, "converted"), overwrite=True)
+                MinariExperienceReplay("converted", root=name, download="force", fetch=lambda *_: data)
 
             contenders = {"iterate": iterate, "read": read, "convert": take_in}
             timings = take_turns(contenders, options.turns, clock=time.process_time)

@@ -2,7 +2,9 @@
 
 import gzip
 import re
+import zlib
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +50,20 @@ def read_atari_dqn(
         names = {kind: folder / f"$store$_{kind}_ckpt.{part}.gz" for kind in _KINDS}
         if missing := [name.name for name in names.values() if not name.is_file()]:
             raise FileNotFoundError(f"{folder} has no {missing[0]}")
-        for batch in _part(names, games, frame_stack, chunk_rows):
-            games = int(batch["collector", "traj_ids"][-1])
-            yield batch
+        try:
+            for batch in _part(names, games, frame_stack, chunk_rows):
+                games = int(batch["collector", "traj_ids"][-1])
+                yield batch
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{folder}: a file of part {part} is damaged ({error})") from None
         games += 1
 
 
 def _part(
     names: dict[str, Path], game: int, frame_stack: int | None, chunk_rows: int
 ) -> Iterator[TensorDict]:
-    opened = {kind: gzip.open(name) for kind, name in names.items()}
-    try:
+    with ExitStack() as stack:
+        opened = {kind: stack.enter_context(gzip.open(name)) for kind, name in names.items()}
         streams = {
             kind: ArrayStream(file, names[kind].name, names[kind].stat().st_size * _MOST_PER_BYTE)  # type: ignore[arg-type]
             for kind, file in opened.items()
@@ -67,13 +72,6 @@ def _part(
         if len(set(counts.values())) > 1:
             raise ValueError(f"the files of a part must have one row for each step, got {counts}")
         yield from _steps(streams, game, frame_stack, chunk_rows)
-    except (EOFError, gzip.BadGzipFile, OSError) as error:
-        if isinstance(error, EOFError | gzip.BadGzipFile):
-            raise ValueError(f"{names['observation'].parent}: a file is damaged ({error})") from None
-        raise
-    finally:
-        for file in opened.values():
-            file.close()
 
 
 def _steps(
@@ -98,6 +96,7 @@ def _steps(
             known[-1] = False
         later = np.where(known, np.arange(1, count + 1), np.arange(count))  # of each row's next frame
         seen: Array = frames
+        run = np.zeros(count, np.int64)
         if frame_stack:
             run = np.maximum.accumulate(np.where(starts, np.arange(count), -age))
             seen = _stacks(np.concatenate([history, frames]), np.arange(count) - run, depth, terminal)

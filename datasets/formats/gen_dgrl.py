@@ -105,7 +105,7 @@ def load_arrays(data: bytes, name: str, max_bytes: int) -> dict[str, Array]:
     """
     stream = io.BytesIO(data)
     shape, _, dtype = read_header(stream)
-    if dtype != object or shape != ():
+    if dtype.kind != "O" or shape != ():
         raise ValueError(f"{name} must hold one dict, got an array {shape} of {dtype}")
     try:
         value = _ArraysOnly(stream, max_bytes).load()

@@ -168,12 +168,16 @@ def read_minari(source: Any) -> Iterator[TensorDict]:
         ImportError: Minari is missing; the text names the extra.
         TypeError: observations or actions of text.
     """
+    return map(from_numpy, read_minari_columns(source))
+
+
+def read_minari_columns(source: Any) -> Iterator[dict[str, Array]]:
+    """Yield the columns of each episode by dotted name; arguments and errors of `read_minari`."""
     minari = optional_package("minari", "minari", "import_minari")
     data = minari.MinariDataset(Path(source).absolute()) if isinstance(source, str | Path) else source
     record = data.storage.metadata.get(_RECORD)
     for episode in data.iterate_episodes():
-        columns = _columns_of(episode) if record is None else _recorded(episode, record)
-        yield from_numpy(columns)
+        yield _columns_of(episode) if record is None else _recorded(episode, record)
 
 
 def _recorded(episode: Any, record: list[Any]) -> dict[str, Array]:

@@ -37,19 +37,19 @@ class ArrayStream:
         self.name = name
         self._stream = stream
         try:
-            self.shape, fortran, self.dtype = read_header(stream)
+            shape, fortran, self.dtype = read_header(stream)
         except (ValueError, TypeError, SyntaxError, OverflowError, tokenize.TokenError) as error:
             raise ValueError(f"{name} does not begin as an array of NumPy does: {error}") from None
         if self.dtype.kind not in "biufc":
             raise TypeError(f"{name} must be of numbers or bools, got {self.dtype}")
-        if not self.shape or (fortran and len(self.shape) > 1):
-            raise ValueError(f"{name} must have one row after the other, got shape {self.shape}, {fortran=}")
-        self.rows = self.shape[0]
+        if not shape or (fortran and len(shape) > 1):
+            raise ValueError(f"{name} must have one row after the other, got shape {shape}, {fortran=}")
+        self.shape, self.rows = shape, next(iter(shape))
         self._row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         if self.rows * self._row_bytes > max_bytes:
             raise ValueError(
-                f"{name} claims {self.rows * self._row_bytes} bytes, at most {max_bytes} can be: the file is damaged, or "
-                "max_bytes too small"
+                f"{name} claims {self.rows * self._row_bytes} bytes, at most {max_bytes} can be: the file is damaged, "
+                "or max_bytes too small"
             )
         self._read = 0
 

@@ -92,7 +92,7 @@ def read_rlds(episodes: Iterable[Any]) -> Iterator[TensorDict]:
     steps make T rows. Texts are left out.
 
     Args:
-        episodes: each an iterable of steps, or a mapping with ``"steps"``; values are numbers, arrays, or dicts of them.
+        episodes: each an iterable of steps, or a mapping with ``"steps"``; values are numbers, arrays, or dicts.
 
     Raises:
         ValueError: an episode without rows, steps that differ in their entries, or one that goes on after its last.

@@ -2,6 +2,7 @@
 
 import zipfile
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def _cut(steps: dict[str, Any], path: Path) -> Iterator[dict[str, Array]]:
     if "is_last" in steps:
         starts[1:] |= steps["is_last"][:].reshape(-1).astype(bool)
     bounds = np.flatnonzero(starts)
-    for first, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for first, end in pairwise(bounds):
         yield {"pixels" if name == pixels else name: column[first:end] for name, column in steps.items()}
 
 

@@ -172,6 +172,14 @@ def test_preprocess_gives_a_new_set(folder: Path, tmp_path: Path) -> None:
         data.preprocess(with_norm, dest=tmp_path / "new")
 
 
+def test_preprocess_keeps_what_is_compressed(tmp_path: Path) -> None:
+    pytest.importorskip("zstandard")
+    convert(episodes(), tmp_path / "set", codec={"pixels": "zstd"})
+    data = BaseDatasetExperienceReplay(tmp_path / "set")
+    changed = data.preprocess(lambda rows: rows.set("x", rows["action"]), dest=tmp_path / "new")
+    assert changed.storage.codec == data.storage.codec and same(changed[:].exclude("x"), data[:])  # type: ignore[attr-defined]
+
+
 def test_preprocess_in_the_set_s_own_place(tmp_path: Path) -> None:
     """Made again, a set is the one that was changed."""
     convert(episodes(), tmp_path / "set")

@@ -44,7 +44,7 @@ def test_code_in_an_archive_is_not_run(tmp_path: Path) -> None:
     planted = tmp_path / "ran"
     for value in (Run(planted), {"observations": Run(planted)}, {"dones": np.array([Run(planted)], object)}):
         file = write_archive(tmp_path / "set.tar.xz", {"0.npy": saved(value)})
-        with pytest.raises(pickle.UnpicklingError, match="mkdir is asked for.*not run"):
+        with pytest.raises(pickle.UnpicklingError, match=r"mkdir is asked for.*not run"):
             list(read_gen_dgrl(file))
         assert not planted.exists()
 

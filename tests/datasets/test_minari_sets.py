@@ -12,10 +12,10 @@ from flatroll.buffers import SliceSampler
 from flatroll.datasets import MinariExperienceReplay
 from flatroll.layout import audit
 
-for library in ("minari", "h5py", "pyarrow", "PIL"):
+for library in ("h5py", "pyarrow", "PIL"):
     pytest.importorskip(library)
-import minari
-from minari.data_collector import EpisodeBuffer
+minari = pytest.importorskip("minari")
+EpisodeBuffer: Any = pytest.importorskip("minari.data_collector").EpisodeBuffer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:minari")
 SPACE = gym.spaces.Dict(
@@ -29,7 +29,7 @@ SPACE = gym.spaces.Dict(
 ACTIONS = gym.spaces.Tuple((gym.spaces.Discrete(3), gym.spaces.Box(-1, 1, (2,), np.float32)))
 
 
-def episode(number: int, length: int) -> EpisodeBuffer:
+def episode(number: int, length: int) -> Any:
     rng = np.random.default_rng(number)
     steps = np.arange(length + 1)
     return EpisodeBuffer(
@@ -108,7 +108,7 @@ def test_every_format_images_tuples_and_a_single_episode(
 
 def test_ids_that_minari_does_not_have(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(home))
-    with pytest.raises(FileNotFoundError, match="no set 'test/z-v0' here, but.*test/a-v0"):
+    with pytest.raises(FileNotFoundError, match=r"no set 'test/z-v0' here, but.*test/a-v0"):
         MinariExperienceReplay("test/z-v0", 4, root=tmp_path, load_from_local_minari=True)
 
     def unknown(*_: Any, **options: Any) -> None:

@@ -76,7 +76,7 @@ def test_atari_frames_of_all_parts(tmp_path: Path) -> None:
     assert (~known).nonzero().view(-1).tolist() == [
         *ends,
         23,
-    ]  # the peer fills zeros in, and takes one part's for another
+    ]  # the peer fills zeros in
     assert torch.equal(rows["next", "observation"][known], rows["observation"].roll(-1, 0)[known])
     assert rows["next", "reward"].shape == (24, 1)
 
@@ -170,6 +170,9 @@ def test_vd4rl(tmp_path: Path, form: str) -> None:
 
 
 def test_roboset(tmp_path: Path) -> None:
+    def fetch(name: str, folder: Path) -> None:
+        write_trials(folder / "0.h5")
+
     data = RobosetExperienceReplay(
         "FK1(expert)/open-v4", 4, root=tmp_path, fetch=lambda _, folder: write_trials(folder / "0.h5")
     )
