@@ -193,9 +193,11 @@ def test_after_loading_a_state_ids_and_versions_go_on():
     state = first.state_dict()
     assert state == {"frames": 18, "next_writer": 5, "seeds_used": 2, "policy": None, "policy_version": 1}
     first.shutdown()
-    with collect(FakeRay(), writer=3, total_frames=30, track_policy_version=True) as second:
-        second.load_state_dict(state)
+    options = {"total_frames": 30, "init_random_frames": 18, "track_policy_version": True}
+    with collect(FakeRay(), writer=3, **options) as second:
+        second.load_state_dict(state)  # the rows with random actions are over
         rows = TensorDict.cat(list(second))
         assert second.frames == 30 and len(rows) == 12
         assert set((rows[IDS] >> 40).tolist()) <= {5, 6}
         assert rows["collector", "policy_version"].tolist() == [1] * 12
+        assert (rows["action"] == 4).all()

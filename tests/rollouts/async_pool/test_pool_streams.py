@@ -41,7 +41,7 @@ def stack(pool: Any) -> Any:
     return RewardSum(StepCounter(pool))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     num_envs=st.integers(2, 5),
     fewer=st.integers(0, 4),

@@ -161,11 +161,11 @@ def test_workers_that_stand_in_for_another_need_a_slot_for_each_share(nursery: N
 
 def test_a_worker_that_waits_for_a_slow_learner_is_not_overdue(nursery: Nursery) -> None:
     with MultiAsyncCollector(
-        Seeded, num_workers=3, frames_per_batch=4, slots=1, step_timeout=0.2, nursery=nursery
+        Seeded, num_workers=3, frames_per_batch=4, slots=1, step_timeout=1, nursery=nursery
     ) as collector:
-        for _ in range(6):
+        for _ in range(5):
             next(collector)
-            time.sleep(0.25)
+            time.sleep(0.55)
         assert collector.stats()["failures"] == 0
 
 

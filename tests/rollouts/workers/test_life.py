@@ -16,6 +16,8 @@ from worker_envs import Faulty, ItsWeight, Seeded, assert_equal, envs, falls, ha
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.rollouts import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from flatroll.rollouts.workers.messages import Note
+from flatroll.rollouts.workers.stats import Tally
 from flatroll.sharing import Nursery
 
 IDS = ("collector", "traj_ids")
@@ -198,24 +200,26 @@ def test_states(nursery: Nursery) -> None:
         "nursery": nursery,
     }
     buffer = ReplayBuffer(storage=LazyTensorStorage(100))
-    with MultiAsyncCollector(Seeded, ItsWeight(), replay_buffer=buffer, **arguments) as collector:
+    with MultiAsyncCollector(Seeded, ItsWeight(), replay_buffer=buffer, writer=4, **arguments) as collector:
         for _ in range(3):
             next(collector)
             collector.update_policy_weights_({"weight": torch.tensor(4.0)})
             state = collector.state_dict()
         first = collector.seeds
     assert state["frames"] == 30 and state["policy"]["weight"] == 4 and state["policy_version"] == 3
+    arguments["seed"] = 7  # that of the state counts
     with MultiAsyncCollector(
-        Seeded, ItsWeight(), replay_buffer=buffer, track_policy_version=False, **arguments
+        Seeded, ItsWeight(), replay_buffer=buffer, init_random_frames=30, **arguments
     ) as collector:
-        collector.load_state_dict(state)
+        collector.load_state_dict(state)  # the rows with random actions are over
         assert collector.frames == 30 and collector.policy_version == 3
         assert not set(first) & set(collector.seeds)
         assert len(list(collector)) == 3 and len(buffer) == 60
-        assert collector.state_dict()["next_writer"] == 4
+        state = collector.state_dict()
+        assert state["next_writer"] == 8 and state["seed"] == {"entropy": 0, "n_children_spawned": 4}
     rows = buffer[:]
     assert (rows["action"][30:] == 4).all()
-    assert not set((rows[IDS][30:] >> 40).tolist()) - {2, 3}
+    assert not set((rows[IDS][30:] >> 40).tolist()) - {6, 7}
 
 
 def test_stats_and_repr(nursery: Nursery) -> None:
@@ -230,7 +234,16 @@ def test_stats_and_repr(nursery: Nursery) -> None:
         assert repr(collector).startswith("MultiSyncCollector(8 frames, workers=2, policy=random actions")
 
 
+def test_lag_is_counted_over_the_steps_of_windows() -> None:
+    tally = Tally()
+    for versions, version in (((1, 2.5, 4), 6), (None, 6), ((6, 6.0, 6), 6)):
+        tally.count(Note(5, 5, (5,), 2, 0.5, versions), 5, version)
+    lag = {"min": 0, "mean": 1.75, "max": 5}
+    assert tally.facts() == {"frames": 15, "windows": 3, "rows_held": 2, "waited": 0.5, "lag": lag}
+
+
 PROGRAM = """
+import time
 import gymnasium
 import numpy as np
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
@@ -248,7 +261,7 @@ buffer = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=4)
 collector = MultiCollector(lambda: Env(), num_workers=2, sync=False, frames_per_batch=5, replay_buffer=buffer)
 collector.start()
 while len(buffer) < 100:
-    pass
+    time.sleep(0.01)
 print("pids", *(worker.pid for worker in collector._nursery.workers), flush=True)
 """
 

@@ -84,6 +84,17 @@ def test_complete_trajectories(sync: bool, nursery: Nursery) -> None:
         assert list(collector) == [] and buffer.waiting >= 0
 
 
+@BOTH
+def test_a_total_is_rounded_up_to_whole_batches(sync: bool, nursery: Nursery) -> None:
+    with pytest.warns(UserWarning, match="total_frames=9 is no multiple of frames_per_batch=4: 12 frames"):
+        made = MultiCollector(
+            Seeded, num_workers=2, sync=sync, frames_per_batch=4, total_frames=9, nursery=nursery
+        )
+    with made as collector:
+        assert [len(batch) for batch in collector] == [4] * 3
+        assert collector.frames == 12 and list(collector) == []
+
+
 def test_total_of_complete_trajectories_that_never_end(nursery: Nursery) -> None:
     for sync in (True, False):
         with MultiCollector(
