@@ -299,9 +299,8 @@ class Folder:
             if head is not None:
                 self.drop_before(head)
             version = Version(max(self.versions(), default=0) + 1, self._line)
-            header, chunks = tensor_file.encode(
-                {name: [value] for name, value in (tensors or {}).items()}, {}
-            )
+            whole = {name: [value] for name, value in (tensors or {}).items()}
+            header, chunks = tensor_file.encode(whole, {})
             record = None
             if tensors:
                 record = FileRecord(state_name(*version), header.size, header.checksum)
@@ -342,9 +341,8 @@ class Folder:
         with self._turn:
             self._admit()
             end = first + check_columns(columns)
-            firsts, ends = (
-                [getattr(segment, side) for segment in self._segments] for side in ("first", "end")
-            )
+            firsts = [segment.first for segment in self._segments]
+            ends = [segment.end for segment in self._segments]
             if first not in firsts or end not in ends:
                 raise ValueError(f"rows [{first}, {end}) are not whole segments, which begin at {firsts}")
             self._check_schema(columns)
