@@ -198,8 +198,8 @@ class Folder:
             )
             if lost:
                 warnings.warn(
-                    f"{self.path}: version {found} (rows {self.head} to {self.end - 1}) was loaded, since newer ones are "
-                    f"damaged and lost: {'; '.join(lost)}",
+                    f"{self.path}: version {found} (rows {self.head} to {self.end - 1}) was loaded, since newer ones "
+                    f"are damaged and lost: {'; '.join(lost)}",
                     RuntimeWarning,
                     stacklevel=3,
                 )
