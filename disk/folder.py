@@ -188,10 +188,9 @@ class Folder:
         Args, errors: as for `load`.
         """
         with self._turn:
-            present = self.versions if number is None else lambda: [number]
             result, found, lost = newest_whole(
                 self.path,
-                present,
+                number,
                 lambda version: use(self._go_on_from(version)),
                 self._damaged,
                 strict=strict,
