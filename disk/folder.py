@@ -188,18 +188,17 @@ class Folder:
         Args, errors: as for `load`.
         """
         with self._turn:
-            present = self.versions if number is None else lambda: [number]
             result, found, lost = newest_whole(
                 self.path,
-                present,
+                number,
                 lambda version: use(self._go_on_from(version)),
                 self._damaged,
                 strict=strict,
             )
             if lost:
                 warnings.warn(
-                    f"{self.path}: version {found} (rows {self.head} to {self.end - 1}) was loaded, since newer ones are "
-                    f"damaged and lost: {'; '.join(lost)}",
+                    f"{self.path}: version {found} (rows {self.head} to {self.end - 1}) was loaded, since newer ones "
+                    f"are damaged and lost: {'; '.join(lost)}",
                     RuntimeWarning,
                     stacklevel=3,
                 )
@@ -299,9 +298,8 @@ class Folder:
             if head is not None:
                 self.drop_before(head)
             version = Version(max(self.versions(), default=0) + 1, self._line)
-            header, chunks = tensor_file.encode(
-                {name: [value] for name, value in (tensors or {}).items()}, {}
-            )
+            whole = {name: [value] for name, value in (tensors or {}).items()}
+            header, chunks = tensor_file.encode(whole, {})
             record = None
             if tensors:
                 record = FileRecord(state_name(*version), header.size, header.checksum)
@@ -342,9 +340,8 @@ class Folder:
         with self._turn:
             self._admit()
             end = first + check_columns(columns)
-            firsts, ends = (
-                [getattr(segment, side) for segment in self._segments] for side in ("first", "end")
-            )
+            firsts = [segment.first for segment in self._segments]
+            ends = [segment.end for segment in self._segments]
             if first not in firsts or end not in ends:
                 raise ValueError(f"rows [{first}, {end}) are not whole segments, which begin at {firsts}")
             self._check_schema(columns)

@@ -131,14 +131,14 @@ def load_version(path: Path, manifest: Manifest, options: ReadOptions) -> Loaded
 
 
 def newest_whole(
-    path: Path, present: Callable[[], list[int]], use: Callable[[int], T], damaged: set[int], *, strict: bool
+    path: Path, only: int | None, use: Callable[[int], T], damaged: set[int], *, strict: bool
 ) -> tuple[T, int, list[str]]:
     """Return ``use(number)`` for the newest version for which it does not raise DamagedFileError, the number, and what
     is wrong with newer ones.
 
     Args:
         path: of the folder.
-        present: lists the numbers of the versions, the newest first, each time anew: a writer may publish and remove.
+        only: number of the one version to read, None for any.
         use: reads a version.
         damaged: the numbers of damaged versions are added to it.
         strict: raise if the newest version is damaged.
@@ -147,6 +147,10 @@ def newest_whole(
         FileNotFoundError: there is no version.
         DamagedFileError: all are damaged, or the newest one with ``strict``.
     """
+
+    def present() -> list[int]:  # listed anew each time: a writer may publish and remove
+        return Listing.of(path).versions if only is None else [only]
+
     damage: dict[int, str] = {}
     while untried := [version for version in present() if version not in damage]:
         number = untried[0]

@@ -163,12 +163,14 @@ def _refuse_constant(word: str) -> float:
 
 def _check_readable(folder: Path, fields: Mapping[str, Json]) -> None:
     """ValueError if a later version of the package is needed."""
-    later = f"install flatroll {fields.get('written_by')} or later (this is {installed('flatroll')})"
-    if fields.get("format") != FORMAT:
-        raise ValueError(f"{folder} has format {fields.get('format')!r}, known here is {FORMAT}: {later}")
     unknown = sorted(set(map(str, fields.get("needs", ()))) - KNOWN_NEEDS)
-    if unknown:
-        raise ValueError(f"{folder} needs {', '.join(unknown)}, unknown here: {later}")
+    if fields.get("format") == FORMAT and not unknown:
+        return
+    wrong = f"needs {', '.join(unknown)}, unknown here"
+    if fields.get("format") != FORMAT:
+        wrong = f"has format {fields.get('format')!r}, known here is {FORMAT}"
+    later = f"install flatroll {fields.get('written_by')} or later (this is {installed('flatroll')})"
+    raise ValueError(f"{folder} {wrong}: {later}")
 
 
 def _from_fields(fields: Mapping[str, Json]) -> Manifest:

@@ -17,6 +17,7 @@ from flatroll.buffers.checkpointers.forms import FlatStorageCheckpointer
 from flatroll.disk import DamagedFileError, LoadedVersion, Version, files
 from flatroll.disk.columns import Column, Ragged
 from flatroll.disk.state_tree import from_text, to_text
+from flatroll.layout.hdf5 import h5_columns
 from flatroll.layout.keys import NestedKey
 
 T = TypeVar("T")
@@ -24,10 +25,6 @@ _FORMAT = 1
 _LINE = "h5"
 _LENGTHS = "#lengths"
 _CHUNK_BYTES = 2**20
-_RATIO, _LEAST = (
-    1100,
-    2**20,
-)  # values take at most so many times the bytes they have in the file, or so many bytes
 _WORDS = {1: torch.uint8, 2: torch.int16}  # of dtypes that NumPy does not have
 
 
@@ -181,24 +178,13 @@ class H5Writer:
 class _H5Rows:
     """The rows of a file, as a segment."""
 
-    def __init__(self, group: Any, first: int, end: int) -> None:
-        self._group, self.first, self.end, self.rows = group, first, end, end - first
+    def __init__(self, datasets: Mapping[str, Any], first: int, end: int) -> None:
+        self._datasets, self.first, self.end, self.rows = datasets, first, end, end - first
         self.schema: dict[str, Any] = {}  # nothing is read into memory that is there
 
     def read(self, targets: Mapping[str, Tensor]) -> dict[str, Column]:
         """All columns, checked, in new memory."""
-        tensors: dict[str, Tensor] = {}
-
-        def visit(name: str, group: Any) -> None:
-            for key in group:
-                link = group.get(key, getlink=True)
-                inner = group.get(key) if isinstance(link, _h5py().HardLink) else None
-                if isinstance(inner, _h5py().Group):
-                    visit(f"{name}{key}/", inner)
-                else:
-                    tensors[name + key] = _dataset(group, key)
-
-        visit("", self._group)
+        tensors = {name: _read_dataset(name, data) for name, data in self._datasets.items()}
         columns: dict[str, Column] = {}
         for name, values in tensors.items():
             if name.endswith(_LENGTHS):
@@ -219,36 +205,29 @@ class _H5Rows:
 
 def _read(h5: Any) -> LoadedVersion:
     """The version in a file; DamagedFileError if there is none."""
-    try:
-        first, end, head = map(int, h5.attrs["rows"])
-        known = int(h5.attrs["format"]) == _FORMAT
-        if h5.get("rows", getlink=True) is None or not isinstance(
-            h5.get("rows", getlink=True), _h5py().HardLink
-        ):
-            raise DamagedFileError("its rows are in another file")
-        rows, state, text = h5["rows"], h5["state"], _dataset(h5, "json")
-        tensors = {name: _dataset(state, name) for name in state}
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise DamagedFileError(f"it holds no buffer ({error})") from None
-    if not known:
+    if str(h5.attrs.get("format")) not in (str(_FORMAT), "None"):
         raise ValueError(
             f"the file has format {h5.attrs['format']}, known here is {_FORMAT}: install a later flatroll"
         )
+    try:
+        first, end, head = map(int, h5.attrs["rows"])
+        datasets = h5_columns(h5, single=True)
+        rows, state = (
+            {name[len(of) :]: data for name, data in datasets.items() if name.startswith(of)}
+            for of in ("rows/", "state/")
+        )
+        value = from_text(_read_dataset("json", datasets["json"]).numpy().tobytes())
+        tensors = {name: _read_dataset(name, data) for name, data in state.items()}
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise DamagedFileError(f"it holds no buffer ({error})") from None
     if not 0 <= first <= end or not first <= head <= end:
         raise DamagedFileError(f"it holds the rows {first} ... {end - 1} from {head} on")
     segments: Any = (_H5Rows(rows, first, end),) if end > first else ()
-    value = from_text(text.numpy().tobytes())
     return LoadedVersion(Version(1, _LINE), value, tensors, head, end, {}, segments, None)
 
 
-def _dataset(group: Any, name: str) -> Tensor:
-    """The values of a dataset in this very file, no larger than what it has there."""
-    h5py: Any = _h5py()
-    data: Any = group[name] if isinstance(group.get(name, getlink=True), h5py.HardLink) else None
-    if not isinstance(data, h5py.Dataset) or data.is_virtual or data.external:
-        raise DamagedFileError(f"{name!r} is no dataset of this file")
-    if data.dtype.hasobject or data.nbytes > max(_LEAST, _RATIO * data.id.get_storage_size()):
-        raise DamagedFileError(f"{name!r} claims {data.nbytes:,} bytes, which the file does not have")
+def _read_dataset(name: str, data: Any) -> Tensor:
+    """The values of a dataset that was checked."""
     values = torch.from_numpy(np.ascontiguousarray(data[...]))
     dtype = getattr(torch, str(data.attrs.get("dtype", "uint8")), None)
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != values.element_size():

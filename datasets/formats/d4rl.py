@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from tensordict import TensorDict
 
-from flatroll.datasets.formats.h5 import h5_columns
 from flatroll.layout.export import Array, from_numpy, optional_package
+from flatroll.layout.hdf5 import h5_columns
 
 _NAMES = {"observations": "observation", "actions": "action"}
 _OWN = ("rewards", "terminals", "timeouts", "next_observations")

@@ -1,6 +1,7 @@
 """What a crash, a full disk or a failing one leaves is the old version or the new one, whole."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from disk_recorder import Recorder, check_all, check_rows, check_version, go_on, rows, saves, states
+from disk_recorder import Disk, Recorder, check_all, check_rows, check_version, go_on, rows, saves, states
 
 from flatroll.disk import DamagedFileError, Folder, files
 
@@ -47,6 +48,23 @@ def test_the_states_show_a_sync_that_is_left_out(left_out: str, log: bool, tmp_p
         if lost:
             break
     assert lost
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_what_a_manifest_names_is_on_the_disk_before_it(log: bool, tmp_path: Path) -> None:
+    with Recorder() as recorder:
+        saves(recorder, tmp_path, sync=True, count=5, log=log)
+    disk, named = Disk(), 0
+    for operation in recorder.operations:
+        if operation[0] == "rename" and operation[2].startswith("manifest"):
+            manifest = json.loads(disk.written[disk.names[operation[1]]])
+            for name, *_ in [*manifest["rows"], manifest["state"], (operation[1],)]:
+                number = disk.names[name]
+                assert name == operation[1] or disk.durable.get(name) == number, name
+                assert disk.synced[number] == disk.written[number], name
+                named += 1
+        disk.apply(operation)
+    assert named > 15
 
 
 def test_a_killed_process_leaves_the_acknowledged_version_or_the_next(tmp_path: Path) -> None:

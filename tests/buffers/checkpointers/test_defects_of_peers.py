@@ -251,6 +251,24 @@ def test_7_another_capacity_other_shifts_and_priorities(tmp_path: Path) -> None:
     assert torch.equal(other.sample(50)["action"], buffer.sample(50)["action"])
 
 
+def test_new_rows_have_the_highest_priority_that_was_ever_given(tmp_path: Path) -> None:
+    """Also where it was lowered since, so that no stored row has it."""
+
+    def prioritized() -> ReplayBuffer:
+        return made(TensorStorageCheckpointer, sampler=PrioritizedSampler(60, alpha=0.7, beta=0.5))
+
+    buffer, other = prioritized(), prioritized()
+    buffer.extend(rows_of(0, 40))
+    for highest in (50.0, 0.5):
+        buffer.update_priority(torch.arange(40), torch.full((40,), highest))
+    buffer.dumps(tmp_path)
+    other.loads(tmp_path)
+    for each in (buffer, other):
+        each.extend(rows_of(40, 10))
+    before, after = buffer.sampler.state_dict()["priority"], other.sampler.state_dict()["priority"]
+    assert torch.equal(before, after) and after[45] > 10 * after[0]
+
+
 def test_the_references_example_of_a_checkpoint(tmp_path: Path) -> None:
     """Three envs, rows [3, time], an HDF5 file; imports changed, and 99 rows where the peer takes 102."""
     import gymnasium as gym

@@ -1,0 +1,79 @@
+"""What an HDF5 file from elsewhere holds, checked before anything of it is read."""
+
+import os
+from collections.abc import Collection
+from typing import Any
+
+from flatroll.layout.export import optional_package
+
+_DEEPEST = 64  # folders inside folders
+# A chunk's bytes may stand for so many times as many, or for so many: DEFLATE packs at most 1032 into one.
+_SMALLEST_SHARE, _LEAST = 1100, 2**20
+
+
+def h5_columns(file: Any, *, leave_out: Collection[str] = (), single: bool = False) -> dict[str, Any]:
+    """Return the datasets of an open HDF5 file by their path, after checking that they are what they claim to be.
+
+    A file from elsewhere may name other files, or claim more rows than it holds; nothing is read or allocated here.
+
+    Args:
+        file: `h5py.File`, opened for reading.
+        leave_out: names at the root that are not looked at. Default: none.
+        single: whether datasets may be single values, without rows. Default False.
+
+    Raises:
+        ValueError: soft or external links, one dataset under two names, data in other files, groups deeper than 64, a
+            dataset without rows, or one that claims over 1100 times the bytes that are stored for it.
+        TypeError: a dataset that is not of numbers or bools.
+    """
+    h5py = optional_package("h5py", "h5", "h5_columns")
+    columns: dict[str, Any] = {}
+    seen: set[int] = set()
+    stored = 0
+
+    def walk(group: Any, prefix: str, depth: int) -> None:
+        nonlocal stored
+        if depth > _DEEPEST:
+            raise ValueError(f"{prefix} lies in more than {_DEEPEST} groups")
+        for name in group:
+            place = prefix + name
+            if place in leave_out:
+                continue
+            if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+                raise ValueError(
+                    f"{place} is a link, which may lead to another file: copy the data into this one"
+                )
+            value = group[name]
+            address = h5py.h5o.get_info(value.id).addr
+            if address in seen:
+                raise ValueError(f"{place} is another name of data that stands elsewhere in the file")
+            seen.add(address)
+            if isinstance(value, h5py.Group):
+                walk(value, f"{place}/", depth + 1)
+            elif isinstance(value, h5py.Dataset):
+                stored += _checked(place, value, single)
+                columns[place] = value
+
+    walk(file, "", 0)
+    if stored > (size := os.path.getsize(file.filename)):
+        raise ValueError(f"the datasets claim {stored} stored bytes, the file has {size}: it is damaged")
+    return columns
+
+
+def _checked(place: str, dataset: Any, single: bool) -> int:
+    """Check a dataset by its header alone; return how many bytes of the file it takes."""
+    if dataset.external is not None or dataset.is_virtual:
+        raise ValueError(f"{place} lies in other files: copy the data into this one")
+    if dataset.shape is None or not (dataset.shape or single):
+        raise ValueError(f"{place} must have one row for each row of the batch, got a single value")
+    if dataset.dtype.kind not in "biufc":
+        raise TypeError(f"{place} must be of numbers or bools, got {dataset.dtype}")
+    stored = int(dataset.id.get_storage_size())
+    # Filters of other libraries pack small chunks tighter; what was never written is not there at all.
+    most = max(stored * _SMALLEST_SHARE, _LEAST) if dataset.chunks and stored else stored
+    if dataset.nbytes > most:
+        raise ValueError(
+            f"{place} claims {dataset.nbytes} bytes, the file holds {stored} for it: not all rows were written, or "
+            "the file is damaged"
+        )
+    return stored
