@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from tensordict import TensorDict
 
-from flatroll.datasets.formats.h5 import h5_columns
 from flatroll.datasets.formats.steps import episode_of
 from flatroll.layout.export import Array, optional_package
+from flatroll.layout.hdf5 import h5_columns
 
 _STATES = ("observations", "env_infos")
 _OF_A_STEP = ("is_first", "is_last", "is_terminal", "observation", "reward")

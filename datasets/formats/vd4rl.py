@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from tensordict import TensorDict
 
-from flatroll.datasets.formats.h5 import h5_columns
 from flatroll.datasets.formats.npy import read_whole
 from flatroll.datasets.formats.robots import files_in
 from flatroll.datasets.formats.steps import episode_of
 from flatroll.layout.export import Array, optional_package
+from flatroll.layout.hdf5 import h5_columns
 
 _PIXELS = ("image", "observation", "pixels")
 _OWN = ("reward", "is_first", "is_last", "is_terminal", *_PIXELS)
