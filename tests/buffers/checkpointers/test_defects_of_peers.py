@@ -3,6 +3,7 @@
 import contextlib
 import pickle
 import re
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from flatroll.buffers import (
     TensorStorageCheckpointer,
 )
 from flatroll.disk import files
+from flatroll.disk.checkpoint import SaveOptions
 from flatroll.rollouts import Collector
 from flatroll.wrappers import StepCounter
 
@@ -267,6 +269,46 @@ def test_new_rows_have_the_highest_priority_that_was_ever_given(tmp_path: Path) 
         each.extend(rows_of(40, 10))
     before, after = buffer.sampler.state_dict()["priority"], other.sampler.state_dict()["priority"]
     assert torch.equal(before, after) and after[45] > 10 * after[0]
+
+
+def test_rows_edited_while_files_are_written_are_in_the_next_save(tmp_path: Path) -> None:
+    buffer, other = made(TensorStorageCheckpointer), made(TensorStorageCheckpointer)
+    buffer.extend(rows_of(0, 40))
+    buffer.dumps(tmp_path)
+    buffer[3] = buffer[20]
+
+    def others() -> dict[str, Any]:  # called when the writers may go on
+        buffer[5] = buffer[20]
+        return {}
+
+    buffer.save_version(tmp_path, others, SaveOptions())
+    buffer.dumps(tmp_path)
+    other.loads(tmp_path)
+    assert equal(other[:], buffer[:]) and equal(other[5], buffer[20])
+
+
+def test_nobody_writes_or_draws_while_the_tables_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = made(TensorStorageCheckpointer)
+    buffer.extend(rows_of(0, 40))
+    tables, free = buffer._tables, []
+
+    def watched(ahead: list[Any]) -> dict[str, Any]:
+        def look() -> None:
+            for lock in (buffer._write_lock, buffer._lock):
+                if lock.acquire(blocking=False):
+                    lock.release()
+                    free.append(lock)
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        return tables(ahead)
+
+    monkeypatch.setattr(buffer, "_tables", watched)
+    buffer.dumps(tmp_path)
+    assert free == []
 
 
 def test_the_references_example_of_a_checkpoint(tmp_path: Path) -> None:
