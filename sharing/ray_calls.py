@@ -157,8 +157,8 @@ class RayCalls:
 def import_ray() -> Any:
     """Return the module ``ray``; ImportError with the extra's name if it is missing."""
     try:
-        import ray
-        import ray.exceptions
+        import ray  # pyright: ignore[reportMissingImports]
+        import ray.exceptions  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(
             f"RayCollector and RayReplayBuffer need Ray ({error}): pip install 'flatroll[ray]'"
@@ -173,7 +173,7 @@ def _on_loopback() -> Iterator[None]:
     On Linux it would take the address that other machines see, and replaces 127.0.0.1 by it where that is asked for.
     On macOS and Windows this switch of Ray's is off by itself.
     """
-    from ray._private import ray_constants
+    from ray._private import ray_constants  # pyright: ignore[reportMissingImports]
 
     name = "ENABLE_RAY_CLUSTER"
     before = getattr(ray_constants, name, None)
