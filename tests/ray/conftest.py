@@ -29,6 +29,6 @@ def bounded():
 def paths():
     """Let processes of Ray import flatroll and the helpers of tests."""
     patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", f"{SOURCE}:{SUPPORT}")
+    patch.setenv("PYTHONPATH", f"{SOURCE}:{SUPPORT}:{SUPPORT / 'clusters'}")
     yield
     patch.undo()
