@@ -151,6 +151,18 @@ def copy_weights(policy: Any, weights: Any) -> None:
     policy.load_state_dict(weights.state_dict() if isinstance(weights, nn.Module) else weights)
 
 
+def state_of(weights: Any) -> Mapping[str, Any]:
+    """The weights of a module, its state dict, or a tensordict of its parameters, by name; TypeError for others."""
+    state = weights.state_dict() if isinstance(weights, nn.Module) else weights
+    if isinstance(state, TensorDictBase):
+        state = state.data.flatten_keys(".").to_dict()
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"weights must be a module, its state dict or a tensordict of it, got {type(state).__name__}"
+        )
+    return state
+
+
 def refuse_hidden_weights(policy: Any) -> None:
     """Raise TypeError for a callable that uses a module without being one, before its weights are updated.
 

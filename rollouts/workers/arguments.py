@@ -15,6 +15,7 @@ from torch import nn
 from flatroll.layout.checks import whole_number, writer_number
 from flatroll.rollouts.arguments import check_counts, check_together
 from flatroll.rollouts.collector import Collector
+from flatroll.rollouts.policies import state_of
 from flatroll.sharing.weights import SharedWeights
 
 _LOG = logging.getLogger("flatroll.rollouts")
@@ -169,8 +170,4 @@ def publish(weights: SharedWeights, given: Any) -> None:
 
     Of a policy without weights, only the version goes on.
     """
-    if isinstance(given, TensorDictBase):
-        given = {str(name): value for name, value in given.flatten_keys(".").items()}
-    elif isinstance(given, nn.Module):
-        given = given.state_dict()
-    weights.publish(given if isinstance(given, Mapping) else {})
+    weights.publish(state_of(given) if isinstance(given, nn.Module | Mapping | TensorDictBase) else {})

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torch import nn
 
 from flatroll.layout.checks import whole_number
@@ -98,18 +98,6 @@ def on_cpu(policy: Any) -> Any:
     ):
         return copy.deepcopy(policy).cpu()
     return policy
-
-
-def state_of(weights: Any) -> Mapping[str, Any]:
-    """The state dict of weights for a policy that only the actors have; TypeError if it has none."""
-    state = weights.state_dict() if isinstance(weights, nn.Module) else weights
-    if isinstance(state, TensorDictBase):
-        state = state.data.flatten_keys(".").to_dict()
-    if not isinstance(state, Mapping):
-        raise TypeError(
-            f"weights must be a module, its state dict or a tensordict of it, got {type(state).__name__}"
-        )
-    return state
 
 
 def join_batches(parts: list[tuple[Any, Any]]) -> tuple[Any, Any]:

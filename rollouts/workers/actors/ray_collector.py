@@ -11,7 +11,7 @@ from torch import nn
 
 from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
-from flatroll.rollouts.policies import copy_weights, refuse_hidden_weights
+from flatroll.rollouts.policies import copy_weights, refuse_hidden_weights, state_of
 from flatroll.rollouts.progress import ProgressBar
 from flatroll.rollouts.workers.actors.actor import CollectorActor
 from flatroll.rollouts.workers.actors.arguments import (
@@ -21,7 +21,6 @@ from flatroll.rollouts.workers.actors.arguments import (
     env_functions,
     join_batches,
     on_cpu,
-    state_of,
 )
 from flatroll.rollouts.workers.actors.fleet import Fleet, OnFailure, Place, Taken
 from flatroll.rollouts.workers.arguments import check_options, seeds_of
