@@ -1,8 +1,11 @@
 """Scripted envs whose steps are begun and awaited, whole or as the parts of one pool."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
+from tensordict import TensorDict
 
 from flatroll.wrappers.testing import Script, ScriptedVectorEnv
 
@@ -64,3 +67,18 @@ class Part(ScriptedVectorEnv):
 def parts(*borders: int, **options: Any) -> list[Part]:
     """The pool of five envs in parts that begin at these numbers."""
     return [Part(a, b, **options) for a, b in zip(borders, [*borders[1:], 5], strict=True)]
+
+
+class CountingState(torch.nn.Module):
+    """A recurrent policy that counts the steps of an episode."""
+
+    in_keys = ("observation", "steps", "is_init")
+    out_keys = ("action", ("next", "steps"))
+
+    def make_tensordict_primer(self) -> Any:
+        return SimpleNamespace(defaults={"steps": torch.zeros(1)})
+
+    def forward(self, data: TensorDict) -> TensorDict:
+        data["next", "steps"] = data["steps"] + 1
+        data["action"] = (data["steps"].squeeze(-1) % 5).long()
+        return data

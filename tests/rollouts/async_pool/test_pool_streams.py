@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_pool import ScriptedPool, by_env, same, same_streams, take
-from tensordict import TensorDict
+from split_envs import CountingState
 
 from flatroll.layout.inspect.audit import audit
 from flatroll.rollouts import Collector, RandomPolicy, rollout
@@ -18,23 +18,6 @@ def by_place(obs: Any) -> torch.Tensor:
     """A deterministic policy."""
     leaf = obs["policy"] if isinstance(obs, dict) else obs
     return (leaf.flatten(1).sum(-1) % 5).long()
-
-
-class CountingState(torch.nn.Module):
-    """A recurrent policy that counts the steps of an episode."""
-
-    in_keys = ("observation", "steps", "is_init")
-    out_keys = ("action", ("next", "steps"))
-
-    def make_tensordict_primer(self) -> Any:
-        from types import SimpleNamespace
-
-        return SimpleNamespace(defaults={"steps": torch.zeros(1)})
-
-    def forward(self, data: TensorDict) -> TensorDict:
-        data["next", "steps"] = data["steps"] + 1
-        data["action"] = (data["steps"].squeeze(-1) % 5).long()
-        return data
 
 
 def stack(pool: Any) -> Any:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_envs import Part, parts, script
-from tensordict import TensorDict
+from split_envs import CountingState, Part, parts, script
 from tensordict.nn import TensorDictModule, TensorDictSequential
 
 from flatroll.layout.inspect.audit import audit
@@ -35,23 +34,6 @@ class InPlace:
     def __call__(self, obs: torch.Tensor) -> torch.Tensor:
         # Halves of equal length share it.
         return self.memory.setdefault(len(obs), torch.zeros(len(obs), dtype=torch.int64)).copy_(by_place(obs))
-
-
-class CountingState(torch.nn.Module):
-    """A recurrent policy that counts the steps of an episode."""
-
-    in_keys = ("observation", "steps", "is_init")
-    out_keys = ("action", ("next", "steps"))
-
-    def make_tensordict_primer(self) -> Any:
-        from types import SimpleNamespace
-
-        return SimpleNamespace(defaults={"steps": torch.zeros(1)})
-
-    def forward(self, data: TensorDict) -> TensorDict:
-        data["next", "steps"] = data["steps"] + 1
-        data["action"] = (data["steps"].squeeze(-1) % 5).long()
-        return data
 
 
 def same(one: Any, other: Any) -> None:
