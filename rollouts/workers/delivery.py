@@ -28,12 +28,16 @@ class Delivery:
         self._buffer, self._storing, self._wait, self._stack = buffer, storing, wait, stack
         #: Of the last batch: the next observations that no row of it holds, see `Collector`; None if a buffer took it.
         self.final: TensorDict | None = None
+        self._columns: dict[Any, Any] = {}  # what the first rows had, which all later ones must have, see _joined
+        self._finals: dict[Any, Any] = {}
 
     def batch(self, filled: Sequence[Filled]) -> TensorDict:
         """The rows of these windows, one behind the other; the windows are given back to their workers."""
         notes: list[Note] = [window.note for _, window, _ in filled]
         names = [member.worker.name for member, _, _ in filled]
-        columns = _joined([window.tables[0] for _, window, _ in filled], names, len(notes[0].shape) > 1)
+        columns = _joined(
+            [window.tables[0] for _, window, _ in filled], names, len(notes[0].shape) > 1, self._columns
+        )
         shape = (
             sum(note.shape[0] for note in notes),
             *map(max, zip(*(n.shape[1:] for n in notes), strict=True)),
@@ -45,7 +49,7 @@ class Delivery:
                 finals.append({**window.tables[1], "row": window.tables[1]["row"] + first})
             first += note.rows
         if finals:
-            last = _joined(finals, names, False)
+            last = _joined(finals, names, False, self._finals)
             final = nest(last, len(last["row"]))
         for _, window, _ in filled:
             window.release()
@@ -89,37 +93,45 @@ class Delivery:
         return None
 
 
-def _joined(tables: Sequence[Columns], names: Sequence[str], padded: bool) -> dict[Any, Tensor]:
+def _joined(
+    tables: Sequence[Columns], names: Sequence[str], padded: bool, agreed: dict[Any, Any]
+) -> dict[Any, Tensor]:
     """The rows of all tables one behind the other, in new memory.
 
     Args:
         tables: columns ``[N, *S]`` by key, of each worker.
         names: of the workers, for errors.
         padded: whether columns are ``[n, T, *S]`` and may differ in T: shorter ones are then filled up with zeros.
+        agreed: what the collector's first table had, which all later ones must have, too: ``(dtype, S)`` by key, and
+            the name of its worker by None. The first call fills it in.
 
     Raises:
         ValueError: workers give different columns.
     """
-    made = {}
     at = 2 if padded else 1  # the first dimension in which all must be alike
-    for key, column in tables[0].items():
-        parts = []
-        for table, name in zip(tables, names, strict=True):
-            part = table.get(key)
-            if part is None or part.dtype != column.dtype or part.shape[at:] != column.shape[at:]:
-                other = "none" if part is None else f"{part.dtype} {list(part.shape[1:])}"
+    for table, name in zip(tables, names, strict=True):
+        given = {key: (column.dtype, list(column.shape[at:])) for key, column in table.items()}
+        if not agreed:
+            agreed |= {None: name} | given
+        for key in [*agreed, *given]:
+            if key is not None and agreed.get(key) != given.get(key):
                 raise ValueError(
-                    f"workers must give the same columns: of {key!r}, {names[0]} gives {column.dtype} "
-                    f"{list(column.shape[1:])} and {name} {other}"
+                    f"workers must give the same columns: of {key!r}, {agreed[None]} gives "
+                    f"{_form(agreed.get(key))} and {name} {_form(given.get(key))}: give all of them envs with the same "
+                    "spaces"
                 )
-            parts.append(part)
+    made = {}
+    for key, column in tables[0].items():
+        parts = [table[key] for table in tables]
         if padded and len({part.shape[1] for part in parts}) > 1:
             longest = max(part.shape[1] for part in parts)
             parts = [_filled_up(part, longest) for part in parts]
         made[key] = torch.cat(parts) if len(parts) > 1 else column.clone()
-    if extra := {key for table in tables for key in table} - made.keys():
-        raise ValueError(f"workers must give the same columns: {names[0]} has no {sorted(map(str, extra))}")
     return made
+
+
+def _form(form: tuple[torch.dtype, list[int]] | None) -> str:
+    return "none" if form is None else f"{form[0]} {form[1]}"
 
 
 def _filled_up(column: Tensor, length: int) -> Tensor:

@@ -339,7 +339,7 @@ class MultiCollector(Facts):
             ``frames``; ``policy_version``; ``failures`` of workers; ``waited``, the seconds in which this process
             waited for workers; ``running``, whether the thread of `start` is at work; and ``workers``, for each place:
             its ``frames``, ``windows``, ``rows_held`` (collected, for later windows), ``waited`` (seconds in which it
-            waited for this process), and ``lag``, by how many versions the policy had gone on when a window was
+            waited for this process), and ``policy_lag``, by how many versions the policy had gone on when a window was
             delivered (``min``, ``mean`` and ``max`` over its steps), with the ``seed``.
         """
         self._raise_error()

@@ -40,5 +40,5 @@ class Tally:
             "windows": self.windows,
             "rows_held": self.held,
             "waited": self.waited,
-            "lag": {"min": self.lag_least, "mean": mean, "max": self.lag_most},
+            "policy_lag": {"min": self.lag_least, "mean": mean, "max": self.lag_most},
         }

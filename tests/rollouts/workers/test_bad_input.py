@@ -78,6 +78,18 @@ def test_refusals(env: Any, options: dict[str, Any], error: Any, message: str, n
     assert len(nursery.workers) == count
 
 
+def test_batches_of_one_worker_each_have_the_same_columns_too(nursery: Nursery) -> None:
+    envs = [Seeded, lambda: gym.wrappers.DtypeObservation(Seeded(), "float64")]
+    collector = MultiAsyncCollector(envs, frames_per_batch=10, nursery=nursery)
+    with (
+        pytest.raises(ValueError, match=r"same columns: of 'observation', worker \d gives torch.float"),
+        collector,
+    ):
+        for _ in range(100):
+            collector.rollout()
+
+
+
 def test_weights_for_a_policy_without_any(nursery: Nursery) -> None:
     with MultiSyncCollector(
         Seeded, frames_per_batch=4, track_policy_version=True, nursery=nursery

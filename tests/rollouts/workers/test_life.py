@@ -230,7 +230,7 @@ def test_stats_and_repr(nursery: Nursery) -> None:
         for worker in stats["workers"]:
             assert (worker["frames"], worker["windows"]) == (4, 1)
             assert worker["rows_held"] == 2 and worker["waited"] >= 0  # two vector steps of three rows
-            assert worker["lag"] == {"min": 0, "mean": 0, "max": 0}
+            assert worker["policy_lag"] == {"min": 0, "mean": 0, "max": 0}
         assert repr(collector).startswith("MultiSyncCollector(8 frames, workers=2, policy=random actions")
 
 
@@ -239,7 +239,7 @@ def test_lag_is_counted_over_the_steps_of_windows() -> None:
     for versions, version in (((1, 2.5, 4), 6), (None, 6), ((6, 6.0, 6), 6)):
         tally.count(Note(5, 5, (5,), 2, 0.5, versions), 5, version)
     lag = {"min": 0, "mean": 1.75, "max": 5}
-    assert tally.facts() == {"frames": 15, "windows": 3, "rows_held": 2, "waited": 0.5, "lag": lag}
+    assert tally.facts() == {"frames": 15, "windows": 3, "rows_held": 2, "waited": 0.5, "policy_lag": lag}
 
 
 PROGRAM = """

@@ -229,7 +229,7 @@ def test_workers_act_with_the_weights_that_their_rows_name(sync: bool, nursery: 
             assert collector.policy_version == version + 1
         for worker in range(2):
             assert sorted(mine := [v for at, v in seen if at == worker]) == mine
-        lag = [worker["lag"] for worker in collector.stats()["workers"]]
+        lag = [worker["policy_lag"] for worker in collector.stats()["workers"]]
         assert all(0 <= each["min"] <= each["mean"] <= each["max"] <= 9 for each in lag)
         assert max(each["max"] for each in lag) == 0 if sync else True
         with pytest.raises(
