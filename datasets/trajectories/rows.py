@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -272,6 +272,12 @@ def _mapping(trajectory: Any) -> dict[str, Any]:
     return {name: value for name, value in trajectory.items() if value is not None}
 
 
+def is_dense(value: Any) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor of numbers in rows: not sparse, nested or quantized."""
+    plain = isinstance(value, Tensor) and value.layout is torch.strided
+    return plain and not value.is_nested and not value.is_quantized
+
+
 def _collect(fields: Mapping[str, Any], path: tuple[str, ...], into: dict[NestedKey, Tensor]) -> None:
     for name, value in fields.items():
         if not isinstance(name, str):
@@ -279,12 +285,12 @@ def _collect(fields: Mapping[str, Any], path: tuple[str, ...], into: dict[Nested
         key = (*path, name)
         if isinstance(value, Mapping):
             _collect(value, key, into)
-        elif isinstance(value, Tensor) and value.layout is torch.strided:
+        elif is_dense(value):
             into[key if path else key[0]] = value
         else:
             raise TypeError(
                 f"the field {'/'.join(key)!r} must be a dense tensor [T, B, ...] or a mapping of them, got "
-                f"{'a sparse one' if isinstance(value, Tensor) else type(value).__name__}. Nothing was stored"
+                f"{'another' if isinstance(value, Tensor) else type(value).__name__}. Nothing was stored"
             )
     if not path and _MARKS in fields:
         raise ValueError(f"the trajectory has a field {_MARKS!r}, a name that the buffer needs for itself")
