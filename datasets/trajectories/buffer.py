@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -364,8 +365,9 @@ class TrajectoryReplayBuffer:
 
         Raises:
             ValueError: several ranks without a ``barrier``, or no such rank.
-            FileExistsError: the folder holds what this buffer has not saved there.
+            FileExistsError: the folder holds what this buffer has neither saved there nor loaded from it.
             OSError: the disk is full or failed.
+            RuntimeError: one of several ranks has not saved; the checkpoint before stands.
         """
         share([1] * whole_number("world_size", world_size), local_rank, world_size)  # checks the rank
         if world_size > 1 and barrier is None:
@@ -381,7 +383,12 @@ class TrajectoryReplayBuffer:
             known = self._versions.get(path.resolve())
             save = RankSave(path, local_rank, world_size, barrier, known)
             save.begin()
-            self.storage.save(save.own, state, overwrite=True, first=first)
+            try:
+                self.storage.save(save.own, state, overwrite=True, first=first)
+            except BaseException:
+                with suppress(RuntimeError):  # the others wait for this rank; they will raise it
+                    save.end()
+                raise
             self._versions[path.resolve()] = save.end()
 
     def load_checkpoint(

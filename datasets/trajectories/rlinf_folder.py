@@ -68,7 +68,9 @@ class RlinfFolder:
             raise DamagedFileError(f"{path}: the index of trajectories cannot be read ({error!r})") from None
         numbers = [*self.numbers, *self.rows, counter]
         if not all(type(one) is int and 0 <= one < MOST_NUMBERS for one in numbers):
-            raise DamagedFileError(f"{path}: the index of trajectories has numbers that are none of trajectories")
+            raise DamagedFileError(
+                f"{path}: the index of trajectories has numbers that are none of trajectories"
+            )
         if len(set(self.numbers)) < len(self.numbers) or min(self.rows, default=1) < 1:
             raise DamagedFileError(f"{path}: the index of trajectories names one twice, or one without rows")
         self.counter = max([counter, *(number + 1 for number in self.numbers)])

@@ -41,7 +41,7 @@ class RankSave:
     def __init__(
         self, path: Path, rank: int, ranks: int, barrier: Callable[[], Any], known: Version | None
     ) -> None:
-        self.path, self.rank, self.ranks, self.barrier = path, rank, ranks, barrier
+        self.path, self.rank, self.ranks, self.barrier, self.known = path, rank, ranks, barrier, known
         self.own = rank_folder(path, rank, ranks)
         self.named: list[Version] = []
         if path.is_dir() and (folder := Folder(path)).versions():
@@ -77,7 +77,11 @@ class RankSave:
                 self._publish()
         finally:
             self.barrier()
-        return Folder(self.path).load().version
+        folder = Folder(self.path)
+        version = folder.load().version if folder.versions() else None
+        if version is None or version == self.known:
+            raise RuntimeError(f"not all ranks have saved to {self.path}. The checkpoint before stands")
+        return version
 
     def _number(self, rank: int) -> int:
         """The number of the version of a rank that is named now; 0 if none is."""

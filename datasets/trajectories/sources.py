@@ -272,13 +272,14 @@ class Checkpoint:
 
     def check(self, form: Form) -> None:
         """Read all that is chosen; ValueError if it is damaged, or its rows are not of one form, ``form`` if any."""
+        others = "those of the buffer" if form else "its first ones"
         for rows, _ in self.read():
             found = form_of(rows)
             form = form or found
             if names := differing(form, found):
                 raise ValueError(
-                    f"{self.path} has rows that differ from the others in the entries {names}: load them into a buffer "
-                    "of their own. Nothing was loaded"
+                    f"{self.path} has rows that differ from {others} in the entries {names}: all must have the same, of "
+                    "the same dtypes and shapes. Nothing was loaded"
                 )
 
     def read(self) -> Iterator[tuple[TensorDictBase, list[Record]]]:

@@ -174,12 +174,14 @@ def child(seed: int, folder: Path) -> None:
         print(json.dumps([None, None]), flush=True)
 
 
-def killed(seed: int, folder: Path, seconds: float) -> int:
+def killed(seed: int, folder: Path) -> int:
     """Kill a process that makes calls; return how many it had made. The folder holds what it should."""
+    chosen = random.Random(seed)
+    wanted, seconds = chosen.randint(1, 80), chosen.random() * 0.03
     command = [sys.executable, __file__, "child", str(seed), str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        lines = [process.stdout.readline()]
+        lines = [process.stdout.readline() for _ in range(wanted)]
         threading.Timer(seconds, process.kill).start()
         lines += process.stdout.readlines()
     assert process.returncode == -signal.SIGKILL
@@ -200,7 +202,10 @@ def killed(seed: int, folder: Path, seconds: float) -> int:
             least = sum(one.rows for one in log)
     model = Model(seed, folder)
     buffer = TrajectoryReplayBuffer(**model.options)
-    found = [(number, *buffer.trajectory(number)["rewards"].T.reshape(-1).tolist()) for number in buffer.trajectory_ids]
+    found = [
+        (number, *buffer.trajectory(number)["rewards"].T.reshape(-1).tolist())
+        for number in buffer.trajectory_ids
+    ]
     buffer.close()
     total = sum(one.rows for one in log)
     states = [columns(log, rows, model.size) for rows in range(least, total + 1)]
@@ -223,7 +228,11 @@ def columns(given: list[Given], rows: int, most: int | None) -> list[tuple[float
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_random_calls(tmp_path: Path, seed: int) -> None:
-    run(seed, tmp_path, 40)
+    run(seed, tmp_path, 30)
+
+
+def test_a_run_that_is_killed(tmp_path: Path) -> None:
+    killed(0, tmp_path)
 
 
 def main() -> None:
@@ -235,8 +244,10 @@ def main() -> None:
     calls = []
     for seed in range(int(sys.argv[2])):
         with tempfile.TemporaryDirectory() as folder:
-            calls.append(killed(seed, Path(folder), random.random() * 2))
-    print(f"{sys.argv[1]} runs of 60 calls, {len(calls)} killed after {sum(calls)} calls: all as they should be")
+            calls.append(killed(seed, Path(folder)))
+    print(
+        f"{sys.argv[1]} runs of 60 calls, {len(calls)} killed after {sum(calls)} calls: all as they should be"
+    )
 
 
 if __name__ == "__main__":

@@ -205,9 +205,11 @@ class RowLog:
             self._error = None
             try:
                 if self.layout is not None and (self.end > 0 or first > 0):
-                    self._note()  # it names all files, so that all stay until the next version has none of them
-                    self._noted = False
-                    self.folder.drop_before(first)
+                    try:
+                        self._note()  # it names all files, so that all stay until the next version has none of them
+                    finally:
+                        self._noted = False
+                        self.folder.drop_before(first)
                     self._note()
             finally:
                 with self._turn:
