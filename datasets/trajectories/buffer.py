@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -380,16 +379,10 @@ class TrajectoryReplayBuffer:
             if world_size == 1 or barrier is None:
                 self.storage.save(path, state, first=first)
                 return
-            known = self._versions.get(path.resolve())
-            save = RankSave(path, local_rank, world_size, barrier, known)
-            save.begin()
-            try:
-                self.storage.save(save.own, state, overwrite=True, first=first)
-            except BaseException:
-                with suppress(RuntimeError):  # the others wait for this rank; they will raise it
-                    save.end()
-                raise
-            self._versions[path.resolve()] = save.end()
+            ranks = RankSave(path, local_rank, world_size, barrier, self._versions.get(path.resolve()))
+            self._versions[path.resolve()] = ranks.save(
+                lambda own: self.storage.save(own, state, overwrite=True, first=first)
+            )
 
     def load_checkpoint(
         self,

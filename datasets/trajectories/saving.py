@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,23 +55,25 @@ class RankSave:
             named = rank_versions(loaded.json) or []
             self.named = named if len(named) == ranks else []
 
-    def begin(self) -> None:
-        """Wait for the other ranks, once what earlier saves have left unfinished is gone."""
-        self.barrier()  # all have looked at the version that is there
-        if self.rank == 0:
-            for rank in range(self.ranks):
-                folder, kept = rank_folder(self.path, rank, self.ranks), self._number(rank)
-                for number in Folder(folder).versions() if folder.is_dir() else ():
-                    if number > kept:
-                        files.remove(folder / manifest_name(number))
-        self.barrier()
-
-    def end(self) -> Version:
-        """Publish the version that names those of all ranks, once all have saved, and return it.
+    def save(self, save: Callable[[Path], None]) -> Version:
+        """Call ``save`` with the folder of this rank, and publish a version once all ranks have; return it.
 
         Raises:
-            RuntimeError: a rank has not saved.
+            RuntimeError: another rank has not saved.
         """
+        self.barrier()  # all have looked at the version that is there
+        if self.rank == 0:
+            self._remove_unfinished()
+        self.barrier()
+        try:
+            save(self.own)
+        except BaseException:
+            with suppress(RuntimeError):  # the others wait for this rank; they will raise it
+                self._end()
+            raise
+        return self._end()
+
+    def _end(self) -> Version:
         self.barrier()
         try:
             if self.rank == 0:
@@ -82,6 +85,14 @@ class RankSave:
         if version is None or version == self.known:
             raise RuntimeError(f"not all ranks have saved to {self.path}. The checkpoint before stands")
         return version
+
+    def _remove_unfinished(self) -> None:
+        """Remove the versions of ranks that no finished save names."""
+        for rank in range(self.ranks):
+            folder, kept = rank_folder(self.path, rank, self.ranks), self._number(rank)
+            for number in Folder(folder).versions() if folder.is_dir() else ():
+                if number > kept:
+                    files.remove(folder / manifest_name(number))
 
     def _number(self, rank: int) -> int:
         """The number of the version of a rank that is named now; 0 if none is."""

@@ -278,8 +278,8 @@ class Checkpoint:
             form = form or found
             if names := differing(form, found):
                 raise ValueError(
-                    f"{self.path} has rows that differ from {others} in the entries {names}: all must have the same, of "
-                    "the same dtypes and shapes. Nothing was loaded"
+                    f"{self.path} has rows that differ from {others} in the entries {names}: all must have the "
+                    "same, of the same dtypes and shapes. Nothing was loaded"
                 )
 
     def read(self) -> Iterator[tuple[TensorDictBase, list[Record]]]:
