@@ -158,9 +158,9 @@ class TrajectoryReplayBuffer:
             rows, records = rows_of(trajectories, self._counter)
             if rows is None:
                 return
-            if len(rows) > self.storage.max_size:
+            if len(rows) > (most := self.storage.max_size):
                 raise ValueError(
-                    f"{len(rows)} rows at once are more than max_size={self.storage.max_size}. Nothing was stored"
+                    f"{len(rows)} rows at once are more than max_size={most}. Nothing was stored"
                 )
             first = self._ring.written
             self.buffer.extend(rows)
@@ -391,11 +391,14 @@ class TrajectoryReplayBuffer:
         local_rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """Replace the trajectories by those of a checkpoint, or a share of them; if it is damaged, nothing changes.
+        """Replace the trajectories by those of a checkpoint, or the latest of them that ``max_size`` has room for.
+
+        If it is damaged, nothing changes. With ``auto_save``, a crash leaves the old trajectories or the new ones: the
+        rows are first copied to a folder ``loading`` beside the old ones.
 
         Args:
-            load_path: what :meth:`save_checkpoint` wrote (by however many ranks), the ``auto_save_path`` of a run, or a
-                folder that RLinf wrote.
+            load_path: what :meth:`save_checkpoint` wrote (by however many ranks), the ``auto_save_path`` of a run (of
+                this one: all is there, and the generator is restored), or a folder that RLinf wrote.
             is_distributed: load one share: a contiguous run of whole trajectories, about as many rows as the other
                 ranks' shares have. Only the files that it is in are read.
             local_rank: which share, from 0 on.
@@ -403,7 +406,8 @@ class TrajectoryReplayBuffer:
 
         Raises:
             FileNotFoundError: there is no checkpoint, or a file of it is missing.
-            ValueError: more ranks than trajectories, no such rank, or damaged files (named).
+            ValueError: more ranks than trajectories, no such rank, other fields than stored, or damaged files.
+            OSError: the disk is full or failed.
         """
         if is_distributed:
             share([1] * whole_number("world_size", world_size), local_rank, world_size)  # checks the rank
@@ -413,7 +417,7 @@ class TrajectoryReplayBuffer:
             if path.resolve() == Path(self.storage.path).resolve():
                 if is_distributed and world_size > 1:
                     raise ValueError(
-                        f"{path} is the folder of this buffer, of which it has all: load it into another one"
+                        f"{path} is the folder of this buffer, which has all: load it into another one"
                     )
                 self._restore_own()
                 return
