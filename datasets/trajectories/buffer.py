@@ -184,14 +184,12 @@ class TrajectoryReplayBuffer:
         """
         with self._turn:
             self._check_open()
+            self._records.clear()
+            self.clear_cache()
             if self.storage.allocated:
                 # Written along with the version that has no rows.
                 self.storage._log.notes = {NOTES: self._state([])}
-                try:
-                    self.buffer.empty()
-                finally:
-                    self._records.clear()
-                    self.clear_cache()
+                self.buffer.empty()
 
     def flush(self) -> None:
         """Return when all rows are in files; OSError if the disk is full or failed."""
