@@ -15,7 +15,6 @@ import torch
 
 from flatroll.buffers import ReplayBuffer
 from flatroll.datasets import TrajectoryReplayBuffer
-from flatroll.datasets.trajectories import saving
 from flatroll.disk import Folder
 from flatroll.disk.names import RowsName
 
