@@ -1,44 +1,37 @@
 """A replay buffer of whole trajectories, whose rows are files of a folder."""
 
 import os
-import shutil
 import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
-from torch import Tensor
 
 from flatroll.buffers import DiskStorage, ReplayBuffer, Sampler, SliceSampler
 from flatroll.datasets.trajectories.cache import TrajectoryCache
 from flatroll.datasets.trajectories.rows import (
     DONE,
     LANE,
-    LEFT,
-    PLACE,
     Record,
     fields_of,
-    records_of,
     rows_of,
-    shifted,
     trajectory_fields,
 )
+from flatroll.datasets.trajectories.saving import RankSave, discard, remove_staged, stage
 from flatroll.datasets.trajectories.sources import (
     NOTES,
-    RANKS,
+    Checkpoint,
     OwnFolder,
     State,
-    rank_folder,
+    is_loading,
     restore,
     share,
-    sources_of,
 )
-from flatroll.disk import Folder
+from flatroll.disk import Version
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import NestedKey
 
@@ -115,23 +108,32 @@ class TrajectoryReplayBuffer:
             raise ValueError("auto_save_path must name a folder where auto_save=True")
         self.sample_window_size = whole_number("sample_window_size", sample_window_size, 0)
         self._cache = TrajectoryCache(whole_number("cache_size", cache_size)) if enable_cache else None
-        self.trajectory_format, self.seed = trajectory_format, seed
+        self.trajectory_format, self.seed = trajectory_format, whole_number("seed", seed, -(2**63))
         self._generator = torch.Generator().manual_seed(seed)
-        path = auto_save_path if auto_save else tempfile.mkdtemp(prefix="flatroll-")
-        remove = None if auto_save else path
-        self._remove = weakref.finalize(self, _remove, remove, os.getpid())
-        options = {} if auto_save else {"sync": False}
         # Slots are numbers of rows where all stay: there is no end at which they would begin anew.
-        self.storage = DiskStorage(max_size or _WITHOUT_END, path, **{**options, **storage_options})
-        self._max_size = max_size
+        size = _WITHOUT_END if max_size is None else whole_number("max_size", max_size)
         if sampler is None:
             sampler = SliceSampler(slice_len=1, traj_key=LANE, end_key=DONE)
-        self.buffer = ReplayBuffer(storage=self.storage, sampler=sampler, generator=self._generator)
-        self._turn = threading.RLock()
+        path = auto_save_path if auto_save else tempfile.mkdtemp(prefix="flatroll-")
+        options = {"sync": auto_save, **storage_options}
+        self._sync = bool(options["sync"])
+        self.storage = DiskStorage(size, path, **options)
+        # The storage's own finalizer would write into a folder that is gone.
+        self._discard = (
+            None if auto_save else weakref.finalize(self, discard, self.storage._closing, path, os.getpid())
+        )
+        self._turn, self._closed = threading.RLock(), False
         #: Trajectories by age, each with the number of its first row in the ring.
         self._records: deque[tuple[int, Record]] = deque()
         self._counter = 0
-        self._find_records()
+        #: Versions of several ranks that this buffer saved or loaded last, by folder.
+        self._versions: dict[Path, Version] = {}
+        try:
+            self.buffer = ReplayBuffer(storage=self.storage, sampler=sampler, generator=self._generator)
+            self._find_records()
+        except BaseException:
+            self.storage.close()
+            raise
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -146,53 +148,74 @@ class TrajectoryReplayBuffer:
 
         Raises:
             TypeError: a field is no tensor.
+            KeyError: a flat batch has no mark of its runs.
             ValueError: entries that differ, within the call or from those before; fields that are not ``[T, B, ...]``.
             OSError: the disk is full or failed, perhaps while an earlier call's rows were written: no row of these is
                 lost, and the next call writes them.
         """
         with self._turn:
+            self._check_open()
             rows, records = rows_of(trajectories, self._counter)
             if rows is None:
                 return
-            self._add(rows, records)
-            self._counter += len(records)
+            if len(rows) > (most := self.storage.max_size):
+                raise ValueError(
+                    f"{len(rows)} rows at once are more than max_size={most}. Nothing was stored"
+                )
+            first = self._ring.written
+            self.buffer.extend(rows)
+            self._note_records(records, first)
 
-    def _add(self, rows: TensorDictBase, records: Sequence[Record]) -> None:
-        """Store rows, and then the records of what they are."""
-        if self._max_size is not None and len(rows) > self._max_size:
-            raise ValueError(
-                f"{len(rows)} rows at once are more than max_size={self._max_size}. Nothing was stored"
-            )
-        first = self._ring.written
-        self.buffer.extend(rows)
+    def _note_records(self, records: Sequence[Record], first: int) -> None:
+        """Know of trajectories that were stored from the row ``first`` on, and no more of those that had to go."""
         for record in records:
             self._records.append((first, record))
             first += record.rows
+            self._counter = max(self._counter, record.number + 1)
         head = self._ring.head
         while self._records and self._records[0][0] < head:  # the ring has dropped its first rows
             self._records.popleft()
 
     def clear(self) -> None:
-        """Remove all trajectories. Numbers go on: no file of the old ones is taken for one of the new ones."""
+        """Remove all trajectories. Numbers go on: no file of the old ones is taken for one of the new ones.
+
+        Raises:
+            OSError: the disk is full or failed: the folder may still have them; another call removes them.
+        """
         with self._turn:
+            self._check_open()
             self._records.clear()
             self.clear_cache()
             if self.storage.allocated:
+                # Written along with the version that has no rows.
+                self.storage._log.notes = {NOTES: self._state([])}
                 self.buffer.empty()
 
     def flush(self) -> None:
         """Return when all rows are in files; OSError if the disk is full or failed."""
+        self._check_open()
         self.storage.flush()
 
     def close(self, wait: bool = True) -> None:
         """Write what is not written yet, and let others use the folder; a temporary one goes.
 
+        Trajectories can be drawn and read afterwards, too.
+
         Args:
             wait: taken for the sake of scripts that give it; the rows are always written.
+
+        Raises:
+            OSError: the disk is full or failed: the buffer stays open, and another call tries again.
         """
         with self._turn:
-            self.storage.close()
-            self._remove()
+            if self._closed:
+                return
+            if self._discard is None:
+                self.storage.save(self.storage.path, {NOTES: self._state([r for _, r in self._records])})
+                self.storage.close()
+            else:
+                self._discard()
+            self._closed = True
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -225,7 +248,7 @@ class TrajectoryReplayBuffer:
         whole_number("num_chunks", num_chunks)
         with self._turn:
             self._check_not_empty()
-            window = self.sample_window_size or len(self._records)
+            window = whole_number("sample_window_size", self.sample_window_size, 0) or len(self._records)
             low = self._records[max(0, len(self._records) - window)][0]
             rows = torch.randint(low, self._ring.written, (num_chunks,), generator=self._generator)
             return fields_of(self.buffer[rows % self._ring.capacity])
@@ -260,14 +283,21 @@ class TrajectoryReplayBuffer:
             return fields_of(self.buffer[draw.slots])
 
     def trajectory(self, trajectory_id: int) -> dict[str, Any]:
-        """Return a whole trajectory, its fields ``[T, B, ...]``; KeyError if it is not stored."""
+        """Return a whole trajectory, its fields ``[T, B, ...]``; KeyError if it is not stored.
+
+        While it is in the cache, the same tensors are returned: clone what you want to change.
+        """
         with self._turn:
+            first, record = next((one for one in self._records if one[1].number == trajectory_id), (0, None))
+            if record is None:
+                ids = self.trajectory_ids
+                there = f"those from {ids[0]} to {ids[-1]}" if ids else "none"
+                raise KeyError(
+                    f"trajectory {trajectory_id} is not stored, there are {there} (trajectory_ids)"
+                )
             kept = None if self._cache is None else self._cache.get(trajectory_id)
             if kept is not None:
                 return kept
-            first, record = next((one for one in self._records if one[1].number == trajectory_id), (0, None))
-            if record is None:
-                raise KeyError(f"trajectory {trajectory_id} is not stored: there are {self.trajectory_ids}")
             slots = torch.arange(first, first + record.rows) % self._ring.capacity
             fields = trajectory_fields(self.buffer[slots], record)
             if self._cache is not None:
@@ -277,7 +307,14 @@ class TrajectoryReplayBuffer:
     @property
     def trajectory_ids(self) -> list[int]:
         """Numbers of the trajectories, the oldest first; a number is given once."""
-        return [record.number for _, record in self._records]
+        with self._turn:
+            return [record.number for _, record in self._records]
+
+    @property
+    def trajectory_index(self) -> dict[int, dict[str, Any]]:
+        """What is known of each trajectory by number, as RLinf's index has it: rows, ``[T, B]``, what was noted."""
+        with self._turn:
+            return {record.number: record.index_entry() for _, record in self._records}
 
     def clear_cache(self) -> None:
         """Forget the trajectories that are kept in memory; those in files stay."""
@@ -325,29 +362,25 @@ class TrajectoryReplayBuffer:
 
         Raises:
             ValueError: several ranks without a ``barrier``, or no such rank.
-            FileExistsError: the folder holds what this buffer has not saved there.
+            FileExistsError: the folder holds what this buffer has neither saved there nor loaded from it.
             OSError: the disk is full or failed.
+            RuntimeError: one of several ranks has not saved; the checkpoint before stands.
         """
         share([1] * whole_number("world_size", world_size), local_rank, world_size)  # checks the rank
         if world_size > 1 and barrier is None:
             raise ValueError("barrier must be given for several ranks, such as torch.distributed.barrier")
         path = Path(save_path)
-        own = path if world_size == 1 else rank_folder(path, local_rank, world_size)
         with self._turn:
-            digits = bytes(self._generator.get_state().tolist()).hex()
-            state = State([record for _, record in self._records], self._counter, digits)
-            self.storage.save(own, {NOTES: state.to_json()}, overwrite=False, first=self._first_row())
-        if barrier is not None and world_size > 1:
-            barrier()
-            if local_rank == 0:  # now all ranks have saved: the version that names theirs
-                versions = [
-                    Folder(rank_folder(path, rank, world_size)).versions()[0] for rank in range(world_size)
-                ]
-                with Folder(path, write=True) as folder:
-                    if folder.versions():
-                        folder.load()
-                    folder.publish({RANKS: versions})
-            barrier()
+            self._check_open()
+            state = {NOTES: self._state([record for _, record in self._records])}
+            first = self._records[0][0] if self._records else self._ring.written
+            if world_size == 1 or barrier is None:
+                self.storage.save(path, state, first=first)
+                return
+            ranks = RankSave(path, local_rank, world_size, barrier, self._versions.get(path.resolve()))
+            self._versions[path.resolve()] = ranks.save(
+                lambda own: self.storage.save(own, state, overwrite=True, first=first)
+            )
 
     def load_checkpoint(
         self,
@@ -356,11 +389,14 @@ class TrajectoryReplayBuffer:
         local_rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """Replace the trajectories by those of a checkpoint, or a share of them; if it is damaged, nothing changes.
+        """Replace the trajectories by those of a checkpoint, or the latest of them that ``max_size`` has room for.
+
+        If it is damaged, nothing changes. With ``auto_save``, a crash leaves the old trajectories or the new ones: the
+        rows are first copied to a folder ``loading`` beside the old ones.
 
         Args:
-            load_path: what :meth:`save_checkpoint` wrote (by however many ranks), the ``auto_save_path`` of a run, or a
-                folder that RLinf wrote.
+            load_path: what :meth:`save_checkpoint` wrote (by however many ranks), the ``auto_save_path`` of a run (of
+                this one: all is there, and the generator is restored), or a folder that RLinf wrote.
             is_distributed: load one share: a contiguous run of whole trajectories, about as many rows as the other
                 ranks' shares have. Only the files that it is in are read.
             local_rank: which share, from 0 on.
@@ -368,38 +404,36 @@ class TrajectoryReplayBuffer:
 
         Raises:
             FileNotFoundError: there is no checkpoint, or a file of it is missing.
-            ValueError: more ranks than trajectories, no such rank, or damaged files (named).
+            ValueError: more ranks than trajectories, no such rank, other fields than stored, or damaged files.
+            OSError: the disk is full or failed.
         """
         if is_distributed:
             share([1] * whole_number("world_size", world_size), local_rank, world_size)  # checks the rank
         path = Path(load_path)
         with self._turn:
+            self._check_open()
             if path.resolve() == Path(self.storage.path).resolve():
                 if is_distributed and world_size > 1:
                     raise ValueError(
-                        f"{path} is the folder of this buffer, of which it has all: load it into another one"
+                        f"{path} is the folder of this buffer, which has all: load it into another one"
                     )
+                self._restore_own()
                 return
-            sources = sources_of(path, self.trajectory_format == "pkl")
-            counts = [record.rows for source in sources for record in source.records]
-            chosen = share(counts, local_rank, world_size) if is_distributed else range(len(counts))
-            for _ in _read(sources, chosen):  # all is checked before anything changes
-                pass
-            self.clear()
-            records: list[Record] = []
-            for rows, found in _read(sources, chosen):
-                self._counter = max(self._counter, *(record.number + 1 for record in found), 0)
-                self.buffer.extend(rows)
-                records += found
-            first = self._ring.written - sum(record.rows for record in records)
-            for record in records:
-                self._records.append((first, record))
-                first += record.rows
-            if len(sources) == 1:
-                self._counter = max(self._counter, sources[0].counter)
-            state = sources[0].state
-            if len(sources) == 1 and state is not None and len(chosen) == len(counts):
-                restore(self._generator, state.generator)
+            checkpoint = Checkpoint(path, self.trajectory_format == "pkl")
+            if is_distributed:
+                checkpoint.take_share(local_rank, world_size)
+            checkpoint.take_last(self.storage.max_size)
+            # All is checked before anything changes.
+            checkpoint.check({key: (c.dtype, c.shape) for key, c in self.storage.columns.items()})
+            if self._discard is None:
+                stage(checkpoint, Path(self.storage.path), sync=self._sync)
+                self._load_staged()
+            else:
+                self._replace(checkpoint)
+            if checkpoint.version is not None and checkpoint.is_whole:
+                # What this buffer has loaded it may replace.
+                self._versions[path.resolve()] = checkpoint.version
+                self.storage._log._saved[path.resolve()] = checkpoint.version
 
     # -- parts of the above ----------------------------------------------------------------------------------------
 
@@ -407,55 +441,59 @@ class TrajectoryReplayBuffer:
     def _ring(self) -> Any:
         return self.buffer._ring
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(
+                "the buffer is closed: make another one, which loads a checkpoint or auto_save_path"
+            )
+
     def _check_not_empty(self) -> None:
         if not self._records:
             raise RuntimeError("cannot sample from an empty buffer: add_trajectories first")
 
-    def _first_row(self) -> int:
-        """Number of the first row of a whole trajectory, counted by the ring."""
-        return int(self._records[0][0] if self._records else self._ring.written)
+    def _state(self, records: list[Record]) -> Any:
+        """The state of the buffer besides the rows stored so far, for JSON."""
+        digits = bytes(self._generator.get_state().tolist()).hex()
+        end = self.storage._offset + self._ring.written
+        return State(records, self._counter, digits, end).to_json()
+
+    def _replace(self, checkpoint: Checkpoint) -> None:
+        """Have the trajectories of a checkpoint instead of those that are there."""
+        checkpoint.take_last(self.storage.max_size)
+        self.clear()
+        first = self._ring.written
+        try:
+            for rows, records in checkpoint.read():  # the first rows may be the rest of a trajectory
+                self.buffer.extend(rows)
+                self._note_records(records, first)
+                first += sum(record.rows for record in records)
+        except OSError:
+            self.clear()
+            raise
+        self._counter = max(self._counter, checkpoint.counter)
+        if checkpoint.generator:
+            restore(self._generator, checkpoint.generator)
+
+    def _load_staged(self) -> None:
+        """Load what was staged in the folder; nothing of it counts before, and all of it after a crash."""
+        folder = Path(self.storage.path)
+        self._replace(Checkpoint(folder, pickled=False))
+        self.storage.flush()
+        remove_staged(folder, sync=self._sync)
+
+    def _restore_own(self) -> None:
+        """Restore the generator as it was saved with the rows that are there."""
+        state = OwnFolder(Path(self.storage.path), None).state
+        if state is not None and state.generator and state.end == self.storage._offset + self._ring.written:
+            restore(self._generator, state.generator)
 
     def _find_records(self) -> None:
         """Find the trajectories that an earlier run has left in the folder."""
-        if not len(self.buffer):
+        folder = Path(self.storage.path)
+        if is_loading(folder):
+            self._load_staged()
             return
-        if LANE not in self.storage.columns:
-            self.storage.close()
-            raise ValueError(f"{self.storage.path} holds no trajectories: its rows have no {LANE!r}")
-        head, end = self._ring.head, self._ring.written
-        slots = torch.arange(head, end) % self._ring.capacity
-        marks: dict[NestedKey, Tensor] = self.storage.read_rows(slots, keys=frozenset([LANE, PLACE, LEFT]))
-        first, records = records_of(marks[LANE], marks[PLACE], marks[LEFT])
-        first += head
-        for record in records:
-            self._records.append((first, record))
-            first += record.rows
-        self._counter = max((record.number + 1 for record in records), default=0)
-
-
-def _remove(folder: str | os.PathLike[str] | None, process: int) -> None:
-    if folder is not None and process == os.getpid():
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _read(sources: Sequence[OwnFolder], chosen: range) -> Iterator[tuple[TensorDictBase, list[Record]]]:
-    """Yield the rows of the chosen trajectories, and the records of those that begin with them.
-
-    Sources of several ranks may have the same numbers: those of a later one are shifted behind those of the others.
-    """
-    before = free = 0
-    for source in sources:
-        first, stop = max(chosen.start - before, 0), min(chosen.stop - before, len(source.records))
-        told = first
-        shift = max(0, free - min((record.number for record in source.records), default=0))
-        for rows in source.read(first, stop) if first < stop else ():
-            begun = int((rows[PLACE] == 0).sum())
-            # A source may learn more of its trajectories as it reads them.
-            records = [
-                record._replace(number=record.number + shift)
-                for record in source.records[told : told + begun]
-            ]
-            yield (shifted(rows, shift) if shift else rows), records
-            told += begun
-        before += len(source.records)
-        free = max([free, source.counter + shift])
+        remove_staged(folder, sync=self._sync)
+        found = OwnFolder(folder, None)
+        self._counter = found.counter
+        self._note_records(found.records, found.first - self.storage._offset)

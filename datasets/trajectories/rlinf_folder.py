@@ -4,17 +4,39 @@ Source: https://github.com/RLinf/RLinf, rlinf/data/storage/replay/buffer.py.
 """
 
 import json
-from collections.abc import Iterator
+import struct
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from flatroll.datasets.trajectories.rows import MOST_NUMBERS, is_dense
 from flatroll.disk import DamagedFileError
 
 METADATA, INDEX = "metadata.json", "trajectory_index.json"
 _MOST = 64 << 20  # bytes of the index
+#: What a file that is damaged or made up may raise as it is read.
+_UNREADABLE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    UnpicklingError,
+    ValueError,
+    struct.error,
+    zipfile.BadZipFile,
+)
 
 
 class RlinfFolder:
@@ -38,16 +60,20 @@ class RlinfFolder:
         index, metadata = self._json(INDEX), self._json(METADATA)
         try:
             entries = {int(number): entry for number, entry in index["trajectory_index"].items()}
-            self.numbers = [int(number) for number in index["trajectory_id_list"]]
-            self.rows = [int(entries[number]["num_samples"]) for number in self.numbers]
+            self.numbers = list(index["trajectory_id_list"])
+            self.rows = [entries[number]["num_samples"] for number in self.numbers]
             self._weights = [str(entries[number].get("model_weights_id") or "") for number in self.numbers]
-            self.counter = max([int(metadata.get("trajectory_counter") or 0), *(n + 1 for n in self.numbers)])
+            counter = metadata.get("trajectory_counter") or 0
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DamagedFileError(f"{path}: the index of trajectories cannot be read ({error!r})") from None
-        if min(self.rows, default=0) < 0 or len(set(self.numbers)) < len(self.numbers):
+        numbers = [*self.numbers, *self.rows, counter]
+        if not all(type(one) is int and 0 <= one < MOST_NUMBERS for one in numbers):
             raise DamagedFileError(
-                f"{path}: the index of trajectories names one twice, or one of less than 0 rows"
+                f"{path}: the index of trajectories has numbers that are none of trajectories"
             )
+        if len(set(self.numbers)) < len(self.numbers) or min(self.rows, default=1) < 1:
+            raise DamagedFileError(f"{path}: the index of trajectories names one twice, or one without rows")
+        self.counter = max([counter, *(number + 1 for number in self.numbers)])
         names = {child.name for child in path.iterdir() if child.is_file() and not child.is_symlink()}
         self._names = [
             f"trajectory_{number}_{weights}{self._ending}"
@@ -77,17 +103,26 @@ class RlinfFolder:
             file = self.path / self._names[position]
             try:
                 if self._ending == ".pt":
+                    _check_archive(file)
                     fields = torch.load(file, map_location="cpu", weights_only=True)
                 else:
                     import pickle
 
                     with file.open("rb") as opened:
                         fields = pickle.load(opened)
-            except (RuntimeError, EOFError, KeyError, ValueError, UnpicklingError) as error:
+                if not isinstance(fields, dict):
+                    raise ValueError(f"it holds a {type(fields).__name__}, expected a dict of fields")
+                fields, left_out = _tensors(fields)
+                size = sum(_sizes(fields))
+                if self._ending == ".pt" and size > file.stat().st_size:
+                    raise ValueError(f"its tensors claim {size:,} bytes, the file has fewer")
+            except _UNREADABLE as error:
                 raise DamagedFileError(f"{file}: no trajectory can be read from it ({error})") from None
-            if not isinstance(fields, dict):
-                raise DamagedFileError(
-                    f"{file}: it holds a {type(fields).__name__}, expected a dict of fields"
+            if left_out:
+                warnings.warn(
+                    f"{file}: {', '.join(left_out)} are no tensors [T, B, ...] and are left out, as RLinf does",
+                    RuntimeWarning,
+                    stacklevel=2,
                 )
             yield {**fields, "model_weights_id": self._weights[position]}
 
@@ -99,3 +134,47 @@ class RlinfFolder:
             return json.loads(file.read_text())
         except (ValueError, RecursionError) as error:
             raise DamagedFileError(f"{file}: {error}") from None
+
+
+def _check_archive(file: Path) -> None:
+    """Raise ValueError if a file of ``torch.save`` is damaged, or would take more memory than it has bytes."""
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+        size = sum(entry.file_size for entry in entries)
+        if size > file.stat().st_size or any(entry.compress_type for entry in entries):
+            raise ValueError("it is compressed, or its parts overlap: torch.save writes no such files")
+        if wrong := archive.testzip():  # torch does not look at the checksums
+            raise ValueError(f"the checksum of its part {wrong!r} is wrong")
+
+
+def _tensors(fields: Mapping[Any, Any], above: set[int] | None = None) -> tuple[dict[Any, Any], list[str]]:
+    """The fields that RLinf draws, and the names of the others: texts, lists, nested tensors without ``[T, B]``.
+
+    The dicts that were seen are ``above``, None for a whole trajectory.
+    """
+    seen = set[int]() if above is None else above
+    kept: dict[Any, Any] = {}
+    left_out: list[str] = []
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            if id(value) in seen:  # which could go on for ever
+                raise ValueError(f"{name!r} is there twice")
+            seen.add(id(value))
+            kept[name], inside = _tensors(value, seen)
+            left_out += [f"{name}/{one}" for one in inside]
+        elif isinstance(value, Tensor) and (value.device.type != "cpu" or not is_dense(value)):
+            raise ValueError(f"{name!r} is no dense tensor in memory")
+        elif above is None or (isinstance(value, Tensor) and value.ndim >= 2):
+            kept[name] = value
+        elif value is not None:
+            left_out.append(str(name))
+    return kept, left_out
+
+
+def _sizes(fields: Mapping[Any, Any]) -> Iterator[int]:
+    """Bytes of all tensors, each as if it had its own memory."""
+    for value in fields.values():
+        if isinstance(value, Mapping):
+            yield from _sizes(value)
+        elif isinstance(value, Tensor):
+            yield value.numel() * value.element_size()

@@ -1,7 +1,8 @@
 """Turns trajectories ``[T, B]`` and flat batches into rows that say which trajectory they are of, and back."""
 
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -16,9 +17,16 @@ PLACE: NestedKey = (_MARKS, "place")  # int32: the row's place in its trajectory
 LEFT: NestedKey = (_MARKS, "left")  # int32: how many rows of the trajectory come after it
 DONE: NestedKey = (_MARKS, "done")  # bool: whether an episode ends with it
 _LANES = 2**20
+MOST_NUMBERS = 2**43  # numbers of trajectories are below it, so that lanes are int64
+_MOST_ROWS = 2**31  # rows of a trajectory are below it, so that places are int32
 #: Fields that may have a value before the first step, too: ``T + 1`` per rollout of T steps.
 _ENDS = ("dones", "terminations", "truncations")
+#: Fields that may have a value after the last step, too, that of the observation from which to bootstrap.
+_VALUES = ("prev_values",)
 _FACTS = ("max_episode_length", "model_weights_id")
+
+
+Form: TypeAlias = Mapping[NestedKey, tuple[torch.dtype, torch.Size]]
 
 
 class Record(NamedTuple):
@@ -43,6 +51,16 @@ class Record(NamedTuple):
         """Number of rows."""
         return self.steps * self.lanes
 
+    def index_entry(self) -> dict[str, Any]:
+        """Return the trajectory's entry of RLinf's index."""
+        return {
+            "trajectory_id": self.number,
+            "num_samples": self.rows,
+            "shape": (self.steps, self.lanes),
+            "max_episode_length": self.max_episode_length,
+            "model_weights_id": self.model_weights_id,
+        }
+
 
 def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None, list[Record]]:
     """Lay trajectories out as rows, one lane after the other.
@@ -59,6 +77,10 @@ def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None
         TypeError: a field is neither a tensor nor a mapping of them.
         ValueError: a field is not ``[T, B, ...]``, or trajectories differ in their entries.
     """
+    if isinstance(trajectories, Mapping | TensorDictBase) or hasattr(trajectories, "__dataclass_fields__"):
+        raise TypeError(
+            f"trajectories must be a list of them, got one {type(trajectories).__name__}: add_trajectories([it])"
+        )
     parts: list[TensorDict] = []
     records: list[Record] = []
     for trajectory in trajectories:
@@ -72,18 +94,25 @@ def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None
         number += len(made)
     if not parts:
         return None, []
-    forms = [{key: (v.dtype, v.shape[1:]) for key, v in part.items(True, True)} for part in parts]
-    for i, form in enumerate(forms):
-        if form != forms[0]:
-            differing = sorted(
-                str(key) for key in forms[0].keys() | form if forms[0].get(key) != form.get(key)
-            )
+    for i, part in enumerate(parts):
+        if names := differing(form_of(parts[0]), form_of(part)):
             raise ValueError(
-                f"trajectory {i} differs from the first one in the entries {', '.join(differing)}: all must have the "
-                "same, of the same dtypes and shapes. Nothing was stored"
+                f"trajectory {i} differs from the first one in the entries {names}: all must have the same, of the "
+                "same dtypes and shapes. Nothing was stored"
             )
     joined: Any = TensorDict.cat(parts) if len(parts) > 1 else parts[0]
     return joined, records
+
+
+def form_of(rows: TensorDictBase) -> Form:
+    """Return dtype and shape of the entries of a row, by key."""
+    return {key: (value.dtype, value.shape[1:]) for key, value in rows.items(True, True)}
+
+
+def differing(one: Form, other: Form) -> str:
+    """Name the entries in which two forms of rows differ; empty if they are the same."""
+    keys = one.keys() | other.keys()
+    return ", ".join(sorted(str(key) for key in keys if one.get(key) != other.get(key)))
 
 
 def fields_of(rows: TensorDictBase) -> dict[str, Any]:
@@ -113,17 +142,51 @@ def records_of(lane: Tensor, place: Tensor, left: Tensor) -> tuple[int, list[Rec
     Returns:
         the position of the first row of a trajectory whose first rows are there, and the records from it on; the last
         one may be of fewer rows than it had.
+
+    Raises:
+        ValueError: the marks are none.
     """
     numbers = lane // _LANES
     starts = torch.nonzero(place == 0).squeeze(1).tolist()
     records = []
-    for first, stop in zip(starts, [*starts[1:], len(lane)], strict=True):
+    for first, stop in itertools.pairwise([*starts, len(lane)]):
         count = stop - first
         lanes = int(lane[stop - 1] - lane[first]) + 1
-        if int(left[stop - 1]) or count % lanes:
+        if int(left[stop - 1]) or lanes < 1 or count % lanes:
             lanes = 1  # its last rows are not there
         records.append(Record(int(numbers[first]), count // lanes, lanes))
+    check_numbers(records)
     return (starts[0] if starts else len(lane)), records
+
+
+def check_numbers(records: Sequence[Record]) -> None:
+    """Raise ValueError unless trajectories have numbers of their own and rows."""
+    numbers = {record.number for record in records}
+    if len(numbers) < len(records) or not all(0 <= number < MOST_NUMBERS for number in numbers):
+        raise ValueError(f"two trajectories have one number, or one is not in 0 ... {MOST_NUMBERS - 1}")
+    if not all(0 < record.rows < _MOST_ROWS and record.lanes > 0 for record in records):
+        raise ValueError("a trajectory has no rows, or too many")
+
+
+def check_marks(rows: TensorDictBase, records: Sequence[Record], first: int) -> None:
+    """Raise ValueError unless rows are those of trajectories.
+
+    Args:
+        rows: with marks.
+        records: of the trajectories, end to end, which the rows are of.
+        first: how many rows of these stand before them.
+    """
+    counts = torch.tensor([record.rows for record in records])
+    at = torch.arange(first, first + len(rows))
+    which = torch.searchsorted(counts.cumsum(0), at, right=True)
+    place = at - (counts.cumsum(0) - counts)[which]
+    number = torch.tensor([record.number for record in records])[which]
+    lane = rows[LANE]
+    # Within a trajectory each row is of the lane of the one before it, or of the next lane.
+    steps = torch.diff(lane)[place[1:] > 0]
+    same = torch.equal(rows[PLACE].long(), place) and torch.equal(lane // _LANES, number)
+    if not same or not bool(((steps == 0) | (steps == 1)).all()):
+        raise ValueError("the rows are not those of the trajectories that were noted")
 
 
 def _lane_rows(trajectory: Any, number: int) -> tuple[TensorDict, list[Record]]:
@@ -140,7 +203,7 @@ def _lane_rows(trajectory: Any, number: int) -> tuple[TensorDict, list[Record]]:
     rows: dict[NestedKey, Tensor] = {}
     for key, value in fields.items():
         name = key[0] if isinstance(key, tuple) else key
-        value = _after_steps(value, steps) if name in _ENDS else value
+        value = _of_steps(value, steps, name) if name in _ENDS + _VALUES else value
         if value.shape[:2] != (steps, lanes):
             raise ValueError(
                 f"{key!r} must be [T, B, ...] = [{steps}, {lanes}, ...] as the other fields, got {list(value.shape)}. "
@@ -150,16 +213,22 @@ def _lane_rows(trajectory: Any, number: int) -> tuple[TensorDict, list[Record]]:
     count = steps * lanes
     if not count:
         return TensorDict({}, [0]), []
-    record = Record(
-        number,
-        steps,
-        lanes,
-        int(facts.get("max_episode_length") or 0),
-        str(facts.get("model_weights_id") or ""),
-    )
+    record = Record(number, steps, lanes, *_facts(facts))
+    check_numbers([record])
     lane = torch.arange(lanes).repeat_interleave(steps)
     batch = TensorDict(dict(rows), [count])
     return _marked(batch, lane + number * _LANES, torch.arange(count), _done(rows, count)), [record]
+
+
+def _facts(given: Mapping[str, Any]) -> tuple[int, str]:
+    """What is noted of a trajectory besides its fields."""
+    length = given.get("max_episode_length") or 0
+    try:
+        return int(length), str(given.get("model_weights_id") or "")
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"max_episode_length must be an integer, got {length!r}. Nothing was stored"
+        ) from None
 
 
 def _flat_rows(batch: TensorDictBase, number: int) -> tuple[TensorDict, list[Record]]:
@@ -200,42 +269,51 @@ def _mapping(trajectory: Any) -> dict[str, Any]:
         raise TypeError(
             f"a trajectory must be a mapping, a dataclass or a tensordict, got {type(trajectory).__name__}"
         )
-    return {str(name): value for name, value in trajectory.items() if value is not None}
+    return {name: value for name, value in trajectory.items() if value is not None}
+
+
+def is_dense(value: Any) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor of numbers in rows: not sparse, nested or quantized."""
+    plain = isinstance(value, Tensor) and value.layout is torch.strided
+    return plain and not value.is_nested and not value.is_quantized
 
 
 def _collect(fields: Mapping[str, Any], path: tuple[str, ...], into: dict[NestedKey, Tensor]) -> None:
     for name, value in fields.items():
-        key = (*path, str(name))
+        if not isinstance(name, str):
+            raise TypeError(f"names of fields must be strings, got {name!r}. Nothing was stored")
+        key = (*path, name)
         if isinstance(value, Mapping):
             _collect(value, key, into)
-        elif isinstance(value, Tensor):
+        elif is_dense(value):
             into[key if path else key[0]] = value
         else:
             raise TypeError(
-                f"the field {'/'.join(key)!r} must be a tensor [T, B, ...] or a mapping of them, got "
-                f"{type(value).__name__}. Nothing was stored"
+                f"the field {'/'.join(key)!r} must be a dense tensor [T, B, ...] or a mapping of them, got "
+                f"{'another' if isinstance(value, Tensor) else type(value).__name__}. Nothing was stored"
             )
     if not path and _MARKS in fields:
         raise ValueError(f"the trajectory has a field {_MARKS!r}, a name that the buffer needs for itself")
 
 
 def _size(fields: Mapping[NestedKey, Tensor]) -> tuple[int, int]:
-    """T and B: those of the rewards, else of the first field that has no value before the first step."""
+    """T and B: those of the rewards, else of the first field that has a value per step and no more."""
     for key, value in fields.items():
         if value.ndim < 2:
             raise ValueError(f"{key!r} must be [T, B, ...], got {list(value.shape)}. Nothing was stored")
-    usual = [key for key in fields if (key[0] if isinstance(key, tuple) else key) not in _ENDS]
+    usual = [key for key in fields if (key[0] if isinstance(key, tuple) else key) not in _ENDS + _VALUES]
     chosen = fields["rewards"] if "rewards" in fields else fields[(usual or list(fields))[0]]
     return chosen.shape[0], chosen.shape[1]
 
 
-def _after_steps(value: Tensor, steps: int) -> Tensor:
-    """Flags of the steps alone, where each of k rollouts has one flag more, before its first step."""
+def _of_steps(value: Tensor, steps: int, name: str) -> Tensor:
+    """Values of the steps alone, where each of k rollouts has one more, before its first or after its last step."""
     more = value.shape[0] - steps
     if more <= 0 or steps % more:
         return value
     rollouts = value.reshape(more, steps // more + 1, *value.shape[1:])
-    return rollouts[:, 1:].reshape(steps, *value.shape[1:])
+    inside = rollouts[:, 1:] if name in _ENDS else rollouts[:, :-1]
+    return inside.reshape(steps, *value.shape[1:])
 
 
 def _done(rows: Mapping[NestedKey, Tensor], count: int) -> Tensor:

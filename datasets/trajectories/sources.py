@@ -9,12 +9,29 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from flatroll.datasets.trajectories.rlinf_folder import RlinfFolder
-from flatroll.datasets.trajectories.rows import LANE, LEFT, PLACE, Record, records_of, rows_of
-from flatroll.disk import DamagedFileError, Folder, Ragged, column_key, column_name
+from flatroll.datasets.trajectories.rows import (
+    DONE,
+    LANE,
+    LEFT,
+    MOST_NUMBERS,
+    PLACE,
+    Form,
+    Record,
+    check_marks,
+    check_numbers,
+    differing,
+    form_of,
+    records_of,
+    rows_of,
+    shifted,
+)
+from flatroll.disk import DamagedFileError, Folder, Ragged, Version, column_key, column_name
 from flatroll.layout.checks import whole_number
 
 NOTES = "trajectories"  # where the folder's notes have the state of the buffer
 RANKS = "ranks"  # where the manifest of several ranks has their versions
+LOADING = "loading"  # the folder in a run's folder that holds what is about to take the place of its rows
+_MARKS = {LANE: "int64", PLACE: "int32", LEFT: "int32", DONE: "bool"}
 
 
 class State(NamedTuple):
@@ -23,39 +40,45 @@ class State(NamedTuple):
     Args:
         records: a line per trajectory.
         counter: number of the next one.
-        generator: the state of the random generator, in hexadecimal digits.
+        generator: the state of the random generator, in hexadecimal digits; empty to leave it.
+        end: number of the row after the last in the folder, by which one knows whether the state is of its rows.
     """
 
     records: list[Record]
     counter: int
     generator: str
+    end: int
 
     def to_json(self) -> Any:
         """Return what :meth:`from_json` reads."""
-        return [[list(record) for record in self.records], self.counter, self.generator]
+        return [[list(record) for record in self.records], self.counter, self.generator, self.end]
 
     @classmethod
     def from_json(cls, noted: Any) -> "State":
         """Read a state; DamagedFileError if it is none."""
         try:
-            records, counter, generator = noted
+            records, counter, generator, end = noted
             kinds = tuple(Record.__annotations__.values())
             made = [Record(*record) for record in records]
-            if any(tuple(map(type, record)) != kinds or min(record[:3]) < 0 for record in made):
+            if any(tuple(map(type, record)) != kinds for record in made) or type(end) is not int:
                 raise ValueError("records")
-            torch.Generator().set_state(_state_of(generator))
-            return cls(made, int(counter), generator)
+            check_numbers(made)
+            if (
+                type(counter) is not int
+                or not all(r.number < counter for r in made)
+                or counter > MOST_NUMBERS
+            ):
+                raise ValueError("counter")
+            if generator:
+                restore(torch.Generator(), generator)
+            return cls(made, counter, generator, end)
         except (TypeError, ValueError, RuntimeError) as error:
             raise DamagedFileError(f"the state of the trajectories cannot be read ({error!r})") from None
 
 
-def _state_of(digits: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(bytes.fromhex(digits)), dtype=torch.uint8)
-
-
 def restore(generator: torch.Generator, digits: str) -> None:
     """Set a generator to a state as `State` has it."""
-    generator.set_state(_state_of(digits))
+    generator.set_state(torch.frombuffer(bytearray(bytes.fromhex(digits)), dtype=torch.uint8))
 
 
 class OwnFolder:
@@ -63,46 +86,65 @@ class OwnFolder:
 
     Args:
         path: of the folder.
-        version: number of the version to read; None for all rows that are there.
+        version: the version to read; None for all rows that are there.
 
     Attributes:
         records: of the trajectories.
-        state: what was saved besides; None if only rows are there.
+        counter: number of the next one.
+        state: what was saved of these rows besides; None if nothing was.
+        version: that was read, None if there is none.
     """
 
-    def __init__(self, path: Path, version: int | None) -> None:
-        self.folder, self.state = Folder(path), None
+    version: Version | None = None
+
+    def __init__(self, path: Path, version: Version | None) -> None:
+        self.folder, self.state, self.counter = Folder(path), None, 0
+        state: State | None = None
         if version is not None or self.folder.versions():
-            noted = self.folder.load(version).json
-            if isinstance(noted, dict) and NOTES in noted:
-                self.state = State.from_json(noted[NOTES])
+            loaded = self.folder.load(None if version is None else version.number)
+            self.version = loaded.version
+            if version not in (None, self.version):
+                raise DamagedFileError(
+                    f"{path}: version {self.version.number} is of another run than the others"
+                )
+            if isinstance(loaded.json, dict) and NOTES in loaded.json:
+                state = State.from_json(loaded.json[NOTES])
+                self.counter = state.counter
         if version is None:
             self.folder.recover()  # those that were written since, too
-        self.first = self.folder.head
-        rows = self.folder.end - self.folder.head
-        self.records = [] if self.state is None else self.state.records
-        if sum(record.rows for record in self.records) != rows:
+        self.first, rows = self.folder.head, self.folder.end - self.folder.head
+        if state is not None and (sum(record.rows for record in state.records), state.end) == (
+            rows,
+            self.folder.end,
+        ):
+            self.state, self.records = state, state.records
+        else:
             skipped, self.records = self._found()
-            self.first, self.state = self.first + skipped, None
-        counter = 0 if self.state is None else self.state.counter
-        self.counter = max([counter, *(record.number + 1 for record in self.records)])
+            self.first += skipped
+        self.counter = max([self.counter, *(record.number + 1 for record in self.records)])
 
     def _found(self) -> tuple[int, list[Record]]:
         """The trajectories by the marks of the rows, which are all that is read."""
-        marks = []
+        for key, dtype in _MARKS.items():
+            column = self.folder.columns.get(column_name(key))
+            if self.folder.segments and (column is None or tuple(column) != (dtype, (), False)):
+                raise ValueError(
+                    f"{self.folder.path} holds no trajectories: its rows have no {column_name(key)!r}"
+                )
+        marks: list[Any] = []
         for key in (LANE, PLACE, LEFT):
-            name = column_name(key)
-            columns = [segment.columns.get(name) for segment in self.folder.segments]
-            if not all(isinstance(column, torch.Tensor) for column in columns):
-                raise ValueError(f"{self.folder.path} holds no trajectories: its rows have no {name!r}")
+            columns: list[Any] = [segment.columns[column_name(key)] for segment in self.folder.segments]
             skip = self.folder.head - self.folder.segments[0].first if columns else 0
-            marks.append(torch.cat([torch.zeros(0, dtype=torch.int64), *columns])[skip:])  # type: ignore[list-item]
-        return records_of(*marks)
+            marks.append(torch.cat([torch.zeros(0, dtype=torch.int64), *columns])[skip:])
+        try:
+            return records_of(*marks)
+        except ValueError as error:
+            raise DamagedFileError(f"{self.folder.path}: {error}") from None
 
     def read(self, first: int, stop: int) -> Iterator[TensorDictBase]:
         """Yield the rows of the trajectories from the ``first`` on, before the one at ``stop``; checked."""
         counts = [record.rows for record in self.records]
-        low = self.first + sum(counts[:first])
+        begin = low = self.first + sum(counts[:first])
         high = low + sum(counts[first:stop])
         while low < high:
             # Whole files at a time: each is read once.
@@ -111,7 +153,15 @@ class OwnFolder:
             columns = self.folder.read_rows(low, end)
             if any(isinstance(column, Ragged) for column in columns.values()):
                 raise ValueError(f"{self.folder.path} holds rows in another form than trajectories have")
-            yield TensorDict({column_key(name): values for name, values in columns.items()}, [end - low])
+            rows = TensorDict({column_key(name): values for name, values in columns.items()}, [end - low])
+            form = form_of(rows)
+            if any(form.get(key) != (getattr(torch, dtype), torch.Size([])) for key, dtype in _MARKS.items()):
+                raise ValueError(f"{self.folder.path} holds no trajectories: its rows have no marks")
+            try:
+                check_marks(rows, self.records[first:stop], low - begin)
+            except ValueError as error:
+                raise DamagedFileError(f"{self.folder.path}, {segment.name}: {error}") from None
+            yield rows
             low = end
 
 
@@ -128,46 +178,164 @@ class RlinfSource(OwnFolder):
 
     def read(self, first: int, stop: int) -> Iterator[TensorDictBase]:
         for position, fields in enumerate(self._files.read(first, stop), first):
-            rows, records = rows_of([fields], self.records[position].number)
-            found = sum(record.rows for record in records)
-            if found != self.records[position].rows:
+            record = self.records[position]
+            try:
+                rows, records = rows_of([fields], record.number)
+            except (TypeError, ValueError) as error:
+                raise DamagedFileError(f"{self._files.path}: trajectory {record.number}: {error}") from None
+            found = sum(one.rows for one in records)
+            if rows is None or found != record.rows:
                 raise DamagedFileError(
-                    f"{self._files.path}: trajectory {self.records[position].number} has {found} rows, its index says "
-                    f"{self.records[position].rows}"
+                    f"{self._files.path}: trajectory {record.number} has {found} rows, its index says {record.rows}"
                 )
-            if rows is not None:
-                self.records[position] = records[0]
-                yield rows
+            self.records[position] = records[0]
+            yield rows
 
 
-def sources_of(path: Path, pickled: bool) -> list[OwnFolder]:
-    """Open a checkpoint: a folder of rows, those of several ranks, or one that RLinf has written.
+class Checkpoint:
+    """What a buffer is to load: a folder of rows, those of several ranks, or one that RLinf has written.
+
+    Args:
+        path: of the folder.
+        pickled: whether to read RLinf's ``.pkl`` files.
+
+    Attributes:
+        sources: the folders.
+        version: of the folder, None if it has none.
+        chosen: which of the trajectories to load, at first all.
+        is_whole: whether these are not the share of a rank.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no checkpoint.
         ValueError: it is none of these, or damaged.
     """
-    if not path.is_dir():
-        raise FileNotFoundError(f"there is no folder {path}: save_checkpoint({str(path)!r}) makes one")
-    if RlinfFolder.is_one(path):
-        return [RlinfSource(path, pickled)]
-    folder = Folder(path)
-    if not folder.versions():
-        ranks = sorted(child.name for child in path.glob("rank-*-of-*"))
-        why = f": its ranks {', '.join(ranks)} did not all finish the save" if ranks else ""
-        raise FileNotFoundError(f"{path} holds no checkpoint of trajectories{why}")
-    noted = folder.load().json
-    if isinstance(noted, dict) and RANKS in noted:
-        return [
-            OwnFolder(rank_folder(path, rank, len(noted[RANKS])), whole_number("version", version))
-            for rank, version in enumerate(noted[RANKS])
-        ]
-    return [OwnFolder(path, None)]
+
+    def __init__(self, path: Path, pickled: bool) -> None:
+        self.sources: list[OwnFolder] = []
+        self.path, self.is_whole = path, True
+        self.version: Version | None = None
+        if not path.is_dir():
+            raise FileNotFoundError(f"there is no folder {path}: save_checkpoint({str(path)!r}) makes one")
+        if RlinfFolder.is_one(path):
+            self.sources = [RlinfSource(path, pickled)]
+        elif is_loading(path):  # a run that was ended while it loaded this
+            self.sources = [OwnFolder(path / LOADING, None)]
+        else:
+            self._open()
+        self.chosen = range(len(self.rows))
+
+    def _open(self) -> None:
+        folder = Folder(self.path)
+        if not folder.versions():
+            ranks = sorted(child.name for child in self.path.glob("rank-*-of-*"))
+            why = f": its ranks {', '.join(ranks)} did not all finish the save" if ranks else ""
+            raise FileNotFoundError(f"{self.path} holds no checkpoint of trajectories{why}")
+        loaded = folder.load()
+        versions = rank_versions(loaded.json)
+        if versions is None:
+            self.sources = [OwnFolder(self.path, None)]
+        for rank, version in enumerate(versions or ()):
+            self.sources.append(OwnFolder(rank_folder(self.path, rank, len(versions or ())), version))
+        self.version = loaded.version
+
+    @property
+    def rows(self) -> list[int]:
+        """How many rows each trajectory has."""
+        return [record.rows for source in self.sources for record in source.records]
+
+    def take_share(self, rank: int, ranks: int) -> None:
+        """Choose the trajectories of one of several ranks, as `share` does."""
+        self.chosen, self.is_whole = share(self.rows, rank, ranks), ranks == 1
+
+    def take_last(self, most: int) -> None:
+        """Of the chosen ones, choose the last, of at most so many rows; ValueError if the very last has more."""
+        rows, first = self.rows, self.chosen.stop
+        while first > self.chosen.start and rows[first - 1] <= most:
+            first -= 1
+            most -= rows[first]
+        if first == self.chosen.stop > self.chosen.start:
+            raise ValueError(
+                f"the last trajectory of {self.path} has {rows[first - 1]} rows, max_size is {most}: more are needed"
+            )
+        self.chosen = range(first, self.chosen.stop)
+
+    @property
+    def counter(self) -> int:
+        """The number of the next trajectory, if it has only these; 0 where ranks have their own numbers."""
+        return self.sources[0].counter if len(self.sources) == 1 else 0
+
+    @property
+    def generator(self) -> str:
+        """The state of the generator to go on with, empty for none."""
+        state = self.sources[0].state if len(self.sources) == 1 and self.is_whole else None
+        return "" if state is None else state.generator
+
+    def check(self, form: Form) -> None:
+        """Read all that is chosen; ValueError if it is damaged, or its rows are not of one form, ``form`` if any."""
+        others = "those of the buffer" if form else "its first ones"
+        for rows, _ in self.read():
+            found = form_of(rows)
+            form = form or found
+            if names := differing(form, found):
+                raise ValueError(
+                    f"{self.path} has rows that differ from {others} in the entries {names}: all must have the "
+                    "same, of the same dtypes and shapes. Nothing was loaded"
+                )
+
+    def read(self) -> Iterator[tuple[TensorDictBase, list[Record]]]:
+        """Yield the rows of the chosen trajectories, and the records of those that begin with them.
+
+        Several ranks may have the same numbers: those of a later one are shifted behind those of the others.
+        """
+        before = free = 0
+        for source in self.sources:
+            first, stop = (
+                max(self.chosen.start - before, 0),
+                min(self.chosen.stop - before, len(source.records)),
+            )
+            told = first
+            shift = max(0, free - min((record.number for record in source.records), default=0))
+            for rows in source.read(first, stop) if first < stop else ():
+                begun = int((rows[PLACE] == 0).sum())
+                # A source may learn more of its trajectories as it reads them.
+                records = [
+                    record._replace(number=record.number + shift)
+                    for record in source.records[told : told + begun]
+                ]
+                check_numbers(records)  # they may have become too large
+                yield (shifted(rows, shift) if shift else rows), records
+                told += begun
+            before += len(source.records)
+            free = max([free, source.counter + shift])
+
+
+def is_loading(path: Path) -> bool:
+    """Whether a run's folder holds what is to take the place of its rows."""
+    folder = path / LOADING
+    return folder.is_dir() and not folder.is_symlink() and bool(Folder(folder).versions())
+
+
+def rank_versions(noted: Any) -> list[Version] | None:
+    """The versions of several ranks that a manifest names; None if it names none.
+
+    Raises:
+        DamagedFileError: they are none.
+    """
+    if not isinstance(noted, dict) or RANKS not in noted:
+        return None
+    try:
+        versions = [Version(whole_number("version", number), str(line)) for number, line in noted[RANKS]]
+    except (TypeError, ValueError) as error:
+        raise DamagedFileError(f"the versions of the ranks cannot be read ({error})") from None
+    return versions
 
 
 def rank_folder(path: Path, rank: int, ranks: int) -> Path:
-    """The folder in which one of several ranks saves."""
-    return path / f"rank-{rank}-of-{ranks}"
+    """The folder in which one of several ranks saves; ValueError if it is a link."""
+    folder = path / f"rank-{rank}-of-{ranks}"
+    if folder.is_symlink():
+        raise ValueError(f"{folder} must be a folder: links are not followed")
+    return folder
 
 
 def share(rows: Sequence[int], rank: int, ranks: int) -> range:
@@ -189,9 +357,9 @@ def share(rows: Sequence[int], rank: int, ranks: int) -> range:
     if rank >= ranks:
         raise ValueError(f"local_rank must be below world_size={ranks}, got {rank}")
     if len(rows) < ranks:
+        most = f"use a world_size of at most {len(rows)}" if rows else "there is nothing to load"
         raise ValueError(
-            f"{len(rows)} trajectories cannot be shared out among {ranks} ranks, one at least for each: use a "
-            f"world_size of at most {len(rows)}"
+            f"{len(rows)} trajectories cannot be shared out among {ranks} ranks, one at least for each: {most}"
         )
     ends = [0, *accumulate(rows)]  # ends[i] rows stand before trajectory i
     bounds = [0]

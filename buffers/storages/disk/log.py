@@ -203,12 +203,18 @@ class RowLog:
             self._thread.join()
         with self._disk:
             self._error = None
-            if self.layout is not None and (self.end > 0 or first > 0):
-                self.folder.drop_before(first)
-                self._note()
-            with self._turn:
-                self._blocks, self.end = (), first
-            self._refresh()
+            try:
+                if self.layout is not None and (self.end > 0 or first > 0):
+                    try:
+                        self._note()  # it names all files, so that all stay until the next version has none of them
+                    finally:
+                        self._noted = False
+                        self.folder.drop_before(first)
+                    self._note()
+            finally:
+                with self._turn:
+                    self._blocks, self.end = (), first
+                self._refresh()
 
     def save(self, path: Path, head: int, notes: dict[str, Any], overwrite: bool) -> None:
         """Make ``path`` a folder of the same rows, from number ``head`` on: its files are those of this one."""

@@ -259,7 +259,7 @@ class DiskStorage(ColumnStorage):
         """Let the buffer count the rows that the folder has, and cut the trajectories that were open at its end."""
         layout, pieces, self.filling = self._log.layout, self._log.pieces, True
         if layout is None or not len(pieces):
-            self.filling = False
+            self.filling, self._offset = False, self._log.end
             return
         first = max(int(pieces.firsts[0]), self._log.folder.head, pieces.end - self.capacity)
         self._offset = first
@@ -373,7 +373,9 @@ class DiskStorage(ColumnStorage):
         self._ring = ring
         if not first and not len(ring):  # the buffer was emptied
             self._writable()
-            self._log.empty(ring.head + self._offset)
+            # The folder counts on, though the ring leaves out the rest of a round.
+            self._offset = self._log.end - ring.head
+            self._log.empty(self._log.end)
 
     @override
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:

@@ -1,0 +1,149 @@
+"""Writes what is between two checkpoints of trajectories: versions of several ranks, and a load under way."""
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from flatroll.datasets.trajectories.rows import Record
+from flatroll.datasets.trajectories.sources import (
+    LOADING,
+    NOTES,
+    RANKS,
+    Checkpoint,
+    State,
+    rank_folder,
+    rank_versions,
+)
+from flatroll.disk import Folder, Version, column_name, files
+from flatroll.disk.names import manifest_name
+
+
+class RankSave:
+    """A checkpoint of several ranks in the making.
+
+    Each rank saves to a folder of its own; then rank 0 publishes a version that names theirs. Until then a version of
+    a rank that is newer than the named one belongs to a save that never ended: it goes before the next save begins, so
+    that the named one stays among those that a folder keeps.
+
+    Args:
+        path: of the folder.
+        rank: which one this is.
+        ranks: how many save.
+        barrier: returns once all ranks have called it.
+        known: the version of the folder that this run saved or loaded last.
+
+    Raises:
+        FileExistsError: the folder has a version that this run has neither saved nor loaded.
+    """
+
+    def __init__(
+        self, path: Path, rank: int, ranks: int, barrier: Callable[[], Any], known: Version | None
+    ) -> None:
+        self.path, self.rank, self.ranks, self.barrier, self.known = path, rank, ranks, barrier, known
+        self.own = rank_folder(path, rank, ranks)
+        self.named: list[Version] = []
+        if path.is_dir() and (folder := Folder(path)).versions():
+            loaded = folder.load()
+            if loaded.version != known:
+                raise FileExistsError(
+                    f"{path} holds version {loaded.version.number}, which this buffer has neither saved nor loaded: "
+                    "load_checkpoint it first, or save to another folder"
+                )
+            named = rank_versions(loaded.json) or []
+            self.named = named if len(named) == ranks else []
+
+    def save(self, save: Callable[[Path], None]) -> Version:
+        """Call ``save`` with the folder of this rank, and publish a version once all ranks have; return it.
+
+        Raises:
+            RuntimeError: another rank has not saved.
+        """
+        self.barrier()  # all have looked at the version that is there
+        if self.rank == 0:
+            self._remove_unfinished()
+        self.barrier()
+        try:
+            save(self.own)
+        except BaseException:
+            with suppress(RuntimeError):  # the others wait for this rank; they will raise it
+                self._end()
+            raise
+        return self._end()
+
+    def _end(self) -> Version:
+        self.barrier()
+        try:
+            if self.rank == 0:
+                self._publish()
+        finally:
+            self.barrier()
+        folder = Folder(self.path)
+        version = folder.load().version if folder.versions() else None
+        if version is None or version == self.known:
+            raise RuntimeError(f"not all ranks have saved to {self.path}. The checkpoint before stands")
+        return version
+
+    def _remove_unfinished(self) -> None:
+        """Remove the versions of ranks that no finished save names."""
+        for rank in range(self.ranks):
+            folder, kept = rank_folder(self.path, rank, self.ranks), self._number(rank)
+            for number in Folder(folder).versions() if folder.is_dir() else ():
+                if number > kept:
+                    files.remove(folder / manifest_name(number))
+
+    def _number(self, rank: int) -> int:
+        """The number of the version of a rank that is named now; 0 if none is."""
+        return self.named[rank].number if self.named else 0
+
+    def _publish(self) -> None:
+        versions: list[Version] = []
+        for rank in range(self.ranks):
+            path = rank_folder(self.path, rank, self.ranks)
+            number = next(iter(Folder(path).versions()), 0) if path.is_dir() else 0
+            if number <= self._number(rank):
+                raise RuntimeError(
+                    f"rank {rank} of {self.ranks} has not saved to {self.path}: each rank must call save_checkpoint "
+                    "with its own local_rank. The checkpoint before stands"
+                )
+            versions.append(Folder(path).load(number).version)
+        with Folder(self.path, write=True) as folder:
+            if folder.versions():
+                folder.load()
+            # Rows of a checkpoint of one rank that was here before are not needed.
+            folder.publish({RANKS: [list(version) for version in versions]}, head=folder.end)
+
+
+def stage(checkpoint: Checkpoint, folder: Path, *, sync: bool) -> None:
+    """Copy what is to be loaded into a folder of the run's folder: from then on the load goes on after a crash."""
+    remove_staged(folder, sync=sync)
+    path, records = folder / LOADING, list[Record]()
+    with Folder(path, write=True, sync=sync, keep=1) as staged:
+        for rows, begun in checkpoint.read():
+            staged.append({column_name(key): value for key, value in rows.items(True, True)})
+            records += begun
+        counter = max([checkpoint.counter, *(record.number + 1 for record in records)])
+        state = State(records, counter, checkpoint.generator, staged.end)
+        staged.publish({NOTES: state.to_json()})
+
+
+def remove_staged(folder: Path, *, sync: bool) -> None:
+    """Remove what was staged, if anything: first what makes it count."""
+    path = folder / LOADING
+    if path.is_dir() and not path.is_symlink():
+        for number in Folder(path).versions():
+            files.remove(path / manifest_name(number))
+        if sync:
+            files.sync_folder(path)
+        shutil.rmtree(path)
+
+
+def discard(closing: Callable[[], Any], folder: str | os.PathLike[str], process: int) -> None:
+    """Close a storage in the process that opened it, and remove its folder."""
+    if process == os.getpid():
+        try:
+            closing()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
