@@ -50,12 +50,22 @@ def write_pandas(source: Source, path: Path, *, split: int = 16) -> None:
     parquet = optional_package("pyarrow.parquet", "parquet", "export")
 
     def table_of(frame: Any) -> Any:
-        attrs = frame.attrs
-        for name in frame.columns:
-            if frame[name].dtype == object:  # arrays of a row: Parquet's lists have one dimension
-                frame[name] = [array.reshape(-1) for array in frame[name]]
-        table = pyarrow.Table.from_pandas(frame, preserve_index=False)
-        return table.replace_schema_metadata({**table.schema.metadata, _ATTRS: json.dumps(attrs)})
+        record = frame.attrs["flatroll"]
+        if wide := [name for name, (dtype, _) in record.items() if dtype.startswith("complex")]:
+            raise TypeError(
+                f"entry {wide[0]!r} is complex, which Parquet does not have: torch.view_as_real it first"
+            )
+        # Parquet's lists have one dimension. NaNs are values like others: Table.from_pandas would make gaps of them.
+        arrays = [
+            pyarrow.array(
+                [cell.reshape(-1) for cell in column] if column.dtype == object else column.to_numpy(),
+                from_pandas=False,
+            )
+            for _, column in frame.items()
+        ]
+        about = pyarrow.Schema.from_pandas(frame.iloc[:0], preserve_index=False).metadata
+        table = pyarrow.Table.from_arrays(arrays, names=list(frame.columns))
+        return table.replace_schema_metadata({**about, _ATTRS: json.dumps(frame.attrs)})
 
     _write_tables(
         (table_of(to_pandas(chunk, split=split)) for chunk in source.chunks()),
