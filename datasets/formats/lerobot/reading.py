@@ -4,6 +4,7 @@ import io
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,11 @@ def read_lerobot(path: str | Path, *, max_bytes: int = 4 << 30) -> Iterator[Tens
         raise ValueError(f"{root} has videos {videos}, which need a decoder: LeRobot reads them")
     ours = (root / RECORD).is_file()
     fields = _checked_fields(_read_json(root / RECORD), root / RECORD) if ours else None
-    last = from_arrow(parquet.read_table(root / LAST)) if ours else None
+    last = (
+        TensorDict.cat([from_arrow(part) for part in _row_groups(parquet, root / LAST, max_bytes)])
+        if ours
+        else None
+    )
     files = sorted((root / "meta/episodes").rglob("*.parquet"))
     if not files:
         raise FileNotFoundError(f"{root} has no meta/episodes/chunk-000/file-000.parquet")
@@ -106,12 +111,19 @@ def _checked_fields(fields: Any, path: Path) -> list[dict[str, Any]]:
             and re.fullmatch("bool|u?int(8|16|32|64)|float(16|32|64)", field["dtype"])
             and isinstance(field.get("shape"), list)
             and _is_shape(field["shape"])
-            and field.get("image") in (None, "HWC", "CHW")
+            and field.get("image", "") in (None, "HWC", "CHW")
             and (field["image"] is None or len(field["shape"]) == 3)
             and isinstance(field.get("next"), bool)
         ):
             raise ValueError(f"{path} is none that export() writes: {str(field)[:200]}")
+    roots = {field["key"] for field in fields if not field["next"]}
+    if alone := [field["key"] for field in fields if field["next"] and _root_of(field) not in roots]:
+        raise ValueError(f"{path} is none that export() writes: {alone[0]!r} has no root entry")
     return list(fields)
+
+
+def _root_of(field: dict[str, Any]) -> str:
+    return str(field["key"]).removeprefix(f"{NEXT}.")
 
 
 def _is_shape(shape: Any) -> bool:
@@ -168,17 +180,31 @@ def _row_groups(
     parquet: Any, file: Path, max_bytes: int, columns: Sequence[str] | None = None
 ) -> Iterator[Any]:
     """Tables of a Parquet file, one after the other; none that says it would take more than ``max_bytes``."""
-    with parquet.ParquetFile(file) as opened:
+    with _damage_in(file):
+        opened = parquet.ParquetFile(file)
+    with opened:
         for number in range(opened.num_row_groups):
-            group = opened.metadata.row_group(number)
-            chunks = [group.column(place) for place in range(group.num_columns)]
-            if (
-                claimed := sum(max(chunk.total_uncompressed_size, 8 * chunk.num_values) for chunk in chunks)
-            ) > max_bytes:
-                raise ValueError(
-                    f"{file}: row group {number} takes {claimed} bytes, more than max_bytes={max_bytes}"
-                )
-            yield opened.read_row_group(number, columns=columns)
+            with _damage_in(file):
+                group = opened.metadata.row_group(number)
+                chunks = [group.column(place) for place in range(group.num_columns)]
+                claimed = sum(max(chunk.total_uncompressed_size, 8 * chunk.num_values) for chunk in chunks)
+                if claimed > max_bytes:
+                    raise ValueError(
+                        f"row group {number} takes {claimed} bytes, more than max_bytes={max_bytes}"
+                    )
+                table = opened.read_row_group(number, columns=columns)
+            yield table
+
+
+@contextmanager
+def _damage_in(file: Path) -> Iterator[None]:
+    """Name the file in the errors of pyarrow."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from None
 
 
 def _decoded(column: Any, about: dict[str, Any], length: int, name: str) -> Array:
@@ -223,10 +249,12 @@ def _column(table: Any, field: dict[str, Any]) -> Any:
 def _recorded(table: Any, fields: list[dict[str, Any]], last: Any, number: int) -> TensorDict:
     """An episode as `write_lerobot` got it."""
     columns: dict[str, Array] = {}
+    finals = to_numpy(last[number : number + 1])
     for field in sorted(fields, key=lambda field: bool(field["next"])):  # next values are made of the others
         if field["next"]:
-            now = columns[field["key"].removeprefix(f"{NEXT}.")]
-            final = to_numpy(last[number : number + 1])[field["key"].removeprefix(f"{NEXT}.")]
+            now, final = columns[_root_of(field)], finals.get(_root_of(field))
+            if final is None or final.shape != (1, *now.shape[1:]):
+                raise ValueError(f"{LAST} does not fit: it has no last {_root_of(field)} of episode {number}")
             columns[field["key"]] = np.concatenate([now[1:], final])
             continue
         shape = field["shape"]
