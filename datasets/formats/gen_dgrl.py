@@ -133,7 +133,7 @@ def load_arrays(data: bytes, name: str, max_bytes: int) -> dict[str, Array]:
         _check_steps(stream, name)
         value = _ArraysOnly(stream, max_bytes).load()
         value = value.item() if isinstance(value, _Array) and value.shape == () else value
-    except (AttributeError, IndexError, KeyError, TypeError, EOFError, MemoryError) as error:
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, EOFError, MemoryError) as error:
         raise pickle.UnpicklingError(f"{name} is no pickle of arrays ({error})") from None
     arrays: dict[str, Array] = {}
     for key, array in value.items() if isinstance(value, dict) else [("", None)]:
