@@ -1,4 +1,4 @@
-"""Files that were made to do harm by what they claim or name: no code is run, no memory taken, errors say what is wrong."""
+"""Files that were made to do harm by what they claim or name: no code is run, no memory is taken."""
 
 import io
 import json

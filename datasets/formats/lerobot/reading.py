@@ -17,6 +17,7 @@ from flatroll.layout.export import Array, from_arrow, from_numpy, optional_packa
 from flatroll.layout.keys import NEXT, OBSERVATION
 
 _MOST_JSON = 64 << 20  # bytes
+_NUMBERS = "bool|u?int(8|16|32|64)|float(16|32|64)"  # dtypes of columns
 
 
 def read_lerobot(path: str | Path, *, max_bytes: int = 4 << 30) -> Iterator[TensorDict]:
@@ -26,7 +27,7 @@ def read_lerobot(path: str | Path, *, max_bytes: int = 4 << 30) -> Iterator[Tens
     ``("observation", "state")``), of the shapes that ``meta/info.json`` says, but for texts and what LeRobot counts;
     ``task_index`` stays. The next observation of an episode's last row, which is in no file, is its own one, with
     ``("collector", "next_known")`` False. A ``next.done`` is a termination where no ``next.truncated`` says otherwise,
-    and an episode that has none at its end is truncated; flags are ``[T, 1]``.
+    and an episode that has none at its end is truncated; flags and rewards, float32, are ``[T, 1]``.
 
     Args:
         path: of the folder.
@@ -108,7 +109,7 @@ def _checked_fields(fields: Any, path: Path) -> list[dict[str, Any]]:
         if not (
             isinstance(field, dict)
             and all(isinstance(field.get(name), str) for name in ("key", "column", "dtype"))
-            and re.fullmatch("bool|u?int(8|16|32|64)|float(16|32|64)", field["dtype"])
+            and re.fullmatch(_NUMBERS, field["dtype"])
             and isinstance(field.get("shape"), list)
             and _is_shape(field["shape"])
             and field.get("image", "") in (None, "HWC", "CHW")
@@ -132,7 +133,7 @@ def _is_shape(shape: Any) -> bool:
 
 def _bytes_of(about: dict[str, Any]) -> int:
     """Bytes of a row's value; of dtypes that NumPy does not have a byte a number."""
-    known = re.fullmatch("(u?int|float)(16|32|64)", about["dtype"])
+    known = re.fullmatch(_NUMBERS, about["dtype"])
     return prod(about["shape"]) * (np.dtype(about["dtype"]).itemsize if known else 1)
 
 
@@ -277,7 +278,9 @@ def _foreign(table: Any, features: dict[str, Any], number: int) -> TensorDict:
     for name, about in features.items():
         if name in COUNTED or name not in table.column_names or about["dtype"] == "string":
             continue
-        columns[name] = _decoded(table[name], about, length, name)
+        array = _decoded(table[name], about, length, name)
+        dtype = "float32" if name == f"{NEXT}.reward" else about["dtype"]
+        columns[name] = array.astype(dtype, copy=False) if re.fullmatch(_NUMBERS, dtype) else array
         if name.startswith(f"{OBSERVATION}."):
             array = columns[name]
             columns[f"{NEXT}.{name}"] = np.concatenate([array[1:], array[-1:]])
