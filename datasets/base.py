@@ -105,6 +105,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
     def __init__(
         self, dataset_id: str | Path, batch_size: int | None = None, **options: Unpack[DatasetOptions]
     ) -> None:
+        if unknown := sorted(options.keys() - DatasetOptions.__annotations__):  # before hours of converting
+            raise TypeError(f"{type(self).__name__} has no argument {unknown[0]!r}")
         self.dataset_id = str(dataset_id)
         root = options.pop("root", None)
         self.root = Path.home() / ".cache/flatroll" / self.kind if root is None else Path(root).expanduser()

@@ -102,7 +102,11 @@ def import_lerobot(path: str | Path) -> TensorDictBase:
 
 
 def _together(parts: Iterator[TensorDict], path: Any) -> TensorDictBase:
-    found = list(parts)
+    try:
+        found = list(parts)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        error.add_note(f"while {path} was read")
+        raise
     if not found:
         raise ValueError(f"{path} has no rows")
     return cast(TensorDictBase, TensorDict.cat(found) if len(found) > 1 else found[0])

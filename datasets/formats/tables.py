@@ -1,6 +1,7 @@
 """Parquet and Arrow files, and Parquet files that pandas reads as the data frames of `flatroll.export.to_pandas`."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def read_pandas(path: str | Path) -> Iterator[TensorDict]:
     optional_package("pandas", "pandas", "import_pandas")
     parquet = optional_package("pyarrow.parquet", "parquet", "import_pandas")
     with parquet.ParquetFile(path) as file:
-        attrs = json.loads((file.schema_arrow.metadata or {}).get(_ATTRS, b"{}"))
+        attrs = _checked_attrs((file.schema_arrow.metadata or {}).get(_ATTRS, b"{}"))
         for group in range(file.num_row_groups):
             frame = file.read_row_group(group).to_pandas()
             frame.attrs = attrs
@@ -125,3 +126,17 @@ def read_pandas(path: str | Path) -> Iterator[TensorDict]:
                 if name in frame.columns and frame[name].dtype == object:
                     frame[name] = [np.asarray(cells, dtype).reshape(shape) for cells in frame[name]]
             yield from_pandas(frame)
+
+
+def _checked_attrs(text: bytes) -> dict[str, Any]:
+    """What a file notes of its frame; ValueError if it is not what `to_pandas` does."""
+    try:
+        attrs = json.loads(text)
+        for dtype, shape in attrs.get("flatroll", {}).values():
+            if re.fullmatch("bool|u?int(8|16|32|64)|float(16|32|64)", dtype) is None:
+                raise ValueError(dtype)
+            if not all(type(size) is int and size >= 0 for size in shape):
+                raise ValueError(shape)
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the file notes no dtypes and shapes of its columns: {error}") from None
+    return dict(attrs)

@@ -100,7 +100,7 @@ def _checked_features(features: Any, path: Path) -> dict[str, Any]:
                 raise ValueError(
                     f"{path}: images {name!r} must be [H, W, C] of 1, 3 or 4 channels, got {shape}"
                 )
-    return features
+    return dict(features)
 
 
 def _checked_fields(fields: Any, path: Path) -> list[dict[str, Any]]:
@@ -134,7 +134,7 @@ def _is_shape(shape: Any) -> bool:
 def _bytes_of(about: dict[str, Any]) -> int:
     """Bytes of a row's value; of dtypes that NumPy does not have a byte a number."""
     known = re.fullmatch(_NUMBERS, about["dtype"])
-    return prod(about["shape"]) * (np.dtype(about["dtype"]).itemsize if known else 1)
+    return int(prod(about["shape"])) * (np.dtype(about["dtype"]).itemsize if known else 1)
 
 
 def _frames(root: Path, files: list[Path], row_bytes: int, max_bytes: int) -> Iterator[tuple[int, Any]]:

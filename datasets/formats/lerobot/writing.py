@@ -43,11 +43,14 @@ def write_lerobot(
         robot_type: goes into ``meta/info.json``. Default None.
 
     Raises:
-        ValueError: next observations are not the observations of the next row (n-step data), or names clash.
+        ValueError: ``fps`` is not above 0; next observations are not the observations of the next row (n-step data);
+            names clash.
         TypeError: an entry of complex numbers or of no numbers.
     """
     pyarrow = optional_package("pyarrow", "parquet", "export")
     parquet = optional_package("pyarrow.parquet", "parquet", "export")
+    if not 0 < fps < float("inf"):
+        raise ValueError(f"fps must be a number above 0, got {fps!r}")
     for folder in ("meta/episodes/chunk-000", "data/chunk-000"):
         (path / folder).mkdir(parents=True)
     trajectories = episodes_of(source)
