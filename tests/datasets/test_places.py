@@ -16,6 +16,7 @@ from flatroll.datasets import (
     AtariDQNExperienceReplay,
     BaseDatasetExperienceReplay,
     D4RLExperienceReplay,
+    OpenMLExperienceReplay,
     RobosetExperienceReplay,
     convert,
 )
@@ -250,3 +251,44 @@ def test_names_and_numbers_that_a_file_does_not_have(tmp_path: Path) -> None:
             steps().set("wave", torch.ones(ROWS, dtype=torch.complex64)), tmp_path / "rows", "pandas"
         )
     assert not list(tmp_path.iterdir())
+
+
+def test_arguments_that_would_be_found_wrong_too_late(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="has no argument 'fech'"):
+        D4RLExperienceReplay("maze", root=tmp_path, fech=d4rl)  # type: ignore[call-arg]
+    pytest.importorskip("pyarrow")
+    rows = steps().set("observation", steps()["x"].float()).set(("next", "observation"), steps()["x"] + 1.0)
+    for fps in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="fps must be a number above 0"):
+            module.export(rows, tmp_path / "rows", "lerobot", fps=fps)
+    rows["wild"] = torch.tensor([torch.inf, 1e38, torch.nan, -torch.inf]).double().pow(5).repeat(ROWS // 4)
+    module.export(rows, tmp_path / "rows", "lerobot")  # warns of nothing
+    again = module.import_lerobot(tmp_path / "rows")["wild"]
+    assert torch.equal(again.view(torch.int64), rows["wild"].view(torch.int64))
+
+
+def test_the_largest_label_is_that_of_the_table(tmp_path: Path) -> None:
+    for library in ("sklearn", "pandas"):
+        pytest.importorskip(library)
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"age": [1.0, 2.0]}), pandas.Series(["no", "yes"])
+    without_label = OpenMLExperienceReplay(
+        "magic", 2, root=tmp_path, fetch=lambda *_: table, transform=lambda batch: batch.exclude("y")
+    )
+    assert without_label.max_outcome_val == 1
+
+
+@pytest.mark.parametrize(
+    "note", ["[", "[[1]]", '"x"', "[-1]", "[" * 100_000, '{"flatroll": {"x": ["O", [1]]}}']
+)
+def test_notes_of_shapes_that_are_none(tmp_path: Path, note: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pandas")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    field = pyarrow.field("x", pyarrow.int64(), metadata={"flatroll": note})
+    schema = pyarrow.schema([field], metadata={"PANDAS_ATTRS": note})
+    parquet.write_table(pyarrow.table([pyarrow.array([1, 2])], schema=schema), tmp_path / "rows")
+    for read, text in ((module.import_parquet, "notes no shape"), (module.import_pandas, "notes no dtypes")):
+        with pytest.raises(ValueError, match=text) as caught:
+            read(tmp_path / "rows")
+        assert str(tmp_path / "rows") in caught.value.__notes__[0]
