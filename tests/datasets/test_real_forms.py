@@ -102,7 +102,7 @@ def test_d4rl_columns_of_all_kinds(tmp_path: Path) -> None:
         file.create_group("metadata")["algorithm"] = "SAC"
     episodes = list(read_d4rl(tmp_path / "steps.hdf5"))
     assert [len(episode) for episode in episodes] == [2, 1, 2]
-    rows = torch.cat(episodes)
+    rows: Any = torch.cat(episodes)
     check_rows(rows)
     assert rows["observation"].dtype is torch.float64 and rows["action"].dtype is torch.float16
     assert rows["observation"].tolist() == np.arange(10).reshape(5, 2).tolist()
