@@ -82,7 +82,9 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
 
     Raises:
         FileNotFoundError: the set is not there, and ``download`` is False or nobody knows how to fetch it.
-        ValueError: ``dataset_id`` is unknown, or leads out of ``root``; the folder is none of a data set.
+        ValueError: ``dataset_id`` is unknown, or leads out of ``root``; the folder is none of a data set, or was made
+            with other arguments of the conversion.
+        BlockingIOError: another process converts the set right now.
         ImportError: a library is missing that reads the files; the text names the extra.
 
     >>> import tempfile
@@ -103,15 +105,26 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
     def __init__(
         self, dataset_id: str | Path, batch_size: int | None = None, **options: Unpack[DatasetOptions]
     ) -> None:
+        if unknown := sorted(options.keys() - DatasetOptions.__annotations__):  # before hours of converting
+            raise TypeError(f"{type(self).__name__} has no argument {unknown[0]!r}")
         self.dataset_id = str(dataset_id)
         root = options.pop("root", None)
-        self.root = Path.home() / ".cache/flatroll" / self.kind if root is None else Path(root)
+        self.root = Path.home() / ".cache/flatroll" / self.kind if root is None else Path(root).expanduser()
         download, fetch = options.pop("download", True), options.pop("fetch", None)
         if download not in (True, False, "force"):
             raise ValueError(f"download must be True, False or 'force', got {download!r}")
         encoded = {name: options.pop(name, None) for name in ("codec", "frame_stack")}  # type: ignore[misc]
         self.data_path = self._place()
-        if download == "force" or not self.data_path.exists():
+        if download == "force" and not self.kind:
+            raise ValueError(
+                "download='force' is for published sets: convert(..., overwrite=True) makes a folder anew"
+            )
+        there = self.data_path.exists() and not (
+            self.data_path.is_dir() and not any(self.data_path.iterdir())
+        )
+        if there and download != "force":
+            self._check_facts()
+        else:
             if not self.kind or not download:
                 instead = "give download=True" if self.kind else "convert() makes one"
                 raise FileNotFoundError(f"there is no data set in {self.data_path}: {instead}")
@@ -133,6 +146,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             size = None if size is None else whole_number("batch_size", size) * longest
         self._longest = longest
         super().__init__(storage, batch_size=size, **options)  # type: ignore[arg-type]
+        if not len(self):
+            raise ValueError(f"{self.data_path} has no rows")
 
     # -- where the set is, and how it comes there ------------------------------------------------------------------
 
@@ -162,8 +177,20 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         raise NotImplementedError
 
     def _facts(self) -> dict[str, Any]:
-        """What the folder says of itself."""
+        """What the folder says of itself; under ``"options"`` those arguments of which other rows come."""
         return {"kind": f"data set {self.kind}", "dataset_id": self.dataset_id}
+
+    def _check_facts(self) -> None:
+        """Raise ValueError if the folder is of another kind of set, or was made with other options."""
+        if not self.kind:
+            return
+        made, asked = Folder(self.data_path).load().extra, self._facts()
+        for name in ("kind", "options"):
+            if name in made and made[name] != asked.get(name):
+                raise ValueError(
+                    f"{self.data_path} was made with {name} {made[name]}, asked for is {asked.get(name)}: give "
+                    "download='force' to make it anew, or another root"
+                )
 
     def _make(self, fetch: Fetch | None, *, overwrite: bool, **encoded: Any) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -171,9 +198,16 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             folder = Path(name)
             found = self._fetch(folder) if fetch is None else fetch(self.dataset_id, folder)
             source = folder if found is None else found
-            convert(
-                self._convert(source), self.data_path, facts=self._facts(), overwrite=overwrite, **encoded
-            )
+            try:
+                convert(
+                    self._convert(source), self.data_path, facts=self._facts(), overwrite=overwrite, **encoded
+                )
+            except FileExistsError:  # another process has made it meanwhile
+                if overwrite or not self.data_path.exists():
+                    raise
+            except BlockingIOError as error:
+                text = f"another process makes {self.data_path} right now: open it when that is done"
+                raise BlockingIOError(error.errno, text) from None
 
     def _longest_trajectory(self, storage: DiskStorage) -> int:
         """Number of rows of the longest trajectory."""

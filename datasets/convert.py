@@ -47,7 +47,7 @@ def convert(
         segment_bytes: bytes of rows that make a file. Default 32 MiB.
 
     Raises:
-        FileExistsError: there is such a folder.
+        FileExistsError: there is such a folder; with ``overwrite``, anything else of that name.
         BlockingIOError: another process converts into it.
         ValueError: no rows, or batches whose entries, shapes or dtypes differ.
         TypeError: an entry is no tensor.

@@ -56,6 +56,11 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
         super().__init__(dataset_id, batch_size, **options)
 
     @override
+    def _facts(self) -> dict[str, Any]:
+        ends = {"use_truncated_as_done": self._truncated_is_done, "terminate_on_end": self._drop_unknown}
+        return super()._facts() | {"options": ends}
+
+    @override
     def _convert(self, source: Any) -> Iterator[TensorDictBase]:
         episodes = 0
         for path in files_in(source, (".hdf5", ".h5")):

@@ -7,7 +7,8 @@ from typing import Any, cast
 from tensordict import TensorDict, TensorDictBase
 
 from flatroll.datasets.formats.h5 import read_h5, write_h5
-from flatroll.datasets.formats.lerobot import read_lerobot, write_lerobot
+from flatroll.datasets.formats.lerobot.reading import read_lerobot
+from flatroll.datasets.formats.lerobot.writing import write_lerobot
 from flatroll.datasets.formats.minari import read_minari, write_minari
 from flatroll.datasets.formats.sources import open_source, written_beside
 from flatroll.datasets.formats.tables import (
@@ -101,7 +102,11 @@ def import_lerobot(path: str | Path) -> TensorDictBase:
 
 
 def _together(parts: Iterator[TensorDict], path: Any) -> TensorDictBase:
-    found = list(parts)
+    try:
+        found = list(parts)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        error.add_note(f"while {path} was read")
+        raise
     if not found:
         raise ValueError(f"{path} has no rows")
     return cast(TensorDictBase, TensorDict.cat(found) if len(found) > 1 else found[0])

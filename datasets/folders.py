@@ -17,6 +17,7 @@ from flatroll.buffers.storages.disk.forms import Form
 from flatroll.buffers.storages.disk.log import Layout
 from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.disk import Folder, Ragged, column_name
+from flatroll.disk.listing import Listing
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, next_key
 
 _ROWS_LOOKED_AT = 1024  # to find out which next observations are those of the row after
@@ -46,9 +47,8 @@ def write_folder(
         layout: how rows are kept, if another folder says so already.
         first: number of the first row.
     """
-    target = Path(path).absolute()
-    if target.exists() and not overwrite:
-        raise FileExistsError(f"{target} exists: give overwrite=True, or choose another path")
+    target = Path(path).resolve()
+    _check_place(target, overwrite)
     beside = target.parent / f".{target.name}.part"
     target.parent.mkdir(parents=True, exist_ok=True)
     with Folder(beside, write=True, overwrite=True) as folder:
@@ -58,8 +58,19 @@ def write_folder(
             folder.append(_encode(rows, layout), first=folder.end if folder.segments else first)
         if layout is None or not folder.segments:
             raise ValueError(f"there are no rows to convert into {target}")
+        _check_place(target, overwrite)  # another process may have made it meanwhile
         publish(folder, layout, target, facts)
     return Written(folder.end, layout)
+
+
+def _check_place(target: Path, overwrite: bool) -> None:
+    """Raise FileExistsError if there is something that must not, or cannot, be replaced."""
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not overwrite:
+        raise FileExistsError(f"{target} exists: give overwrite=True, or choose another path")
+    if not target.is_dir() or Listing.of(target).is_empty:
+        raise FileExistsError(f"{target} is no folder of rows, so it is not replaced: choose another path")
 
 
 def publish(folder: Folder, layout: Layout, target: Path, facts: Mapping[str, Any] | None) -> None:

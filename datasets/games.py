@@ -77,6 +77,10 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
             )
 
     @override
+    def _facts(self) -> dict[str, Any]:
+        return super()._facts() | {"options": {"frame_stack": self._stack}}
+
+    @override
     def _convert(self, source: Any) -> Iterator[TensorDictBase]:
         return read_atari_dqn(source, frame_stack=self._stack)
 

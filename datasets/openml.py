@@ -8,7 +8,7 @@ from tensordict import TensorDictBase
 from typing_extensions import override
 
 from flatroll.buffers import SamplerWithoutReplacement
-from flatroll.datasets.base import BaseDatasetExperienceReplay, DatasetOptions
+from flatroll.datasets.base import BaseDatasetExperienceReplay, DatasetOptions, open_rows
 from flatroll.datasets.formats.openml import read_openml
 from flatroll.layout.export import optional_package
 
@@ -49,7 +49,7 @@ class OpenMLExperienceReplay(BaseDatasetExperienceReplay):
     def __init__(self, name: str, batch_size: int | None = None, **options: Unpack[DatasetOptions]) -> None:
         options["sampler"] = options.get("sampler") or SamplerWithoutReplacement()
         super().__init__(name, batch_size, **options)
-        self.max_outcome_val = int(self[:]["y"].max())
+        self.max_outcome_val = int(open_rows(self.data_path)[:]["y"].max())  # before any transform
 
     @override
     def _check_id(self) -> None:

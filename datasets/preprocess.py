@@ -140,10 +140,13 @@ def _files(path: Path) -> list[str]:
 def _bounds(path: Path, num_chunks: int | None = None, num_frames: int | None = None) -> list[list[int]]:
     """First and end of each piece of the rows: files, or ``num_chunks`` of one size."""
     folder = Folder(path)
-    folder.load()
-    end = folder.end if num_frames is None else min(folder.end, whole_number("num_frames", num_frames))
+    rows = folder.recover()  # those that a buffer over the folder has; their numbers begin at 0 there
+    end = len(rows) if num_frames is None else min(len(rows), whole_number("num_frames", num_frames))
     if num_chunks is None:
-        return [[segment.first, min(segment.end, end)] for segment in folder.segments if segment.first < end]
+        spans = [
+            (max(part.first - rows.start, 0), min(part.end - rows.start, end)) for part in folder.segments
+        ]
+        return [[first, stop] for first, stop in spans if first < stop]
     edges = torch.linspace(0, end, min(whole_number("num_chunks", num_chunks), end) + 1).long().tolist()
     return [[first, stop] for first, stop in pairwise(edges)]
 
@@ -172,6 +175,7 @@ class RowsDataset(IterableDataset[TensorDictBase]):
 
     def __init__(self, open_rows: OpenRows, path: Path, batch_size: int, shuffle: bool) -> None:
         self.open_rows, self.path, self.batch_size, self.shuffle = open_rows, path, batch_size, shuffle
+        self._passes = 0  # that this process began: workers that persist keep their seed
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         info = get_worker_info()
@@ -179,16 +183,21 @@ class RowsDataset(IterableDataset[TensorDictBase]):
         # All workers of a pass must shuffle the files alike: their seeds are one number plus the worker's own.
         generator = torch.Generator()
         seed = torch.randint(2**62, ()) if info is None else info.seed - info.id
-        generator.manual_seed(int(seed))
+        generator.manual_seed((int(seed) + self._passes) % 2**63)
+        self._passes += 1
         bounds = _bounds(self.path)
         order = (
             torch.randperm(len(bounds), generator=generator) if self.shuffle else torch.arange(len(bounds))
         )
+        of_file = torch.randint(2**62, (len(bounds),), generator=generator).tolist()
         rows = self.open_rows(self.path)
         for number in order[worker::workers].tolist():
             first, end = bounds[number]
             numbers = torch.arange(first, end)
             if self.shuffle:
+                generator.manual_seed(
+                    of_file[number]
+                )  # the same whichever worker it is, another for each file
                 numbers = numbers[torch.randperm(len(numbers), generator=generator)]
             for start in range(0, len(numbers), self.batch_size):
                 yield rows[numbers[start : start + self.batch_size]]

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from flatroll.buffers import SamplerWithoutReplacement
 from flatroll.datasets.base import BaseDatasetExperienceReplay, DatasetOptions, slices
-from flatroll.datasets.formats.lerobot import read_lerobot
+from flatroll.datasets.formats.lerobot.reading import read_lerobot
 from flatroll.datasets.formats.robots import read_rlds, read_roboset
 
 

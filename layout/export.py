@@ -310,9 +310,20 @@ def from_arrow(table: Any, *, separator: str = ".") -> TensorDict:
         record = (field.metadata or {}).get(_RECORD.encode())
         if size != 1 or pyarrow.types.is_fixed_size_list(field.type):
             column = column.reshape(len(table), size)
-        shape = None if record is None else json.loads(record)
+        shape = None if record is None else _noted_shape(field.name, record)
         entries[field.name] = _shaped(field.name, column, shape, separator)
     return _assemble(entries.items(), separator)
+
+
+def _noted_shape(name: str, record: bytes) -> list[int]:
+    """The shape of a row that the metadata of a field notes; ValueError if it is none."""
+    try:
+        shape = json.loads(record)
+    except (ValueError, RecursionError):
+        shape = None
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"column {name!r} notes no shape of its rows: {record[:80]!r}")
+    return shape
 
 
 def optional_package(name: str, extra: str, needed_by: str) -> Any:

@@ -36,6 +36,8 @@ def h5_columns(file: Any, *, leave_out: Collection[str] = (), single: bool = Fal
         if depth > _DEEPEST:
             raise ValueError(f"{prefix} lies in more than {_DEEPEST} groups")
         for name in group:
+            if not isinstance(name, str):
+                raise ValueError(f"{prefix}{name!r} is no name")
             place = prefix + name
             if place in leave_out:
                 continue
@@ -54,7 +56,10 @@ def h5_columns(file: Any, *, leave_out: Collection[str] = (), single: bool = Fal
                 stored += _checked(place, value, single)
                 columns[place] = value
 
-    walk(file, "", 0)
+    try:
+        walk(file, "", 0)
+    except (KeyError, RuntimeError) as error:  # what h5py raises for objects that cannot be read
+        raise ValueError(f"{file.filename} is damaged ({error})") from None
     if stored > (size := os.path.getsize(file.filename)):
         raise ValueError(f"the datasets claim {stored} stored bytes, the file has {size}: it is damaged")
     return columns

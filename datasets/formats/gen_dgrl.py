@@ -3,9 +3,10 @@
 import io
 import lzma
 import pickle
+import pickletools
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,15 @@ from flatroll.datasets.formats.steps import episode_of
 from flatroll.layout.export import Array
 
 _NAMES = ("observations", "actions", "rewards", "dones")
+_LONGEST_NAME = 1 << 20
+_MOST_STEPS = 4096  # of a pickle; an array takes about 20
+#: What pickles of arrays, of any protocol, are made of. Left out is what makes objects without asking `find_class`,
+#: or allocates what is only claimed: EXT*, INST, OBJ, NEWOBJ*, PERSID, BYTEARRAY8, out-of-band buffers, sets.
+_STEPS = re.compile(
+    "PROTO|FRAME|STOP|MARK|MEMOIZE|((LONG_)?BIN)?(PUT|GET)|(STACK_)?GLOBAL|REDUCE|BUILD|(EMPTY_)?(TUPLE|DICT|LIST)"
+    "|TUPLE[123]|SETITEMS?|APPENDS?|NONE|NEWTRUE|NEWFALSE|(BIN)?(INT|FLOAT)|BININT[12]|LONG[14]?"
+    "|UNICODE|STRING|(SHORT_)?BIN(UNICODE|BYTES|STRING)|BIN(UNICODE|BYTES)8"
+)
 
 
 def read_gen_dgrl(path: str | Path, *, max_bytes: int = 1 << 30) -> Iterator[TensorDict]:
@@ -37,7 +47,7 @@ def read_gen_dgrl(path: str | Path, *, max_bytes: int = 1 << 30) -> Iterator[Ten
     """
     number = 0
     try:
-        with tarfile.open(path, "r|*") as archive:
+        with tarfile.open(path, "r|*", tarinfo=_Member) as archive:
             for member in archive:
                 if member.isdir():
                     continue
@@ -57,6 +67,18 @@ def read_gen_dgrl(path: str | Path, *, max_bytes: int = 1 << 30) -> Iterator[Ten
                 number += 1
     except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
         raise ValueError(f"{path} is damaged ({error})") from None
+
+
+class _Member(tarfile.TarInfo):
+    """A member of an archive, whose name, which may be a member of its own, is short."""
+
+    def _proc_member(self, archive: Any) -> Any:
+        named = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE)
+        if self.type in (*named, tarfile.SOLARIS_XHDTYPE) and self.size > _LONGEST_NAME:
+            raise ValueError(
+                f"{archive.name}: a name of {self.size} bytes is claimed, it has {_LONGEST_NAME} at most"
+            )
+        return super()._proc_member(archive)  # type: ignore[misc]
 
 
 def _episode(steps: dict[str, Array], number: int, name: str) -> TensorDict:
@@ -108,18 +130,38 @@ def load_arrays(data: bytes, name: str, max_bytes: int) -> dict[str, Array]:
     if dtype.kind != "O" or shape != ():
         raise ValueError(f"{name} must hold one dict, got an array {shape} of {dtype}")
     try:
+        _check_steps(stream, name)
         value = _ArraysOnly(stream, max_bytes).load()
         value = value.item() if isinstance(value, _Array) and value.shape == () else value
-    except (AttributeError, IndexError, KeyError, TypeError, EOFError, MemoryError) as error:
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, EOFError, MemoryError) as error:
         raise pickle.UnpicklingError(f"{name} is no pickle of arrays ({error})") from None
     arrays: dict[str, Array] = {}
     for key, array in value.items() if isinstance(value, dict) else [("", None)]:
         if not isinstance(key, str) or not isinstance(array, np.ndarray) or array.dtype.kind not in "biufc":
             raise pickle.UnpicklingError(
-                f"{name} must hold a dict of arrays of numbers, got {key!r} of {type(array)}"
+                f"{name} must hold a dict of arrays of numbers, got {type(key)} of {type(array)}"
             )
         arrays[key] = array.view(np.ndarray)
+    # One array may stand under many names, each of which is a column then.
+    if sum(array.nbytes for array in arrays.values()) > max_bytes:
+        raise pickle.UnpicklingError(f"{name}: the arrays have more than max_bytes={max_bytes}")
     return arrays
+
+
+def _check_steps(stream: io.BytesIO, name: str) -> None:
+    """Read what a pickle would do, without doing it; pickle.UnpicklingError if it is more than arrays need.
+
+    So few steps can neither nest tuples so deeply that their hash overflows the stack, nor name a place of the memo for
+    which gigabytes would be allocated.
+    """
+    begin = stream.tell()
+    for number, (step, argument, _) in enumerate(pickletools.genops(stream)):
+        far = isinstance(argument, int) and "PUT" in step.name and argument > _MOST_STEPS
+        if number == _MOST_STEPS or far or _STEPS.fullmatch(step.name) is None:
+            raise pickle.UnpicklingError(
+                f"{name}: {step.name} at step {number} is no part of a dict of arrays: nothing was run"
+            )
+    stream.seek(begin)
 
 
 class _Array(np.ndarray[Any, Any]):
@@ -168,22 +210,30 @@ class _ArraysOnly(pickle.Unpickler):
         if (module, name) in {
             ("numpy.core.multiarray", "_reconstruct"),
             ("numpy._core.multiarray", "_reconstruct"),
-        }:
-            return lambda *_: _Array(
-                self._budget
-            )  # whatever shape is claimed: the state that follows says it again
+        }:  # whatever shape is claimed: the state that follows says it again
+            return _Function(lambda *_: _Array(self._budget))
         if (module, name) == ("numpy", "ndarray"):
-            return np.ndarray
+            return None  # an argument of `_reconstruct`; the class itself would make arrays of objects from any bytes
         if (module, name) == ("numpy", "dtype"):
-            return _Kind
+            return _Function(_Kind)
         if (module, name) == ("_codecs", "encode"):  # bytes in pickles of protocols 0 to 2
-            return _encode
+            return _Function(_encode)
         raise pickle.UnpicklingError(
             f"{module}.{name} is asked for, which is no part of NumPy arrays: it was not run"
         )
 
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("no part of NumPy arrays: a persistent id")
+
+class _Function:
+    """A function that a pickle may call, and not change: BUILD would set the defaults of Python's own functions."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._call(*arguments)
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError("a function is no array")
 
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 
 from flatroll.datasets.formats.sources import CHUNK_BYTES, Source, first_rows
@@ -21,8 +22,15 @@ def write_h5(source: Source, path: Path, **h5_kwargs: Any) -> None:
         source: the rows.
         path: of the file to be made.
         **h5_kwargs: for `h5py.Group.create_dataset`, such as ``compression="gzip"``.
+
+    Raises:
+        ValueError: an entry is named ``_first_rows``.
     """
     h5py = optional_package("h5py", "h5", "export")
+    if source.read(torch.arange(1)).get(FIRST_ROWS, None) is not None:
+        raise ValueError(
+            f"entry {FIRST_ROWS!r} has the name that the file gives to first rows: rename it first"
+        )
     starts = first_rows(source)
     with h5py.File(path, "w") as file:
         row = 0

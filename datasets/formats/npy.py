@@ -46,9 +46,11 @@ class ArrayStream:
             raise ValueError(f"{name} must have one row after the other, got shape {shape}, {fortran=}")
         self.shape, self.rows = shape, next(iter(shape))
         self._row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-        if self.rows * self._row_bytes > max_bytes:
+        # Rows of nothing take no bytes here, but would in whatever is made for each row.
+        claimed = self.rows * max(1, self._row_bytes)
+        if claimed > max_bytes:
             raise ValueError(
-                f"{name} claims {self.rows * self._row_bytes} bytes, at most {max_bytes} can be: the file is damaged, "
+                f"{name} claims {claimed} bytes, at most {max_bytes} can be: the file is damaged, "
                 "or max_bytes too small"
             )
         self._read = 0

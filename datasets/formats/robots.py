@@ -43,18 +43,24 @@ def read_roboset(paths: str | Path | Iterable[str | Path]) -> Iterator[TensorDic
                 trial, _, name = place.partition("/")
                 trials.setdefault(trial, {})[name] = column
             for trial in sorted(trials, key=lambda trial: (len(trial), trial)):
-                yield _trial(trials[trial], number, seed, f"{path}: {trial}")
-                number += 1
+                episode = _trial(trials[trial], number, seed, f"{path}: {trial}")
+                if len(episode):
+                    yield episode
+                    number += 1
 
 
 def _trial(columns: Mapping[str, Any], number: int, seed: int, place: str) -> TensorDict:
-    for name in ("observations", "actions", "rewards"):
-        if not any(column.split("/")[0] == name for column in columns):
+    groups = {column.partition("/")[0] for column in columns}
+    for name, found in (("observations", groups), ("actions", columns), ("rewards", columns)):
+        if name not in found:
             raise KeyError(f"{place} has no {name!r}; it has {sorted(columns)}")
-    arrays = {name: column[:] for name, column in columns.items()}
-    length = len(arrays["actions"])
-    if wrong := {name: len(array) for name, array in arrays.items() if len(array) != length}:
+    length = columns["actions"].shape[0]
+    if wrong := {name: column.shape[0] for name, column in columns.items() if column.shape[0] != length}:
         raise ValueError(f"{place} has {length} actions, and of others {wrong}")
+    for name in ("rewards", "done", "terminated", "truncated"):  # so no rows are only claimed, either
+        if name in columns and columns[name].size != length:
+            raise ValueError(f"{place}: {name!r} must be one number a row, got {list(columns[name].shape)}")
+    arrays = {name: column[:] for name, column in columns.items()}
     names = {"observations": "observation", "env_infos": "info", "actions": "action"}
     states, others = dict[str, Array](), dict[str, Array]()
     for name, array in arrays.items():
@@ -64,7 +70,7 @@ def _trial(columns: Mapping[str, Any], number: int, seed: int, place: str) -> Te
             target[".".join([names.get(first, first), *rest])] = array
     over = arrays.get("done", arrays.get("terminated", np.zeros(length, bool))).reshape(-1).astype(bool)
     cut = arrays.get("truncated", np.zeros(length, bool)).reshape(-1).astype(bool)
-    cut[-1] |= not over[-1]
+    cut[-1:] |= ~over[-1:]
     others["seed"] = np.full(length, seed)
     return episode_of(number, states, others, arrays["rewards"], over & ~cut, cut)
 

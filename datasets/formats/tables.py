@@ -1,6 +1,7 @@
 """Parquet and Arrow files, and Parquet files that pandas reads as the data frames of `flatroll.export.to_pandas`."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,22 @@ def write_pandas(source: Source, path: Path, *, split: int = 16) -> None:
     parquet = optional_package("pyarrow.parquet", "parquet", "export")
 
     def table_of(frame: Any) -> Any:
-        attrs = frame.attrs
-        for name in frame.columns:
-            if frame[name].dtype == object:  # arrays of a row: Parquet's lists have one dimension
-                frame[name] = [array.reshape(-1) for array in frame[name]]
-        table = pyarrow.Table.from_pandas(frame, preserve_index=False)
-        return table.replace_schema_metadata({**table.schema.metadata, _ATTRS: json.dumps(attrs)})
+        record = frame.attrs["flatroll"]
+        if wide := [name for name, (dtype, _) in record.items() if dtype.startswith("complex")]:
+            raise TypeError(
+                f"entry {wide[0]!r} is complex, which Parquet does not have: torch.view_as_real it first"
+            )
+        # Parquet's lists have one dimension. NaNs are values like others: Table.from_pandas would make gaps of them.
+        arrays = [
+            pyarrow.array(
+                [cell.reshape(-1) for cell in column] if column.dtype == object else column.to_numpy(),
+                from_pandas=False,
+            )
+            for _, column in frame.items()
+        ]
+        about = pyarrow.Schema.from_pandas(frame.iloc[:0], preserve_index=False).metadata
+        table = pyarrow.Table.from_arrays(arrays, names=list(frame.columns))
+        return table.replace_schema_metadata({**about, _ATTRS: json.dumps(frame.attrs)})
 
     _write_tables(
         (table_of(to_pandas(chunk, split=split)) for chunk in source.chunks()),
@@ -107,7 +118,7 @@ def read_pandas(path: str | Path) -> Iterator[TensorDict]:
     optional_package("pandas", "pandas", "import_pandas")
     parquet = optional_package("pyarrow.parquet", "parquet", "import_pandas")
     with parquet.ParquetFile(path) as file:
-        attrs = json.loads((file.schema_arrow.metadata or {}).get(_ATTRS, b"{}"))
+        attrs = _checked_attrs((file.schema_arrow.metadata or {}).get(_ATTRS, b"{}"))
         for group in range(file.num_row_groups):
             frame = file.read_row_group(group).to_pandas()
             frame.attrs = attrs
@@ -115,3 +126,17 @@ def read_pandas(path: str | Path) -> Iterator[TensorDict]:
                 if name in frame.columns and frame[name].dtype == object:
                     frame[name] = [np.asarray(cells, dtype).reshape(shape) for cells in frame[name]]
             yield from_pandas(frame)
+
+
+def _checked_attrs(text: bytes) -> dict[str, Any]:
+    """What a file notes of its frame; ValueError if it is not what `to_pandas` does."""
+    try:
+        attrs = json.loads(text)
+        for dtype, shape in attrs.get("flatroll", {}).values():
+            if re.fullmatch("bool|u?int(8|16|32|64)|float(16|32|64)", dtype) is None:
+                raise ValueError(dtype)
+            if not all(type(size) is int and size >= 0 for size in shape):
+                raise ValueError(shape)
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the file notes no dtypes and shapes of its columns: {error}") from None
+    return dict(attrs)

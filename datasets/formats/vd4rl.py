@@ -1,6 +1,7 @@
 """V-D4RL files: an episode of pixels in an ``.npz`` file, or steps end to end in an HDF5 file."""
 
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -16,15 +17,18 @@ from flatroll.layout.export import Array, optional_package
 from flatroll.layout.hdf5 import h5_columns
 
 _PIXELS = ("image", "observation", "pixels")
-_OWN = ("reward", "is_first", "is_last", "is_terminal", *_PIXELS)
+_MARKS = ("is_first", "is_last", "step_type")
+_FIRST, _LAST = 0, 2  # of step_type
+_OWN = ("reward", "is_terminal", *_MARKS, *_PIXELS)
 
 
 def read_vd4rl(paths: str | Path | Iterable[str | Path], *, max_bytes: int = 1 << 30) -> Iterator[TensorDict]:
     """Yield the episodes of V-D4RL files as flat batches ``[T]``.
 
     Row t of a file has the observation of step t (``image`` or ``observation``, uint8 ``[H, W, C]`` or ``[C, H, W]``),
-    and the action and reward that led to it, as Dreamer writes them; ``is_first``, ``is_last`` and ``is_terminal`` say
-    where episodes are. So T + 1 rows of a file make T. Images are ``"pixels"``; any other entry is a state,
+    and the action and reward that led to it, as Dreamer writes them; ``is_first`` and ``is_last``, or ``step_type`` (0
+    first, 1 in between, 2 last), say where episodes are, ``is_terminal``, or else a ``discount`` of 0, which of them
+    were terminated. So T + 1 rows of a file make T. Images are ``"pixels"``; any other entry is a state,
     ``("state", name)``.
 
     Args:
@@ -35,7 +39,8 @@ def read_vd4rl(paths: str | Path | Iterable[str | Path], *, max_bytes: int = 1 <
         FileNotFoundError: the folder has no such files.
         ImportError: h5py is missing; the text names the extra.
         KeyError: no images, or no actions.
-        ValueError, TypeError: a damaged file, pickled objects, more than ``max_bytes``; as `h5_columns`.
+        ValueError, TypeError: a damaged file, pickled objects, more than ``max_bytes``; an HDF5 file that does not say
+            where episodes are; as `h5_columns`.
 
     Source: Lu et al., Challenges and Opportunities in Offline Reinforcement Learning from Visual Observations (2022).
     """
@@ -57,7 +62,7 @@ def _npz(path: Path, max_bytes: int) -> Iterator[dict[str, Array]]:
                     name = member.filename.removesuffix(".npy")
                     steps[name] = read_whole(stream, f"{path}: {name}", min(left, member.file_size))
                 left -= steps[name].nbytes
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise ValueError(f"{path} is damaged ({error})") from None
     yield from _cut(steps, path)
 
@@ -65,7 +70,13 @@ def _npz(path: Path, max_bytes: int) -> Iterator[dict[str, Array]]:
 def _hdf5(path: Path, max_bytes: int) -> Iterator[dict[str, Array]]:
     h5py = optional_package("h5py", "h5", "VD4RLExperienceReplay")
     with h5py.File(path, "r") as file:
-        yield from _cut(h5_columns(file), path)
+        columns = h5_columns(file)
+        if not any(mark in columns for mark in _MARKS):
+            raise ValueError(
+                f"{path} has none of {', '.join(_MARKS)}, which say where its episodes are: add one, or write an .npz "
+                "file for each episode"
+            )
+        yield from _cut(columns, path)
 
 
 def _cut(steps: dict[str, Any], path: Path) -> Iterator[dict[str, Array]]:
@@ -76,13 +87,19 @@ def _cut(steps: dict[str, Any], path: Path) -> Iterator[dict[str, Array]]:
     lengths = {name: column.shape[0] if column.shape else -1 for name, column in steps.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"{path} must have one row for each step, got lengths {lengths}")
-    length = lengths["action"]
+    length, shape = lengths["action"], list(steps[pixels].shape)
+    if len(shape) != 4 or 0 in shape[1:]:
+        raise ValueError(f"{path}: {pixels!r} must be images [N, H, W, C] or [N, C, H, W], got {shape}")
     starts = np.zeros(length + 1, bool)
     starts[[0, -1]] = True
     if "is_first" in steps:
         starts[:-1] |= steps["is_first"][:].reshape(-1).astype(bool)
     if "is_last" in steps:
         starts[1:] |= steps["is_last"][:].reshape(-1).astype(bool)
+    if "step_type" in steps:
+        kinds = steps["step_type"][:].reshape(-1)
+        starts[:-1] |= kinds == _FIRST
+        starts[1:] |= kinds == _LAST
     bounds = np.flatnonzero(starts)
     for first, end in pairwise(bounds):
         yield {"pixels" if name == pixels else name: column[first:end] for name, column in steps.items()}
@@ -91,7 +108,10 @@ def _cut(steps: dict[str, Any], path: Path) -> Iterator[dict[str, Array]]:
 def _episode(steps: dict[str, Array], number: int) -> TensorDict:
     length = len(steps["action"]) - 1
     terminated = np.zeros(length, bool)
-    terminated[-1] = bool(steps["is_terminal"][-1]) if "is_terminal" in steps else False
+    if "is_terminal" in steps:
+        terminated[-1] = bool(np.all(steps["is_terminal"][-1]))
+    elif "discount" in steps:
+        terminated[-1] = bool(np.all(steps["discount"][-1] == 0))
     truncated = np.zeros(length, bool)
     truncated[-1] = not terminated[-1]
     others = {"action": steps["action"][1:]}  # that of row t led to observation t

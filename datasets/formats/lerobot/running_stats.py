@@ -33,10 +33,12 @@ class RunningStats:
         values = rows.astype(np.float64).reshape(len(rows), -1)
         if self._images:
             values = rows.reshape(-1, rows.shape[-1]) / 255.0
-        mean, total = values.mean(0), self._values + len(values)
-        apart = mean - self._mean
-        self._squares += ((values - mean) ** 2).sum(0) + apart**2 * (self._values * len(values) / total)
-        self._mean = self._mean + apart * (len(values) / total)
+        # Infinite values, and squares that are, are as the columns have them: no reason to warn.
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean, total = values.mean(0), self._values + len(values)
+            apart = mean - self._mean
+            self._squares += ((values - mean) ** 2).sum(0) + apart**2 * (self._values * len(values) / total)
+            self._mean = self._mean + apart * (len(values) / total)
         self._low, self._high = np.minimum(self._low, values.min(0)), np.maximum(self._high, values.max(0))
         self._rows, self._values = self._rows + len(rows), total
 

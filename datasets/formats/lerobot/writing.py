@@ -1,14 +1,7 @@
-"""LeRobot v3 folders, written and read with pyarrow alone; images as PNG cells.
-
-meta/info.json, meta/stats.json, meta/tasks.parquet
-meta/episodes/chunk-000/file-000.parquet   a row for each episode: its length, its task, where its frames stand
-data/chunk-000/file-000.parquet            a row for each step
-meta/flatroll.json, meta/flatroll_last.parquet   what LeRobot has no place for: keys, shapes, last observations
-"""
+"""Writes LeRobot v3 folders, one trajectory at a time."""
 
 import io
 import json
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,18 +10,19 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from flatroll.datasets.formats.running_stats import RunningStats
+from flatroll.datasets.formats.lerobot.running_stats import RunningStats
 from flatroll.datasets.formats.sources import Source, episodes_of
-from flatroll.layout.export import Array, from_arrow, from_numpy, optional_package, to_arrow, to_numpy
+from flatroll.layout.export import Array, optional_package, to_arrow, to_numpy
 from flatroll.layout.keys import NEXT, OBSERVATION, as_tuple, observation_keys
 from flatroll.layout.ted.compact import is_shift
 
 _FILE_BYTES, _FILES_IN_CHUNK, _FINALS_AT_ONCE = 100 << 20, 1000, 256
-_DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 _EPISODES = "meta/episodes/chunk-000/file-000.parquet"
-_RECORD, _LAST = "meta/flatroll.json", "meta/flatroll_last.parquet"
-_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-_OWN = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+RECORD, LAST = "meta/flatroll.json", "meta/flatroll_last.parquet"
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+COUNTED = ("timestamp", "frame_index", "episode_index", "index")
+OWN = (*COUNTED, "task_index")
 
 
 def write_lerobot(
@@ -49,11 +43,14 @@ def write_lerobot(
         robot_type: goes into ``meta/info.json``. Default None.
 
     Raises:
-        ValueError: next observations are not the observations of the next row (n-step data), or names clash.
+        ValueError: ``fps`` is not above 0; next observations are not the observations of the next row (n-step data);
+            names clash.
         TypeError: an entry of complex numbers or of no numbers.
     """
     pyarrow = optional_package("pyarrow", "parquet", "export")
     parquet = optional_package("pyarrow.parquet", "parquet", "export")
+    if not 0 < fps < float("inf"):
+        raise ValueError(f"fps must be a number above 0, got {fps!r}")
     for folder in ("meta/episodes/chunk-000", "data/chunk-000"):
         (path / folder).mkdir(parents=True)
     trajectories = episodes_of(source)
@@ -71,7 +68,7 @@ def write_lerobot(
             table = _table(pyarrow, rows, fields, number, frames, fps, stats)
             chunk_index, file_index = divmod(file_number, _FILES_IN_CHUNK)
             place: dict[str, int] = {"chunk_index": chunk_index, "file_index": file_index}
-            target = path / _DATA.format(**place)
+            target = path / DATA.format(**place)
             if data is None:
                 target.parent.mkdir(exist_ok=True)
                 data = parquet.ParquetWriter(target, table.schema)
@@ -93,14 +90,14 @@ def write_lerobot(
     parquet.write_table(pyarrow.Table.from_pylist(episodes), path / _EPISODES)
     parquet.write_table(_tasks(pyarrow, task), path / "meta/tasks.parquet")
     _write_json(path / "meta/stats.json", {name: stat.summary() for name, stat in stats.items()})
-    _write_json(path / _RECORD, fields)
+    _write_json(path / RECORD, fields)
     _write_json(path / "meta/info.json", _info(fields, len(episodes), frames, fps, robot_type))
 
 
 def _write_finals(pyarrow: Any, parquet: Any, finals: list[Any], path: Path, writer: Any) -> Any:
     """Write the last observations that were gathered as one row group, and forget them; return the writer."""
     table = pyarrow.concat_tables(finals)
-    writer = writer or parquet.ParquetWriter(path / _LAST, table.schema)
+    writer = writer or parquet.ParquetWriter(path / LAST, table.schema)
     writer.write_table(table)
     finals.clear()
     return writer
@@ -138,7 +135,7 @@ def _fields(rows: TensorDictBase) -> list[dict[str, Any]]:
             }
         )
     stored = [field["column"] for field in fields if not field["next"]]
-    if clash := sorted({name for name in stored if stored.count(name) > 1 or name in _OWN}):
+    if clash := sorted({name for name in stored if stored.count(name) > 1 or name in OWN}):
         raise ValueError(f"columns {clash} would have the names of others: rename the entries first")
     present = {field["key"] for field in fields}
     missing = sorted(name for name in map(".".join, observed) if f"{NEXT}.{name}" not in present)
@@ -154,7 +151,7 @@ def _image_kind(array: Array) -> str | None:
     """``"HWC"`` or ``"CHW"`` for images, else None."""
     if array.dtype != np.uint8 or array.ndim != 4:
         return None
-    return "HWC" if array.shape[-1] in _MODES else "CHW" if array.shape[1] in _MODES else None
+    return "HWC" if array.shape[-1] in MODES else "CHW" if array.shape[1] in MODES else None
 
 
 def _table(
@@ -268,7 +265,7 @@ def _info(
             names = ["height", "width", "channels"]
         dtype = "image" if field["image"] is not None else field["dtype"]
         features[field["column"]] = {"dtype": dtype, "shape": shape, "names": names}
-    for name in _OWN:
+    for name in OWN:
         dtype = "float32" if name == "timestamp" else "int64"
         features[name] = {"dtype": dtype, "shape": [1], "names": None}
     return {
@@ -282,126 +279,7 @@ def _info(
         "video_files_size_in_mb": 500,
         "fps": fps,
         "splits": {"train": f"0:{episodes}"},
-        "data_path": _DATA,
+        "data_path": DATA,
         "video_path": None,
         "features": features,
     }
-
-
-def read_lerobot(path: str | Path) -> Iterator[TensorDict]:
-    """Yield the episodes of a LeRobot v3 folder as flat batches ``[T]``.
-
-    Of a folder that `write_lerobot` did not write: columns stand under their dotted names (``observation.state`` as
-    ``("observation", "state")``), flags and rewards are ``[T, 1]``, and the next observation of an episode's last row,
-    which is in no file, is its own one, with ``("collector", "next_known")`` False.
-
-    Args:
-        path: of the folder.
-
-    Raises:
-        ImportError: pyarrow is missing, or Pillow where there are images; the text names the extra.
-        FileNotFoundError: a file that the folder should have is missing.
-        ValueError: another version, videos, or files that do not fit each other.
-    """
-    parquet = optional_package("pyarrow.parquet", "parquet", "import_lerobot")
-    root = Path(path)
-    info = json.loads((root / "meta/info.json").read_text())
-    if not str(info.get("codebase_version")).startswith("v3"):
-        raise ValueError(
-            f"{root} is LeRobot {info.get('codebase_version')}, not v3: convert it by LeRobot first"
-        )
-    if videos := sorted(name for name, about in info["features"].items() if about["dtype"] == "video"):
-        raise ValueError(f"{root} has videos {videos}, which need a decoder: LeRobot reads them")
-    ours = (root / _RECORD).is_file()
-    fields = json.loads((root / _RECORD).read_text()) if ours else None
-    last = from_arrow(parquet.read_table(root / _LAST)) if ours else None
-    files = sorted((root / "meta/episodes").rglob("*.parquet"))
-    episodes = (episode for file in files for episode in parquet.read_table(file).to_pylist())
-    for number, table in _frames(root, episodes):
-        yield _foreign(table, info, number) if fields is None else _recorded(table, fields, last, number)
-
-
-def _frames(root: Path, episodes: Iterator[dict[str, Any]]) -> Iterator[tuple[int, Any]]:
-    """The number and the frames of each episode. A row group may hold several, and an episode several of them."""
-    pyarrow = optional_package("pyarrow", "parquet", "import_lerobot")
-    parquet = optional_package("pyarrow.parquet", "parquet", "import_lerobot")
-    opened, groups, waiting = Path(), iter(()), None
-    for episode in episodes:
-        number, length = int(episode["episode_index"]), int(episode["length"])
-        place = {name: int(episode[f"data/{name}"]) for name in ("chunk_index", "file_index")}
-        file = root / _DATA.format(**place)
-        if file != opened:
-            opened, waiting = file, None
-            groups = _row_groups(parquet, file)
-        while waiting is None or len(waiting) < length:
-            group = next(groups, None)
-            if group is None:
-                raise ValueError(f"{file} ends before the {length} frames of episode {number}")
-            waiting = group if waiting is None else pyarrow.concat_tables([waiting, group])
-        table, waiting = waiting.slice(0, length), waiting.slice(length)
-        if table["episode_index"].unique().to_pylist() != [number]:
-            raise ValueError(f"{file} should go on with {length} frames of episode {number}, and does not")
-        yield number, table
-
-
-def _row_groups(parquet: Any, file: Path) -> Iterator[Any]:
-    with parquet.ParquetFile(file) as opened:
-        for number in range(opened.num_row_groups):
-            yield opened.read_row_group(number)
-
-
-def _decoded(column: Any, about: dict[str, Any], length: int) -> Array:
-    """One column as an array ``[T, *shape]``."""
-    if about["dtype"] == "image":
-        pillow = optional_package("PIL.Image", "minari", "import_lerobot of images")
-        height, width, channels = about["shape"]
-        images = []
-        for cell in column.to_pylist():
-            picture = pillow.open(io.BytesIO(cell["bytes"]), formats=["PNG", "JPEG"])
-            if picture.size != (width, height):  # known before anything is decoded
-                raise ValueError(f"an image is {picture.size}, meta/info.json says {(width, height)}")
-            images.append(np.asarray(picture.convert(_MODES[channels])).reshape(height, width, channels))
-        return np.stack(images)
-    values = column.combine_chunks()
-    while hasattr(values, "flatten") and hasattr(values.type, "value_type"):
-        values = values.flatten()
-    array: Array = values.to_numpy(zero_copy_only=False)
-    return array.reshape(length, *about["shape"])
-
-
-def _recorded(table: Any, fields: list[dict[str, Any]], last: Any, number: int) -> TensorDict:
-    """An episode as `write_lerobot` got it."""
-    columns: dict[str, Array] = {}
-    for field in sorted(fields, key=lambda field: bool(field["next"])):  # next values are made of the others
-        if field["next"]:
-            now = columns[field["key"].removeprefix(f"{NEXT}.")]
-            final = to_numpy(last[number : number + 1])[field["key"].removeprefix(f"{NEXT}.")]
-            columns[field["key"]] = np.concatenate([now[1:], final])
-            continue
-        shape = field["shape"]
-        if field["image"] is not None:
-            seen = shape if field["image"] == "HWC" else [*shape[1:], shape[0]]
-            array = _decoded(table[field["column"]], {"dtype": "image", "shape": seen}, len(table))
-            array = array if field["image"] == "HWC" else array.transpose(0, 3, 1, 2)
-        else:
-            array = _decoded(table[field["column"]], field, len(table)).astype(field["dtype"], copy=False)
-        columns[field["key"]] = np.ascontiguousarray(array)
-    return from_numpy(columns)
-
-
-def _foreign(table: Any, info: dict[str, Any], number: int) -> TensorDict:
-    """An episode of a folder by LeRobot."""
-    length, columns = len(table), dict[str, Array]()
-    for name, about in info["features"].items():
-        if name in _OWN or name not in table.column_names or about["dtype"] == "string":
-            continue
-        columns[name] = _decoded(table[name], about, length)
-        if name.startswith(f"{OBSERVATION}."):
-            array = columns[name]
-            columns[f"{NEXT}.{name}"] = np.concatenate([array[1:], array[-1:]])
-    is_init, done, known = np.zeros((length, 1), bool), np.zeros((length, 1), bool), np.ones(length, bool)
-    is_init[0], done[-1], known[-1] = True, True, False
-    columns.setdefault("next.done", done)
-    columns["is_init"], columns["collector.next_known"] = is_init, known
-    columns["collector.traj_ids"] = np.full(length, number)
-    return from_numpy(columns)
