@@ -22,11 +22,11 @@ from flatroll.buffers import (
     TensorDictReplayBuffer,
     Writer,
 )
-from flatroll.buffers.columns.base import Columns
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.replay_buffer import Made
 from flatroll.buffers.transforms.base import TransformLike
 from flatroll.datasets.convert import convert
+from flatroll.datasets.pieces import Batch
 from flatroll.datasets.preprocess import RowsDataset, preprocess
 from flatroll.disk import Folder
 from flatroll.layout.checks import whole_number
@@ -157,7 +157,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             "returns their path"
         )
 
-    def _convert(self, source: Any) -> Iterator[TensorDictBase] | Iterator[Columns]:
+    def _convert(self, source: Any) -> Iterator[Batch]:
         """Yield the rows of the fetched files as `convert` takes them, trajectories end to end."""
         raise NotImplementedError
 

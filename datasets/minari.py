@@ -6,11 +6,9 @@ from typing import Any, Unpack
 
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import Columns
 from flatroll.datasets.base import BaseDatasetExperienceReplay, DatasetOptions
-from flatroll.datasets.convert import tensors_of
 from flatroll.datasets.formats.minari import read_minari_columns
-from flatroll.layout.export import optional_package
+from flatroll.layout.export import Array, optional_package
 
 
 class MinariExperienceReplay(BaseDatasetExperienceReplay):
@@ -62,6 +60,5 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
             raise ValueError(f"Minari knows no set {self.dataset_id!r}: {error}") from None
 
     @override
-    def _convert(self, source: Any) -> Iterator[Columns]:
-        for columns in read_minari_columns(source):
-            yield tensors_of(columns)
+    def _convert(self, source: Any) -> Iterator[dict[str, Array]]:
+        return read_minari_columns(source)

@@ -18,6 +18,7 @@ from flatroll.buffers.storages.disk.forms import Form
 from flatroll.buffers.storages.disk.log import Layout
 from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.datasets.folders import publish, write_folder
+from flatroll.datasets.pieces import Piece
 from flatroll.disk import Folder, Segment
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import NestedKey, next_key
@@ -109,7 +110,9 @@ class _Work:
                 raise ValueError(
                     f"fn must return the same entries for all rows: {sorted(map(str, kept ^ set(columns)))}"
                 )
-        write_folder([columns], place, facts=self.stamp, kinds=self.kinds, layout=self.layout, first=first)
+        write_folder(
+            [Piece(columns)], place, facts=self.stamp, kinds=self.kinds, layout=self.layout, first=first
+        )
 
 
 _worker: _Work
