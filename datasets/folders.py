@@ -52,7 +52,8 @@ def write_folder(
         raise FileExistsError(f"{target} exists: give overwrite=True, or choose another path")
     beside = target.parent / f".{target.name}.part"
     target.parent.mkdir(parents=True, exist_ok=True)
-    with Folder(beside, write=True, overwrite=True) as folder:
+    # A piece is a file, whatever its size: merging would write it again. Names are synced once, with the manifest.
+    with Folder(beside, write=True, overwrite=True, segment_bytes=1, log=False) as folder:
         for piece in pieces:
             layout = layout or _layout_of(piece, kinds or {})
             folder.append(_encode(piece, layout), first=folder.end if folder.segments else first)

@@ -73,8 +73,13 @@ def gather(batches: Iterable[Batch], piece_bytes: int) -> Iterator[Piece]:
     names: dict[str, NestedKey] = {}
     for number, batch in enumerate(batches):
         columns = _by_key(batch, names, number)
+        counts = {value.shape[:1] for value in columns.values()}
+        if len(counts) > 1 or () in counts:
+            shapes = {key: list(value.shape) for key, value in columns.items()}
+            raise ValueError(f"batch {number} must have one number of rows, its shapes are {shapes}")
+        count = next(iter(counts), (0,))[0]
         room = room or _Room(columns, piece_bytes)
-        count = room.check(columns, number)
+        room.check(columns, number)
         first = 0
         while first < count:
             first = room.fill(columns, first, count)
@@ -91,12 +96,13 @@ class _Room:
         self.kinds = {key: (value.dtype, value.shape[1:]) for key, value in like.items()}
         # from here on tensors, so that torch's names of the dtypes stand in `columns`
         rows = {key: _tensor(value[:0]) for key, value in like.items()}
-        self.rows = max(
-            1, piece_bytes // max(1, sum(row.shape[1:].numel() * row.itemsize for row in rows.values()))
-        )
-        self.used = 0
         self.roots = state_pairs(rows)
-        self.shifted = bool(self.roots)  # whether next entries of all batches were views of the root entries
+        # Whether next entries of all batches so far were views of the root entries, so that no file needs them.
+        self.shifted = bool(self.roots) and self._views(like)
+        self.left_out = {next_key(key) for key in self.roots} if self.shifted else set()
+        stored = [row for key, row in rows.items() if key not in self.left_out]
+        self.rows = max(1, piece_bytes // max(1, sum(row.shape[1:].numel() * row.itemsize for row in stored)))
+        self.used = 0
         self.columns = {
             key: row.new_empty((self.rows, *row.shape[1:]), device="cpu") for key, row in rows.items()
         }
@@ -104,18 +110,12 @@ class _Room:
         self.tails = {key: torch.empty_like(self.columns[key]) for key in self.roots}
         self.ends: list[int] = []
 
-    def check(self, columns: Mapping[NestedKey, Tensor | Array], number: int) -> int:
-        """Return the number of rows of a batch; ValueError if it is not of the kind of the first one."""
+    def check(self, columns: Mapping[NestedKey, Tensor | Array], number: int) -> None:
+        """Raise ValueError if a batch is not of the kind of the first one."""
         if columns.keys() != self.kinds.keys():
             differing = sorted(map(str, columns.keys() ^ self.kinds.keys()))
             raise ValueError(
                 f"batch {number} must have the entries of those before it: {differing} are not in both"
-            )
-        counts = {value.shape[:1] for value in columns.values()}
-        if len(counts) > 1 or () in counts:
-            raise ValueError(
-                f"batch {number} must have one number of rows, got "
-                f"{ {key: list(value.shape) for key, value in columns.items()} }"
             )
         for key, value in columns.items():
             dtype, shape = self.kinds[key]
@@ -124,17 +124,15 @@ class _Room:
                     f"batch {number}: {key!r} is {value.dtype} {list(value.shape[1:])} a row, before it was "
                     f"{dtype} {list(shape)}"
                 )
-        if self.shifted and not all(_is_view(columns[key], columns[next_key(key)]) for key in self.roots):
+        if self.shifted and not self._views(columns):
             self._unshift()
-        return int(next(iter(counts), (0,))[0])
 
     def fill(self, columns: Mapping[NestedKey, Tensor | Array], first: int, count: int) -> int:
         """Copy rows of a batch from ``first`` on, as many as fit, and return the first one that is left."""
         stop = min(count, first + self.rows - self.used)
         end = self.used + stop - first
-        left_out = set(map(next_key, self.roots)) if self.shifted else ()
         for key, value in columns.items():
-            if key not in left_out:
+            if key not in self.left_out:
                 _put(self.columns[key], self.used, end, value[first:stop])
         if self.shifted:
             for key in self.roots:
@@ -154,9 +152,11 @@ class _Room:
         self.used, self.ends = 0, []
         if not self.shifted:
             return Piece({key: column[:rows] for key, column in self.columns.items()})
-        left_out = set(map(next_key, self.roots))
-        columns = {key: column[:rows] for key, column in self.columns.items() if key not in left_out}
+        columns = {key: column[:rows] for key, column in self.columns.items() if key not in self.left_out}
         return Piece(columns, ends, {key: tails[: len(ends)] for key, tails in self.tails.items()})
+
+    def _views(self, columns: Mapping[NestedKey, Tensor | Array]) -> bool:
+        return all(_is_view(columns[key], columns[next_key(key)]) for key in self.roots)
 
     def _unshift(self) -> None:
         """From now on copy next entries, too."""
@@ -165,7 +165,7 @@ class _Room:
             whole = self.piece().whole()
             for key in map(next_key, self.roots):
                 self.columns[key][:rows] = whole.columns[key]
-        self.used, self.shifted = rows, False
+        self.used, self.shifted, self.left_out = rows, False, set()
 
 
 def _by_key(batch: Batch, names: dict[str, NestedKey], number: int) -> Mapping[NestedKey, Tensor | Array]:

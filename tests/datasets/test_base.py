@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows in several segments, whose bounds are not those of episodes."""
     path = tmp_path_factory.mktemp("sets") / "walks"
     whole = torch.cat(list(episodes()))
-    assert convert(episodes(), path, segment_bytes=7 * whole[:1].bytes()) == ROWS
+    assert convert(episodes(), path, segment_bytes=5 * whole[:1].bytes()) == ROWS
     return path
 
 
