@@ -1,7 +1,7 @@
 """Rows of any source gathered into pieces of one size, next observations once where they are views of the others."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from flatroll.layout.export import Array
 from flatroll.layout.keys import NestedKey, next_key, plain_key
 
 #: Rows as `convert` takes them: a flat batch, its tensors by key, or arrays by dotted name.
-Batch = TensorDictBase | Columns | Mapping[str, Array]
+Batch: TypeAlias = TensorDictBase | Columns | Mapping[str, Array]
 
 
 class Piece(NamedTuple):

@@ -210,8 +210,6 @@ def test_openx_episodes_of_steps(tmp_path: Path) -> None:
     assert slices.sample().batch_size == (8,)
     padded = OpenXExperienceReplay("reach", 12, root=tmp_path, slice_len=3, strict_length=False, pad=True)
     assert padded.sample().batch_size == (12,)
-    with pytest.raises(ValueError, match="streaming must be False"):
-        OpenXExperienceReplay("reach", root=tmp_path, streaming=True)
     with pytest.raises(ValueError, match="rows in order"):
         OpenXExperienceReplay("reach", root=tmp_path, shuffle=False, slice_len=2)
 
