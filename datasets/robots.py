@@ -20,6 +20,7 @@ from flatroll.buffers import (
 )
 from flatroll.buffers.replay_buffer import Made
 from flatroll.buffers.transforms.base import apply, reads_others
+from flatroll.datasets import ids
 from flatroll.datasets.base import BaseDatasetExperienceReplay, DatasetOptions, slices
 from flatroll.datasets.formats.lerobot import read_lerobot
 from flatroll.datasets.formats.robots import read_rlds, read_roboset
@@ -31,14 +32,18 @@ class RobosetExperienceReplay(BaseDatasetExperienceReplay):
     """A set of RoboSet: HDF5 files of trials (`read_roboset`).
 
     Args:
-        dataset_id: its name, such as ``"FK1-v4(expert)/FK1_MicroOpenRandom_v2d-v4"``.
+        dataset_id: its name, such as ``"FK1-v4(expert)/FK1_MicroOpenRandom_v2d-v4"``, one of `available_datasets`; with
+            ``fetch`` any.
         batch_size, options: see `BaseDatasetExperienceReplay`; ``fetch`` gives the files or their folder.
 
     Raises:
         ImportError: h5py is missing: ``pip install "flatroll[h5]"``.
+        ValueError: no such set; the text has names like it.
     """
 
     kind = "roboset"
+    #: Names of all sets.
+    available_datasets = ids.ROBOSET
 
     @override
     def _convert(self, source: Any) -> Iterator[TensorDictBase]:

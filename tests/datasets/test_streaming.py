@@ -9,7 +9,7 @@ import torch
 from set_files import rlds
 from tensordict import TensorDict
 
-from flatroll.buffers import MultiStep, RandomSampler
+from flatroll.buffers import MultiStepTransform, RandomSampler
 from flatroll.datasets import OpenXExperienceReplay, read_rlds
 from flatroll.datasets.streaming import WINDOW, EpisodeStream
 from flatroll.layout import audit
@@ -157,7 +157,7 @@ def test_transforms_collate_info_and_what_a_buffer_has() -> None:
         data.preprocess(double)
     with pytest.raises(RuntimeError, match="immutable"):
         data.extend(batch)
-    data = open_set(batch_size=3, transform=MultiStep(3))
+    data = open_set(batch_size=3, transform=MultiStepTransform(3, 0.9))
     with pytest.raises(ValueError, match="no transform can read others"):
         data.sample()
 
