@@ -238,7 +238,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         """Change all rows once and keep them on disk, piece by piece, in processes; return the set of them.
 
         A piece that is done stays: a call that was interrupted goes on where it was when it is made again with the
-        same function. The new set is there when all of it is.
+        same function, of the same code, defaults, closure and data. One that holds what cannot be compared (an open
+        file, a lock) begins anew each time. The new set is there when all of it is.
 
         Args:
             fn: function of a flat batch ``[n]``, consecutive rows as they are stored, that returns a batch ``[n]``.

@@ -140,7 +140,8 @@ def test_known_names_need_a_fetch(kind: Any, tmp_path: Path) -> None:
 
 def test_arguments_that_no_set_takes(tmp_path: Path) -> None:
     with pytest.raises(
-        TypeError, match="AtariDQNExperienceReplay takes no argument mp_start_method, num_procs: .*preprocess"
+        TypeError,
+        match=r"AtariDQNExperienceReplay takes no argument mp_start_method, num_procs: .*preprocess",
     ):
         AtariDQNExperienceReplay("Pong/5", root=tmp_path, num_procs=4, mp_start_method="fork")  # type: ignore[call-arg]
 
