@@ -1,7 +1,7 @@
 """Rows of any source gathered into pieces of one size, next observations once where they are views of the others."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -175,9 +175,9 @@ def _by_key(batch: Batch, names: dict[str, NestedKey], number: int) -> Mapping[N
             raise ValueError(f"batch {number} must be flat, [N], got {list(batch.batch_size)}")
         return leaves(batch)
     if not any(isinstance(value, np.ndarray) for value in batch.values()):
-        return batch  # type: ignore[return-value]
+        return cast(Columns, batch)
     found: dict[NestedKey, Tensor | Array] = {}
-    for name, array in batch.items():
+    for name, array in cast(Mapping[str, Array], batch).items():
         if array.dtype.kind not in "biufc":
             raise TypeError(f"column {name!r} must be of numbers or bools, got {array.dtype}: leave it out")
         if name not in names:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -179,7 +179,7 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
             )
         self.dataset_id, self.split_trajs = str(dataset_id), False
         self.pin_memory = options.get("pin_memory", False)
-        self._fetch_with, self._source = fetch, None
+        self._fetch_with, self._source = fetch, cast(Any, None)
         self._folder: Path | None = None  # what is fetched into it stays as long as the stream
         TensorDictReplayBuffer.__init__(
             self,
@@ -214,7 +214,7 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
             yield self._finish(batch)
 
     @property
-    def data_path(self) -> Path:  # type: ignore[override]
+    def data_path(self) -> Path:
         """The converted folder; ValueError if there is none."""
         if self.stream is not None:
             raise ValueError("a stream has no folder: give streaming=False, which converts the set once")
