@@ -1,9 +1,10 @@
 """`EpisodeStream`: batches of episodes that are read one after the other, and never stored."""
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import cast
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from flatroll.layout.checks import whole_number
@@ -90,10 +91,10 @@ class EpisodeStream:
             for episode in episodes:
                 slices.append(self._slice(episode, length))
                 if len(slices) == count:
-                    yield torch.cat(slices)
+                    yield _join(slices)
                     slices = []
             if slices:
-                yield torch.cat(slices)
+                yield _join(slices)
 
     def _slices(self, batch_size: int | None) -> tuple[int | None, int]:
         """Rows of a slice, None without slices; and slices of a batch."""
@@ -129,8 +130,9 @@ class EpisodeStream:
                 at = self._draw(WINDOW)
                 yield window[at]
                 window[at] = episode
-        for at in torch.randperm(len(window), generator=self._generator).tolist() if window else ():
-            yield window[at]
+        order = torch.randperm(len(window), generator=self._generator) if window else ()
+        for at in order:
+            yield window[int(at)]
 
     def _draw(self, count: int) -> int:
         return int(torch.randint(count, (), generator=self._generator))
@@ -140,17 +142,17 @@ class EpisodeStream:
         rows = len(episode)
         if rows < length and self.strict_length and self.pad is None:
             raise ValueError(
-                f"episode {int(episode[TRAJ_IDS][0])} has {rows} rows, slices have {length}: give a shorter one, "
+                f"episode {int(episode.get(TRAJ_IDS)[0])} has {rows} rows, slices have {length}: give a shorter one, "
                 "strict_length=False, which gives what is there, or pad=, which fills it up"
             )
         first = self._draw(rows - length + 1) if rows > length else 0
-        part = episode[first : first + length].clone()
-        part[IS_INIT][0] = part[DONE][-1] = True
-        part[TRUNCATED][-1] |= ~part[TERMINATED][-1]
+        part = cast(TensorDictBase, episode[first : first + length]).clone()
+        part.get(IS_INIT)[0] = part.get(DONE)[-1] = True
+        part.get(TRUNCATED)[-1] |= ~part.get(TERMINATED)[-1]
         if self.pad is not None:
             part[MASK] = torch.ones(len(part), dtype=torch.bool)
             if len(part) < length:
-                part = torch.cat([part, self._padding(part, length - len(part))])
+                part = _join([part, self._padding(part, length - len(part))])
         return part
 
     def _padding(self, part: TensorDictBase, rows: int) -> TensorDictBase:
@@ -164,8 +166,12 @@ class EpisodeStream:
 
         padding = part.apply(fill, batch_size=[rows])
         assert padding is not None
-        padding[TRAJ_IDS] = part[TRAJ_IDS][-1:].expand(rows)
+        padding[TRAJ_IDS] = part.get(TRAJ_IDS)[-1:].expand(rows)
         return padding
+
+
+def _join(parts: list[TensorDictBase]) -> TensorDictBase:
+    return cast(TensorDictBase, TensorDict.cat(parts))
 
 
 def _in_order(episodes: Iterator[TensorDictBase], batch_size: int) -> Iterator[TensorDictBase]:
@@ -175,10 +181,10 @@ def _in_order(episodes: Iterator[TensorDictBase], batch_size: int) -> Iterator[T
     for episode in episodes:
         first = 0
         while len(episode) - first >= missing:
-            yield torch.cat([*parts, episode[first : first + missing]])
+            yield _join([*parts, episode[first : first + missing]])
             parts, first, missing = [], first + missing, batch_size
         if first < len(episode):
             parts.append(episode[first:])
             missing -= len(episode) - first
     if parts:
-        yield torch.cat(parts)
+        yield _join(parts)
