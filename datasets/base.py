@@ -4,7 +4,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -22,11 +22,12 @@ from flatroll.buffers import (
     TensorDictReplayBuffer,
     Writer,
 )
-from flatroll.buffers.columns.base import Columns
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.replay_buffer import Made
 from flatroll.buffers.transforms.base import TransformLike
 from flatroll.datasets.convert import convert
+from flatroll.datasets.ids import unknown_id
+from flatroll.datasets.pieces import Batch
 from flatroll.datasets.preprocess import RowsDataset, preprocess
 from flatroll.disk import Folder
 from flatroll.layout.checks import whole_number
@@ -101,12 +102,18 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
 
     #: Name of the kind of set, and of its folder under the default root; empty: folders given by their path.
     kind = ""
+    #: Names of all sets of the kind; empty where any will do.
+    available_datasets: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self, dataset_id: str | Path, batch_size: int | None = None, **options: Unpack[DatasetOptions]
     ) -> None:
         if unknown := sorted(options.keys() - DatasetOptions.__annotations__):  # before hours of converting
-            raise TypeError(f"{type(self).__name__} has no argument {unknown[0]!r}")
+            raise TypeError(
+                f"{type(self).__name__} takes no argument {', '.join(unknown)}; of all sets are "
+                f"{', '.join(sorted(DatasetOptions.__annotations__))}. One process converts a set; "
+                "preprocess(fn, num_workers=) uses more"
+            )
         self.dataset_id = str(dataset_id)
         root = options.pop("root", None)
         self.root = Path.home() / ".cache/flatroll" / self.kind if root is None else Path(root).expanduser()
@@ -166,13 +173,19 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
 
     def _fetch(self, folder: Path) -> Any:
         """Get the files by the set's own library; return what `_convert` takes."""
+        self._check_known()
         raise FileNotFoundError(
             f"{self.data_path} does not exist, and {type(self).__name__} does not know where the files of "
             f"{self.dataset_id!r} are: give fetch=, a function (dataset_id, folder) that puts them into folder or "
             "returns their path"
         )
 
-    def _convert(self, source: Any) -> Iterator[TensorDictBase] | Iterator[Columns]:
+    def _check_known(self) -> None:
+        """Raise ValueError if the name is none of `available_datasets`."""
+        if self.available_datasets and self.dataset_id not in self.available_datasets:
+            raise unknown_id(type(self).__name__, self.dataset_id, self.available_datasets)
+
+    def _convert(self, source: Any) -> Iterator[Batch]:
         """Yield the rows of the fetched files as `convert` takes them, trajectories end to end."""
         raise NotImplementedError
 
@@ -258,7 +271,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         """Change all rows once and keep them on disk, piece by piece, in processes; return the set of them.
 
         A piece that is done stays: a call that was interrupted goes on where it was when it is made again with the
-        same function. The new set is there when all of it is.
+        same function, of the same code, defaults, closure and data. One that holds what cannot be compared (an open
+        file, a lock) begins anew each time. The new set is there when all of it is.
 
         Args:
             fn: function of a flat batch ``[n]``, consecutive rows as they are stored, that returns a batch ``[n]``.

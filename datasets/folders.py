@@ -16,6 +16,7 @@ from flatroll.buffers.storages.continuity import find_pairs, state_pairs
 from flatroll.buffers.storages.disk.forms import Form
 from flatroll.buffers.storages.disk.log import Layout
 from flatroll.buffers.storages.next_pool import NextPool
+from flatroll.datasets.pieces import Piece
 from flatroll.disk import Folder, Ragged, column_name
 from flatroll.disk.listing import Listing
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, next_key
@@ -31,7 +32,7 @@ class Written(NamedTuple):
 
 
 def write_folder(
-    pieces: Iterable[Columns],
+    pieces: Iterable[Piece],
     path: str | Path,
     *,
     facts: Mapping[str, Any] | None = None,
@@ -40,7 +41,7 @@ def write_folder(
     layout: Layout | None = None,
     first: int = 0,
 ) -> Written:
-    """Write columns ``[N, ...]`` by key, each piece as a segment; the arguments and errors of `convert`.
+    """Write rows, each piece as a segment; the arguments and errors of `convert`.
 
     Args:
         kinds: forms of entries that are not kept as they are.
@@ -51,11 +52,11 @@ def write_folder(
     _check_place(target, overwrite)
     beside = target.parent / f".{target.name}.part"
     target.parent.mkdir(parents=True, exist_ok=True)
-    with Folder(beside, write=True, overwrite=True) as folder:
-        for rows in pieces:
-            some = {key: values[:_ROWS_LOOKED_AT] for key, values in rows.items()}
-            layout = layout or _layout_of(some, kinds or {})
-            folder.append(_encode(rows, layout), first=folder.end if folder.segments else first)
+    # A piece is a file, whatever its size: merging would write it again. Names are synced once, with the manifest.
+    with Folder(beside, write=True, overwrite=True, segment_bytes=1, log=False) as folder:
+        for piece in pieces:
+            layout = layout or _layout_of(piece, kinds or {})
+            folder.append(_encode(piece, layout), first=folder.end if folder.segments else first)
         if layout is None or not folder.segments:
             raise ValueError(f"there are no rows to convert into {target}")
         _check_place(target, overwrite)  # another process may have made it meanwhile
@@ -86,15 +87,21 @@ def publish(folder: Folder, layout: Layout, target: Path, facts: Mapping[str, An
         folder.path.rename(target)
 
 
-def _layout_of(rows: Columns, kinds: Mapping[NestedKey, type[Form]]) -> Layout:
+def _layout_of(piece: Piece, kinds: Mapping[NestedKey, type[Form]]) -> Layout:
     """How to keep rows such as these, the first ones of a set."""
-    pairs: list[NestedKey] = []
-    if state_pairs(rows) and any(key in rows for key in (IS_INIT, DONE, TRAJ_IDS)):
+    rows, pairs = piece.columns, list(piece.tails)
+    if not pairs:
+        rows = {key: values[:_ROWS_LOOKED_AT] for key, values in rows.items()}
+        piece, pairs = Piece(rows), state_pairs(rows)
+    if not any(key in rows for key in (IS_INIT, DONE, TRAJ_IDS)):
+        pairs = []
+    if pairs and not piece.tails:
         pairs = find_pairs(rows, rows, None, _boundary_keys(rows))
-        if (
-            len(_lasts(rows, NextPool(pairs))) > _count(rows) // 2
-        ):  # n-step rows, or trajectories of one row each
-            pairs = []
+    if (
+        pairs and len(_lasts(piece, pairs)) > _count(rows) // 2
+    ):  # n-step rows, or trajectories of one row each
+        pairs = []
+    rows = rows if pairs else piece.whole().columns
     twice = {next_key(key) for key in pairs}
     forms = {
         key: kinds.get(key, Form)(values.dtype, values.shape[1:])
@@ -104,24 +111,32 @@ def _layout_of(rows: Columns, kinds: Mapping[NestedKey, type[Form]]) -> Layout:
     return Layout(forms, pairs, [])
 
 
-def _encode(rows: Columns, layout: Layout) -> dict[str, Tensor | Ragged]:
+def _encode(piece: Piece, layout: Layout) -> dict[str, Tensor | Ragged]:
     """Return what a file of the folder holds of these rows."""
+    if set(piece.tails) != set(layout.pairs):
+        piece = piece.whole()
+    rows = piece.columns
     columns: dict[str, Tensor | Ragged] = {
         column_name(key): form.encode(rows[key]) for key, form in layout.forms.items()
     }
     if layout.pairs:
         # The last row of each fragment, and so of the file, has its next observation beside it.
-        pool = NextPool(layout.pairs)
-        lasts = _lasts(rows, pool)
+        lasts = _lasts(piece, layout.pairs)
         lengths = torch.zeros(_count(rows), dtype=torch.int64)
         lengths[torch.from_numpy(lasts)] = 1
-        for key, values in pool.tails(rows, None, lasts).items():
+        if piece.tails:
+            tails = piece.following(torch.from_numpy(lasts))
+        else:
+            tails = NextPool(layout.pairs).tails(rows, None, lasts)
+        for key, values in tails.items():
             columns[column_name(next_key(key))] = Ragged(values, lengths)
     return columns
 
 
-def _lasts(rows: Columns, pool: NextPool) -> Array:
-    return Fragments.read(rows, _boundary_keys(rows), pool.cuts(rows, None)).lasts
+def _lasts(piece: Piece, pairs: list[NestedKey]) -> Array:
+    """Numbers of the rows whose next observation is not that of the row after."""
+    cuts = piece.cuts() if piece.tails else NextPool(pairs).cuts(piece.columns, None)
+    return Fragments.read(piece.columns, _boundary_keys(piece.columns), cuts).lasts
 
 
 def _boundary_keys(rows: Columns) -> BoundaryKeys:

@@ -10,6 +10,7 @@ from flatroll.datasets.base import BaseDatasetExperienceReplay, DatasetOptions, 
 from flatroll.datasets.formats.atari import read_atari_dqn
 from flatroll.datasets.formats.gen_dgrl import read_gen_dgrl
 from flatroll.datasets.formats.robots import files_in
+from flatroll.datasets.ids import unknown_id
 from flatroll.layout.keys import TRAJ_IDS
 
 _PROCGEN = [
@@ -104,8 +105,8 @@ class GenDGRLExperienceReplay(BaseDatasetExperienceReplay):
     def _check_id(self) -> None:
         if self.dataset_id not in self.available_datasets:
             raise ValueError(
-                f"dataset_id must be a game and a category, such as 'bigfish-1M_E', got {self.dataset_id!r}: see "
-                f"{type(self).__name__}.available_datasets"
+                f"dataset_id must be a game and a category, such as 'bigfish-1M_E', see available_datasets: "
+                f"{unknown_id(type(self).__name__, self.dataset_id, self.available_datasets)}"
             )
 
     @override

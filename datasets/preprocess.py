@@ -1,15 +1,19 @@
 """All rows of a converted folder: changed once and written anew, or handed to torch's DataLoader."""
 
 import hashlib
+import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
+from pickle import PicklingError
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch.utils.data import IterableDataset, get_worker_info
@@ -18,6 +22,7 @@ from flatroll.buffers.storages.disk.forms import Form
 from flatroll.buffers.storages.disk.log import Layout
 from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.datasets.folders import publish, write_folder
+from flatroll.datasets.pieces import Piece
 from flatroll.disk import Folder, Segment
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import NestedKey, next_key
@@ -26,6 +31,8 @@ from flatroll.sharing import pack, unpack
 Function = Callable[[TensorDictBase], TensorDictBase]
 #: Opens a folder: what it returns gives rows by their numbers.
 OpenRows = Callable[[Path], Any]
+_DATA = (bool, int, float, str, bytes, tuple, list, dict, set, np.ndarray, torch.Tensor)
+_DEEPEST = 40  # of objects within objects that are told apart
 
 
 def preprocess(
@@ -109,7 +116,9 @@ class _Work:
                 raise ValueError(
                     f"fn must return the same entries for all rows: {sorted(map(str, kept ^ set(columns)))}"
                 )
-        write_folder([columns], place, facts=self.stamp, kinds=self.kinds, layout=self.layout, first=first)
+        write_folder(
+            [Piece(columns)], place, facts=self.stamp, kinds=self.kinds, layout=self.layout, first=first
+        )
 
 
 _worker: _Work
@@ -152,13 +161,78 @@ def _bounds(path: Path, num_chunks: int | None = None, num_frames: int | None = 
 
 
 def _stamp_of(fn: Any) -> str:
-    """What tells a function from another, as far as its code and constants do."""
-    code = getattr(fn, "__code__", None)
-    parts = [getattr(fn, "__module__", ""), getattr(fn, "__qualname__", type(fn).__qualname__)]
-    if code is not None:
-        plain = [value for value in code.co_consts if isinstance(value, int | float | str | bytes | None)]
-        parts += [code.co_code, code.co_names, plain]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    """What tells a function from another: its code, its constants, and the values that it holds."""
+    return hashlib.sha256(repr(_described(fn, ())).encode()).hexdigest()
+
+
+def _described(value: Any, within: tuple[int, ...]) -> Any:
+    """A value as text, numbers and tuples of them, alike in all processes; ``within`` has the ids of what holds it.
+
+    Of functions: code, defaults, what a closure holds, and the data and functions of the module that the code names. Of
+    other objects: what pickle would keep. What it cannot keep (an open file, a lock) is unlike anything.
+    """
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype):
+        return type(value).__name__, repr(value)
+    if id(value) in within or len(within) > _DEEPEST:
+        return "above" if id(value) in within else secrets.token_hex(8)
+    within = (*within, id(value))
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        data = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        content = data.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return "tensor", str(value.dtype), tuple(value.shape), hashlib.sha256(content).hexdigest()
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        content = np.ascontiguousarray(value).tobytes()
+        return "array", str(value.dtype), value.shape, hashlib.sha256(content).hexdigest()
+    if isinstance(value, CodeType):
+        constants = _described(value.co_consts, within)
+        return value.co_code, value.co_names, value.co_varnames, value.co_freevars, constants
+    if isinstance(value, FunctionType):
+        return _described_function(value, within)
+    if isinstance(value, Mapping):
+        items = [(_described(key, within), _described(item, within)) for key, item in value.items()]
+        return type(value).__qualname__, tuple(items)
+    if isinstance(value, set | frozenset):
+        return "set", tuple(sorted(repr(_described(item, within)) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value).__qualname__, tuple(_described(item, within) for item in value)
+    if isinstance(value, type):
+        methods = {name: item for name, item in vars(value).items() if isinstance(item, FunctionType)}
+        own = value.__module__ == "__main__" or "<locals>" in value.__qualname__
+        return value.__module__, value.__qualname__, _described(methods, within) if own else ()
+    if isinstance(value, ModuleType):
+        return "module", value.__name__
+    try:
+        kept = value.__reduce_ex__(4)
+    except (TypeError, AttributeError, PicklingError, RuntimeError):
+        return secrets.token_hex(8)
+    if isinstance(kept, str):
+        return type(value).__qualname__, kept
+    parts = [list(part) if isinstance(part, Iterator) else part for part in kept]
+    return _described(type(value), within), tuple(_described(part, within) for part in parts)
+
+
+def _described_function(fn: FunctionType, within: tuple[int, ...]) -> Any:
+    cells = []
+    for cell in fn.__closure__ or ():
+        try:
+            cells.append(cell.cell_contents)
+        except ValueError:  # nothing was assigned yet
+            cells.append(None)
+    used = {}
+    for name in _names_of(fn.__code__) & fn.__globals__.keys():
+        value = fn.__globals__[name]
+        if isinstance(value, _DATA) or (
+            isinstance(value, FunctionType) and value.__module__ == fn.__module__
+        ):
+            used[name] = value
+    holds = (fn.__code__, fn.__defaults__, fn.__kwdefaults__, cells, sorted(used.items()))
+    return fn.__module__, fn.__qualname__, _described(holds, within)
+
+
+def _names_of(code: CodeType) -> set[str]:
+    """Names that the code, or a function within it, looks up."""
+    inner = (_names_of(part) for part in code.co_consts if isinstance(part, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 class RowsDataset(IterableDataset[TensorDictBase]):

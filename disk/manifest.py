@@ -4,7 +4,8 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version as installed
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,6 +22,7 @@ FORMAT = 1
 KNOWN_NEEDS = frozenset({"ragged"})
 MOST_BYTES = 64 << 20
 DEEPEST = 64
+installed = cache(version)  # reading a package's metadata takes longer than writing a manifest
 _BEFORE_CHECKSUM = b'{"checksum":"'
 _NO_CHECKSUM = "00000000"
 

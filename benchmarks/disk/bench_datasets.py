@@ -1,6 +1,6 @@
 """Times converting a Minari set beside Minari's own iteration: ``python -m flatroll.benchmarks.disk.bench_datasets``.
 
-Processor time of the process, contenders in turns.
+Processor time of the process, contenders in turns. Each conversion is a first one: into a new folder.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def make(folder: Path, data_format: str, episodes: int, images: bool) -> Any:
 def main() -> None:
     """Print a table: milliseconds of an episode, and the ratio to Minari's iteration."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--episodes", type=int, default=100)
+    parser.add_argument("--episodes", type=int, default=200)
     parser.add_argument("--turns", type=int, default=5)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -75,11 +75,14 @@ def main() -> None:
                     pass
 
             def take_in(data: Any = data, name: str = name) -> None:
-                MinariExperienceReplay("converted", root=name, download="force", fetch=lambda *_: data)
+                number = sum(
+                    1 for path in Path(name).glob("converted-*")
+                )  # each time anew, as a user's first time
+                MinariExperienceReplay(f"converted-{number}", root=name, fetch=lambda *_: data)
 
             contenders = {"iterate": iterate, "read": read, "convert": take_in}
             timings = take_turns(contenders, options.turns, clock=time.process_time)
-            assert len(BaseDatasetExperienceReplay(Path(name, "converted"))) == episodes * LENGTH
+            assert len(BaseDatasetExperienceReplay(Path(name, "converted-0"))) == episodes * LENGTH
             times = [f"{timing.median / episodes * 1e3:.2f}" for timing in timings.values()]
             share = f"{ratio(timings['convert'], timings['iterate']):.2f}"
             rows.append([f"{data_format}{', images' * images}", *times, share])

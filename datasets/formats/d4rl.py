@@ -1,6 +1,6 @@
 """HDF5 files as D4RL has them: steps end to end, ``terminals`` and ``timeouts`` beside them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ _NAMES = {"observations": "observation", "actions": "action"}
 _OWN = ("rewards", "terminals", "timeouts", "next_observations")
 
 
-def read_d4rl(path: str | Path, *, drop_unknown: bool = False) -> Iterator[TensorDict]:
+def read_d4rl(source: str | Path | Mapping[str, Any], *, drop_unknown: bool = False) -> Iterator[TensorDict]:
     """Yield the episodes of a D4RL-like HDF5 file as flat batches ``[T]``.
 
     The file has ``observations`` ``[N, ...]``, ``actions``, ``rewards`` ``[N]`` and ``terminals`` ``[N]``, and may have
@@ -24,7 +24,8 @@ def read_d4rl(path: str | Path, *, drop_unknown: bool = False) -> Iterator[Tenso
     and ``("collector", "next_known")`` is False there.
 
     Args:
-        path: of the file. Its group ``metadata`` is not read.
+        source: path of the file; or its arrays by name, as D4RL's ``env.get_dataset()`` returns them. What belongs to
+            ``metadata`` is not read.
         drop_unknown: leave out the last rows whose next observation is unknown, as ``d4rl.qlearning_dataset`` does, but
             for terminal ones, whose next value is 0 anyway. Default False.
 
@@ -34,32 +35,43 @@ def read_d4rl(path: str | Path, *, drop_unknown: bool = False) -> Iterator[Tenso
         ValueError, TypeError: as `h5_columns`; datasets of different length.
 
     Source: Fu et al., D4RL: Datasets for Deep Data-Driven Reinforcement Learning (2020).
+
+    >>> steps = {"observations": np.arange(3.0), "actions": np.zeros(3), "rewards": np.ones(3)}
+    >>> [len(episode) for episode in read_d4rl({**steps, "terminals": np.array([False, True, False])})]
+    [2, 1]
     """
+    if isinstance(source, Mapping):
+        arrays = {
+            name: np.asarray(values) for name, values in source.items() if name.split("/")[0] != "metadata"
+        }
+        yield from _episodes(arrays, "the data set", drop_unknown)
+        return
     h5py = optional_package("h5py", "h5", "read_d4rl")
-    with h5py.File(path, "r") as file:
-        columns = h5_columns(file, leave_out=("metadata",))
-        for name in ("observations", "actions", "rewards", "terminals"):
-            if name not in columns:
-                raise KeyError(f"{path} has no dataset {name!r}; it has {sorted(columns)}")
-        lengths = {name: column.shape[0] for name, column in columns.items()}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"datasets must have one row for each step, got lengths {lengths}")
-        terminal = columns["terminals"][:].reshape(-1).astype(bool)
-        timeout = (
-            columns["timeouts"][:].reshape(-1).astype(bool) if "timeouts" in columns else terminal & False
-        )
-        over = terminal | timeout
-        over[-1:] = True
-        first = 0
-        for number, last in enumerate(np.flatnonzero(over)):
-            rows = {name: column[first : last + 1] for name, column in columns.items()}
-            rows |= {"terminals": terminal[first : last + 1], "timeouts": timeout[first : last + 1]}
-            episode = _episode(rows, number)
-            first = int(last) + 1
-            if drop_unknown and "next_observations" not in columns and not terminal[last]:
-                episode = episode[:-1]
-            if len(episode):
-                yield episode
+    with h5py.File(source, "r") as file:
+        yield from _episodes(h5_columns(file, leave_out=("metadata",)), str(source), drop_unknown)
+
+
+def _episodes(columns: Mapping[str, Any], place: str, drop_unknown: bool) -> Iterator[TensorDict]:
+    for name in ("observations", "actions", "rewards", "terminals"):
+        if name not in columns:
+            raise KeyError(f"{place} has no dataset {name!r}; it has {sorted(columns)}")
+    lengths = {name: (*column.shape, 0)[0] for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"datasets must have one row for each step, got lengths {lengths}")
+    terminal = columns["terminals"][:].reshape(-1).astype(bool)
+    timeout = columns["timeouts"][:].reshape(-1).astype(bool) if "timeouts" in columns else terminal & False
+    over = terminal | timeout
+    over[-1:] = True
+    first = 0
+    for number, last in enumerate(np.flatnonzero(over)):
+        rows = {name: column[first : last + 1] for name, column in columns.items()}
+        rows |= {"terminals": terminal[first : last + 1], "timeouts": timeout[first : last + 1]}
+        episode = _episode(rows, number)
+        first = int(last) + 1
+        if drop_unknown and "next_observations" not in columns and not terminal[last]:
+            episode = episode[:-1]
+        if len(episode):
+            yield episode
 
 
 def _episode(rows: dict[str, Array], number: int) -> TensorDict:

@@ -154,30 +154,37 @@ def _space_of(columns: Any) -> gym.Space[Any]:
     return gym.spaces.Box(limits.min, limits.max, shape, kind)
 
 
-def read_minari(source: Any) -> Iterator[TensorDict]:
+def read_minari(source: Any, *, infos: bool = True) -> Iterator[TensorDict]:
     """Yield the episodes of a Minari data set as flat batches ``[T]``.
 
     Of a data set that `write_minari` did not write: Dict observations stand at the root by name, parts of Tuples by
     number; rewards (cast to float32), flags and ``is_init`` are ``[T, 1]``; ``("collector", "traj_ids")`` is the
-    episode's number. Infos are left out.
+    episode's number. Infos of numbers are ``("info", name)`` and ``("next", "info", name)``, those that are missing at
+    the reset (T values, not T + 1) the latter only. Infos of text, and those that are not one a step, are left out.
 
     Args:
         source: a `minari.MinariDataset`, or the path of a data set's ``data`` folder.
+        infos: False leaves all infos out, as where episodes differ in them. Default True.
 
     Raises:
         ImportError: Minari is missing; the text names the extra.
         TypeError: observations or actions of text.
     """
-    return map(from_numpy, read_minari_columns(source))
+    return map(from_numpy, read_minari_columns(open_minari(source), infos=infos))
 
 
-def read_minari_columns(source: Any) -> Iterator[dict[str, Array]]:
-    """Yield the columns of each episode by dotted name; arguments and errors of `read_minari`."""
-    minari = optional_package("minari", "minari", "import_minari")
-    data = minari.MinariDataset(Path(source).absolute()) if isinstance(source, str | Path) else source
+def open_minari(source: Any) -> Any:
+    """Return a `minari.MinariDataset` as it is, or that of a ``data`` folder."""
+    if not isinstance(source, str | Path):
+        return source
+    return optional_package("minari", "minari", "import_minari").MinariDataset(Path(source).absolute())
+
+
+def read_minari_columns(data: Any, *, infos: bool = True) -> Iterator[dict[str, Array]]:
+    """Yield the columns of each episode of a `minari.MinariDataset` by dotted name; see `read_minari`."""
     record = data.storage.metadata.get(_RECORD)
     for episode in data.iterate_episodes():
-        yield _columns_of(episode) if record is None else _recorded(episode, record)
+        yield _columns_of(episode, infos) if record is None else _recorded(episode, record)
 
 
 def _recorded(episode: Any, record: list[Any]) -> dict[str, Array]:
@@ -199,7 +206,7 @@ def _recorded(episode: Any, record: list[Any]) -> dict[str, Array]:
     return columns
 
 
-def _columns_of(episode: Any) -> dict[str, Array]:
+def _columns_of(episode: Any, infos: bool) -> dict[str, Array]:
     length = len(episode)
     leaves = dict(_leaves(episode.observations, OBSERVATION if not _is_folder(episode.observations) else ""))
     terminated, truncated = (
@@ -207,6 +214,13 @@ def _columns_of(episode: Any) -> dict[str, Array]:
     )
     is_init = np.zeros((length, 1), bool)
     is_init[:1] = True
+    later = dict[str, Array]()  # entries under "next" alone
+    for name, values in _leaves(episode.infos or {}, "info") if infos else ():
+        array = np.asarray(values)
+        if array.dtype.kind in "biufc" and array.shape[:1] == (length + 1,):
+            leaves[name] = array
+        elif array.dtype.kind in "biufc" and array.shape[:1] == (length,):
+            later[f"{NEXT}.{name}"] = array
     return {
         **{name: np.asarray(array)[:length] for name, array in leaves.items()},
         **{name: np.asarray(array) for name, array in _leaves(episode.actions, ACTION)},
@@ -217,6 +231,7 @@ def _columns_of(episode: Any) -> dict[str, Array]:
         "next.terminated": terminated,
         "next.truncated": truncated,
         "next.done": terminated | truncated,
+        **later,
     }
 
 

@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows in several segments, whose bounds are not those of episodes."""
     path = tmp_path_factory.mktemp("sets") / "walks"
     whole = torch.cat(list(episodes()))
-    assert convert(episodes(), path, segment_bytes=7 * whole[:1].bytes()) == ROWS
+    assert convert(episodes(), path, segment_bytes=5 * whole[:1].bytes()) == ROWS
     return path
 
 
@@ -319,7 +319,7 @@ def test_wrong_folders(tmp_path: Path, folder: Path) -> None:
 
 def test_where_sets_come_from(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="give fetch="):
-        D4RLExperienceReplay("maze", root=tmp_path)
+        D4RLExperienceReplay("maze2d-umaze-v1", root=tmp_path)
     with pytest.raises(FileNotFoundError, match="give download=True"):
         D4RLExperienceReplay("maze", root=tmp_path, download=False)
     with pytest.raises(ValueError, match="name below root"):

@@ -1,5 +1,6 @@
 """Sets that Minari's own library has written, in all its formats, as replay buffers."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,49 @@ def test_every_format_images_tuples_and_a_single_episode(
         f"test/{name}-v0", 8, root=tmp_path, sampler=SliceSampler(slice_len=2, fill=True)
     )
     assert slices.sample().batch_size == (8,)
+
+
+@pytest.mark.parametrize("data_format", ["hdf5", "arrow"])
+def test_infos_of_numbers_are_columns(data_format: str, tmp_path: Path) -> None:
+    """The peer fills zeros in where the reset told nothing."""
+
+    def with_infos(number: int, length: int) -> Any:
+        steps = np.arange(length + 1.0)[:, None] + 10 * number
+        infos: dict[str, Any] = {"qpos": np.hstack([steps, -steps])}
+        if data_format == "hdf5":  # Minari cannot write these to its arrow files
+            infos |= {
+                "arm": {"hits": steps.astype(np.int64)},
+                "late": steps[1:],
+                "words": np.array([b"a"] * (length + 1)),
+            }
+        return dataclasses.replace(episode(number, length), infos=infos)
+
+    folder = tmp_path / "data"
+    folder.mkdir()
+    storage = minari.dataset.minari_storage.MinariStorage.new(
+        folder, observation_space=SPACE, action_space=ACTIONS, data_format=data_format, jpeg_encoding=False
+    )
+    storage.update_metadata(
+        {"dataset_id": "x/infos-v0", "minari_version": minari.__version__, "author": {"Ada"}}
+    )
+    storage.update_episodes(with_infos(number, 3) for number in range(2))
+    data = MinariExperienceReplay("infos", root=tmp_path, fetch=lambda *_: folder)
+    rows = data[:]
+    check(rows[:3], 0, 3)
+    assert rows["info", "qpos"][:, 0].tolist() == [0, 1, 2, 10, 11, 12]
+    assert rows["next", "info", "qpos"][:, 1].tolist() == [-1, -2, -3, -11, -12, -13]
+    if data_format == "hdf5":
+        assert rows["info", "arm", "hits"].dtype is torch.int64
+        assert rows["next", "info", "arm", "hits"].view(-1).tolist() == [1, 2, 3, 11, 12, 13]
+        assert rows["next", "info", "late"].view(-1).tolist() == [1, 2, 3, 11, 12, 13]
+        assert set(rows["info"].keys()) == {"qpos", "arm"}
+    assert not [finding for finding in audit(rows) if finding.severity == "error"]
+    without = MinariExperienceReplay("none", root=tmp_path, fetch=lambda *_: folder, infos=False)
+    assert not {"info", ("next", "info")} & set(without[:].keys(True))
+    # What Minari says of the set stays with it.
+    again = MinariExperienceReplay("infos", root=tmp_path, download=False)
+    assert data.metadata is not None and data.metadata["dataset_id"] == "x/infos-v0"
+    assert again.metadata == data.metadata
 
 
 def test_ids_that_minari_does_not_have(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Each published set from files in its real form, made here, with the traps that its form has."""
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,92 @@ def test_d4rl(tmp_path: Path) -> None:
     terminals = D4RLExperienceReplay("maze-v1", use_truncated_as_done=False, **options)  # type: ignore[arg-type]
     assert terminals[:]["next", "done"].view(-1).nonzero().tolist() == [[2]]
     assert terminals[:]["next", "truncated"].view(-1).nonzero().tolist() == [[4]]
-    with pytest.raises(ValueError, match="from_env must be False"):
-        D4RLExperienceReplay("maze-v1", from_env=True)
+    with pytest.raises(ValueError, match="leave out direct_download"):
+        D4RLExperienceReplay("maze-v1", from_env=True, direct_download=True)
+    with pytest.raises(ValueError, match="direct_download=False would take"):
+        D4RLExperienceReplay("maze-v1", direct_download=False)
+
+
+class Env:
+    """An env of D4RL, as far as its data set goes."""
+
+    def get_dataset(self) -> dict[str, Any]:
+        return {
+            "observations": np.arange(14, dtype=np.float32).reshape(7, 2),
+            "actions": np.ones((7, 1), np.float32),
+            "rewards": np.arange(7.0),
+            "terminals": np.array([0, 0, 1, 0, 0, 0, 0], bool),
+            "timeouts": np.array([0, 0, 0, 0, 1, 0, 0], bool),
+            "infos/qpos": np.zeros((7, 3)),
+            "metadata/algorithm": "SAC",
+        }
+
+
+class Wrapped:
+    unwrapped = Env()
+
+
+def test_d4rl_from_an_env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_d4rl(tmp_path / "steps.hdf5")
+    file = D4RLExperienceReplay("file", root=tmp_path, fetch=lambda *_: tmp_path / "steps.hdf5")
+    made: list[str] = []
+
+    def make(name: str) -> Wrapped:
+        made.append(name)
+        return Wrapped()
+
+    modules = __import__("sys").modules
+    monkeypatch.setitem(modules, "d4rl", types.ModuleType("d4rl"))
+    monkeypatch.setitem(modules, "gym", types.SimpleNamespace(make=make))
+    gym_set = D4RLExperienceReplay("maze2d-umaze-v1", 4, from_env=True, root=tmp_path)
+    sets = [gym_set, D4RLExperienceReplay("env", from_env=True, root=tmp_path, fetch=lambda *_: Env())]
+    arrays = Env().get_dataset()
+    sets.append(D4RLExperienceReplay("arrays", from_env=True, root=tmp_path, fetch=lambda *_: arrays))
+    for data in sets:
+        assert bool((data[:] == file[:]).all()) and set(data[:].keys(True)) == set(file[:].keys(True))
+    assert made == ["maze2d-umaze-v1"] and gym_set.sample().batch_size == (4,)
+    with pytest.raises(TypeError, match=r"with get_dataset\(\), or the arrays.*got int"):
+        D4RLExperienceReplay("other", from_env=True, root=tmp_path, fetch=lambda *_: 3)
+    with pytest.raises(ValueError, match="did you mean 'maze2d-umaze-v1'"):
+        D4RLExperienceReplay("maze2d-umaze-v3", from_env=True, root=tmp_path)
+    monkeypatch.setitem(modules, "d4rl", None)
+    with pytest.raises(ImportError, match="only old versions of Python can install"):
+        D4RLExperienceReplay("maze2d-large-v1", from_env=True, root=tmp_path)
+    assert len(made) == 1
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "near"),
+    [
+        (D4RLExperienceReplay, "hoper-medium-v2", "did you mean 'hopper-medium-v2'"),
+        (D4RLExperienceReplay, "???", "179 others, such as 'halfcheetah-random-v2'"),
+        (RobosetExperienceReplay, "DAPG(expert)/dor_v2d-v1", r"did you mean 'DAPG\(expert\)/door_v2d-v1'"),
+        (GenDGRLExperienceReplay, "bigfish-1M", "did you mean .*'bigfish-1M_S'"),
+    ],
+)
+def test_unknown_names_say_what_is_like_them(kind: Any, name: str, near: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=near):
+        kind(name, 4, root=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", [D4RLExperienceReplay, RobosetExperienceReplay])
+def test_known_names_need_a_fetch(kind: Any, tmp_path: Path) -> None:
+    names = kind.available_datasets
+    assert len(set(names)) == len(names) == {D4RLExperienceReplay: 179, RobosetExperienceReplay: 20}[kind]
+    with pytest.raises(FileNotFoundError, match="give fetch="):
+        kind(names[-1], 4, root=tmp_path)
+
+
+def test_arguments_that_no_set_takes(tmp_path: Path) -> None:
+    with pytest.raises(
+        TypeError,
+        match=r"AtariDQNExperienceReplay takes no argument mp_start_method, num_procs; .*preprocess",
+    ):
+        AtariDQNExperienceReplay("Pong/5", root=tmp_path, num_procs=4, mp_start_method="fork")  # type: ignore[call-arg]
 
 
 # -- Atari DQN ---------------------------------------------------------------------------------------------------------
@@ -210,8 +295,6 @@ def test_openx_episodes_of_steps(tmp_path: Path) -> None:
     assert slices.sample().batch_size == (8,)
     padded = OpenXExperienceReplay("reach", 12, root=tmp_path, slice_len=3, strict_length=False, pad=True)
     assert padded.sample().batch_size == (12,)
-    with pytest.raises(ValueError, match="streaming must be False"):
-        OpenXExperienceReplay("reach", root=tmp_path, streaming=True)
     with pytest.raises(ValueError, match="rows in order"):
         OpenXExperienceReplay("reach", root=tmp_path, shuffle=False, slice_len=2)
 
