@@ -21,9 +21,9 @@ from flatroll.disk.loading import (
     recover_rows,
     whole_manifests,
 )
-from flatroll.disk.manifest import FileRecord, Json, Manifest, Version, read_manifest
+from flatroll.disk.manifest import Json, Manifest, Version, read_manifest
 from flatroll.disk.merging import Size, first_to_merge
-from flatroll.disk.names import LOCK, MOST_ROWS, RowsName, manifest_name, state_name
+from flatroll.disk.names import LOCK, MOST_ROWS, FileRecord, RowsName, manifest_name, state_name
 from flatroll.disk.segments import Segment, encode_segment, read_range
 from flatroll.disk.tensor_file import DamagedFileError
 from flatroll.layout.checks import whole_number
@@ -312,7 +312,7 @@ class Folder:
                 columns=self._columns,
                 tree=state,
                 extra=extra,
-                needs=("ragged",) if any(column.ragged for column in self._columns.values()) else (),
+                needs=tuple(sorted(header.needs.union(*(segment.needs for segment in self._segments)))),
             )
             text = manifest.encode()
             self._clear_once()

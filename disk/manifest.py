@@ -10,15 +10,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 from flatroll.disk import files
 from flatroll.disk.columns import ColumnSchema, Schema
-from flatroll.disk.names import MOST_ROWS, RowsName, is_state, manifest_name
-from flatroll.disk.tensor_file import DTYPES, MOST_DIMENSIONS, DamagedFileError, opened
+from flatroll.disk.names import DTYPES, FORMAT, MOST_ROWS, FileRecord, RowsName, is_state, manifest_name
+from flatroll.disk.tensor_file import MOST_DIMENSIONS, DamagedFileError, opened
 
 #: What JSON can say.
 Json: TypeAlias = Any
-FORMAT = 1
 #: What a folder may need of its reader. A later version of the package that stores something in a new way adds a word
 #: here, and older ones refuse such folders.
-KNOWN_NEEDS = frozenset({"ragged"})
+KNOWN_NEEDS = frozenset({"ragged", "xxh64"})
 MOST_BYTES = 64 << 20
 DEEPEST = 64
 _BEFORE_CHECKSUM = b'{"checksum":"'
@@ -30,14 +29,6 @@ class Version(NamedTuple):
 
     number: int
     line: str
-
-
-class FileRecord(NamedTuple):
-    """A file that a version names: name, size in bytes, checksum of its header (which has those of its tensors)."""
-
-    name: str
-    size: int
-    checksum: int
 
 
 @dataclass(frozen=True)

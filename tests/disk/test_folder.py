@@ -14,7 +14,7 @@ from disk_recorder import Recorder, check_rows, rows
 
 from flatroll.disk import ColumnSchema, DamagedFileError, Folder, Ragged, column_key, column_name
 from flatroll.disk.merging import FAN_IN
-from flatroll.disk.tensor_file import DTYPES
+from flatroll.disk.names import DTYPES
 
 
 def save(path: Path, *ends: int, **options: Any) -> None:

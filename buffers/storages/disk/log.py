@@ -15,7 +15,7 @@ from flatroll.buffers.index.ring import Array
 from flatroll.buffers.storages.disk.forms import FORMS, Form
 from flatroll.buffers.storages.disk.pieces import Piece, Pieces
 from flatroll.disk import Folder, Ragged, Version, column_key, column_name
-from flatroll.disk.tensor_file import DTYPES, dtype_name
+from flatroll.disk.names import DTYPES, dtype_name
 from flatroll.layout.keys import NestedKey, next_key
 
 _KIND = "flatroll.DiskStorage"
