@@ -3,7 +3,7 @@
 import json
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -77,7 +77,8 @@ class Manifest:
             TypeError: ``tree`` or ``extra`` is more than JSON can say.
             ValueError: they hold NaN or infinity, are nested too deeply, or are too large.
         """
-        fields = {"checksum": _NO_CHECKSUM, "format": FORMAT, **asdict(self)}
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        fields = {"checksum": _NO_CHECKSUM, "format": FORMAT, **own}
         fields["version"], fields["line"] = self.version
         if (deepest := depth(fields)) > DEEPEST:
             raise ValueError(f"the JSON part of a state may be nested {DEEPEST} deep, got {deepest}")
@@ -124,9 +125,9 @@ def depth(value: Json) -> int:
     while level and deepest <= DEEPEST + 1:
         inner: list[Json] = []
         for item in level:
-            if isinstance(item, Mapping):
+            if isinstance(item, dict):
                 inner.extend(item.values() or [None])
-            elif isinstance(item, list | tuple):
+            elif isinstance(item, (list, tuple)):
                 inner.extend(item or [None])
         level, deepest = inner, deepest + 1
     return deepest
