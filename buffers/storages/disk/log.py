@@ -88,10 +88,10 @@ class _Block:
 
     def __init__(self, first: int, rows: int, layout: Layout) -> None:
         self.first, self.limit = first, first + rows
-        # One memory for all columns, each from a cache line on: the system gives large pages to large memories only, and
-        # small pages cost more time than the copy into them.
+        # One memory for all columns, each from a cache line on: only large memories get large pages, and small pages
+        # cost more time than the copy into them.
         sizes = [-(-rows * form.row_bytes // _LINE) * _LINE for form in layout.forms.values()]
-        memories = host_memory(sum(sizes), torch.uint8, ()).split(sizes)
+        memories = torch.split(host_memory(sum(sizes), torch.uint8, ()), sizes)
         self.columns: Columns = {
             key: memory[: rows * form.row_bytes].view(form.dtype).view(rows, *form.shape)
             for (key, form), memory in zip(layout.forms.items(), memories, strict=True)
