@@ -1,6 +1,7 @@
 """Whose memory loaded rows are in, and what is in slots that no file has."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def test_a_new_storage_takes_over_what_was_read(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(base, "host_memory", noted)
     buffer = ReplayBuffer(storage=LazyTensorStorage(8))
     buffer.loads(tmp_path)
-    columns = buffer.storage.columns  # type: ignore[attr-defined]
+    columns: dict[str, Any] = buffer.storage.columns  # type: ignore[attr-defined]
     addresses = [column.data.data_ptr() for column in columns.values()]
     assert addresses == [memory.data_ptr() for memory in made]
     buffer.loads(tmp_path)  # somebody may have the old memory: it stays, and is written to
