@@ -9,7 +9,7 @@ import pytest
 import torch
 from disk_recorder import check_rows, rows
 
-from flatroll.disk import DamagedFileError, Folder, checksums, manifest
+from flatroll.disk import DamagedFileError, Folder, checksums, manifest, tensor_file
 from flatroll.kernels.rows.checksum import absorb, digest, new_state
 
 
@@ -103,10 +103,25 @@ def test_large_tensors_have_it_and_are_checked_piece_by_piece(tmp_path: Path) ->
     assert set(folder.segments[0].read()) == {"large", "small"}  # as it was
 
 
+def test_a_byte_that_is_no_bool_is_found_in_any_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    column = torch.zeros(200, dtype=torch.uint8)
+    column[3] = 2
+    with Folder(tmp_path, write=True) as folder:
+        folder.append({"flag": column.view(torch.bool)})
+        monkeypatch.setattr(tensor_file, "_AT_ONCE", 64)
+        with pytest.raises(DamagedFileError, match="neither 0 nor 1"):
+            folder.read_rows()
+
+
 @pytest.mark.parametrize("of_state", [True, False])
 def test_a_reader_that_does_not_know_it_names_the_version_to_install(
     of_state: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    save(tmp_path / "small")  # of ragged columns, too
+    fields = json.loads((tmp_path / "small" / "manifest-000000000001.json").read_text())
+    assert fields["needs"] == ["ragged"]
     with Folder(tmp_path, write=True) as folder:
         small, large = torch.zeros(3), torch.zeros(checksums.LARGE)
         folder.append({"x": small if of_state else large})
