@@ -52,6 +52,15 @@ def test_a_new_storage_takes_over_what_was_read(tmp_path: Path, monkeypatch: pyt
     assert bool((buffer[:] == expected).all())
 
 
+def test_a_ring_that_was_not_full_has_room_for_the_rest(tmp_path: Path) -> None:
+    first, second = (ReplayBuffer(storage=LazyTensorStorage(8)) for _ in range(2))
+    first.extend(torch.arange(5.0))
+    first.dumps(tmp_path)
+    second.loads(tmp_path)
+    second.extend(torch.arange(5.0, 8.0))
+    assert second[:].tolist() == list(range(8))
+
+
 def test_memory_that_somebody_chose_stays(tmp_path: Path) -> None:
     expected = filled(tmp_path / "saved")
     own, mapped = OwnMemory(8), LazyMemmapStorage(8, scratch_dir=tmp_path / "files")
@@ -91,11 +100,11 @@ def test_slots_of_no_file_are_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
         )  # type: ignore[misc]
         for slots, values in (
             ([-1, 1], torch.tensor([9, 1])),
-            ([5, 0], torch.tensor([5, 3])),
+            ([4, 0], torch.tensor([5, 3])),
             ([3], torch.tensor([4])),
         )
     ]
     tables = {**storage.tables(0)}
     restored = TensorStorageCheckpointer().restore(storage, tables, spans, 6)["columns"]
     for name in ("x", "y"):
-        assert restored[name]["values"].tolist() == [3, 1, 0, 4, 0, 5]
+        assert restored[name]["values"].tolist() == [3, 1, 0, 4, 5, 0]
