@@ -6,8 +6,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from flatroll.disk.names import LENGTHS
-from flatroll.disk.tensor_file import DTYPES, dtype_name
+from flatroll.disk.names import DTYPES, LENGTHS, dtype_name
 
 
 class Ragged(NamedTuple):

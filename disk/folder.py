@@ -21,9 +21,9 @@ from flatroll.disk.loading import (
     recover_rows,
     whole_manifests,
 )
-from flatroll.disk.manifest import FileRecord, Json, Manifest, Version, read_manifest
+from flatroll.disk.manifest import Json, Manifest, Version, read_manifest
 from flatroll.disk.merging import Size, first_to_merge
-from flatroll.disk.names import LOCK, MOST_ROWS, RowsName, manifest_name, state_name
+from flatroll.disk.names import LOCK, MOST_ROWS, FileRecord, RowsName, manifest_name, state_name
 from flatroll.disk.segments import Segment, encode_segment, read_range
 from flatroll.disk.tensor_file import DamagedFileError
 from flatroll.layout.checks import whole_number
@@ -114,9 +114,9 @@ class Folder:
             listing = Listing.of(self.path)
             if not write:
                 listing.check_own(self.path)
-            newest = whole_manifests(self.path, listing.versions)[:1]
+            newest = whole_manifests(self.path, listing.versions, 1)
             if resume is not None and [manifest.version for manifest in newest] == [resume]:
-                self._go_on_from(resume.number)
+                self._go_on_from(newest[0])
         except BaseException:
             self.close()
             raise
@@ -191,7 +191,7 @@ class Folder:
             result, found, lost = newest_whole(
                 self.path,
                 number,
-                lambda version: use(self._go_on_from(version)),
+                lambda version: use(self._go_on_from(read_manifest(self.path, version))),
                 self._damaged,
                 strict=strict,
             )
@@ -312,7 +312,7 @@ class Folder:
                 columns=self._columns,
                 tree=state,
                 extra=extra,
-                needs=("ragged",) if any(column.ragged for column in self._columns.values()) else (),
+                needs=tuple(sorted(header.needs.union(*(segment.needs for segment in self._segments)))),
             )
             text = manifest.encode()
             self._clear_once()
@@ -426,7 +426,7 @@ class Folder:
             )
         if unknown:
             self._line = secrets.token_hex(4)
-            self._kept = whole_manifests(self.path, listing.versions)[: self._keep]
+            self._kept = whole_manifests(self.path, listing.versions, self._keep)
         self._number = 1 + max((name.number for name in listing.rows), default=0)
         self._admitted = True
 
@@ -483,9 +483,8 @@ class Folder:
         own = {LOCK, *(str(segment.name) for segment in self._segments)}
         remove_all_but(self.path, own.union(*(manifest.names for manifest in self._kept)), synced=self._sync)
 
-    def _go_on_from(self, number: int) -> LoadedVersion:
+    def _go_on_from(self, manifest: Manifest) -> LoadedVersion:
         """Read a version and take it for what this run has: what it writes comes after."""
-        manifest = read_manifest(self.path, number)
         loaded = load_version(self.path, manifest, self._options)
         self._take(manifest, loaded.segments)
         return loaded
@@ -493,7 +492,7 @@ class Folder:
     def _take(self, manifest: Manifest, segments: Iterable[Segment]) -> None:
         older = [version for version in self.versions() if version < manifest.version.number]
         self._segments, self._columns = list(segments), dict(manifest.columns)
-        self._kept = [manifest, *whole_manifests(self.path, older)][: self._keep]
+        self._kept = [manifest, *whole_manifests(self.path, older, self._keep - 1)]
         self.version, self._line = manifest.version, manifest.version.line
         self.head, self.end = manifest.head, manifest.end
         self._loaded, self._admitted, self._cleared = True, False, False

@@ -14,9 +14,9 @@ from flatroll.disk.folder import Folder
 from flatroll.disk.listing import Listing
 from flatroll.disk.loading import ReadOptions, load_version
 from flatroll.disk.manifest import Manifest, read_manifest
-from flatroll.disk.names import column_key
+from flatroll.disk.names import DTYPES, column_key
 from flatroll.disk.segments import Segment
-from flatroll.disk.tensor_file import DTYPES, DamagedFileError
+from flatroll.disk.tensor_file import DamagedFileError
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.keys import DONE, IS_INIT, MASK, REWARD, TRAJ_IDS, as_tuple, plain_key
 

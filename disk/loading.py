@@ -1,7 +1,9 @@
 """Finds the rows of a folder: those that a version names, and those that were published since."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -74,15 +76,15 @@ class Recovered(NamedTuple):
     segments: list[Segment]
 
 
-def whole_manifests(path: Path, numbers: Iterable[int]) -> list[Manifest]:
-    """The manifests of versions, without damaged ones."""
-    manifests = []
-    for number in numbers:
-        try:
-            manifests.append(read_manifest(path, number))
-        except DamagedFileError:
-            continue
-    return manifests
+def whole_manifests(path: Path, numbers: Iterable[int], most: int | None = None) -> list[Manifest]:
+    """The manifests of the first versions that are not damaged, of ``most`` at most."""
+
+    def whole() -> Iterator[Manifest]:
+        for number in numbers:
+            with suppress(DamagedFileError):
+                yield read_manifest(path, number)
+
+    return list(islice(whole(), most))
 
 
 def open_rows(path: Path, manifest: Manifest, options: ReadOptions) -> list[Segment]:
@@ -192,7 +194,7 @@ def recover_rows(path: Path, options: ReadOptions) -> Recovered:
 
 def _recover(path: Path, listing: Listing, options: ReadOptions, *, settled: bool) -> Recovered:
     """`recover_rows` with these names; a file that is gone is lost if ``settled``, else a MissingFileError."""
-    manifest = next(iter(whole_manifests(path, listing.versions)), None)
+    manifest = next(iter(whole_manifests(path, listing.versions, 1)), None)
     named = [] if manifest is None else open_rows(path, manifest, options)
     known = {segment.name: segment for segment in named}
     if manifest is None:

@@ -3,7 +3,7 @@
 import json
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -11,15 +11,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 from flatroll.disk import files
 from flatroll.disk.columns import ColumnSchema, Schema
-from flatroll.disk.names import MOST_ROWS, RowsName, is_state, manifest_name
-from flatroll.disk.tensor_file import DTYPES, MOST_DIMENSIONS, DamagedFileError, opened
+from flatroll.disk.names import DTYPES, FORMAT, MOST_ROWS, FileRecord, RowsName, is_state, manifest_name
+from flatroll.disk.tensor_file import MOST_DIMENSIONS, DamagedFileError, opened
 
 #: What JSON can say.
 Json: TypeAlias = Any
-FORMAT = 1
 #: What a folder may need of its reader. A later version of the package that stores something in a new way adds a word
 #: here, and older ones refuse such folders.
-KNOWN_NEEDS = frozenset({"ragged"})
+KNOWN_NEEDS = frozenset({"ragged", "xxh64"})
 MOST_BYTES = 64 << 20
 DEEPEST = 64
 installed = cache(version)  # reading a package's metadata takes longer than writing a manifest
@@ -32,14 +31,6 @@ class Version(NamedTuple):
 
     number: int
     line: str
-
-
-class FileRecord(NamedTuple):
-    """A file that a version names: name, size in bytes, checksum of its header (which has those of its tensors)."""
-
-    name: str
-    size: int
-    checksum: int
 
 
 @dataclass(frozen=True)
@@ -88,7 +79,8 @@ class Manifest:
             TypeError: ``tree`` or ``extra`` is more than JSON can say.
             ValueError: they hold NaN or infinity, are nested too deeply, or are too large.
         """
-        fields = {"checksum": _NO_CHECKSUM, "format": FORMAT, **asdict(self)}
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        fields = {"checksum": _NO_CHECKSUM, "format": FORMAT, **own}
         fields["version"], fields["line"] = self.version
         if (deepest := depth(fields)) > DEEPEST:
             raise ValueError(f"the JSON part of a state may be nested {DEEPEST} deep, got {deepest}")
@@ -135,9 +127,9 @@ def depth(value: Json) -> int:
     while level and deepest <= DEEPEST + 1:
         inner: list[Json] = []
         for item in level:
-            if isinstance(item, Mapping):
+            if isinstance(item, dict):
                 inner.extend(item.values() or [None])
-            elif isinstance(item, list | tuple):
+            elif isinstance(item, (list, tuple)):
                 inner.extend(item or [None])
         level, deepest = inner, deepest + 1
     return deepest

@@ -1,13 +1,17 @@
-"""Names of files in a folder, and names of columns in files."""
+"""Names of files in a folder, and of columns and dtypes in files."""
 
 import re
 from typing import NamedTuple
 from urllib.parse import unquote
 
+import torch
+
 from flatroll.disk.files import TEMPORARY
 from flatroll.layout.keys import NestedKey, as_tuple, plain_key
 
 LOCK = "lock"
+#: Of files and folders; a reader refuses others.
+FORMAT = 1
 _ROWS = re.compile(r"([0-9]{15})-([0-9]{15})\.([0-9a-f]{8})-([0-9a-f]{1,8})\.rows")
 _STATE = re.compile(r"state-([0-9]{12})\.([0-9a-f]{8})\.state")
 _MANIFEST = re.compile(r"manifest-([0-9]{12})\.json")
@@ -15,6 +19,35 @@ _MANIFEST = re.compile(r"manifest-([0-9]{12})\.json")
 MOST_ROWS = 10**15
 #: What ends the name of the tensor that says how many values each row of a ragged column has.
 LENGTHS = "#lengths"
+#: What the format calls a dtype. What is missing here is stored as one of these, and declared in the metadata.
+STORED = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+#: Complex numbers are stored as pairs (a last dimension of 2), the small floats as their bytes.
+DECLARED = {
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+    torch.float8_e4m3fnuz: torch.uint8,
+    torch.float8_e5m2fnuz: torch.uint8,
+}
+#: Dtypes by that name.
+BY_STORED = {name: dtype for dtype, name in STORED.items()}
+#: All of them by torch's name, such as ``"float32"``.
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*STORED, *DECLARED)}
 
 
 class RowsName(NamedTuple):
@@ -41,6 +74,14 @@ class RowsName(NamedTuple):
         if match is None or int(match[1]) >= int(match[2]):
             return None
         return cls(int(match[1]), int(match[2]), match[3], int(match[4], 16))
+
+
+class FileRecord(NamedTuple):
+    """A file that a version names: name, size in bytes, checksum of its header (which has those of its tensors)."""
+
+    name: str
+    size: int
+    checksum: int
 
 
 def state_name(version: int, line: str) -> str:
@@ -97,3 +138,17 @@ def column_key(name: str) -> NestedKey:
     ('reward', ('next', 'obs/left'))
     """
     return plain_key(tuple(unquote(part) for part in name.split("/")))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, such as ``"float32"``; TypeError if files cannot hold it."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise TypeError(f"cannot store {dtype}; what can be stored: {', '.join(DTYPES)}")
+    return name
+
+
+def stored_as(dtype: torch.dtype) -> torch.dtype:
+    """The dtype as which a file holds another."""
+    dtype_name(dtype)
+    return DECLARED.get(dtype, dtype)

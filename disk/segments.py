@@ -15,9 +15,8 @@ from typing_extensions import Buffer
 
 from flatroll.disk import files, tensor_file
 from flatroll.disk.columns import Column, ColumnSchema, Ragged, Schema, cut, join
-from flatroll.disk.manifest import FORMAT, FileRecord
-from flatroll.disk.names import LENGTHS, RowsName
-from flatroll.disk.tensor_file import DTYPES, DamagedFileError, Header, MissingFileError, dtype_name, opened
+from flatroll.disk.names import DTYPES, FORMAT, LENGTHS, FileRecord, RowsName, dtype_name
+from flatroll.disk.tensor_file import DamagedFileError, Header, MissingFileError, opened
 
 Ints = npt.NDArray[np.int64]
 
@@ -71,6 +70,12 @@ class Segment:
     def data_bytes(self) -> int:
         """Bytes of its columns."""
         return sum(entry.size for entry in self.header.entries.values())
+
+    @property
+    def needs(self) -> set[str]:
+        """What a reader of the file must know."""
+        ragged = any(column.ragged for column in self.schema.values())
+        return self.header.needs | ({"ragged"} if ragged else set())
 
     @property
     def record(self) -> FileRecord:

@@ -1,8 +1,8 @@
 """Tensors in a safetensors file, with checksums: what stands in its header, how it is written, read and mapped.
 
 A file has 8 bytes with the length of its header, the header (JSON), and the tensors' bytes end to end. Any tool that
-reads safetensors reads it. In the header's metadata stand the crc32 of each tensor and, at a fixed place, the crc32 of
-the header itself, so that no flipped bit goes unnoticed.
+reads safetensors reads it. In the header's metadata stand the checksum of each tensor and, at a fixed place, the crc32
+of the header itself, so that no flipped bit goes unnoticed.
 
 Source: the page of the safetensors project on its format.
 """
@@ -10,7 +10,7 @@ Source: the page of the safetensors project on its format.
 import errno
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -22,38 +22,16 @@ import torch
 from torch import Tensor
 from typing_extensions import Buffer
 
-from flatroll.disk import files
+from flatroll.disk import checksums, files
+from flatroll.disk.checksums import Checksum
+from flatroll.disk.names import BY_STORED, DECLARED, DTYPES, STORED, dtype_name, stored_as
 
-# What the format calls a dtype. What is missing here is stored as one of these, and declared in the metadata.
-_STORED = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-}
-# Complex numbers are stored as pairs (a last dimension of 2), the small floats as their bytes.
-_DECLARED = {
-    torch.complex64: torch.float32,
-    torch.complex128: torch.float64,
-    torch.float8_e4m3fn: torch.uint8,
-    torch.float8_e5m2: torch.uint8,
-    torch.float8_e4m3fnuz: torch.uint8,
-    torch.float8_e5m2fnuz: torch.uint8,
-}
-_BY_STORED = {name: dtype for dtype, name in _STORED.items()}
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_STORED, *_DECLARED)}
 MOST_HEADER = 16 << 20  # bytes of a header
 MOST_DIMENSIONS = 32
 _LENGTH = 8  # bytes before the header: its length
+_AT_ONCE = (
+    1 << 20
+)  # bytes that are read before their checksum is taken: they are still in the processor's cache
 _ALIGNED = 64  # the tensors' bytes begin at a multiple of this
 # The header begins with these bytes, and then come the 8 hexadecimal digits of its own crc32 (taken with zeros there).
 _BEFORE_CHECKSUM = b'{"__metadata__":{"checksum":"'
@@ -77,14 +55,14 @@ class Entry:
         shape: of the tensor.
         begin: position of its first byte in the file.
         size: number of bytes.
-        checksum: crc32 of the bytes.
+        checksum: of the bytes.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
     size: int
-    checksum: int
+    checksum: Checksum
 
 
 @dataclass(frozen=True)
@@ -103,13 +81,10 @@ class Header:
     checksum: int
     size: int
 
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype, such as ``"float32"``; TypeError if files cannot hold it."""
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise TypeError(f"cannot store {dtype}; what can be stored: {', '.join(DTYPES)}")
-    return name
+    @property
+    def needs(self) -> set[str]:
+        """What a reader must know of checksums, besides crc32."""
+        return {entry.checksum.kind for entry in self.entries.values()} - {"crc32"}
 
 
 def encode(
@@ -129,33 +104,34 @@ def encode(
     >>> header.entries["x"].shape, header.size == sum(memoryview(chunk).nbytes for chunk in chunks)
     ((3, 3), True)
     """
-    order = sorted(tensors, key=lambda name: (-_stored(tensors[name][0].dtype).itemsize, name))
+    order = sorted(tensors, key=lambda name: (-stored_as(tensors[name][0].dtype).itemsize, name))
     data: list[Buffer] = []
     table: dict[str, Any] = {}
-    checksums: dict[str, str] = {}
+    sums: dict[str, dict[str, str]] = {"crc32": {}}
     declared: dict[str, str] = {}
     position = 0
     for name in order:
         pieces = tensors[name]
         dtype, shape = pieces[0].dtype, tuple(pieces[0].shape)
-        checksum, begin = 0, position
-        for piece in pieces:
-            view = bytes_of(piece)
-            checksum = zlib.crc32(view, checksum)
-            position += len(view)
-            data.append(view)
+        views = [bytes_of(piece) for piece in pieces]
+        begin, position = position, position + sum(map(len, views))
+        running = checksums.begin(position - begin)
+        for view in views:
+            running.update(view)
+        data.extend(views)
         if len(pieces) > 1:
             shape = (sum(len(piece) for piece in pieces), *shape[1:])
-        if dtype in _DECLARED:
+        if dtype in DECLARED:
             declared[name] = dtype_name(dtype)
         stored_shape = [*shape, 2] if dtype.is_complex else list(shape)
         table[name] = {
-            "dtype": _STORED[_stored(dtype)],
+            "dtype": STORED[stored_as(dtype)],
             "shape": stored_shape,
             "data_offsets": [begin, position],
         }
-        checksums[name] = f"{checksum:08x}"
-    own = {"checksum": _NO_CHECKSUM, "crc32": json.dumps(checksums), "dtypes": json.dumps(declared)}
+        sums.setdefault(running.kind, {})[name] = f"{running.value:08x}"
+    own = {"checksum": _NO_CHECKSUM, "dtypes": json.dumps(declared)}
+    own |= {kind: json.dumps(by_name) for kind, by_name in sums.items()}
     text = json.dumps({"__metadata__": {**own, **metadata}, **table}, separators=(",", ":")).encode()
     text += b" " * (-(_LENGTH + len(text)) % _ALIGNED)
     header_checksum = zlib.crc32(text)
@@ -217,11 +193,16 @@ def read_tensor(descriptor: int, name: str, entry: Entry, out: Tensor | None = N
     """
     tensor = torch.empty(entry.shape, dtype=entry.dtype) if out is None else out
     view = bytes_of(tensor)
+
+    def read(at: int) -> memoryview:
+        piece = view[at : at + _AT_ONCE]
+        files.read_into(descriptor, entry.begin + at, piece)
+        return piece
+
     try:
-        files.read_into(descriptor, entry.begin, view)
+        _check(name, entry, map(read, range(0, len(view), _AT_ONCE)))
     except EOFError as error:
         raise DamagedFileError(f"{name}: {error}") from None
-    check_bytes(name, entry, view)
     return tensor
 
 
@@ -246,10 +227,20 @@ def map_tensors(descriptor: int, header: Header) -> tuple[Tensor, dict[str, Tens
 
 def check_bytes(name: str, entry: Entry, view: memoryview) -> None:
     """Raise DamagedFileError if these are not the bytes of a tensor."""
-    if zlib.crc32(view) != entry.checksum:
+    _check(name, entry, [view])
+
+
+def _check(name: str, entry: Entry, pieces: Iterable[memoryview]) -> None:
+    """`check_bytes` of the bytes piece by piece."""
+    running, largest = checksums.KINDS[entry.checksum.kind](), 0
+    for piece in pieces:
+        running.update(piece)
+        if entry.dtype == torch.bool and len(piece):
+            largest = max(largest, int(np.frombuffer(piece, np.uint8).max()))
+    if running.checksum != entry.checksum:
         raise DamagedFileError(f"the checksum of {name!r} is wrong")
     # Any byte but 0 and 1 in a bool tensor means different things to different operations of torch.
-    if entry.dtype == torch.bool and len(view) and np.frombuffer(view, np.uint8).max() > 1:
+    if largest > 1:
         raise DamagedFileError(f"{name!r} is bool and has bytes that are neither 0 nor 1")
 
 
@@ -258,14 +249,8 @@ def _tensor(data: Tensor, entry: Entry) -> Tensor:
     if not entry.size:  # a view needs bytes at an address that suits its dtype, and there may be none
         return torch.empty(entry.shape, dtype=entry.dtype)
     if entry.dtype.is_complex:
-        return torch.view_as_complex(piece.view(_stored(entry.dtype)).view(*entry.shape, 2))
+        return torch.view_as_complex(piece.view(stored_as(entry.dtype)).view(*entry.shape, 2))
     return piece.view(entry.dtype).view(entry.shape)
-
-
-def _stored(dtype: torch.dtype) -> torch.dtype:
-    """The dtype as which a file holds another."""
-    dtype_name(dtype)
-    return _DECLARED.get(dtype, dtype)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -288,9 +273,14 @@ def _parse(text: bytes, size: int) -> Header:
     try:
         table = json.loads(text)
         metadata = table.pop("__metadata__")
-        checksums, declared = json.loads(metadata.pop("crc32")), json.loads(metadata.pop("dtypes"))
+        sums = {
+            name: Checksum(kind, int(value, 16))
+            for kind in checksums.KINDS
+            for name, value in json.loads(metadata.pop(kind, "{}")).items()
+        }
+        declared = json.loads(metadata.pop("dtypes"))
         entries = {
-            name: _entry(values, checksums[name], declared.get(name), _LENGTH + len(text))
+            name: _entry(values, sums[name], declared.get(name), _LENGTH + len(text))
             for name, values in table.items()
         }
         metadata.pop("checksum")
@@ -306,19 +296,19 @@ def _parse(text: bytes, size: int) -> Header:
     return Header(entries, metadata, checksum, size)
 
 
-def _entry(values: Mapping[str, Any], checksum: str, declared: str | None, first: int) -> Entry:
+def _entry(values: Mapping[str, Any], checksum: Checksum, declared: str | None, first: int) -> Entry:
     """One line of a header's table; ValueError if it says nothing sensible."""
     begin, end = values["data_offsets"]
-    shape, stored = values["shape"], _BY_STORED[values["dtype"]]
+    shape, stored = values["shape"], BY_STORED[values["dtype"]]
     if len(shape) > MOST_DIMENSIONS or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise ValueError(f"shape {shape}, bytes {begin} to {end}")
     if end - begin != prod(shape) * stored.itemsize or prod(max(n, 1) for n in shape) >= 2**48:
         raise ValueError(f"{end - begin} bytes for shape {shape} of {stored}")
     dtype = stored if declared is None else DTYPES[declared]
-    if declared is not None and _stored(dtype) != stored:
+    if declared is not None and stored_as(dtype) != stored:
         raise ValueError(f"{declared} in {stored}")
     if dtype.is_complex:
         if not shape or shape[-1] != 2:
             raise ValueError(f"shape {shape} of pairs")
         shape = shape[:-1]
-    return Entry(dtype, tuple(shape), first + begin, end - begin, int(checksum, 16))
+    return Entry(dtype, tuple(shape), first + begin, end - begin, checksum)

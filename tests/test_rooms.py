@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[1]
 ARROWS: dict[str, set[str]] = {
     "layout": set(),
     "sharing": {"layout"},
-    "disk": {"layout"},
     "kernels": set(),
+    "disk": {"layout", "kernels"},
     "specs": {"layout"},
     "wrappers": {"layout", "specs"},
     "rollouts": {"layout", "specs", "sharing", "disk", "wrappers"},

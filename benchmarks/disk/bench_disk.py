@@ -1,18 +1,19 @@
 """Times saves and loads of buffers beside torchrl's: ``python -m flatroll.benchmarks.disk.bench_disk``.
 
-Every number is a ratio of wall times in one run, the best of a few turns, with what is written on the disk when a save
-returns, and loads into new buffers, as a run that goes on does them. torchrl is left out where it is not installed, or
-with ``--alone``.
+Every number is a ratio of wall times in one run: medians of several turns, in each of which all is done once, with what
+is written on the disk when a save returns, and loads into new buffers, as a run that goes on does them. torchrl is left
+out where it is not installed, or with ``--alone``.
 """
 
 import argparse
 import importlib.util
 import os
 import shutil
+import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,14 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - before
 
 
-def best(count: int, call: Callable[[int], object]) -> float:
-    """The shortest of ``count`` calls, which get their number."""
-    return min(timed(lambda i=i: call(i)) for i in range(count))  # type: ignore[misc]
+def medians(turns: int, calls: Mapping[str, Callable[[int], float]]) -> dict[str, float]:
+    """The median of what each call gives in so many turns, in which all are called one after the other; the first turn,
+    in which kernels are compiled, does not count."""
+    took: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(turns + 1):
+        for name, call in calls.items():
+            took[name].append(call(turn))
+    return {name: statistics.median(values[1:]) for name, values in took.items()}
 
 
 class Counted:
@@ -83,40 +89,63 @@ class Counted:
         files.write = self._write
 
 
-def saves(rows: int, turns: int, folder: Path) -> dict[str, float]:
-    """Ratios of the second save to the first, of loads, and of HDF5."""
-    buffer = made(rows)
+def filled(rows: int, **options: Any) -> ReplayBuffer:
+    """A buffer that is full."""
+    buffer = made(rows, **options)
     for first in range(0, rows, 10_000):
         buffer.extend(batch(first, 10_000))
+    return buffer
+
+
+def bytes_of_second_save(rows: int, folder: Path) -> float:
+    """Bytes that a save after 1 % new rows writes, over those of the first save; the mean of ten."""
+    buffer = filled(rows)
     with Counted() as full:
-        buffer.dumps(folder / "bytes")
-    again = 0.0
+        buffer.dumps(folder)
     with Counted() as more:
         for _ in range(10):
             buffer.extend(batch(buffer.stats()["rows_written"], rows // 100))
-            again += timed(lambda: buffer.dumps(folder / "bytes")) / 10
-    whole = best(turns, lambda i: buffer.dumps(folder / f"full-{i}"))
-    load = best(turns, lambda i: made(rows).loads(folder / "full-0"))
-    packed = made(rows, checkpointer=H5StorageCheckpointer())
-    for first in range(0, rows, 10_000):
-        packed.extend(batch(first, 10_000))
-    h5 = best(turns, lambda i: packed.dumps(folder / "h5"))
-    h5_load = best(turns, lambda i: made(rows, checkpointer=H5StorageCheckpointer()).loads(folder / "h5"))
-    return {
-        "full save": whole,
-        "load": load,
-        "save after 1 % new / full save, time": again / whole,
-        "save after 1 % new / full save, bytes": more.bytes / 10 / full.bytes,
-        "H5 save / native save": h5 / whole,
-        "H5 load / native load": h5_load / load,
-    }
+            buffer.dumps(folder)
+    return more.bytes / 10 / full.bytes
+
+
+def times(rows: int, turns: int, folder: Path, torchrl: bool) -> dict[str, float]:
+    """Seconds that saves and loads take."""
+    buffer, packed = filled(rows), filled(rows, checkpointer=H5StorageCheckpointer())
+    buffer.dumps(folder / "again")
+    packed.dumps(folder / "h5")
+
+    def full(turn: int) -> float:
+        path = folder / f"full-{turn}"
+        seconds = timed(lambda: buffer.dumps(path))
+        shutil.rmtree(path)
+        return seconds
+
+    def again(turn: int) -> float:
+        some = []
+        for _ in range(3):  # each takes a few syncs only, whose times differ much
+            buffer.extend(batch(buffer.stats()["rows_written"], rows // 100))
+            some.append(timed(lambda: buffer.dumps(folder / "again")))
+        return statistics.median(some)
+
+    def load(turn: int) -> float:
+        other = made(rows)
+        return timed(lambda: other.loads(folder / "again"))
+
+    def load_h5(turn: int) -> float:
+        other = made(rows, checkpointer=H5StorageCheckpointer())
+        return timed(lambda: other.loads(folder / "h5"))
+
+    calls = {"full save": full, "1 % save": again, "load": load}
+    if torchrl:
+        calls |= of_torchrl(rows, folder)
+    calls |= {"H5 save": lambda turn: timed(lambda: packed.dumps(folder / "h5")), "H5 load": load_h5}
+    return medians(turns, calls)
 
 
 def lock_held(rows: int, folder: Path) -> float:
     """How long a writer waits for a save, over extending what it wrote meanwhile."""
-    buffer = made(rows)
-    for first in range(0, rows, 10_000):
-        buffer.extend(batch(first, 10_000))
+    buffer = filled(rows)
     buffer.dumps(folder / "held")
     held, taken = [0.0], buffer._write_lock
 
@@ -153,8 +182,8 @@ def lock_held(rows: int, folder: Path) -> float:
     return held[0] / extending
 
 
-def of_torchrl(rows: int, turns: int, folder: Path) -> tuple[float, float]:
-    """Times of torchrl's dumps with a sync, and of its loads, of the same rows."""
+def of_torchrl(rows: int, folder: Path) -> dict[str, Callable[[int], float]]:
+    """Calls that time torchrl's dumps with a sync, and its loads, of the same rows."""
     from torchrl.data import LazyTensorStorage as Storage
     from torchrl.data import ReplayBuffer as Buffer
 
@@ -164,41 +193,57 @@ def of_torchrl(rows: int, turns: int, folder: Path) -> tuple[float, float]:
     buffer = new()
     for first in range(0, rows, 10_000):
         buffer.extend(batch(first, 10_000))
+    buffer.dumps(folder / "torchrl")
 
-    def save(turn: int) -> None:
-        path = folder / f"torchrl-{turn}"
+    def dump(path: Path) -> None:
         buffer.dumps(path)
         for file in path.rglob("*"):
             descriptor = os.open(file, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
 
-    return best(turns, save), best(turns, lambda turn: new().loads(folder / "torchrl-0"))
+    def save(turn: int) -> float:
+        path = folder / f"torchrl-{turn}"
+        seconds = timed(lambda: dump(path))
+        shutil.rmtree(path)
+        return seconds
+
+    def load(turn: int) -> float:
+        other = new()
+        return timed(lambda: other.loads(folder / "torchrl"))
+
+    return {"torchrl save": save, "torchrl load": load}
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--alone", action="store_true")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default a temporary one")
     options = parser.parse_args()
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(dir=options.folder))
+    torchrl = not options.alone and importlib.util.find_spec("torchrl") is not None
     try:
-        found = saves(options.rows, options.turns, folder)
-        found["lock held by a save / extending what came"] = lock_held(options.rows, folder)
-        if not options.alone and importlib.util.find_spec("torchrl") is not None:
-            save, load = of_torchrl(options.rows, options.turns, folder)
-            found["full save / torchrl dumps + sync"] = found["full save"] / save
-            found["load / torchrl loads"] = found["load"] / load
+        took = times(options.rows, options.turns, folder, torchrl)
+        found = {
+            "save after 1 % new / full save, time": took["1 % save"] / took["full save"],
+            "save after 1 % new / full save, bytes": bytes_of_second_save(options.rows, folder / "bytes"),
+            "lock held by a save / extending what came": lock_held(options.rows, folder),
+            "H5 save / native save": took["H5 save"] / took["full save"],
+            "H5 load / native load": took["H5 load"] / took["load"],
+        }
+        if torchrl:
+            found["full save / torchrl dumps + sync"] = took["full save"] / took["torchrl save"]
+            found["load / torchrl loads"] = took["load"] / took["torchrl load"]
     finally:
         shutil.rmtree(folder)
     lines = [
         [name, f"{found[name]:.3f}", f"{budget:.3f}"] for name, budget in BUDGETS.items() if name in found
     ]
-    lines += [[f"{name} (s)", f"{found[name]:.3f}", ""] for name in ("full save", "load")]
+    lines += [[f"{name} (s)", f"{seconds:.3f}", ""] for name, seconds in took.items()]
     print(table([f"{options.rows:,} rows of 74 bytes", "measured", "budget"], lines))
 
 

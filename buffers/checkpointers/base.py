@@ -11,7 +11,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import Column, Part, scatter
+from flatroll.buffers.columns.base import Column, Part, host_memory, put_rows, scatter
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.disk import Folder, LoadedVersion, Ragged, Version, column_key, column_name
 from flatroll.disk.columns import Column as FileColumn
@@ -210,13 +210,18 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         parts: dict[NestedKey, list[Part]] = {key: [] for key in columns}
         # Plain rows go to their place as they come, so that one file at a time is in memory twice.
         plain = {
-            key: torch.zeros((rows, *column.shape), dtype=column.dtype)
+            key: host_memory(rows, column.dtype, column.shape)
             for key, column in columns.items()
             if type(column).restore is Column.restore
         }
+        blank = torch.ones(rows, dtype=torch.bool)  # slots of no file: rows that the ring has given up
         for slots, read in spans:
             first, count = int(slots[0]) if len(slots) else -1, len(slots)
             in_place = first >= 0 and int(slots[-1]) - first == count - 1  # slots that follow each other
+            if in_place:
+                blank[first : first + count] = False
+            else:
+                blank[slots[slots >= 0]] = False
             targets = {column_name(key): values[first : first + count] for key, values in plain.items()}
             tensors = read(targets if in_place else {})
             found: dict[NestedKey, dict[str, FileColumn]] = {key: {} for key in columns}
@@ -232,7 +237,13 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
                         scatter(plain[key], slots, values)
                 else:
                     parts[key].append(Part(slots, dumped))
-        restored: dict[NestedKey, Any] = {key: {"values": values} for key, values in plain.items()}
+        empty = blank.nonzero().squeeze(1)
+        if len(empty):  # zeros, whatever was in that memory
+            for values in plain.values():
+                put_rows(values, empty, values.new_zeros((len(empty), *values.shape[1:])))
+        restored: dict[NestedKey, Any] = {
+            key: {"values": values, "unshared": True} for key, values in plain.items()
+        }
         for key in columns.keys() - plain.keys():
             try:
                 restored[key] = columns[key].restore(parts[key], rows)

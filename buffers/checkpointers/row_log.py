@@ -140,8 +140,11 @@ def spans(ring: Ring, version: LoadedVersion) -> Iterator[tuple[Tensor, Any]]:
     for segment in version.segments:
         if segment.rows > ring.capacity:
             raise damaged(f"one of its files has {segment.rows} rows, of {ring.capacity}")
-        numbers = torch.arange(segment.first, segment.end)
-        yield torch.where(numbers >= head, numbers % ring.capacity, -1), segment
+        start = segment.first % ring.capacity
+        slots = torch.arange(start, start + segment.rows)
+        slots[ring.capacity - start :] -= ring.capacity  # after the end of the ring comes its beginning
+        slots[: max(0, head - segment.first)] = -1
+        yield slots, segment
 
 
 def _range_of(ring: Ring, buffer: Any) -> tuple[int, int]:

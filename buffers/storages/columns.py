@@ -468,15 +468,15 @@ class ColumnStorage(ByPosition):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not state["like"]:
             return
-        if not self.columns:
+        new = not self.columns
+        if new:
             before, self.lanes = self.lanes, torch.Size(state["lanes"])
             try:
                 self.columns = self._make_columns(state["like"])
             finally:
                 self.lanes = self.lanes if self.columns else before
             self.structure = state["structure"]
-        for key, column in self.columns.items():
-            column.load_state_dict(state["columns"][key])
+        saved_columns.load(self.columns, state["columns"], new and self.own_column is None)
         if self.compact_obs:
             self.pool, self.compared = NextPool(list(state["pool"])), None
             self.pool.allocate(self.columns)

@@ -92,6 +92,26 @@ def check_columns(
             raise damaged(f"the entry {key!r} has {found} values, the index counts {count}")
 
 
+def load(columns: Mapping[NestedKey, Column], saved: Mapping[NestedKey, Any], new: bool) -> None:
+    """Load checked states of columns by key.
+
+    Args:
+        columns: into these.
+        saved: the states. Where ``"unshared"`` is True, nobody else has the values.
+        new: nobody has the memory of the columns either: unshared values of all rows take its place, and are not
+            copied.
+    """
+    for key, column in columns.items():
+        # Of this class only: a subclass may keep its rows elsewhere, as in a file.
+        if new and isinstance(column, TensorColumn) and type(column) is TensorColumn:
+            values = saved[key]["values"]
+            on_host = column.data.device.type == "cpu"
+            if saved[key].get("unshared") and on_host and values.shape == column.data.shape:
+                column.data = values
+                continue
+        column.load_state_dict(saved[key])
+
+
 def check_same_kinds(state: dict[str, Any], columns: Mapping[NestedKey, Column]) -> None:
     """Raise ValueError if the columns of ``state`` are of other shapes, dtypes or kinds than ``columns``."""
     kinds = state["kinds"]

@@ -39,6 +39,14 @@ def _ask_code(typing_context: Any, address: Any) -> Any:
     return types.void(types.int64), generate
 
 
+def _word_code(typing_context: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        # An alignment of 1: the address may be any.
+        return builder.load(builder.inttoptr(arguments[0], _LONG.as_pointer()), align=1)
+
+    return types.uint64(types.int64), generate
+
+
 def _pointer_code(kind: Any) -> Any:
     pointer: Any = types.CPointer(kind)  # type: ignore[no-untyped-call]
 
@@ -55,6 +63,8 @@ def _pointer_code(kind: Any) -> Any:
 copy_bytes: Any = intrinsic(_copy_code)
 #: ``ask(address)`` begins to load a cache line and changes nothing; the address may be any.
 ask: Any = intrinsic(_ask_code)
+#: ``word_at(address)`` is the 64-bit word there, uint64.
+word_at: Any = intrinsic(_word_code)
 
 _to_flags: Any = intrinsic(_pointer_code(types.boolean))
 _to_numbers: Any = intrinsic(_pointer_code(types.int64))

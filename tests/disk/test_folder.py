@@ -14,7 +14,7 @@ from disk_recorder import Recorder, check_rows, rows
 
 from flatroll.disk import ColumnSchema, DamagedFileError, Folder, Ragged, column_key, column_name
 from flatroll.disk.merging import FAN_IN
-from flatroll.disk.tensor_file import DTYPES
+from flatroll.disk.names import DTYPES
 
 
 def save(path: Path, *ends: int, **options: Any) -> None:
@@ -476,3 +476,17 @@ def test_the_golden_folder_is_read() -> None:
     check_rows(golden.read_rows(), 6, 18)
     assert (golden.recover(), golden.versions()) == (range(6, 18), [3, 2])
     check_rows(golden.segments[-1].columns, 12, 18)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_writer_that_goes_on_keeps_the_older_versions_until_there_is_a_new_one(
+    keep: int, tmp_path: Path
+) -> None:
+    for number in range(1, 4):
+        with Folder(tmp_path, write=True, keep=3, overwrite=True) as folder:
+            folder.append({"x": torch.arange(3) + number}, first=0)
+            folder.publish(number)
+    with Folder(tmp_path, write=True, keep=keep) as folder:
+        folder.load()
+        folder.append({"x": torch.arange(2)})
+        assert [Folder(tmp_path).load(number).json for number in folder.versions()] == [3, 2][:keep]

@@ -15,10 +15,11 @@ from flatroll.buffers.index.ring import Array
 from flatroll.buffers.storages.disk.forms import FORMS, Form
 from flatroll.buffers.storages.disk.pieces import Piece, Pieces
 from flatroll.disk import Folder, Ragged, Version, column_key, column_name
-from flatroll.disk.tensor_file import DTYPES, dtype_name
+from flatroll.disk.names import DTYPES, dtype_name
 from flatroll.layout.keys import NestedKey, next_key
 
 _KIND = "flatroll.DiskStorage"
+_LINE = 64  # bytes of a cache line
 _WAITING = 2  # full blocks that may wait for the disk before a writer waits, too
 
 
@@ -87,7 +88,14 @@ class _Block:
 
     def __init__(self, first: int, rows: int, layout: Layout) -> None:
         self.first, self.limit = first, first + rows
-        self.columns: Columns = {key: host_memory(rows, f.dtype, f.shape) for key, f in layout.forms.items()}
+        # One memory for all columns, each from a cache line on: only large memories get large pages, and small pages
+        # cost more time than the copy into them.
+        sizes = [-(-rows * form.row_bytes // _LINE) * _LINE for form in layout.forms.values()]
+        memories = torch.split(host_memory(sum(sizes), torch.uint8, ()), sizes)
+        self.columns: Columns = {
+            key: memory[: rows * form.row_bytes].view(form.dtype).view(rows, *form.shape)
+            for (key, form), memory in zip(layout.forms.items(), memories, strict=True)
+        }
         self.piece = Piece(first, self.limit, self.columns, layout.forms)
         #: (rows of the block, their next observations by root key), of one write after the other.
         self.tails: list[tuple[Array, Columns]] = []
