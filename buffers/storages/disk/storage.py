@@ -18,7 +18,7 @@ from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Draw, Follow, Ring
 from flatroll.buffers.index.top_k_ring import RankedRing
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
-from flatroll.buffers.storages.base import Links, Rows
+from flatroll.buffers.storages.base import Links, Rows, Storage
 from flatroll.buffers.storages.columns import ColumnStorage
 from flatroll.buffers.storages.disk.column import DiskColumn, no_edits
 from flatroll.buffers.storages.disk.forms import Form, FrameForm, ZstdForm
@@ -28,6 +28,7 @@ from flatroll.buffers.storages.item_kinds import TensorDicts
 from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.buffers.storages.tensors import Encodings
 from flatroll.disk import Folder, Ragged, column_name
+from flatroll.disk.tensor_file import dtype_name
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import NestedKey
 
@@ -141,7 +142,8 @@ class DiskStorage(ColumnStorage):
 
     def close(self) -> None:
         """Flush, and let others write to the folder; rows can still be read. A process that ends normally does it."""
-        self._closing()
+        _close(self._log, self.read_only, self._process)
+        self._closing.detach()  # not after an error: who calls again, or the end of the process, tries again
 
     def save(
         self,
@@ -257,10 +259,15 @@ class DiskStorage(ColumnStorage):
     @override
     def fill(self, write: Callable[[TensorDictBase, None], Any]) -> None:
         """Let the buffer count the rows that the folder has, and cut the trajectories that were open at its end."""
-        layout, pieces, self.filling = self._log.layout, self._log.pieces, True
+        Storage.use_ring(self, Ring(self.capacity), None, first=True)  # refuses a second buffer
+        if not self.read_only and self._log.unflushed:
+            self._writable()
+            self._log.settle()  # rows of a buffer that is gone
+        layout, pieces, self._offset = self._log.layout, self._log.pieces, self._log.end
         if layout is None or not len(pieces):
-            self.filling = False
             return
+        self._use_layout(layout)
+        self.filling = True
         first = max(int(pieces.firsts[0]), self._log.folder.head, pieces.end - self.capacity)
         self._offset = first
         try:
@@ -278,7 +285,7 @@ class DiskStorage(ColumnStorage):
             self.filling, self._batch = False, None
         self._cut()
         if not self.read_only:
-            layout.seams.append(pieces.end)
+            self._log.cut(pieces.end)
 
     def _cut(self) -> None:
         """No row written from now on continues a trajectory that is stored."""
@@ -377,10 +384,10 @@ class DiskStorage(ColumnStorage):
 
     @override
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
-        if (self._log.end - self._offset) % self.capacity != slot:
-            raise RuntimeError(f"rows of a log are written in order, slot {slot} is not the next one")
+        # The ring's next row; it has not counted the last rows of the log if Ctrl-C came between.
+        first = self._log.end - (self._log.end - self._offset - slot) % self.capacity
         lasts = np.zeros(0, np.int64) if rows.fragments is None or not rows.tails else rows.fragments.lasts
-        self._log.append(rows.columns, lasts, rows.tails)
+        self._log.append(rows.columns, lasts, rows.tails, first)
 
     @override
     def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
@@ -441,6 +448,7 @@ class DiskStorage(ColumnStorage):
         forms: dict[NestedKey, Form] = {}
         Encodings(self.frame_stack, self.codec).row_bytes(like)  # checks them
         for key, (dtype, shape) in like.items():
+            dtype_name(dtype)  # TypeError here rather than on the thread that writes
             kind = FrameForm if key in self.frame_stack else ZstdForm if key in self.codec else Form
             forms[key] = kind(dtype, shape)
         self._log.layout = Layout(forms, [], [])
@@ -477,4 +485,4 @@ class DiskStorage(ColumnStorage):
 
 def _close(log: RowLog, read_only: bool, process: int) -> None:
     if process == os.getpid():  # a fork inherits the finalizer, but not the folder
-        log.folder.close() if read_only else log.close()
+        log.folder.close() if read_only else log.close_later()
