@@ -152,8 +152,7 @@ class RowLog:
             raise error
         blocks = self._blocks  # read once: the thread takes full ones away
         if len(blocks) > _WAITING:  # the disk is slower than the writers: they wait for it
-            with self._disk:
-                self._write(min(blocks[-1].first, self.end))
+            self._try(min(blocks[-1].first, self.end))
 
     def append(
         self, columns: Mapping[NestedKey, Tensor], lasts: Array, tails: Columns, first: int | None = None
@@ -210,9 +209,7 @@ class RowLog:
         Raises:
             OSError: the disk is full or failed; the rows stay in memory, and another call writes them.
         """
-        with self._disk:
-            self._error = None  # what failed is tried again
-            self._write(self.end)
+        self._try(self.end)
 
     def settle(self) -> None:
         """Flush, and have no row in memory."""
@@ -283,6 +280,17 @@ class RowLog:
         self._refresh()
         return block
 
+    def _try(self, end: int) -> None:
+        """Write the rows before ``end`` now; its error is raised here, and not by the thread, too."""
+        with self._disk:
+            self._error = None  # what failed is tried again
+            try:
+                self._write(end)
+            except BaseException:
+                with self._turn:
+                    self._done = True
+                raise
+
     def _take_back(self, first: int) -> None:
         """Forget the rows from number ``first`` on, of an append that was cut off."""
         with self._disk:
@@ -342,6 +350,8 @@ class RowLog:
                 if self._done:
                     return
             with self._disk:
+                if self._done:  # it failed elsewhere
+                    return
                 try:
                     self._write(end)
                 except BaseException as error:  # kept for the thread that writes next, whatever it is
