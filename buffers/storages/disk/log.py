@@ -70,9 +70,11 @@ class Layout(NamedTuple):
                 column_key(name): FORMS[form](DTYPES[dtype], torch.Size(shape))
                 for name, dtype, shape, form in noted["entries"]
             }
-            pairs, seams = [column_key(name) for name in noted["pairs"]], noted["seams"]
+            pairs, seams = [column_key(name) for name in noted["pairs"]], sorted(set(noted["seams"]))
             if not all(key in forms for key in pairs) or not all(type(row) is int for row in seams):
                 raise ValueError("pairs or seams")
+            for form in forms.values():
+                form.check_shape()
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"the folder is none of a DiskStorage ({error})") from None
         return cls(forms, pairs, seams)

@@ -338,6 +338,7 @@ class DiskStorage(ColumnStorage):
                 not isinstance(column, Ragged)
                 or int(column.lengths.max()) > 1
                 or column.values.shape[1:] != form.shape
+                or column.values.dtype is not form.dtype
             ):
                 raise ValueError(f"{piece.segment.name}: {name!r} has no next observations")
             low = first - piece.first

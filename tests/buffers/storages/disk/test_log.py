@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -270,6 +271,24 @@ def test_the_next_buffer_of_a_storage(tmp_path: Path, compact: bool) -> None:
 
 def make_over(storage: Any) -> ReplayBuffer:
     return ReplayBuffer(storage=storage, sampler=SliceSampler(slice_len=4), batch_size=8)
+
+
+def test_a_closed_folder_is_free_though_a_child_is_alive(tmp_path: Path) -> None:
+    """A process that was forked meanwhile has a copy of the lock's descriptor."""
+    buffer = make(tmp_path)
+    buffer.extend(rows_of(0, 5))
+    lock = log_of(buffer).folder._lock
+    assert lock is not None
+    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[lock.descriptor])
+    with child:
+        buffer.storage.close()  # type: ignore[attr-defined]
+        other = make(tmp_path)
+        lock._replace(
+            descriptor=os.dup(0), process=-1
+        ).release()  # as the child does: it lets go of nobody's lock
+        with pytest.raises(BlockingIOError):
+            make(tmp_path)
+    check(other, range(5))
 
 
 def test_an_emptied_folder_takes_rows_at_any_size(tmp_path: Path) -> None:
