@@ -283,9 +283,9 @@ def test_a_closed_folder_is_free_though_a_child_is_alive(tmp_path: Path) -> None
     with child:
         buffer.storage.close()  # type: ignore[attr-defined]
         other = make(tmp_path)
-        lock._replace(
-            descriptor=os.dup(0), process=-1
-        ).release()  # as the child does: it lets go of nobody's lock
+        own = log_of(other).folder._lock
+        assert own is not None
+        own._replace(descriptor=os.dup(own.descriptor), process=-1).release()  # as a child does
         with pytest.raises(BlockingIOError):
             make(tmp_path)
     check(other, range(5))
