@@ -134,6 +134,8 @@ class ZstdForm(Form):
         heads = np.flatnonzero(np.append(column.lengths.numpy(), 1))
         if heads[0] or np.diff(heads).max(initial=0) > BLOCK_ROWS:
             raise damaged(f"compressed rows of a file are not in blocks of up to {BLOCK_ROWS}")
+        if len(heads) > 1:  # one block tells a wrong shape before rows of that shape are asked for
+            self._check_size(column.values[: int(column.lengths[0])].numpy().tobytes(), int(heads[1]))
 
     @override
     def decode(self, column: Ragged, ends: Array, rows: Array, target: Tensor, at: Array) -> None:
@@ -163,12 +165,20 @@ class ZstdForm(Form):
             if not whole:
                 into[places] = room[local]
 
+    def _check_size(self, compressed: bytes, rows: int) -> None:
+        """Raise ValueError unless a block says that it has the bytes of so many rows."""
+        try:
+            size = self._zstandard.frame_content_size(compressed)
+        except self._zstandard.ZstdError as error:
+            raise damaged(f"a compressed block cannot be read ({error})") from None
+        if size != rows * self.row_bytes:
+            raise damaged(f"a compressed block is not one of {rows} rows")
+
     def _decompress(self, decompressor: Any, data: Array, room: Array) -> None:
         """Fill ``room`` with the values of a block; ValueError if it has others, before anything is allocated."""
         compressed = data.tobytes()
+        self._check_size(compressed, len(room))
         try:
-            if self._zstandard.frame_content_size(compressed) != room.nbytes:
-                raise damaged(f"a compressed block is not one of {len(room)} rows")
             with decompressor.stream_reader(compressed) as reader:
                 got = reader.readinto(room.reshape(-1))
         except self._zstandard.ZstdError as error:

@@ -75,7 +75,7 @@ class Layout(NamedTuple):
                 raise ValueError("pairs or seams")
             for form in forms.values():
                 form.check_shape()
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise ValueError(f"the folder is none of a DiskStorage ({error})") from None
         return cls(forms, pairs, seams)
 
