@@ -57,7 +57,7 @@ class DiskStorage(ColumnStorage):
         read_only: read the rows that the folder has now, and write none: other processes may write to it.
         sync: files are on the disk when :meth:`flush` returns, safe from a power loss. With False they are safe from
             the end of the process. Default True.
-        segment_bytes: bytes of rows that make a file, and gather in memory. Default 32 MiB.
+        segment_bytes: bytes of rows that make a file, and gather in memory. Default 64 MiB.
 
     Raises:
         BlockingIOError: another process, or storage, writes to the folder.
@@ -92,7 +92,7 @@ class DiskStorage(ColumnStorage):
         flush_seconds: float | None = None,
         read_only: bool = False,
         sync: bool = True,
-        segment_bytes: int = 32 << 20,
+        segment_bytes: int = 64 << 20,
     ) -> None:
         if path is None:
             raise ValueError("path must name the folder of the rows: DiskStorage(max_size, path)")

@@ -1,4 +1,4 @@
-"""Folders of a `DiskStorage` whose checksums are right and whose contents lie: an error, and no byte outside is read."""
+"""Folders of a `DiskStorage` whose checksums are right and whose contents lie: an error, and no byte outside read."""
 
 from collections.abc import Callable
 from pathlib import Path
