@@ -192,7 +192,8 @@ def test_what_waits_for_the_thread(tmp_path: Path, gate: Gate, what: str) -> Non
 
 def test_rows_that_come_while_the_thread_writes_are_due_too(tmp_path: Path, gate: Gate) -> None:
     """The thread goes on with what became due meanwhile, by the clock or by number, though no extend follows."""
-    for options in ({"flush_seconds": 0.01}, {"flush_rows": 5}):
+    rules: list[dict[str, Any]] = [{"flush_seconds": 0.01}, {"flush_rows": 5}]
+    for options in rules:
         gate.open.clear()
         buffer = make(tmp_path / str(options), **options)
         buffer.extend(rows_of(0, 15))
