@@ -90,7 +90,7 @@ def sync_folder(path: Path) -> None:
 def lock(path: Path) -> int:
     """Make a file if needed, lock it for this descriptor and return that; BlockingIOError if somebody else has it.
 
-    The system gives the lock back when the descriptor is closed or its process dies.
+    The system gives the lock back when the descriptor and its copies in forked processes are closed; see `unlock`.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
@@ -99,6 +99,11 @@ def lock(path: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def unlock(descriptor: int) -> None:
+    """Give a lock back, whoever has copies of the descriptor."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def names(path: Path) -> list[str]:

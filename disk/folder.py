@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatroll.disk import files, tensor_file
 from flatroll.disk.columns import Column, Schema, byte_count, check_columns, difference, schema_of
-from flatroll.disk.listing import Listing, lock_folder, remove_all_but
+from flatroll.disk.listing import Listing, Lock, lock_folder, remove_all_but
 from flatroll.disk.loading import (
     LoadedVersion,
     ReadOptions,
@@ -103,7 +103,7 @@ class Folder:
         self._segment_rows = MOST_ROWS if segment_rows is None else whole_number("segment_rows", segment_rows)
         self._options = ReadOptions(mapped=not write, max_bytes=max_bytes)
         self._turn = threading.RLock()
-        self._lock: int | None = None
+        self._lock: Lock | None = None
         self._damaged: set[int] = set()  # versions that could not be read
         self._begin_anew()
         if write:
@@ -137,7 +137,7 @@ class Folder:
     def close(self) -> None:
         """Give the lock back; what was published stays."""
         if self._lock is not None:
-            files.close(self._lock)
+            self._lock.release()
             self._lock = None
 
     @property

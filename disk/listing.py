@@ -1,6 +1,7 @@
 """What is in a folder, by the names of its files; which files go, and in which order."""
 
 import errno
+import os
 from collections.abc import Set
 from pathlib import Path
 from typing import NamedTuple
@@ -54,15 +55,33 @@ class Listing(NamedTuple):
             )
 
 
-def lock_folder(path: Path) -> int:
-    """Lock a folder for a writer and return the descriptor that holds the lock.
+class Lock(NamedTuple):
+    """The lock of a folder's writer.
+
+    Args:
+        descriptor: of the file that is locked.
+        process: number of the process that locked it.
+    """
+
+    descriptor: int
+    process: int
+
+    def release(self) -> None:
+        """Give it back, also if processes that were forked meanwhile have the descriptor, too; those do not."""
+        if self.process == os.getpid():
+            files.unlock(self.descriptor)
+        files.close(self.descriptor)
+
+
+def lock_folder(path: Path) -> Lock:
+    """Lock a folder for a writer.
 
     Raises:
         BlockingIOError: another writer has it.
         PermissionError: the folder cannot be written to.
     """
     try:
-        return files.lock(path / LOCK)
+        return Lock(files.lock(path / LOCK), os.getpid())
     except BlockingIOError:
         text = f"another writer has {path}: close it first, or write to another folder"
         raise BlockingIOError(errno.EWOULDBLOCK, text) from None

@@ -1,5 +1,6 @@
 """The forms that an entry of the rows has in files: as it is, as single frames, or compressed."""
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,11 @@ class Form:
         """Bytes of a row's value in memory."""
         return self.shape.numel() * self.dtype.itemsize
 
+    def check_shape(self) -> None:
+        """Raise ValueError if there can be no such values."""
+        if not all(type(n) is int and n >= 0 for n in self.shape) or prod(self.shape) >= 2**48:
+            raise ValueError(f"values of shape {list(self.shape)}")
+
     def encode(self, values: Tensor) -> Tensor | Ragged:
         """Return what a file holds of the values ``[N, *shape]``; rows of it can be joined with those of others."""
         return values
@@ -68,6 +74,12 @@ class FrameForm(Form):
     """
 
     name = "frames"
+
+    @override
+    def check_shape(self) -> None:
+        super().check_shape()
+        if not self.shape or not self.shape[0]:
+            raise ValueError(f"stacks of shape {list(self.shape)}")
 
     @override
     def encode(self, values: Tensor) -> Ragged:
@@ -118,8 +130,12 @@ class ZstdForm(Form):
             or column.values.ndim != 1
         ):
             raise damaged("a file has no compressed rows where it should")
-        if len(column.lengths) and not int(column.lengths[0]):
-            raise damaged("the first row of a file has no compressed bytes")
+        # Rows of a block are decoded together: so many take bounded memory.
+        heads = np.flatnonzero(np.append(column.lengths.numpy(), 1))
+        if heads[0] or np.diff(heads).max(initial=0) > BLOCK_ROWS:
+            raise damaged(f"compressed rows of a file are not in blocks of up to {BLOCK_ROWS}")
+        if len(heads) > 1:  # one block tells a wrong shape before rows of that shape are asked for
+            self._check_size(column.values[: int(column.lengths[0])].numpy().tobytes(), int(heads[1]))
 
     @override
     def decode(self, column: Ragged, ends: Array, rows: Array, target: Tensor, at: Array) -> None:
@@ -149,12 +165,20 @@ class ZstdForm(Form):
             if not whole:
                 into[places] = room[local]
 
+    def _check_size(self, compressed: bytes, rows: int) -> None:
+        """Raise ValueError unless a block says that it has the bytes of so many rows."""
+        try:
+            size = self._zstandard.frame_content_size(compressed)
+        except self._zstandard.ZstdError as error:
+            raise damaged(f"a compressed block cannot be read ({error})") from None
+        if size != rows * self.row_bytes:
+            raise damaged(f"a compressed block is not one of {rows} rows")
+
     def _decompress(self, decompressor: Any, data: Array, room: Array) -> None:
         """Fill ``room`` with the values of a block; ValueError if it has others, before anything is allocated."""
         compressed = data.tobytes()
+        self._check_size(compressed, len(room))
         try:
-            if self._zstandard.frame_content_size(compressed) != room.nbytes:
-                raise damaged(f"a compressed block is not one of {len(room)} rows")
             with decompressor.stream_reader(compressed) as reader:
                 got = reader.readinto(room.reshape(-1))
         except self._zstandard.ZstdError as error:

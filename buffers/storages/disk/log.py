@@ -71,10 +71,12 @@ class Layout(NamedTuple):
                 column_key(name): FORMS[form](DTYPES[dtype], torch.Size(shape))
                 for name, dtype, shape, form in noted["entries"]
             }
-            pairs, seams = [column_key(name) for name in noted["pairs"]], noted["seams"]
+            pairs, seams = [column_key(name) for name in noted["pairs"]], sorted(set(noted["seams"]))
             if not all(key in forms for key in pairs) or not all(type(row) is int for row in seams):
                 raise ValueError("pairs or seams")
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            for form in forms.values():
+                form.check_shape()
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise ValueError(f"the folder is none of a DiskStorage ({error})") from None
         return cls(forms, pairs, seams)
 
@@ -107,6 +109,8 @@ class RowLog:
     One thread at a time appends; any number reads :attr:`pieces`. Files are written by a thread of its own. The next
     :meth:`check` or :meth:`flush` raises its error; the rows stay in memory, to be written then.
 
+    Whoever needs several locks takes ``_disk`` first, then that of the folder, then ``_turn``.
+
     Args:
         folder: where the rows go; loaded, if there are any.
         rule: when rows are published.
@@ -127,8 +131,17 @@ class RowLog:
         self._blocks: tuple[_Block, ...] = ()
         self._mapped: dict[str, Piece] = {}
         self._noted = False  # whether this run has published the layout
-        self._turn, self._disk = threading.Lock(), threading.RLock()  # of the pieces, of the folder
+        # Of the blocks, the pieces and what the thread shall do; of the folder.
+        self._turn, self._disk = threading.Lock(), threading.RLock()
+        self._begun, self._unfinished = (
+            self.end,
+            False,
+        )  # first row of the latest append, whether that was cut off
         self._thread: threading.Thread | None = None
+        self._due, self._done = (
+            0,
+            True,
+        )  # the thread writes the rows before that number; whether it has stopped
         self._timer: threading.Timer | None = None
         self._error: BaseException | None = None
         self._closed = False
@@ -143,28 +156,45 @@ class RowLog:
     def check(self) -> None:
         """Raise the error of the thread, if it had one since the last call; ValueError if the log is closed."""
         if self._closed:
-            raise ValueError(f"the storage of {self.folder.path} is closed: open the folder anew")
+            raise self._is_closed()
         error, self._error = self._error, None
         if error is not None:
             raise error
-        if len(self._blocks) > _WAITING:  # the disk is slower than the writers: they wait for it
-            self.flush()
+        blocks = self._blocks  # read once: the thread takes full ones away
+        if len(blocks) > _WAITING:  # the disk is slower than the writers: they wait for it
+            self._try(min(blocks[-1].first, self.end))
 
-    def append(self, columns: Mapping[NestedKey, Tensor], lasts: Array, tails: Columns) -> None:
-        """Take rows ``[N, ...]``, after a :meth:`check`.
+    def append(
+        self, columns: Mapping[NestedKey, Tensor], lasts: Array, tails: Columns, first: int | None = None
+    ) -> None:
+        """Take rows ``[N, ...]``, after a :meth:`check`. An error or Ctrl-C leaves none of them.
 
         Args:
             columns: by key.
             lasts: int64 ``[F]``, rows among the N whose next observations stand apart.
             tails: these, ``[F, *obs]``, by root key.
+            first: number of the first row. Default: :attr:`end`. That of the append before takes the place of its rows,
+                which nobody counted since the caller was interrupted.
+
+        Raises:
+            RuntimeError: ``first`` is none of these, or the rows of the append before are in a file.
+            ValueError: the log was closed meanwhile.
         """
         assert self.layout is not None
-        count, first = len(next(iter(columns.values()))), self.end
-        done = 0
+        first = self.end if first is None else first
+        if first not in (self.end, self._begun):
+            raise RuntimeError(
+                f"rows of a log are written in order: row {self.end} is the next one, not {first}"
+            )
+        if self._unfinished or first < self.end:
+            self._take_back(first)
+        self._begun, self._unfinished = first, True
+        count, done = len(next(iter(columns.values()))), 0
         while done < count:
-            block = self._blocks[-1] if self._blocks else None
-            if block is None or block.limit == first + done:
-                block = self._new_block(first + done)
+            blocks = self._blocks  # read once: the thread takes full ones away
+            block = (
+                blocks[-1] if blocks and blocks[-1].limit > first + done else self._new_block(first + done)
+            )
             fit = min(block.limit - first - done, count - done)
             at = first + done - block.first
             for key, values in columns.items():
@@ -175,14 +205,13 @@ class RowLog:
                 here = {key: values.cpu().index_select(0, chosen) for key, values in tails.items()}
                 block.tails.append((lasts[inside] - done + at, here))
             done += fit
-        self.end = first + count
-        waits = self.end - self.folder.end
-        if self._blocks[0].limit <= self.end or (self.rule.rows is not None and waits >= self.rule.rows):
-            self._start()
-        elif self.rule.seconds is not None and self._timer is None:
-            self._timer = threading.Timer(self.rule.seconds, _start_later, [weakref.ref(self)])
-            self._timer.daemon = True
-            self._timer.start()
+        # The thread begins with this lock, and finds the rows counted. Ctrl-C while it starts leaves them uncounted.
+        with self._turn:
+            if self._closed:
+                raise self._is_closed()
+            self._begin_writing(first + count)
+            self.end = first + count
+        self._unfinished = False
 
     def flush(self) -> None:
         """Return when all rows are in files.
@@ -190,25 +219,36 @@ class RowLog:
         Raises:
             OSError: the disk is full or failed; the rows stay in memory, and another call writes them.
         """
-        if self._thread is not None:
-            self._thread.join()
-        self._error = None  # what failed is tried again
-        self._write(self.end)
+        self._try(self.end)
+
+    def settle(self) -> None:
+        """Flush, and have no row in memory."""
+        with self._disk:
+            self.flush()
+            with self._turn:
+                self._blocks = ()
+            self._refresh()
 
     def close(self) -> None:
-        """Flush, and give the folder back."""
-        if self._closed:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self.flush()
-        self._closed = True
-        self.folder.close()
+        """Flush, and give the folder back; nothing happens the second time, if the first one raised no error."""
+        with self._disk:
+            while not self._closed:
+                self.flush()
+                with self._turn:  # rows that came meanwhile are written, too; none comes after this
+                    self._closed = self.folder.end >= self.end
+                    if self._closed and self._timer is not None:
+                        self._timer.cancel()
+            self.folder.close()
+
+    def close_later(self) -> None:
+        """Close from whatever thread the garbage collector runs on, which may have locks of this log."""
+        if threading.current_thread() in (self._thread, self._timer):
+            threading.Thread(target=self.close, name="flatroll close").start()
+        else:
+            self.close()
 
     def empty(self, first: int) -> None:
         """Forget all rows; the next one has the number ``first``, which is not below :attr:`end`."""
-        if self._thread is not None:
-            self._thread.join()
         with self._disk:
             self._error = None
             try:
@@ -221,8 +261,14 @@ class RowLog:
                     self._note()
             finally:
                 with self._turn:
-                    self._blocks, self.end = (), first
+                    self._blocks, self.end, self._begun = (), first, first
                 self._refresh()
+
+    def cut(self, row: int) -> None:
+        """Let the folder note that what was open before this row is cut there, with the next rows that it gets."""
+        assert self.layout is not None
+        self.layout.seams.append(row)
+        self._noted = False
 
     def save(self, path: Path, head: int, notes: dict[str, Any], overwrite: bool) -> None:
         """Make ``path`` a folder of the same rows, from number ``head`` on: its files are those of this one."""
@@ -250,22 +296,84 @@ class RowLog:
         self._refresh()
         return block
 
+    def _try(self, end: int) -> None:
+        """Write the rows before ``end`` now; its error is raised here, and not by the thread, too."""
+        with self._disk:
+            self._error = None  # what failed is tried again
+            try:
+                self._write(end)
+            except BaseException:
+                with self._turn:
+                    self._done = True
+                raise
+
+    def _take_back(self, first: int) -> None:
+        """Forget the rows from number ``first`` on, of an append that was cut off."""
+        with self._disk:
+            if self.folder.end > first:
+                raise RuntimeError(
+                    f"an extend was interrupted when its rows were in a file already: open {self.folder.path} anew, "
+                    "which has them"
+                )
+            with self._turn:
+                self._blocks = tuple(block for block in self._blocks if block.first <= first)
+                for block in self._blocks:
+                    block.tails = [tail for tail in block.tails if block.first + tail[0][0] < first]
+                self.end = first
+            self._refresh()
+
+    def _is_closed(self) -> ValueError:
+        return ValueError(f"the storage of {self.folder.path} is closed: open the folder anew")
+
     # -- on the thread ---------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        """Write what is there on a thread, unless it is at work."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if (self._thread is None or not self._thread.is_alive()) and not self._closed and self._error is None:
-            self._thread = threading.Thread(target=self._run, args=(self.end,), name="flatroll rows")
+    def _begin_writing(self, end: int) -> None:
+        """Have what is due of the rows before ``end`` written by a thread; the caller has ``_turn``."""
+        last = self._blocks[-1]
+        rows, seconds = self.rule
+        # Whole blocks make files; the rows of the last one wait for more of them, unless there is a rule.
+        early = rows is not None and end - self.folder.end >= rows
+        self._due = max(self._due, end if early or last.limit == end else last.first)
+        if self._due > self.folder.end and not self._at_work:
+            self._thread, self._done = threading.Thread(target=self._run, name="flatroll rows"), False
             self._thread.start()
+        if seconds is not None and self._timer is None:
+            self._timer = threading.Timer(seconds, _time_is_up, [weakref.ref(self)])
+            self._timer.daemon = True
+            self._timer.start()
 
-    def _run(self, end: int) -> None:
-        try:
-            self._write(end)
-        except BaseException as error:  # kept for the thread that writes next, whatever it is
-            self._error = error
+    @property
+    def _at_work(self) -> bool:
+        """Whether a thread is writing, and will look at ``_due`` before it stops; or must not, after an error."""
+        alive = self._thread is not None and self._thread.is_alive() and not self._done
+        return alive or self._error is not None
+
+    def _time_is_up(self) -> None:
+        """Write all rows on the timer's thread, unless another one does."""
+        with self._turn:
+            self._due = max(self._due, self.end)
+            if not self._at_work:
+                self._thread, self._done = self._timer, False
+            self._timer = None
+        if self._thread is threading.current_thread():
+            self._run()
+
+    def _run(self) -> None:
+        while True:
+            with self._turn:
+                end = min(self._due, self.end)
+                self._done = self.folder.end >= end
+                if self._done:
+                    return
+            with self._disk:
+                if self._done:  # it failed elsewhere
+                    return
+                try:
+                    self._write(end)
+                except BaseException as error:  # kept for the thread that writes next, whatever it is
+                    with self._turn:
+                        self._error, self._done = error, True
+                    return
 
     def _write(self, end: int) -> None:
         """Publish the rows before ``end`` that no file holds, and let go those that the ring has dropped."""
@@ -343,11 +451,10 @@ class RowLog:
             )
 
 
-def _start_later(log: "weakref.ref[RowLog]") -> None:
+def _time_is_up(log: "weakref.ref[RowLog]") -> None:
     alive = log()
     if alive is not None:
-        alive._timer = None
-        alive._start()
+        alive._time_is_up()
 
 
 def columns_differ(folder: Folder, layout: Layout) -> str | None:

@@ -18,7 +18,7 @@ from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Draw, Follow, Ring
 from flatroll.buffers.index.top_k_ring import RankedRing
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
-from flatroll.buffers.storages.base import Links, Rows
+from flatroll.buffers.storages.base import Links, Rows, Storage
 from flatroll.buffers.storages.columns import ColumnStorage
 from flatroll.buffers.storages.disk.column import DiskColumn, no_edits
 from flatroll.buffers.storages.disk.forms import Form, FrameForm, ZstdForm
@@ -28,6 +28,7 @@ from flatroll.buffers.storages.item_kinds import TensorDicts
 from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.buffers.storages.tensors import Encodings
 from flatroll.disk import Folder, Ragged, column_name
+from flatroll.disk.tensor_file import dtype_name
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import NestedKey
 
@@ -56,7 +57,7 @@ class DiskStorage(ColumnStorage):
         read_only: read the rows that the folder has now, and write none: other processes may write to it.
         sync: files are on the disk when :meth:`flush` returns, safe from a power loss. With False they are safe from
             the end of the process. Default True.
-        segment_bytes: bytes of rows that make a file, and gather in memory. Default 32 MiB.
+        segment_bytes: bytes of rows that make a file, and gather in memory. Default 64 MiB.
 
     Raises:
         BlockingIOError: another process, or storage, writes to the folder.
@@ -91,7 +92,7 @@ class DiskStorage(ColumnStorage):
         flush_seconds: float | None = None,
         read_only: bool = False,
         sync: bool = True,
-        segment_bytes: int = 32 << 20,
+        segment_bytes: int = 64 << 20,
     ) -> None:
         if path is None:
             raise ValueError("path must name the folder of the rows: DiskStorage(max_size, path)")
@@ -141,7 +142,8 @@ class DiskStorage(ColumnStorage):
 
     def close(self) -> None:
         """Flush, and let others write to the folder; rows can still be read. A process that ends normally does it."""
-        self._closing()
+        _close(self._log, self.read_only, self._process)
+        self._closing.detach()  # not after an error: who calls again, or the end of the process, tries again
 
     def save(
         self,
@@ -257,10 +259,15 @@ class DiskStorage(ColumnStorage):
     @override
     def fill(self, write: Callable[[TensorDictBase, None], Any]) -> None:
         """Let the buffer count the rows that the folder has, and cut the trajectories that were open at its end."""
-        layout, pieces, self.filling = self._log.layout, self._log.pieces, True
+        Storage.use_ring(self, Ring(self.capacity), None, first=True)  # refuses a second buffer
+        if not self.read_only and self._log.unflushed:
+            self._writable()
+            self._log.settle()  # rows of a buffer that is gone
+        layout, pieces, self._offset = self._log.layout, self._log.pieces, self._log.end
         if layout is None or not len(pieces):
-            self.filling, self._offset = False, self._log.end
             return
+        self._use_layout(layout)
+        self.filling = True
         first = max(int(pieces.firsts[0]), self._log.folder.head, pieces.end - self.capacity)
         self._offset = first
         try:
@@ -278,7 +285,7 @@ class DiskStorage(ColumnStorage):
             self.filling, self._batch = False, None
         self._cut()
         if not self.read_only:
-            layout.seams.append(pieces.end)
+            self._log.cut(pieces.end)
 
     def _cut(self) -> None:
         """No row written from now on continues a trajectory that is stored."""
@@ -331,6 +338,7 @@ class DiskStorage(ColumnStorage):
                 not isinstance(column, Ragged)
                 or int(column.lengths.max()) > 1
                 or column.values.shape[1:] != form.shape
+                or column.values.dtype is not form.dtype
             ):
                 raise ValueError(f"{piece.segment.name}: {name!r} has no next observations")
             low = first - piece.first
@@ -379,10 +387,10 @@ class DiskStorage(ColumnStorage):
 
     @override
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
-        if (self._log.end - self._offset) % self.capacity != slot:
-            raise RuntimeError(f"rows of a log are written in order, slot {slot} is not the next one")
+        # The ring's next row; it has not counted the last rows of the log if Ctrl-C came between.
+        first = self._log.end - (self._log.end - self._offset - slot) % self.capacity
         lasts = np.zeros(0, np.int64) if rows.fragments is None or not rows.tails else rows.fragments.lasts
-        self._log.append(rows.columns, lasts, rows.tails)
+        self._log.append(rows.columns, lasts, rows.tails, first)
 
     @override
     def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
@@ -443,6 +451,7 @@ class DiskStorage(ColumnStorage):
         forms: dict[NestedKey, Form] = {}
         Encodings(self.frame_stack, self.codec).row_bytes(like)  # checks them
         for key, (dtype, shape) in like.items():
+            dtype_name(dtype)  # TypeError here rather than on the thread that writes
             kind = FrameForm if key in self.frame_stack else ZstdForm if key in self.codec else Form
             forms[key] = kind(dtype, shape)
         self._log.layout = Layout(forms, [], [])
@@ -479,4 +488,4 @@ class DiskStorage(ColumnStorage):
 
 def _close(log: RowLog, read_only: bool, process: int) -> None:
     if process == os.getpid():  # a fork inherits the finalizer, but not the folder
-        log.folder.close() if read_only else log.close()
+        log.folder.close() if read_only else log.close_later()

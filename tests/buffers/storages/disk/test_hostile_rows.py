@@ -1,0 +1,157 @@
+"""Folders of a `DiskStorage` whose checksums are right and whose contents lie: an error, and no byte outside read."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from flatroll.buffers import DiskStorage, RandomSampler, ReplayBuffer
+from flatroll.disk import Folder, Ragged
+
+zstandard = pytest.importorskip("zstandard")
+ROWS = 20
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "zstd": {"codec": {"x": "zstd"}},
+    "frames": {"frame_stack": {"x": 2}},
+    "compact": {"compact_obs": True},
+}
+
+
+@pytest.fixture
+def lie(tmp_path: Path) -> Callable[..., ReplayBuffer]:
+    """Writes a folder, changes what it notes or has, and opens it."""
+
+    def make(form: str, change: Callable[[Any], Any], *, noted: bool) -> ReplayBuffer:
+        x = torch.arange(2.0 * ROWS).view(ROWS, 2)
+        done = torch.zeros(ROWS, dtype=torch.bool)
+        storage = DiskStorage(10_000, tmp_path, sync=False, **FORMS[form])
+        buffer = ReplayBuffer(storage=storage, sampler=RandomSampler())
+        buffer.extend(TensorDict({"x": x, "next": {"x": x + 2, "done": done}}, [ROWS]))
+        storage.close()
+        with Folder(tmp_path, write=True, sync=False) as folder:
+            folder.recover()
+            notes, rows = Folder(tmp_path).load().json, folder.read_rows()
+            change(notes if noted else rows)
+            folder.replace(rows, 0)
+            folder.publish(notes)
+        return ReplayBuffer(storage=DiskStorage(path=tmp_path, read_only=True), sampler=RandomSampler())
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "text"),
+    [
+        ("plain", [3], "other values"),
+        ("plain", [-2], "values of shape"),
+        ("zstd", [3], "not one of 8 rows"),
+        ("zstd", [2**40], "not one of 8 rows"),  # nothing of that size is allocated
+        ("zstd", [-1, -2], "values of shape"),
+        ("zstd", [2**62, 4], "values of shape"),
+        ("frames", [], "stacks of shape"),
+        ("frames", [0], "stacks of shape"),
+        ("frames", [-2], "values of shape"),
+        ("frames", [3], "no whole stack"),
+        ("frames", [2, 3], "other frames"),
+    ],
+)
+def test_shapes(lie: Any, form: str, shape: list[int], text: str) -> None:
+    def change(notes: Any) -> None:
+        entry = next(entry for entry in notes["entries"] if entry[0] == "x")
+        entry[2] = shape
+
+    with pytest.raises(ValueError, match=text):
+        lie(form, change, noted=True)[:]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[
+            ("entries", value)
+            for value in ([], [["x", "bool", [2], "plain"]], [["x", "float32", [2], "gzip"]])
+        ],
+        *[("pairs", value) for value in (None, [3], ["y"], ["x"])],
+        *[("seams", value) for value in (None, ["a"], [1.5], [[1]])],
+        ("kind", "buffer"),
+    ],
+)
+def test_notes(lie: Any, key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=r"none of a DiskStorage|it has the columns|no next observations"):
+        lie("plain", lambda notes: notes.update({key: value}), noted=True)
+
+
+def test_seams_in_any_order(lie: Any) -> None:
+    buffer = lie("plain", lambda notes: notes.update(seams=[9, 4, 4, 10**30, -3]), noted=True)
+    assert buffer[:]["x"][:, 0].tolist() == list(range(0, 2 * ROWS, 2))
+
+
+def block(rows: int, values: bytes) -> Callable[[Any], None]:
+    """A change to one compressed block of so many rows, and others of one row each."""
+
+    def change(columns: Any) -> None:
+        compress = zstandard.ZstdCompressor().compress
+        blocks = [compress(values), *[compress(bytes(8))] * (ROWS - rows)]
+        lengths = torch.zeros(ROWS, dtype=torch.int64)
+        lengths[[0, *range(rows, ROWS)]] = torch.tensor([len(one) for one in blocks])
+        data = torch.frombuffer(bytearray(b"".join(blocks)), dtype=torch.uint8)
+        columns["x"] = Ragged(data, lengths)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (block(ROWS, bytes(8 * ROWS)), "blocks of up to 8"),
+        (block(8, bytes(1 << 26)), "not one of 8 rows"),
+        (block(8, bytes(63)), "not one of 8 rows"),
+        (lambda columns: columns["x"].lengths.copy_(columns["x"].lengths.roll(1)), "blocks of up to 8"),
+        (lambda columns: columns["x"].values.zero_(), "cannot be read"),
+        (lambda columns: columns["x"].values[12:].zero_(), r"cannot be read|cut short"),
+    ],
+)
+def test_compressed_blocks(lie: Any, change: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        lie("zstd", change, noted=False)[:]
+
+
+def test_blocks_of_any_number_of_rows_up_to_that(lie: Any) -> None:
+    assert not lie("zstd", block(7, bytes(56)), noted=False)[:]["x"].any()
+
+
+@pytest.mark.parametrize("lengths", [{0: 1, ROWS - 1: 1}, {0: 1}, {}, {ROWS - 1: 2}])
+def test_next_observations(lie: Any, lengths: dict[int, int]) -> None:
+    """Those of rows that end nothing, none at the end, and several of one row."""
+
+    def change(columns: Any) -> None:
+        counts = torch.zeros(ROWS, dtype=torch.int64)
+        for row, count in lengths.items():
+            counts[row] = count
+        columns["next/x"] = Ragged(torch.zeros(int(counts.sum()), 2), counts)
+
+    if lengths == {0: 1, ROWS - 1: 1}:  # a cut is no lie: the row after it is read as what it is
+        assert lie("compact", change, noted=False)[:]["next", "x"][0].tolist() == [0, 0]
+        return
+    with pytest.raises(ValueError, match=r"without its next observation|no next observations"):
+        lie("compact", change, noted=False)
+
+
+def test_next_observations_of_another_dtype(tmp_path: Path) -> None:
+    x = torch.arange(6.0).view(3, 2)
+    storage = DiskStorage(100, tmp_path, sync=False, compact_obs=True)
+    buffer = ReplayBuffer(storage=storage, sampler=RandomSampler())
+    buffer.extend(TensorDict({"x": x, "next": {"x": x + 2, "done": torch.zeros(3, dtype=torch.bool)}}, [3]))
+    storage.close()
+    notes = Folder(tmp_path).load().json
+    with Folder(tmp_path, write=True, sync=False, overwrite=True) as folder:
+        rows = {"x": x, "next/done": torch.zeros(3, dtype=torch.bool)}
+        wide = Ragged(torch.zeros(1, 2, dtype=torch.float64), torch.tensor([0, 0, 1]))
+        folder.append({**rows, "next/x": wide}, first=0)
+        folder.publish(notes)
+    with pytest.raises(ValueError, match="no next observations"):
+        ReplayBuffer(storage=DiskStorage(path=tmp_path, read_only=True), sampler=RandomSampler())
