@@ -11,7 +11,9 @@ from safetensors.torch import load, save
 from torch import Tensor
 from typing_extensions import override
 
+from flatroll.buffers.checkpointers.row_log import spans
 from flatroll.buffers.columns.base import Column, Part, scatter
+from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.disk import Folder, LoadedVersion, Ragged, Version, column_key, column_name
 from flatroll.disk.columns import Column as FileColumn
@@ -145,9 +147,21 @@ class StorageCheckpointerBase(ABC):
         """Return the rows of which :meth:`dump_given` made ``tensors``."""
         raise TypeError(f"{type(self).__name__} takes no hooks")
 
-    def open_to_save(self, path: Path, resume: Version | None, anew: bool, options: Mapping[str, Any]) -> Any:
+    def check_path(self, storage: Any, path: Path) -> None:
+        """Raise ValueError if rows of ``storage`` cannot be saved to the folder ``path``, or come from there."""
+        return
+
+    def restore_version(
+        self, storage: Any, tables: dict[str, Any], version: LoadedVersion, ring: Ring
+    ) -> dict[str, Any]:
+        """Return what :meth:`restore_rows` gives of a version whose rows ``ring`` counts."""
+        return self.restore_rows(storage, tables, spans(ring, version), ring.used)
+
+    def open_to_save(
+        self, storage: Any, path: Path, resume: Version | None, anew: bool, options: Mapping[str, Any]
+    ) -> Any:
         """Return a writer of the folder ``path`` that goes on from the version ``resume``, or, if ``anew``, puts
-        other rows in its place."""
+        other rows of ``storage`` in its place."""
         folder = Folder(path, write=True, log=False, resume=resume, **options)
         if folder.version is None or not anew:
             return folder
@@ -348,17 +362,3 @@ def _end_to_end(pieces: list[bytes]) -> Ragged:
         torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8) if pieces else torch.zeros(0).byte()
     )
     return Ragged(values, torch.tensor([len(piece) for piece in pieces], dtype=torch.int64))
-
-
-def checkpointer_of(storage: Any) -> StorageCheckpointerBase:
-    """Return the checkpointer of ``storage``, the default one if none was chosen; TypeError if it does not fit."""
-    if storage.checkpointer is None:
-        columns = hasattr(storage, "columns_like")
-        storage.checkpointer = TensorStorageCheckpointer() if columns else ListStorageCheckpointer()
-    checkpointer = storage.checkpointer
-    if not isinstance(checkpointer, StorageCheckpointerBase):
-        raise TypeError(
-            f"checkpointer must be a StorageCheckpointerBase, such as TensorStorageCheckpointer(), got {checkpointer!r}"
-        )
-    checkpointer.check(storage)
-    return checkpointer

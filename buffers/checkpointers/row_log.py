@@ -59,6 +59,7 @@ class RowLog:
         most a segment, those that were edited, and the tables are copied in memory, and no longer.
         """
         checkpointer = buffer._checkpointers()[0]
+        checkpointer.check_path(buffer.storage, self.path)
         hold = isinstance(buffer._ring, RankedRing)  # written out of order: nobody writes until all is copied
         ahead = buffer._made_ahead() if hold else None
         with ExitStack() as stack:
@@ -69,7 +70,9 @@ class RowLog:
             ring = buffer._ring
             given = {"segment_rows": segment_rows(buffer), "segment_bytes": _MOST_BYTES, **options._asdict()}
             anew = hold or self._ring() is not ring
-            folder = stack.enter_context(checkpointer.open_to_save(self.path, self.version, anew, given))
+            folder = stack.enter_context(
+                checkpointer.open_to_save(buffer.storage, self.path, self.version, anew, given)
+            )
             self._copy_ahead(buffer, ring, folder, checkpointer)
             if ahead is None:
                 ahead = buffer._made_ahead()
@@ -78,6 +81,7 @@ class RowLog:
                     raise RuntimeError(
                         "the buffer was emptied or loaded while it was saved: nothing was saved"
                     )
+                stack.enter_context(buffer.storage.held())
                 edits, head, end = len(self._edited), *_range_of(ring, buffer)
                 folder.drop_before(head)
                 touched = [
