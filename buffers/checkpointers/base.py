@@ -197,6 +197,11 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
                 f"{type(self).__name__} writes storages of tensors, this is a {type(storage).__name__}: use "
                 "ListStorageCheckpointer"
             )
+        if hasattr(storage, "linkable"):
+            raise TypeError(
+                f"{type(self).__name__} copies rows, those of a {type(storage).__name__} are files already: use "
+                "DiskStorageCheckpointer, its default"
+            )
         for key, column in storage.columns.items():
             kind = type(column)
             if kind.restore is Column.restore and kind.load_state_dict is not Column.load_state_dict:

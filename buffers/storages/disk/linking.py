@@ -2,14 +2,17 @@
 
 import os
 import weakref
+from abc import abstractmethod
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import Column
+from flatroll.buffers.columns.base import Column, Columns
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.storages.columns import ColumnStorage
@@ -55,6 +58,10 @@ class LinkingStorage(ColumnStorage):
     _log: RowLog
     _ring: Ring | None
     _offset: int  # number of a row in the folder, less its number in the ring of the buffer
+
+    @abstractmethod
+    def _take(self, slots: Tensor, keys: Collection[NestedKey] | None) -> Columns:
+        """Return copies of the newest rows in these slots."""
 
     @property
     def path(self) -> str:

@@ -120,6 +120,7 @@ class RowLog:
         self._blocks: tuple[_Block, ...] = ()
         self._mapped: dict[str, Piece] = {}
         self._noted = False  # whether this run has published the layout
+        self._named = 0  # number of the row after those that the version names
         self._held = 0  # number of the row to come when the rows were last held
         self._turn, self._disk = threading.Lock(), threading.RLock()  # of the pieces, of the folder
         self._thread: threading.Thread | None = None
@@ -331,8 +332,11 @@ class RowLog:
                 self.folder.append(self._encoded(block, first, stop), first=first)
                 self._refresh()
             # Rows that the ring has given up go with the file that they are in.
-            segments = self.folder.segments
-            if segments and segments[0].end <= end - self.capacity:
+            given_up = [segment.end for segment in self.folder.segments if segment.end <= end - self.capacity]
+            if given_up:
+                # Files that no version names go at once. Those after them are found if a version tells where to begin.
+                if given_up[-1] > self._named:
+                    self._note()
                 self.folder.drop_before(end - self.capacity)
                 self._note()
                 self._refresh()
@@ -344,7 +348,7 @@ class RowLog:
         self.layout.seams[:] = [row for row in self.layout.seams if row > head]
         facts = {"kind": "rows of a DiskStorage"}
         self.folder.publish({**self.layout.to_json(), **self.notes}, head=head, extra=facts)
-        self._noted = True
+        self._noted, self._named = True, self.folder.end
 
     def _encoded(self, block: _Block, first: int, stop: int) -> dict[str, Tensor | Ragged]:
         """Rows ``first ... stop - 1`` of a block as a file holds them."""

@@ -375,8 +375,8 @@ class DiskStorage(LinkingStorage):
                 columns[key] = rows
         return columns
 
+    @override
     def _take(self, slots: Tensor, keys: Collection[NestedKey] | None) -> Columns:
-        """Copies of the newest rows in these slots."""
         pieces = self._log.pieces  # before the end, which may be of a piece that these do not have
         end = min(self._log.end, pieces.end)
         rows = end - 1 - (end - 1 - self._offset - slots.numpy(force=True)) % self.capacity
