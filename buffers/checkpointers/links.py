@@ -26,6 +26,21 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
     The files get a second name in the folder of the checkpoint (copies are made on another disk), and stay as long as
     one of the two folders needs them. A load gives them a second name in the storage's folder, whose own rows go. The
     folder of a checkpoint may lie within that of the storage, but cannot be the same: there the rows go on.
+
+    >>> import tempfile, torch
+    >>> from tensordict import TensorDict
+    >>> from flatroll.buffers import DiskStorage, ReplayBuffer
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> buffer = ReplayBuffer(storage=DiskStorage(4, f"{folder.name}/rows"))
+    >>> for first in (0, 3):
+    ...     rows = buffer.extend(TensorDict({"reward": torch.arange(first, first + 3)}, [3]))
+    ...     if not first:
+    ...         buffer.dumps(folder.name)
+    >>> buffer.loads(folder.name)
+    >>> buffer[:]["reward"], buffer.storage.checkpointer
+    (tensor([0, 1, 2]), DiskStorageCheckpointer())
+    >>> buffer.storage.close()
+    >>> folder.cleanup()
     """
 
     @override
