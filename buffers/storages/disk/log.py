@@ -311,8 +311,9 @@ class RowLog:
             self._timer.cancel()
             self._timer = None
         if (self._thread is None or not self._thread.is_alive()) and not self._closed and self._error is None:
-            self._thread = threading.Thread(target=self._run, args=(self.end,), name="flatroll rows")
-            self._thread.start()
+            thread = threading.Thread(target=self._run, args=(self.end,), name="flatroll rows")
+            thread.start()
+            self._thread = thread  # now it can be joined, by others, too
 
     def _run(self, end: int) -> None:
         try:
