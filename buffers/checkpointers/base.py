@@ -1,7 +1,7 @@
 """Checkpointers: they turn rows of a storage into tensors for files, and such tensors into a storage's state."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -11,10 +11,10 @@ from safetensors.torch import load, save
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.checkpointers.row_log import spans
 from flatroll.buffers.columns.base import Column, Part, scatter
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.saved_tables import damaged
+from flatroll.buffers.index.top_k_ring import RankedRing
 from flatroll.disk import Folder, LoadedVersion, Ragged, Version, column_key, column_name
 from flatroll.disk.columns import Column as FileColumn
 from flatroll.disk.state_tree import from_text, pack, to_text, unpack
@@ -338,6 +338,23 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
         return self.restore(storage, tables, [Span(torch.arange(count), lambda targets: tensors)], count)[
             "items"
         ]
+
+
+def spans(ring: Ring, version: LoadedVersion) -> Iterator[tuple[Tensor, Any]]:
+    """The rows that ``ring`` counts in a version's files: their slots, -1 for rows that are gone, and the file.
+
+    ValueError if the version has others.
+    """
+    head, end = (0, ring.used) if isinstance(ring, RankedRing) else (ring.head, ring.written)
+    if (version.head, version.end) != (head, end):
+        raise damaged(
+            f"it counts the rows {head} ... {end - 1}, and has {version.head} ... {version.end - 1}"
+        )
+    for segment in version.segments:
+        if segment.rows > ring.capacity:
+            raise damaged(f"one of its files has {segment.rows} rows, of {ring.capacity}")
+        numbers = torch.arange(segment.first, segment.end)
+        yield torch.where(numbers >= head, numbers % ring.capacity, -1), segment
 
 
 def _to_bytes(item: Any, number: int) -> bytes:
