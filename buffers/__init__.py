@@ -12,6 +12,7 @@ from flatroll.buffers.checkpointers.forms import (
     StorageEnsembleCheckpointer,
 )
 from flatroll.buffers.checkpointers.h5 import H5StorageCheckpointer
+from flatroll.buffers.checkpointers.links import DiskStorageCheckpointer
 from flatroll.buffers.collate import collate
 from flatroll.buffers.columns.base import After, Column, TensorColumn
 from flatroll.buffers.ensemble.buffer import ReplayBufferEnsemble
@@ -73,6 +74,7 @@ __all__ = [
     "ColumnStorage",
     "Compose",
     "DiskStorage",
+    "DiskStorageCheckpointer",
     "Draw",
     "ExcludeTransform",
     "FlatStorageCheckpointer",

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.checkpointers.base import checkpointer_of
+from flatroll.buffers.checkpointers.links import checkpointer_of
 from flatroll.buffers.checkpointers.plain_state import from_plain, to_plain
-from flatroll.buffers.checkpointers.row_log import spans
 from flatroll.buffers.checkpointers.saveable import (
     Apply,
     Others,
@@ -211,6 +210,7 @@ class BufferState(Facts, Saveable, Shareable):
     @override
     def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[dict[str, Any], Apply]:
         checkpointer = checkpointer_of(self.storage)
+        checkpointer.check_path(self.storage, path)
 
         def read(version: LoadedVersion) -> tuple[dict[str, Any], dict[str, Any], Version]:
             tree = read_tree(version, self.storage.max_size)
@@ -218,8 +218,8 @@ class BufferState(Facts, Saveable, Shareable):
             with self._write_lock, self._lock:
                 ring = self._saved_ring(state)
             if state["ring"] is not None:
-                rows, tables = spans(ring, version), state["storage"]
-                state["storage"] = checkpointer.restore_rows(self.storage, tables, rows, ring.used)
+                tables = state["storage"]
+                state["storage"] = checkpointer.restore_version(self.storage, tables, version, ring)
             return tree["others"], state, version.version
 
         def apply() -> None:
@@ -289,7 +289,9 @@ class BufferState(Facts, Saveable, Shareable):
         first = not self._started
         if first:
             self._own_parts()
-        if self._started:  # nobody reads a mixture of old and new rows, in other processes neither
+        if (
+            self._started and not self.storage.loads_whole
+        ):  # nobody reads a mixture of old and new rows, in other processes neither
             self._count_by(self.writer.ring(ring.capacity, state["keys"] is not None))
         self.storage.load_state_dict(state["storage"])
         self.storage.use_ring(ring, self._unshareable_part(ring), first)

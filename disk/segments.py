@@ -19,6 +19,8 @@ from flatroll.disk.names import DTYPES, FORMAT, LENGTHS, FileRecord, RowsName, d
 from flatroll.disk.tensor_file import DamagedFileError, Header, MissingFileError, opened
 
 Ints = npt.NDArray[np.int64]
+#: Why a file gets no second name, but a copy: another disk, one without such names, too many of them, a removed file.
+_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS, errno.ENOENT)
 
 
 class Segment:
@@ -129,16 +131,24 @@ class Segment:
         return tensors
 
     def share(self, folder: Path, name: RowsName, *, synced: bool) -> "Segment":
-        """Have the file in another folder, too: as a second name of it, or a copy if that is on another disk.
+        """Have the file in another folder, too: as a second name of it, or a copy if that is on another disk, or if
+        the file has been removed since it was mapped.
 
         The folder is not synced: one sync does for several files.
         """
         try:
             files.link(self.folder / str(self.name), folder / str(name))
         except OSError as error:
-            if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS):
+            if error.errno not in _NO_LINK:
                 raise
             files.publish(folder, str(name), [self._maps[0].numpy().data], synced=synced, named=False)
+        else:
+            if synced:  # it may have been written by somebody who does not sync
+                descriptor, _ = files.open_to_read(folder / str(name))
+                try:
+                    files.sync(descriptor)
+                finally:
+                    files.close(descriptor)
         return Segment(folder, name, self.header)
 
     def prefetch(self, rows: Ints) -> None:

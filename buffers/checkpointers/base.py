@@ -1,7 +1,7 @@
 """Checkpointers: they turn rows of a storage into tensors for files, and such tensors into a storage's state."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -12,7 +12,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.buffers.columns.base import Column, Part, host_memory, put_rows, scatter
+from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.saved_tables import damaged
+from flatroll.buffers.index.top_k_ring import RankedRing
 from flatroll.disk import Folder, LoadedVersion, Ragged, Version, column_key, column_name
 from flatroll.disk.columns import Column as FileColumn
 from flatroll.disk.state_tree import from_text, pack, to_text, unpack
@@ -56,7 +58,8 @@ class StorageCheckpointerBase(ABC):
     """Base class of checkpointers, which say in what form ``buffer.dumps`` writes the rows of a storage.
 
     ``storage.checkpointer = …``, or ``ReplayBuffer(checkpointer=…)``, chooses one; without, a storage of tensors has a
-    `TensorStorageCheckpointer`, and one of items a `ListStorageCheckpointer`. The same kind reads what was written.
+    `TensorStorageCheckpointer`, one of items a `ListStorageCheckpointer`, and one on disk a `DiskStorageCheckpointer`. The
+    same kind reads what was written.
     Subclasses implement :meth:`dump` and :meth:`restore`.
     """
 
@@ -145,9 +148,21 @@ class StorageCheckpointerBase(ABC):
         """Return the rows of which :meth:`dump_given` made ``tensors``."""
         raise TypeError(f"{type(self).__name__} takes no hooks")
 
-    def open_to_save(self, path: Path, resume: Version | None, anew: bool, options: Mapping[str, Any]) -> Any:
+    def check_path(self, storage: Any, path: Path) -> None:
+        """Raise ValueError if rows of ``storage`` cannot be saved to the folder ``path``, or come from there."""
+        return
+
+    def restore_version(
+        self, storage: Any, tables: dict[str, Any], version: LoadedVersion, ring: Ring
+    ) -> dict[str, Any]:
+        """Return what :meth:`restore_rows` gives of a version whose rows ``ring`` counts."""
+        return self.restore_rows(storage, tables, spans(ring, version), ring.used)
+
+    def open_to_save(
+        self, storage: Any, path: Path, resume: Version | None, anew: bool, options: Mapping[str, Any]
+    ) -> Any:
         """Return a writer of the folder ``path`` that goes on from the version ``resume``, or, if ``anew``, puts
-        other rows in its place."""
+        other rows of ``storage`` in its place."""
         folder = Folder(path, write=True, log=False, resume=resume, **options)
         if folder.version is None or not anew:
             return folder
@@ -182,6 +197,11 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
             raise TypeError(
                 f"{type(self).__name__} writes storages of tensors, this is a {type(storage).__name__}: use "
                 "ListStorageCheckpointer"
+            )
+        if hasattr(storage, "linkable"):
+            raise TypeError(
+                f"{type(self).__name__} copies rows, those of a {type(storage).__name__} are files already: use "
+                "DiskStorageCheckpointer, its default"
             )
         for key, column in storage.columns.items():
             kind = type(column)
@@ -331,6 +351,26 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
         ]
 
 
+def spans(ring: Ring, version: LoadedVersion) -> Iterator[tuple[Tensor, Any]]:
+    """The rows that ``ring`` counts in a version's files: their slots, -1 for rows that are gone, and the file.
+
+    ValueError if the version has others.
+    """
+    head, end = (0, ring.used) if isinstance(ring, RankedRing) else (ring.head, ring.written)
+    if (version.head, version.end) != (head, end):
+        raise damaged(
+            f"it counts the rows {head} ... {end - 1}, and has {version.head} ... {version.end - 1}"
+        )
+    for segment in version.segments:
+        if segment.rows > ring.capacity:
+            raise damaged(f"one of its files has {segment.rows} rows, of {ring.capacity}")
+        start = segment.first % ring.capacity
+        slots = torch.arange(start, start + segment.rows)
+        slots[ring.capacity - start :] -= ring.capacity  # after the end of the ring comes its beginning
+        slots[: max(0, head - segment.first)] = -1
+        yield slots, segment
+
+
 def _to_bytes(item: Any, number: int) -> bytes:
     """An item as bytes: the length of its JSON in 8 bytes, the JSON, and its tensors as a safetensors file."""
     try:
@@ -359,17 +399,3 @@ def _end_to_end(pieces: list[bytes]) -> Ragged:
         torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8) if pieces else torch.zeros(0).byte()
     )
     return Ragged(values, torch.tensor([len(piece) for piece in pieces], dtype=torch.int64))
-
-
-def checkpointer_of(storage: Any) -> StorageCheckpointerBase:
-    """Return the checkpointer of ``storage``, the default one if none was chosen; TypeError if it does not fit."""
-    if storage.checkpointer is None:
-        columns = hasattr(storage, "columns_like")
-        storage.checkpointer = TensorStorageCheckpointer() if columns else ListStorageCheckpointer()
-    checkpointer = storage.checkpointer
-    if not isinstance(checkpointer, StorageCheckpointerBase):
-        raise TypeError(
-            f"checkpointer must be a StorageCheckpointerBase, such as TensorStorageCheckpointer(), got {checkpointer!r}"
-        )
-    checkpointer.check(storage)
-    return checkpointer

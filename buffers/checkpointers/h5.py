@@ -65,7 +65,9 @@ class H5StorageCheckpointer(FlatStorageCheckpointer):
         self.checkpoint_file, self.h5_kwargs = checkpoint_file, dict(h5_kwargs or {})
 
     @override
-    def open_to_save(self, path: Path, resume: Version | None, anew: bool, options: Mapping[str, Any]) -> Any:
+    def open_to_save(
+        self, storage: Any, path: Path, resume: Version | None, anew: bool, options: Mapping[str, Any]
+    ) -> Any:
         return H5Writer(path / self.checkpoint_file, self.h5_kwargs, options["sync"])
 
     @override

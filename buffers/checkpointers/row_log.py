@@ -1,7 +1,7 @@
 """The rows of one buffer in one folder: which of them are there, and how the others come to it."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from flatroll.buffers.index.ring import Ring
-from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.top_k_ring import RankedRing
-from flatroll.disk import LoadedVersion, Version
+from flatroll.disk import Version
 from flatroll.disk.checkpoint import SaveOptions
 
 _LEAST_BYTES, _MOST_BYTES = 2**22, 2**25  # of a segment
@@ -59,6 +58,7 @@ class RowLog:
         most a segment, those that were edited, and the tables are copied in memory, and no longer.
         """
         checkpointer = buffer._checkpointers()[0]
+        checkpointer.check_path(buffer.storage, self.path)
         hold = isinstance(buffer._ring, RankedRing)  # written out of order: nobody writes until all is copied
         ahead = buffer._made_ahead() if hold else None
         with ExitStack() as stack:
@@ -69,7 +69,9 @@ class RowLog:
             ring = buffer._ring
             given = {"segment_rows": segment_rows(buffer), "segment_bytes": _MOST_BYTES, **options._asdict()}
             anew = hold or self._ring() is not ring
-            folder = stack.enter_context(checkpointer.open_to_save(self.path, self.version, anew, given))
+            folder = stack.enter_context(
+                checkpointer.open_to_save(buffer.storage, self.path, self.version, anew, given)
+            )
             self._copy_ahead(buffer, ring, folder, checkpointer)
             if ahead is None:
                 ahead = buffer._made_ahead()
@@ -78,6 +80,7 @@ class RowLog:
                     raise RuntimeError(
                         "the buffer was emptied or loaded while it was saved: nothing was saved"
                     )
+                stack.enter_context(buffer.storage.held())
                 edits, head, end = len(self._edited), *_range_of(ring, buffer)
                 folder.drop_before(head)
                 touched = [
@@ -125,26 +128,6 @@ def segment_rows(buffer: Any) -> int:
     size: int = buffer.storage.bytes_per_row or _ROW_BYTES
     capacity: int = buffer._ring.capacity
     return max(1, min(max(-(-capacity // _PARTS), _LEAST_BYTES // size), _MOST_BYTES // size))
-
-
-def spans(ring: Ring, version: LoadedVersion) -> Iterator[tuple[Tensor, Any]]:
-    """The rows that ``ring`` counts in a version's files: their slots, -1 for rows that are gone, and the file.
-
-    ValueError if the version has others.
-    """
-    head, end = (0, ring.used) if isinstance(ring, RankedRing) else (ring.head, ring.written)
-    if (version.head, version.end) != (head, end):
-        raise damaged(
-            f"it counts the rows {head} ... {end - 1}, and has {version.head} ... {version.end - 1}"
-        )
-    for segment in version.segments:
-        if segment.rows > ring.capacity:
-            raise damaged(f"one of its files has {segment.rows} rows, of {ring.capacity}")
-        start = segment.first % ring.capacity
-        slots = torch.arange(start, start + segment.rows)
-        slots[ring.capacity - start :] -= ring.capacity  # after the end of the ring comes its beginning
-        slots[: max(0, head - segment.first)] = -1
-        yield slots, segment
 
 
 def _range_of(ring: Ring, buffer: Any) -> tuple[int, int]:

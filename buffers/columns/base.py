@@ -126,6 +126,11 @@ class Column(ABC):
         """Bytes that one stored row takes; an estimate where rows differ in size."""
         return self.value_bytes
 
+    @property
+    def saved_as(self) -> str:
+        """What a saved state calls this kind of column: columns of that name can load it."""
+        return type(self).__name__
+
     def dump(self, slots: Tensor) -> "Dumped":
         """Return the rows in ``slots`` (int64 ``[N]``) as tensors to write to a file, for :meth:`restore`.
 

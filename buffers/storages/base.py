@@ -4,7 +4,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,7 @@ class Storage(Facts, ABC):
         compared: what :meth:`link` compares; None until that is known.
         compiled: whether compiled kernels copy rows: where there is a trajectory index or a step writer.
         filling: whether the buffer is counting rows that are there already (:meth:`fill`).
+        loads_whole: whether :meth:`load_state_dict` puts all rows in the place of the others, or raises and none.
     """
 
     ndim: int = 1
@@ -99,6 +100,7 @@ class Storage(Facts, ABC):
     copies_rows: bool = False
     compiled: bool = False
     filling: bool = False
+    loads_whole: bool = False
 
     def __init__(self, max_size: int, checkpointer: Any = None, compilable: bool = False) -> None:
         self.max_size = whole_number("max_size", max_size)
@@ -212,6 +214,10 @@ class Storage(Facts, ABC):
     def counts(self) -> dict[str, int]:
         """Return what ``stats()`` of the buffer shows besides."""
         return {}
+
+    def held(self) -> AbstractContextManager[Any]:
+        """Return a context in which the files of the rows stay as they are; writers wait while it is entered."""
+        return nullcontext()
 
     def write_lock(self) -> AbstractContextManager[Any]:
         """Return a lock that admits one writer at a time, across processes if other processes can write."""

@@ -131,4 +131,4 @@ def check_same_kinds(state: dict[str, Any], columns: Mapping[NestedKey, Column])
 
 def kind_of(column: Column) -> str:
     """Return how a column is kept, for errors; in memory or in a file is one kind."""
-    return "" if isinstance(column, TensorColumn) else f" in a {type(column).__name__}"
+    return "" if isinstance(column, TensorColumn) else f" in a {column.saved_as}"

@@ -28,7 +28,9 @@ class Delivery:
         self._buffer, self._storing, self._wait, self._stack = buffer, storing, wait, stack
         #: Of the last batch: the next observations that no row of it holds, see `Collector`; None if a buffer took it.
         self.final: TensorDict | None = None
-        self._columns: dict[Any, Any] = {}  # what the first rows had, which all later ones must have, see _joined
+        self._columns: dict[
+            Any, Any
+        ] = {}  # what the first rows had, which all later ones must have, see _joined
         self._finals: dict[Any, Any] = {}
 
     def batch(self, filled: Sequence[Filled]) -> TensorDict:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Collection
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class DiskColumn(Column):
     """
 
     def __init__(self, take: "weakref.WeakMethod[Take]", key: NestedKey, form: Form) -> None:
-        self._take, self._key = take, key
+        self._take, self._key, self._form = take, key, form
         self.dtype, self.shape = form.dtype, form.shape
 
     @override
@@ -49,6 +49,15 @@ class DiskColumn(Column):
     @override
     def grow(self, rows: int) -> None:
         return
+
+    @property
+    @override
+    def saved_as(self) -> str:
+        return f"{type(self).__name__} ({self._form.name})"
+
+    @override
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        return  # its rows are in files
 
     @property
     @override

@@ -2,7 +2,8 @@
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from flatroll.buffers.columns.base import Columns, host_memory
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.storages.disk.forms import FORMS, Form
 from flatroll.buffers.storages.disk.pieces import Piece, Pieces
-from flatroll.disk import Folder, Ragged, Version, column_key, column_name
+from flatroll.disk import Folder, Ragged, Segment, Version, column_key, column_name
 from flatroll.disk.names import DTYPES, dtype_name
 from flatroll.layout.keys import NestedKey, next_key
 
@@ -58,7 +59,7 @@ class Layout(NamedTuple):
             "kind": _KIND,
             "entries": entries,
             "pairs": [column_name(key) for key in self.pairs],
-            "seams": self.seams,
+            "seams": [*self.seams],
         }
 
     @classmethod
@@ -131,17 +132,15 @@ class RowLog:
         self._blocks: tuple[_Block, ...] = ()
         self._mapped: dict[str, Piece] = {}
         self._noted = False  # whether this run has published the layout
+        self._named = 0  # number of the row after those that the version names
+        self._held = 0  # number of the row to come when the rows were last held
         # Of the blocks, the pieces and what the thread shall do; of the folder.
         self._turn, self._disk = threading.Lock(), threading.RLock()
-        self._begun, self._unfinished = (
-            self.end,
-            False,
-        )  # first row of the latest append, whether that was cut off
+        self._begun = self.end  # first row of the latest append
+        self._unfinished = False  # whether that was cut off
         self._thread: threading.Thread | None = None
-        self._due, self._done = (
-            0,
-            True,
-        )  # the thread writes the rows before that number; whether it has stopped
+        self._due = 0  # the thread writes the rows before that number
+        self._done = True  # whether it has stopped
         self._timer: threading.Timer | None = None
         self._error: BaseException | None = None
         self._closed = False
@@ -272,8 +271,8 @@ class RowLog:
 
     def save(self, path: Path, head: int, notes: dict[str, Any], overwrite: bool) -> None:
         """Make ``path`` a folder of the same rows, from number ``head`` on: its files are those of this one."""
-        with self._disk:
-            self.flush()
+        with self.held():
+            segments = self.held_segments(head, write=True)
             if path.resolve() == self.folder.path.resolve():
                 self.notes = notes
                 if self.layout is not None:
@@ -281,12 +280,73 @@ class RowLog:
                 return
             path = path.resolve()
             with Folder(path, write=True, resume=self._saved.get(path), overwrite=overwrite) as other:
-                other.adopt([segment for segment in self.folder.segments if segment.end > head])
+                other.adopt(segments)
                 layout = {} if self.layout is None else self.layout.to_json()
                 version = other.publish(
                     {**layout, **notes}, head=head, extra={"kind": "rows of a DiskStorage"}
                 )
             self._saved[path] = version
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Return a context in which files stay as they are; rows that come meanwhile stay in memory.
+
+        It is entered while nobody appends, and appending may go on in it.
+        """
+        with self._disk:
+            self._held = self.end
+            yield
+
+    def held_segments(self, first: int, *, write: bool) -> list[Segment]:
+        """Return the files of the rows from number ``first`` to the last one when they were `held`, in that context.
+
+        Args:
+            first: number of a row.
+            write: publish those that no file has yet.
+        """
+        if write:
+            self._error = None  # what failed is tried again
+            self._write(self._held)
+        return [segment for segment in self.folder.segments if segment.end > first]
+
+    def has(self, segments: Sequence[Segment], head: int, end: int) -> bool:
+        """Whether these files have the same rows as this log's, from number ``head`` to ``end - 1``, byte by byte."""
+        own = [segment for segment in self.folder.segments if segment.first < end and segment.end > head]
+        return [(s.name[:2], s.record[1:]) for s in own] == [(s.name[:2], s.record[1:]) for s in segments]
+
+    def load(self, segments: Sequence[Segment], layout: Layout, head: int, end: int) -> None:
+        """Put the rows of other files in the place of all rows: a crash leaves the former or these.
+
+        Args:
+            segments: of another folder, end to end.
+            layout: of these rows.
+            head: number of the first row.
+            end: number of the row to come. Trajectories are cut there.
+
+        Raises:
+            OSError: the disk is full or failed; the rows stay as they were, those in memory, too.
+        """
+        with self._disk:
+            before, seams = self.layout, [*layout.seams, end]
+            try:
+                if before is None:
+                    self.layout = Layout(layout.forms, layout.pairs, [])
+                self._note()  # names all files that are there, so that they stay until the next version is published
+                number = self.folder.version
+                try:
+                    self.folder.adopt(segments)
+                    self.layout = Layout(layout.forms, layout.pairs, seams)
+                    self._note(head)
+                except BaseException:
+                    self._closed = True  # unless what the folder has now is known
+                    self._closed = self.folder.load().version != number
+                    raise
+            except BaseException:
+                self.layout, self._noted = before, False
+                raise
+            with self._turn:
+                self._blocks, self.end, self._begun, self._due, self._error = (), end, end, 0, None
+            self._refresh()
 
     def _new_block(self, first: int) -> _Block:
         assert self.layout is not None
@@ -378,6 +438,7 @@ class RowLog:
     def _write(self, end: int) -> None:
         """Publish the rows before ``end`` that no file holds, and let go those that the ring has dropped."""
         with self._disk:
+            end = min(end, self.end)  # others may have come in the place of rows that waited
             while (first := self.folder.end) < end:
                 if not self._noted:
                     self._note()
@@ -386,20 +447,23 @@ class RowLog:
                 self.folder.append(self._encoded(block, first, stop), first=first)
                 self._refresh()
             # Rows that the ring has given up go with the file that they are in.
-            segments = self.folder.segments
-            if segments and segments[0].end <= end - self.capacity:
+            given_up = [segment.end for segment in self.folder.segments if segment.end <= end - self.capacity]
+            if given_up:
+                # Files that no version names go at once. Those after them are found if a version tells where to begin.
+                if given_up[-1] > self._named:
+                    self._note()
                 self.folder.drop_before(end - self.capacity)
                 self._note()
                 self._refresh()
 
-    def _note(self) -> None:
-        """Publish a version that has the layout, and names the files that are there."""
+    def _note(self, head: int | None = None) -> None:
+        """Publish a version that has the layout, and names the files that are there, from row ``head`` on."""
         assert self.layout is not None
-        head = self.folder.head
+        head = self.folder.head if head is None else head
         self.layout.seams[:] = [row for row in self.layout.seams if row > head]
         facts = {"kind": "rows of a DiskStorage"}
-        self.folder.publish({**self.layout.to_json(), **self.notes}, extra=facts)
-        self._noted = True
+        self.folder.publish({**self.layout.to_json(), **self.notes}, head=head, extra=facts)
+        self._noted, self._named = True, self.folder.end
 
     def _encoded(self, block: _Block, first: int, stop: int) -> dict[str, Tensor | Ragged]:
         """Rows ``first ... stop - 1`` of a block as a file holds them."""
@@ -457,10 +521,10 @@ def _time_is_up(log: "weakref.ref[RowLog]") -> None:
         alive._time_is_up()
 
 
-def columns_differ(folder: Folder, layout: Layout) -> str | None:
-    """Say what is wrong if the columns of a folder's rows are not those that it notes; else None."""
+def columns_differ(columns: Collection[str], layout: Layout) -> str | None:
+    """Say what is wrong if the names of the columns of rows are not those that ``layout`` tells of; else None."""
     expected = {column_name(key) for key in (*layout.forms, *map(next_key, layout.pairs))}
-    found = set(folder.columns)
+    found = set(columns)
     return (
         None
         if not found or found == expected

@@ -4,7 +4,6 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,23 +18,21 @@ from flatroll.buffers.index.ring import Draw, Follow, Ring
 from flatroll.buffers.index.top_k_ring import RankedRing
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.storages.base import Links, Rows, Storage
-from flatroll.buffers.storages.columns import ColumnStorage
-from flatroll.buffers.storages.disk.column import DiskColumn, no_edits
-from flatroll.buffers.storages.disk.forms import Form, FrameForm, ZstdForm
+from flatroll.buffers.storages.disk.column import no_edits
+from flatroll.buffers.storages.disk.forms import Form
+from flatroll.buffers.storages.disk.linking import LinkingStorage
 from flatroll.buffers.storages.disk.log import FlushRule, Layout, RowLog, columns_differ
 from flatroll.buffers.storages.disk.pieces import Piece
-from flatroll.buffers.storages.item_kinds import TensorDicts
-from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.buffers.storages.tensors import Encodings
 from flatroll.disk import Folder, Ragged, column_name
-from flatroll.disk.tensor_file import dtype_name
+from flatroll.disk.names import dtype_name
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import NestedKey
 
 _PARTS = 32  # files of a full storage, at least: the oldest one holds rows that are gone already
 
 
-class DiskStorage(ColumnStorage):
+class DiskStorage(LinkingStorage):
     """Rows in a folder of files that are written once: they may take more than the memory, and outlive the process.
 
     New rows gather in memory; a thread publishes them as a file, which is there whole or not at all, once there are
@@ -44,7 +41,9 @@ class DiskStorage(ColumnStorage):
     goes when all its rows are overwritten. ``stats()["rows_unflushed"]`` says how many rows a crash would cost now.
 
     A buffer with a folder that has rows begins with them, and goes on after them. Trajectories that were open when the
-    last run ended are cut there. Rows cannot be changed (``buffer[i] = …``), and only tensordicts can be stored.
+    last run ended are cut there; priorities, passes of samplers and generators begin anew. ``buffer.dumps`` and `Checkpoint`
+    keep these, too, and write no row a second time: see `DiskStorageCheckpointer`. Rows cannot be changed
+    (``buffer[i] = …``), and only tensordicts can be stored.
 
     Args:
         max_size: number of rows. Default: as many as the folder has.
@@ -124,16 +123,11 @@ class DiskStorage(ColumnStorage):
         self._batch: tuple[Piece, int] | None = (
             None  # what is being counted by the buffer: rows from this one on
         )
-        self.compiled = True
+        self.compiled = self.loads_whole = True
         if layout is not None:
             self._use_layout(layout)
 
     # -- the folder ------------------------------------------------------------------------------------------------
-
-    @property
-    def path(self) -> str:
-        """The folder."""
-        return str(self._log.folder.path)
 
     def flush(self) -> None:
         """Return when all rows are in files; OSError if the disk is full or failed, and no row is lost then."""
@@ -144,33 +138,6 @@ class DiskStorage(ColumnStorage):
         """Flush, and let others write to the folder; rows can still be read. A process that ends normally does it."""
         _close(self._log, self.read_only, self._process)
         self._closing.detach()  # not after an error: who calls again, or the end of the process, tries again
-
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        notes: dict[str, Any] | None = None,
-        *,
-        overwrite: bool = False,
-        first: int | None = None,
-    ) -> None:
-        """Save the rows to another folder, which a `DiskStorage` can open: no row is written, the files get a second
-        name there (copies are made on another disk).
-
-        Args:
-            path: of the folder; the storage's own will do for the ``notes``.
-            notes: anything for JSON to save along.
-            overwrite: replace what others have saved to the folder, default False.
-            first: number of the first row to save, as the ring counts them. Default: the oldest one.
-
-        Raises:
-            FileExistsError: the folder holds what this storage has not saved there.
-            BlockingIOError: somebody writes to it.
-            OSError: the disk is full or failed; what was saved before stands.
-        """
-        self._writable()
-        if first is None:
-            first = 0 if self._ring is None else self._ring.head
-        self._log.save(Path(path), self._offset + first, notes or {}, overwrite)
 
     @override
     def counts(self) -> dict[str, int]:
@@ -203,7 +170,7 @@ class DiskStorage(ColumnStorage):
             return None
         layout = Layout.from_json(folder.load().json)
         folder.recover()  # the rows after that version, again
-        wrong = columns_differ(folder, layout)
+        wrong = columns_differ(folder.columns, layout)
         if wrong:
             raise ValueError(f"{folder.path}: {wrong}")
         return layout
@@ -238,21 +205,6 @@ class DiskStorage(ColumnStorage):
         if compact_obs and not layout.pairs:
             raise ValueError("compact_obs must be False: the rows in the folder are not compact")
         self.frame_stack, self.codec, self.compact_obs = stacks, codecs, bool(layout.pairs)
-
-    def _use_layout(self, layout: Layout) -> None:
-        """Know the columns."""
-        self.columns = {
-            key: DiskColumn(weakref.WeakMethod(self._take), key, form) for key, form in layout.forms.items()
-        }
-        self.structure = TensorDicts(torch.Size([]))
-        if layout.pairs:
-            self.pool = NextPool(layout.pairs)
-            self.pool.allocate(self.columns)
-
-    def _writable(self) -> None:
-        if self.read_only:
-            raise RuntimeError(f"{self.path} is open for reading only: DiskStorage(max_size, path) writes")
-        self.enter_process()
 
     # -- for the buffer --------------------------------------------------------------------------------------------
 
@@ -432,8 +384,8 @@ class DiskStorage(ColumnStorage):
                 columns[key] = rows
         return columns
 
+    @override
     def _take(self, slots: Tensor, keys: Collection[NestedKey] | None) -> Columns:
-        """Copies of the newest rows in these slots."""
         pieces = self._log.pieces  # before the end, which may be of a piece that these do not have
         end = min(self._log.end, pieces.end)
         rows = end - 1 - (end - 1 - self._offset - slots.numpy(force=True)) % self.capacity
@@ -452,25 +404,9 @@ class DiskStorage(ColumnStorage):
         Encodings(self.frame_stack, self.codec).row_bytes(like)  # checks them
         for key, (dtype, shape) in like.items():
             dtype_name(dtype)  # TypeError here rather than on the thread that writes
-            kind = FrameForm if key in self.frame_stack else ZstdForm if key in self.codec else Form
-            forms[key] = kind(dtype, shape)
+            forms[key] = self._form(key, dtype, shape)
         self._log.layout = Layout(forms, [], [])
-        return {key: DiskColumn(weakref.WeakMethod(self._take), key, form) for key, form in forms.items()}
-
-    @override
-    def state_dict(self, rows: int, pool_rows: int = 0) -> NoReturn:
-        raise RuntimeError(
-            f"the rows of a DiskStorage stay in its folder: DiskStorage(max_size, {self.path!r}) has them again, and "
-            "storage.save(path) makes another folder of them without writing them a second time"
-        )
-
-    def tables(self, pool_rows: int) -> NoReturn:
-        """Raise RuntimeError: there is no state besides the folder."""
-        self.state_dict(0)
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> NoReturn:
-        self.state_dict(0)
+        return {key: self._column(key, form) for key, form in forms.items()}
 
     @override
     def enter_process(self) -> None:

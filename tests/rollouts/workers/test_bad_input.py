@@ -89,7 +89,6 @@ def test_batches_of_one_worker_each_have_the_same_columns_too(nursery: Nursery) 
             collector.rollout()
 
 
-
 def test_weights_for_a_policy_without_any(nursery: Nursery) -> None:
     with MultiSyncCollector(
         Seeded, frames_per_batch=4, track_policy_version=True, nursery=nursery
