@@ -365,10 +365,13 @@ class Folder:
             self._clear_once()
             own = {(segment.name[:2], segment.record[1:]): segment for segment in self._segments}
             adopted: list[Segment] = []
-            line = secrets.token_hex(4)  # not that of the version before, whose rows may have the same numbers
+            line = secrets.token_hex(
+                4
+            )  # not that of the version before, whose rows may have the same numbers
             for segment in segments:
-                name, known = RowsName(segment.first, segment.end, line, 0), (segment.name[:2], segment.record[1:])
-                adopted.append(own.get(known) or segment.share(self.path, name, synced=self._sync))
+                name = RowsName(segment.first, segment.end, line, 0)
+                known = own.get((segment.name[:2], segment.record[1:]))
+                adopted.append(known or segment.share(self.path, name, synced=self._sync))
             self._unsettled, self._line = True, line
             self._segments, self._columns = adopted, adopted[-1].schema if adopted else {}
             self.head, self.end = (adopted[0].first, adopted[-1].end) if adopted else (0, 0)

@@ -46,7 +46,9 @@ class DiskStorageCheckpointer(StorageCheckpointerBase):
     @override
     def check(self, storage: Any) -> None:
         if not hasattr(storage, "linkable"):
-            raise TypeError(f"DiskStorageCheckpointer is for a DiskStorage, this is a {type(storage).__name__}")
+            raise TypeError(
+                f"DiskStorageCheckpointer is for a DiskStorage, this is a {type(storage).__name__}"
+            )
 
     @override
     def check_path(self, storage: Any, path: Path) -> None:
@@ -128,7 +130,13 @@ def checkpointer_of(storage: Any) -> StorageCheckpointerBase:
     """Return the checkpointer of ``storage``, the default one if none was chosen; TypeError if it does not fit."""
     if storage.checkpointer is None:
         columns, files = hasattr(storage, "columns_like"), hasattr(storage, "linkable")
-        kind = DiskStorageCheckpointer if files else TensorStorageCheckpointer if columns else ListStorageCheckpointer
+        kind = (
+            DiskStorageCheckpointer
+            if files
+            else TensorStorageCheckpointer
+            if columns
+            else ListStorageCheckpointer
+        )
         storage.checkpointer = kind()
     checkpointer = storage.checkpointer
     if not isinstance(checkpointer, StorageCheckpointerBase):

@@ -201,6 +201,6 @@ class LinkingStorage(ColumnStorage):
     @override
     def state_dict(self, rows: int, pool_rows: int = 0) -> NoReturn:
         raise RuntimeError(
-            "the rows of a DiskStorage stay in its folder: buffer.dumps(path) and Checkpoint save them with all else, and "
-            f"write none again; DiskStorage(max_size, {self.path!r}) has the rows, and storage.save(path) copies them"
+            "the rows of a DiskStorage stay in its folder: buffer.dumps(path) and Checkpoint save them, "
+            f"and write none again; DiskStorage(max_size, {self.path!r}) has them, and storage.save(path) copies them"
         )

@@ -4,7 +4,6 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,8 +23,6 @@ from flatroll.buffers.storages.disk.forms import Form
 from flatroll.buffers.storages.disk.linking import LinkingStorage
 from flatroll.buffers.storages.disk.log import FlushRule, Layout, RowLog, columns_differ
 from flatroll.buffers.storages.disk.pieces import Piece
-from flatroll.buffers.storages.item_kinds import TensorDicts
-from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.buffers.storages.tensors import Encodings
 from flatroll.disk import Folder, Ragged, column_name
 from flatroll.layout.checks import whole_number
@@ -43,8 +40,8 @@ class DiskStorage(LinkingStorage):
     goes when all its rows are overwritten. ``stats()["rows_unflushed"]`` says how many rows a crash would cost now.
 
     A buffer with a folder that has rows begins with them, and goes on after them. Trajectories that were open when the
-    last run ended are cut there; priorities, passes of samplers and generators begin anew. ``buffer.dumps`` and `Checkpoint`
-    keep these, too, and write no row a second time: see `DiskStorageCheckpointer`. Rows cannot be changed
+    last run ended are cut there; priorities, passes of samplers and generators begin anew. ``buffer.dumps`` and
+    `Checkpoint` keep these, too, and write no row a second time: see `DiskStorageCheckpointer`. Rows cannot be changed
     (``buffer[i] = …``), and only tensordicts can be stored.
 
     Args:
