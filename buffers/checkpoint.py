@@ -289,9 +289,8 @@ class BufferState(Facts, Saveable, Shareable):
         first = not self._started
         if first:
             self._own_parts()
-        if (
-            self._started and not self.storage.loads_whole
-        ):  # nobody reads a mixture of old and new rows, in other processes neither
+        if self._started and not self.storage.loads_whole:
+            # Nobody reads a mixture of old and new rows, in other processes neither.
             self._count_by(self.writer.ring(ring.capacity, state["keys"] is not None))
         self.storage.load_state_dict(state["storage"])
         self.storage.use_ring(ring, self._unshareable_part(ring), first)

@@ -351,8 +351,8 @@ class Folder:
     def adopt(self, segments: Iterable[Segment]) -> None:
         """Take the rows of another folder's segments for this one's, without writing those that are on the same disk.
 
-        Segments of the same rows and checksums stay, the others of this folder go. That counts once a version is
-        published; until then, the version before stands, and `recover` finds its rows.
+        Segments of the same rows and checksums stay, the others go, once a version is published: until then the one
+        before stands, and `recover` finds its rows.
 
         Args:
             segments: end to end, as `segments` of the other folder gives them.
@@ -365,17 +365,13 @@ class Folder:
             self._clear_once()
             own = {(segment.name[:2], segment.record[1:]): segment for segment in self._segments}
             adopted: list[Segment] = []
-            line = secrets.token_hex(
-                4
-            )  # not that of the version before, whose rows may have the same numbers
+            line = secrets.token_hex(4)  # of its own: rows of the version before may have the same numbers
             for segment in segments:
-                name, known = (
-                    RowsName(segment.first, segment.end, line, 0),
-                    (segment.name[:2], segment.record[1:]),
-                )
-                adopted.append(own.get(known) or segment.share(self.path, name, synced=self._sync))
-            self._unsettled, self._line = True, line
-            self._segments, self._columns = adopted, adopted[-1].schema if adopted else {}
+                name = RowsName(segment.first, segment.end, line, 0)
+                same = own.get((segment.name[:2], segment.record[1:]))
+                adopted.append(same or segment.share(self.path, name, synced=self._sync))
+            self._unsettled, self._line, self._segments = True, line, adopted
+            self._columns = adopted[-1].schema if adopted else {}
             self.head, self.end = (adopted[0].first, adopted[-1].end) if adopted else (0, 0)
 
     def drop_before(self, row: int) -> None:

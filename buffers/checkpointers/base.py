@@ -58,8 +58,8 @@ class StorageCheckpointerBase(ABC):
     """Base class of checkpointers, which say in what form ``buffer.dumps`` writes the rows of a storage.
 
     ``storage.checkpointer = …``, or ``ReplayBuffer(checkpointer=…)``, chooses one; without, a storage of tensors has a
-    `TensorStorageCheckpointer`, one of items a `ListStorageCheckpointer`, and one on disk a `DiskStorageCheckpointer`. The
-    same kind reads what was written.
+    `TensorStorageCheckpointer`, one of items a `ListStorageCheckpointer`, one on disk a `DiskStorageCheckpointer`.
+    The same kind reads what was written.
     Subclasses implement :meth:`dump` and :meth:`restore`.
     """
 

@@ -65,7 +65,8 @@ class Recorder:
         self.real["write"](descriptor, data)
 
     def sync(self, descriptor: int) -> None:
-        self.note("sync", self.paths[descriptor])
+        if descriptor in self.paths:  # else a file that somebody else has written, and is linked
+            self.note("sync", self.paths[descriptor])
 
     def close(self, descriptor: int) -> None:
         self.real["close"](descriptor)

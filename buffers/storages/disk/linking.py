@@ -144,7 +144,8 @@ class LinkingStorage(ColumnStorage):
         """
         log = tables["log"]
         offset, noted = log["offset"], log["layout"]
-        if type(offset) is not int or not 0 <= offset < MOST_ROWS:
+        # It is negative where the ring left out the rest of a round and the files did not.
+        if type(offset) is not int or not 0 <= offset + ring.head <= offset + ring.written < MOST_ROWS:
             raise damaged(f"its rows are shifted by {offset!r}")
         try:
             layout = Layout.from_json(noted)
@@ -201,6 +202,6 @@ class LinkingStorage(ColumnStorage):
     @override
     def state_dict(self, rows: int, pool_rows: int = 0) -> NoReturn:
         raise RuntimeError(
-            "the rows of a DiskStorage stay in its folder: buffer.dumps(path) and Checkpoint save them with all else, and "
-            f"write none again; DiskStorage(max_size, {self.path!r}) has the rows, and storage.save(path) copies them"
+            "the rows of a DiskStorage stay in its folder: buffer.dumps(path) and Checkpoint save them, "
+            f"and write none again; DiskStorage(max_size, {self.path!r}) has them, and storage.save(path) copies them"
         )

@@ -41,8 +41,8 @@ class DiskStorage(LinkingStorage):
     goes when all its rows are overwritten. ``stats()["rows_unflushed"]`` says how many rows a crash would cost now.
 
     A buffer with a folder that has rows begins with them, and goes on after them. Trajectories that were open when the
-    last run ended are cut there; priorities, passes of samplers and generators begin anew. ``buffer.dumps`` and `Checkpoint`
-    keep these, too, and write no row a second time: see `DiskStorageCheckpointer`. Rows cannot be changed
+    last run ended are cut there; priorities, passes of samplers and generators begin anew. ``buffer.dumps`` and
+    `Checkpoint` keep these, too, and write no row a second time: see `DiskStorageCheckpointer`. Rows cannot be changed
     (``buffer[i] = …``), and only tensordicts can be stored.
 
     Args:
