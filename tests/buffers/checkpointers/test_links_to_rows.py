@@ -421,8 +421,8 @@ def each_crash(
                 ended = left >= 0
             except (Killed, OSError):
                 pass
-        if error is Killed:
-            abandon(buffer)
+            if error is Killed:
+                abandon(buffer)  # here, so that its thread ends at once
         yield folder, buffer, ended
         shutil.rmtree(folder)
         if ended:
