@@ -177,7 +177,7 @@ class Sampler(Facts, ABC):
         if self._saved is not None and self._saved not in state:
             raise ValueError(
                 f"the state was saved with a sampler of another kind, this buffer has a {type(self).__name__}: load it "
-                "into a buffer with a sampler like that one, and extend this buffer with its rows, other[:]"
+                "into a buffer with a sampler like that one, and extend this buffer with other.oldest_first()"
             )
         newest = state.get("policy_version", -1)
         if type(newest) is not int or not -1 <= newest < 2**63:

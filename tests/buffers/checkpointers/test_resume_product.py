@@ -74,5 +74,5 @@ def test_a_state_of_another_sampler_says_what_to_do(tmp_path: Path) -> None:
     buffer.dumps(tmp_path)
     like = made(RandomSampler())
     like.loads(tmp_path)
-    other.extend(like[:])  # as the text says
+    other.extend(like.oldest_first())  # as the text says
     assert len(other) == 10 and other.sample().batch_size[0] == 8
