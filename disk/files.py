@@ -95,10 +95,29 @@ def sync_folder(path: Path) -> None:
 
 
 def lock(path: Path) -> int:
-    """Make a file if needed, lock it for this descriptor and return that; BlockingIOError if somebody else has it.
+    """Make a file if needed, lock it and return its descriptor for `unlock`; BlockingIOError if somebody else has it.
 
-    The system gives the lock back when the descriptor is closed or its process dies.
+    The system gives the lock back when the process dies, and those that were forked from it meanwhile.
     """
+    descriptor = _lock(path)
+    with suppress(OSError):  # of a full disk: then forked processes keep the lock as long as they live
+        os.pwrite(descriptor, _this_process(), 0)
+    return descriptor
+
+
+def unlock(descriptor: int) -> None:
+    """Give a lock back and close its descriptor; in a forked process close the copy, and the parent keeps the lock."""
+    with suppress(OSError):
+        if os.pread(descriptor, len(_this_process()), 0) == _this_process():
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+def _this_process() -> bytes:
+    return b"%20d" % os.getpid()
+
+
+def _lock(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -209,7 +228,7 @@ class SteadyFile(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._descriptor = lock(path)
+        self._descriptor = _lock(path)
         self._position = self._end = 0
         self._failure: BaseException | None = None
         self._unwritten: list[tuple[int, bytes]] = []  # places and bytes since the failure, in their order

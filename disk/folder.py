@@ -137,7 +137,7 @@ class Folder:
     def close(self) -> None:
         """Give the lock back; what was published stays."""
         if self._lock is not None:
-            files.close(self._lock)
+            files.unlock(self._lock)
             self._lock = None
 
     @property

@@ -123,7 +123,7 @@ class H5Writer:
         for name in files.names(self._path.parent):
             if name.startswith(f"{self._path.name}.") and name.endswith(files.TEMPORARY):
                 with suppress(OSError):
-                    files.close(files.lock(self._path.with_name(name)))
+                    files.unlock(files.lock(self._path.with_name(name)))
                     files.remove(self._path.with_name(name))
 
     def drop_before(self, row: int) -> None:

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
-
 from crafted_states import CRAFTED as NAMED
 from crafted_states import REBUILT, filled, new, same, use
+from tensordict import TensorDict
 
 from flatroll.buffers import LazyTensorStorage, PrioritizedSliceSampler, ReplayBuffer
 from flatroll.disk import Folder, LoadedVersion, Ragged
