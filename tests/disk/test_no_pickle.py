@@ -26,7 +26,7 @@ READERS = {
     ("datasets/trajectories/rlinf_folder.py", "pickle"),
 }
 READER_OF_CODE = "datasets/trajectories/rlinf_folder.py"
-#: What names pickle for its errors, and imports the package of an extra.
+#: What sends buffers to other processes of the same run, and imports the packages of extras.
 OTHERS = {
     ("buffers/ensemble/buffer.py", "pickle"),
     ("buffers/sharing.py", "pickle"),
@@ -65,7 +65,7 @@ def test_no_reader_of_files_can_unpickle() -> None:
     }
     assert len(files) > 100
     assert found == READERS | OTHERS
-    texts = {file: (ROOT / file).read_text() for file, _ in found}
+    texts = {file: (ROOT / file).read_text() for file, _ in READERS}
     loads = {file: text.count("pickle.load") for file, text in texts.items()}
     assert {file: count for file, count in loads.items() if count} == {READER_OF_CODE: 1}
     assert texts[READER_OF_CODE].index('== ".pt"') < texts[READER_OF_CODE].index("pickle.load")
