@@ -24,6 +24,7 @@ from flatroll.buffers import (
     TensorStorageCheckpointer,
 )
 from flatroll.disk import Checkpoint, Folder, files
+from flatroll.disk.inspect import inspect_folder
 
 pytest.importorskip("h5py")
 
@@ -203,6 +204,21 @@ def test_versions_that_are_not_there_are_told_from_damage(tmp_path: Path) -> Non
     with pytest.warns(RuntimeWarning, match=r"a member is not there: .*member-1 has no version 3"):
         other.loads(tmp_path / "ensemble")
     assert len(other[1]) == 9
+
+
+def test_damage_of_a_member_is_found_where_the_ensemble_is_looked_at(tmp_path: Path) -> None:
+    ensemble().dumps(tmp_path)
+    report = inspect_folder(tmp_path, verify=True)
+    assert report.damage == [] and report.text.count("rows 0 to 8 (9 rows), 1 file") == 2
+    file = next((tmp_path / "member-1").glob("*.rows"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    damage = inspect_folder(tmp_path, verify=True).damage
+    assert damage and all(text.startswith("member-1/") and file.name in text for text in damage)
+    for file in (tmp_path / "member-1").iterdir():
+        file.unlink()
+    assert "member-1: it holds neither rows nor versions" in inspect_folder(tmp_path).damage
 
 
 def test_folders_of_something_else_say_what_they_are(tmp_path: Path) -> None:
