@@ -121,7 +121,7 @@ def batch(first: int, count: int) -> TensorDict:
 
 def extend(buffer: ReplayBuffer, first: int, count: int) -> None:
     if buffer.storage.ndim > 1:
-        lanes = [batch(first // LANES + 220 * lane, count // LANES) for lane in range(LANES)]
+        lanes: Any = [batch(first // LANES + 220 * lane, count // LANES) for lane in range(LANES)]
         buffer.extend(torch.stack(lanes))
     else:
         buffer.extend(batch(first, count))
