@@ -55,6 +55,22 @@ class BufferState(Facts, Saveable, Shareable):
         row: Any = make_composite_from_td(buffer[:1], unsqueeze_null_shapes=False)[0]
         return row.expand(-1)  # type: ignore[no-any-return]
 
+    def oldest_first(self) -> Any:
+        """Return all stored rows in the order in which they were written, as ``buffer[:]`` gives them in that of the
+        slots: what `extend` of another buffer takes.
+
+        >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+        >>> buffer = ReplayBuffer(storage=LazyTensorStorage(3))
+        >>> slots = buffer.extend(torch.tensor([0, 1])), buffer.extend(torch.tensor([2, 3]))
+        >>> buffer[:], buffer.oldest_first()
+        (tensor([3, 1, 2]), tensor([1, 2, 3]))
+        """
+        buffer: Any = self
+        lanes = self.storage.lanes.numel()
+        with self._lock:
+            slots = self._ring.stored()
+        return buffer[slots[::lanes] // lanes]  # slot = step * lanes + lane
+
     def __repr__(self) -> str:
         name, kind, sampler = (type(part).__name__ for part in (self, self.storage, self.sampler))
         return f"{name}({len(self)} of {self._ring.capacity} rows, {kind}, {sampler})"
@@ -261,8 +277,8 @@ class BufferState(Facts, Saveable, Shareable):
         needs_index = self._needs_index()
         if needs_index is not None and state["keys"] is None:
             raise ValueError(
-                f"the state was saved without a trajectory index, which {needs_index} needs: extend this "
-                "buffer with the rows of the other one"
+                f"the state was saved without a trajectory index, which {needs_index} needs: load it into a buffer "
+                "like the saved one, and extend this buffer with other.oldest_first()"
             )
         capacity = whole_number("capacity", state["ring"]["capacity"])
         if capacity > self.storage.max_size:  # before tables of that size are made

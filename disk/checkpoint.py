@@ -199,6 +199,10 @@ def tree_of(buffer: Any, others: Others) -> tuple[Any, dict[str, Tensor]]:
 
 def read_tree(version: LoadedVersion, rows: int) -> dict[str, Any]:
     """The tree of a version of a buffer of at most ``rows`` rows; ValueError if there is none."""
+    if isinstance(version.json, dict) and "kind" in version.json:
+        raise ValueError(
+            f"the folder holds no run or buffer, but a {str(version.json['kind'])[:40]}: open it as that"
+        )
     tree = unpack(version.json, version.tensors, max_bytes=_LEAST + _FACTOR * rows)
     if (
         not isinstance(tree, dict)

@@ -7,17 +7,19 @@ operation fail. So the others call them as ``files.write(...)``, never by a name
 import ctypes
 import errno
 import fcntl
+import io
 import mmap
 import os
 import stat
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Buffer
+from typing_extensions import Buffer, override
 
 #: Ending of a file that is being written. One that is found later was left by a process that died.
 TEMPORARY = ".temporary"
@@ -28,9 +30,14 @@ _ADDRESS = ctypes.c_void_p
 
 
 def make_folder(path: Path, *, synced: bool) -> None:
-    """Make a folder and those above it that are missing, each found again after a power loss if ``synced``."""
+    """Make a folder and those above it that are missing, each found again after a power loss if ``synced``;
+    NotADirectoryError if one of them is a file."""
     if path.is_dir():
         return
+    if path.exists():
+        raise NotADirectoryError(
+            errno.ENOTDIR, "a file has the name of the folder, choose another", str(path)
+        )
     make_folder(path.parent, synced=synced)
     with suppress(FileExistsError):
         os.mkdir(path)
@@ -192,3 +199,104 @@ def publish(folder: Path, name: str, chunks: Iterable[Buffer], *, synced: bool, 
             with suppress(OSError):
                 remove(leftover)
         raise
+
+
+class SteadyFile(io.RawIOBase):
+    """A new file for a library that reads and writes at any place, and that must not be told of errors of the disk.
+
+    HDF5 keeps objects of a file that it could not write, and touches freed memory later: the process ends. So the first
+    error is kept for `check`. What is written from then on stays in memory and can be read back; call `check` often.
+    The file is locked, which tells it from one that was left by a process that died.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._descriptor = lock(path)
+        self._position = self._end = 0
+        self._failure: BaseException | None = None
+        self._unwritten: list[tuple[int, bytes]] = []  # places and bytes since the failure, in their order
+
+    def check(self) -> None:
+        """Raise the first error there was."""
+        if self._failure is not None:
+            raise self._failure
+
+    def sync(self) -> None:
+        """Return once the contents are on the disk."""
+        sync(self._descriptor)
+
+    @override
+    def close(self) -> None:
+        if not self.closed:
+            close(self._descriptor)
+        super().close()
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def writable(self) -> bool:
+        return True
+
+    @override
+    def seekable(self) -> bool:
+        return True
+
+    @override
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._end}[whence]
+        self._position = begin + offset
+        return self._position
+
+    @override
+    def tell(self) -> int:
+        return self._position
+
+    @override
+    def truncate(self, size: int | None = None, /) -> int:
+        self._end = self._position if size is None else size
+        if self._failure is None:
+            with self._noted():
+                os.ftruncate(self._descriptor, self._end)
+        return self._end
+
+    @override
+    def write(self, data: Any, /) -> int:
+        size = memoryview(data).nbytes
+        if self._failure is None:
+            with self._noted():
+                os.lseek(self._descriptor, self._position, os.SEEK_SET)
+                write(self._descriptor, data)
+        if self._failure is not None:
+            self._unwritten.append((self._position, bytes(data)))
+        self._position += size
+        self._end = max(self._end, self._position)
+        return size
+
+    @override
+    def readinto(self, target: Any, /) -> int:
+        first, view = self._position, memoryview(target).cast("B")
+        view = view[: max(0, self._end - first)]
+        view[:] = bytes(len(view))
+        done = 0
+        with self._noted():
+            while got := os.preadv(self._descriptor, [view[done:]], first + done) if done < len(view) else 0:
+                done += got
+        for at, data in self._unwritten:  # the part of [at, at + size) that is inside the view
+            begin, end = max(at, first), min(at + len(data), first + len(view))
+            if begin < end:
+                view[begin - first : end - first] = data[begin - at : end - at]
+        self._position += len(view)
+        return len(view)
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Keep an error instead of raising it."""
+        try:
+            yield
+        except BaseException as error:  # Ctrl-C, too, would leave HDF5 half-way
+            self._failure = self._failure or error

@@ -171,7 +171,7 @@ class Folder:
             strict: raise if the newest version is damaged. Default False: warn, and read the one before it.
 
         Raises:
-            FileNotFoundError: there is no version.
+            FileNotFoundError: there is no version, or not this one; the text lists those there are.
             DamagedFileError: all versions are damaged, or one with ``strict``; the text names the files.
             ValueError: a later version of the package is needed, or the files have more than ``max_bytes``.
         """
@@ -393,7 +393,7 @@ class Folder:
     def _check_schema(self, columns: Mapping[str, Column]) -> None:
         if schema_of(columns) != self._columns:
             text = difference(self._columns, schema_of(columns))
-            raise ValueError(f"the columns must be those of the folder: {text}")
+            raise ValueError(f"the columns must be those of the folder: {text}; write them to another folder")
 
     def _begin_anew(self) -> None:
         """Know of no rows and no versions."""

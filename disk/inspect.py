@@ -1,5 +1,6 @@
 """What a folder of rows and versions holds, in words and as a picture: the command ``flatroll inspect``."""
 
+import re
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from flatroll.disk import files
 from flatroll.disk.columns import Ragged, Schema
 from flatroll.disk.folder import Folder
 from flatroll.disk.listing import Listing
@@ -21,6 +23,7 @@ from flatroll.layout.boundaries import run_ends
 from flatroll.layout.keys import DONE, IS_INIT, MASK, REWARD, TRAJ_IDS, as_tuple, plain_key
 
 _MARKERS = [as_tuple(key) for key in (IS_INIT, DONE, TRAJ_IDS, MASK)]
+_PART = re.compile(r"(member-\d+|rank-\d+-of-\d+)/")
 _BINS, _BAR = 10, 40  # lines of a histogram, and characters of its longest bar
 
 
@@ -51,7 +54,8 @@ class Report(NamedTuple):
 
 
 def inspect_folder(path: Path, *, verify: bool = False) -> Report:
-    """Describe a folder of rows and versions: schema, rows, trajectories, versions, damage.
+    """Describe a folder of rows and versions: schema, rows, trajectories, versions, damage; then its members, if an
+    ensemble or several processes saved to it.
 
     Args:
         path: of the folder.
@@ -96,8 +100,8 @@ def inspect_folder(path: Path, *, verify: bool = False) -> Report:
     if verify:
         damage += _damaged_rows(folder.segments)
     count, stats = folder.end - folder.head, folder.stats()
-    files = f"{stats['segments']} file{'s' * (stats['segments'] != 1)} of {stats['bytes']:,} bytes"
-    lines = [f"{path}: {_rows(folder.head, folder.end)}, {files}", *(versions or ["no version: rows alone"])]
+    total = f"{stats['segments']} file{'s' * (stats['segments'] != 1)} of {stats['bytes']:,} bytes"
+    lines = [f"{path}: {_rows(folder.head, folder.end)}, {total}", *(versions or ["no version: rows alone"])]
     lines += ["", *_table(folder.columns)] if folder.columns else []
     trajectories = _trajectories(folder) if count else None
     if trajectories is not None:
@@ -107,6 +111,15 @@ def inspect_folder(path: Path, *, verify: bool = False) -> Report:
             lines += _histogram("return", trajectories.returns)
     elif count:
         lines += ["", "no column says where trajectories begin or end"]
+    for name in files.names(path):
+        if _PART.fullmatch(name):  # of an ensemble, or of several processes that saved together
+            try:
+                part = inspect_folder(path / name.rstrip("/"), verify=verify)
+            except ValueError as error:
+                damage.append(f"{name.rstrip('/')}: {error}")
+            else:
+                lines += ["", part.text]
+                damage += [f"{name}{text}" for text in part.damage]
     return Report("\n".join(lines), list(dict.fromkeys(damage)), trajectories)
 
 

@@ -15,6 +15,7 @@ from flatroll.disk.manifest import Json, Manifest, Version, read_manifest
 from flatroll.disk.names import RowsName
 from flatroll.disk.segments import Segment, chain_of_names
 from flatroll.disk.tensor_file import DamagedFileError, MissingFileError, read_all
+from flatroll.layout.checks import whole_number
 
 T = TypeVar("T")
 
@@ -146,13 +147,18 @@ def newest_whole(
         strict: raise if the newest version is damaged.
 
     Raises:
-        FileNotFoundError: there is no version.
+        FileNotFoundError: there is no version, or not that one.
         DamagedFileError: all are damaged, or the newest one with ``strict``.
     """
 
     def present() -> list[int]:  # listed anew each time: a writer may publish and remove
         return Listing.of(path).versions if only is None else [only]
 
+    if only is not None:
+        there = Listing.of(path).versions
+        if whole_number("version", only) not in there:
+            listed = f"versions {', '.join(map(str, there))}" if there else "none"
+            raise FileNotFoundError(f"{path} has no version {only}; there are: {listed}")
     damage: dict[int, str] = {}
     while untried := [version for version in present() if version not in damage]:
         number = untried[0]

@@ -21,6 +21,8 @@ from flatroll.disk.state_tree import from_text, pack, to_text, unpack
 from flatroll.layout.keys import NestedKey
 
 T = TypeVar("T")
+#: The checkpointers whose columns have these parts, which others do not read.
+_WRITERS = {"after": "FlatStorageCheckpointer", "starts": "NestedStorageCheckpointer"}
 #: A hook takes rows (a batch of the stored kind, or a list of items) and returns as many.
 Hook: TypeAlias = Callable[..., Any]
 
@@ -247,6 +249,10 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
             found: dict[NestedKey, dict[str, FileColumn]] = {key: {} for key in columns}
             for name, values in tensors.items():
                 column, _, part = name.partition("#")
+                if writer := _WRITERS.get(part):
+                    raise ValueError(
+                        f"the rows were written by a {writer}: make that the storage's checkpointer"
+                    )
                 if column not in names:
                     raise damaged(f"its rows have an entry {column!r}, expected {sorted(names)}")
                 found[names[column]][part or "values"] = values

@@ -1,6 +1,5 @@
 """A checkpointer that writes one HDF5 file."""
 
-import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -83,6 +82,8 @@ class H5StorageCheckpointer(FlatStorageCheckpointer):
                 return use(_read(h5))
         except DamagedFileError as error:
             raise DamagedFileError(f"{file}: {error}") from None
+        except PermissionError:
+            raise
         except OSError as error:  # what h5py raises for anything that is no HDF5, or has a wrong checksum
             raise DamagedFileError(f"{file} cannot be read: {error}") from None
 
@@ -102,8 +103,10 @@ class H5Writer:
     def __init__(self, path: Path, options: Mapping[str, Any], sync: bool) -> None:
         self._path, self._options, self._sync = path, options, sync
         files.make_folder(path.parent, synced=sync)
+        self._remove_stale()
         self._beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}{files.TEMPORARY}")
-        self._h5 = _h5py().File(self._beside, "w")
+        self._file = files.SteadyFile(self._beside)
+        self._h5 = _h5py().File(self._file, "w")
         self._rows = self._h5.create_group("rows")
         self._first: int | None = None
         self.end = 0
@@ -113,8 +116,17 @@ class H5Writer:
 
     def __exit__(self, *error: object) -> None:
         self._h5.close()
-        with suppress(FileNotFoundError):
+        self._file.close()
+        with suppress(OSError):
             files.remove(self._beside)
+
+    def _remove_stale(self) -> None:
+        """Remove what processes left that died while they saved: files that nobody has locked."""
+        for name in files.names(self._path.parent):
+            if name.startswith(f"{self._path.name}.") and name.endswith(files.TEMPORARY):
+                with suppress(OSError):
+                    files.unlock(files.lock(self._path.with_name(name)))
+                    files.remove(self._path.with_name(name))
 
     def drop_before(self, row: int) -> None:
         """Leave out rows before this one, as far as they are not in the file already."""
@@ -135,6 +147,7 @@ class H5Writer:
                 self._extend(name, column)
         self._first = self.end if self._first is None else self._first
         self.end += count
+        self._file.check()
 
     def _extend(self, name: str, values: Tensor) -> None:
         stored = _to_numpy(values)
@@ -165,12 +178,10 @@ class H5Writer:
             data = group.create_dataset(name, data=stored)
             data.attrs["dtype"] = str(values.dtype).removeprefix("torch.")
         self._h5.close()
+        self._file.check()
         if self._sync:
-            descriptor = os.open(self._beside, os.O_RDONLY)
-            try:
-                files.sync(descriptor)
-            finally:
-                files.close(descriptor)
+            self._file.sync()
+        self._file.close()
         files.rename(self._beside, self._path)
         if self._sync:
             files.sync_folder(self._path.parent)

@@ -6,7 +6,7 @@ from typing import Any
 
 from flatroll.buffers.checkpointers.saveable import Apply, Others, SaveRecords
 from flatroll.buffers.index.saved_tables import damaged
-from flatroll.disk import Folder, LoadedVersion, Version
+from flatroll.disk import DamagedFileError, Folder, LoadedVersion, Version
 from flatroll.disk.checkpoint import SaveOptions, read_tree, tree_of
 from flatroll.disk.manifest import read_manifest
 
@@ -51,15 +51,22 @@ def load_members(
     def read(version: LoadedVersion) -> tuple[dict[str, Any], dict[str, Any], Version, list[Apply]]:
         tree = read_tree(version, rows)
         state = tree["buffer"]
+        if state is None or (isinstance(state, dict) and "ring" in state):
+            raise ValueError(
+                f"{'no' if state is None else 'one'} buffer was saved, and no ensemble: load it as that"
+            )
         if not isinstance(state, dict) or not isinstance(state.get("members"), list):
-            raise damaged("it is the state of no ensemble: load it into a ReplayBuffer")
+            raise damaged("it is the state of no ensemble")
         saved = state["members"]
         if len(saved) != len(members):
             raise ValueError(f"the state has {len(saved)} members, this ensemble has {len(members)}")
-        applies = [
-            member.load_version(member_path(path, i), each[0], True)[1]
-            for i, (member, each) in enumerate(zip(members, saved, strict=True))
-        ]
+        try:
+            applies = [
+                member.load_version(member_path(path, i), each[0], True)[1]
+                for i, (member, each) in enumerate(zip(members, saved, strict=True))
+            ]
+        except FileNotFoundError as error:  # the version before may have all of its files
+            raise DamagedFileError(f"a member is not there: {error}") from None
         return state, tree["others"], version.version, applies
 
     if not path.is_dir():

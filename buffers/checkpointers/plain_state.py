@@ -32,6 +32,10 @@ def from_plain(plain: Any) -> dict[str, Any]:
     ...
     ValueError: the state is damaged: it is a list. Nothing was loaded; use another copy of it
     """
+    if plain is None:
+        raise ValueError("a run without a buffer was saved: load it with a Checkpoint without buffer=")
+    if isinstance(plain, dict) and "members" in plain:
+        raise ValueError("an ensemble was saved: load it into a ReplayBufferEnsemble of as many members")
     if not isinstance(plain, dict) or not isinstance(plain.get("storage"), dict):
         raise damaged(f"it is a {type(plain).__name__}")
     storage = dict(plain["storage"])

@@ -59,7 +59,9 @@ class RowLog:
         """
         checkpointer = buffer._checkpointers()[0]
         checkpointer.check_path(buffer.storage, self.path)
-        hold = isinstance(buffer._ring, RankedRing)  # written out of order: nobody writes until all is copied
+        ranked = isinstance(buffer._ring, RankedRing)
+        # Nobody writes until all is copied: rows written out of order, or the first rows, which bring another ring.
+        hold = ranked or not buffer._started
         ahead = buffer._made_ahead() if hold else None
         with ExitStack() as stack:
             self._saving = True
@@ -68,7 +70,7 @@ class RowLog:
                 stack.enter_context(buffer._write_lock)
             ring = buffer._ring
             given = {"segment_rows": segment_rows(buffer), "segment_bytes": _MOST_BYTES, **options._asdict()}
-            anew = hold or self._ring() is not ring
+            anew = ranked or self._ring() is not ring
             folder = stack.enter_context(
                 checkpointer.open_to_save(buffer.storage, self.path, self.version, anew, given)
             )

@@ -129,7 +129,7 @@ class Saveable:
                 before it is loaded.
 
         Raises:
-            FileNotFoundError: there is no folder, or no version in it.
+            FileNotFoundError: there is no folder, or no version in it, or not this one (the text lists them).
             ValueError: a storage of another capacity, kind or other entries (the text says how to load it all the
                 same), or damaged files, named; a folder of a later version of the package.
         """

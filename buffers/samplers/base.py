@@ -12,6 +12,7 @@ from typing_extensions import override
 from flatroll.buffers.columns.base import Column, Columns
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
+from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.samplers.freshness import Freshness, check_versions, freshness
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey
@@ -73,6 +74,7 @@ class Sampler(Facts, ABC):
     follows_writes: bool = False
     needs_index: bool = False
     freshness: Freshness | None = None  # of the option max_policy_lag
+    _saved: str | None = None  # an entry that all states of its kind have
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -166,16 +168,25 @@ class Sampler(Facts, ABC):
         return
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sampler's state for :meth:`load_state_dict`; empty if it has none."""
-        return {}
+        """Return the sampler's state for :meth:`load_state_dict`: with ``max_policy_lag`` the newest policy version;
+        empty if it has none."""
+        return {} if self.freshness is None else {"policy_version": self.freshness.newest}
 
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
         """Raise ValueError if :meth:`load_state_dict` cannot load ``state`` along with ``ring``. Nothing changes."""
-        return
+        if self._saved is not None and self._saved not in state:
+            raise ValueError(
+                f"the state was saved with a sampler of another kind, this buffer has a {type(self).__name__}: load it "
+                "into a buffer with a sampler like that one, and extend this buffer with other.oldest_first()"
+            )
+        newest = state.get("policy_version", -1)
+        if type(newest) is not int or not -1 <= newest < 2**63:
+            raise damaged(f"its newest policy version is {newest!r}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the sampler from a checked :meth:`state_dict`."""
-        return
+        if self.freshness is not None:
+            self.freshness.begin_from(state.get("policy_version", -1))
 
 
 def overrides(cls: type, base: type, *methods: str) -> bool:

@@ -57,6 +57,11 @@ class Freshness:
         """Say that there is a policy of this version, of which perhaps no row has come yet."""
         self.newest = max(self.newest, whole_number("policy_version", version, 0))
 
+    def begin_from(self, newest: int) -> None:
+        """Know of ``newest`` only, -1 for no version: other rows are stored now."""
+        self.newest, self._seen = newest, 0
+        self._barred = self._listed = None
+
     def versions(self, slots: Tensor) -> Tensor:
         """The policy versions of the rows in ``slots`` (int64 ``[N]``), int64 ``[N]`` in host memory."""
         column = None if self.storage is None else self.storage.columns.get(POLICY_VERSION)

@@ -140,6 +140,7 @@ class PrioritizedSampler(RandomSampler):
         self._priorities.weigh_all()
         self._head = self._written = 0
 
+    _saved = "priority"
     #: Whether every stored row may be drawn; if not, `_allow_starts` says which may.
     _every_row = True
 
@@ -285,6 +286,7 @@ class PrioritizedSampler(RandomSampler):
         """Return copies of all priorities, the highest one so far, and alpha, beta and eps."""
         used = min(self._written, self.max_capacity)
         return {
+            **super().state_dict(),
             "priority": torch.from_numpy(self._priorities.values[:used].copy()),
             "highest": self._priorities.ever,
             "head": self._head,
@@ -296,10 +298,9 @@ class PrioritizedSampler(RandomSampler):
 
     @override
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
+        super().check_state_dict(state, ring)
         priority, highest = state["priority"], state["highest"]
-        alpha = _number("alpha", state["alpha"])
-        for name in ("beta", "eps"):
-            _number(name, state[name])
+        alpha, _, _ = (_number(name, state[name]) for name in ("alpha", "beta", "eps"))
         count = check_values("priorities", priority, priority.dtype, ())
         self._check_fits(priority)
         head, written, most = state["head"], state["written"], self._priorities.most(alpha)
@@ -313,6 +314,7 @@ class PrioritizedSampler(RandomSampler):
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the priorities from a checked :meth:`state_dict`; the buffer must also restore its ring."""
+        super().load_state_dict(state)
         priority = state["priority"].detach()
         self._check_fits(priority)
         self._changing = True  # the weights follow at the next use, when the ring is there

@@ -22,6 +22,7 @@ class PassSampler(Sampler):
     """Draws each of the stored things once per pass, in an order fixed when the pass begins."""
 
     _shown: ClassVar[tuple[str, ...]] = ("drop_last", "shuffle")
+    _saved = "pass"
     drop_last: bool
     _left: Tensor | None = (
         None  # what the pass has not drawn yet, [..., n]; None: the next draw begins a new pass
@@ -63,10 +64,11 @@ class PassSampler(Sampler):
     @override
     def state_dict(self) -> dict[str, Any]:
         left = None if self._left is None else self._left.clone()
-        return {"pass": {"left": left, "key": self._key}, "ran_out": self.ran_out}
+        return {**super().state_dict(), "pass": {"left": left, "key": self._key}, "ran_out": self.ran_out}
 
     @override
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
+        super().check_state_dict(state, ring)
         left, key = state["pass"]["left"], tuple(state["pass"]["key"])
         if not all(type(number) is int for number in key) or type(state["ran_out"]) is not bool:
             raise damaged(f"its pass over the rows rests on {key}")
@@ -86,6 +88,7 @@ class PassSampler(Sampler):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
         left, self._key = state["pass"]["left"], tuple(state["pass"]["key"])
         self._left, self.ran_out = None if left is None else left.clone(), state["ran_out"]
 

@@ -238,7 +238,7 @@ class Storage(Facts, ABC):
         if first and (self._alone or any(buffer._started for buffer in self._buffers())):
             raise ValueError(
                 f"the storage belongs to another buffer already, or storage.set wrote to it: make one "
-                f"{type(self).__name__} per buffer; buffer.extend(other[:]) copies rows"
+                f"{type(self).__name__} per buffer; buffer.extend(other.oldest_first()) copies rows"
             )
 
     def reattach(self, ring: Ring) -> None:

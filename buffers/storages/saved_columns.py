@@ -30,7 +30,7 @@ def other_capacity(rows: int, room: int) -> ValueError:
     """Return the error for a state with room for ``rows`` rows given to a storage with ``room``."""
     return ValueError(
         f"the state has room for {rows} rows, this storage for {room}: make it with max_size={rows}; to go on with "
-        "another size, load it into such a buffer and extend this one with its rows, other[:]"
+        "another size, load it into such a buffer and extend this one with other.oldest_first()"
     )
 
 
@@ -125,7 +125,7 @@ def check_same_kinds(state: dict[str, Any], columns: Mapping[NestedKey, Column])
             )
             raise ValueError(
                 f"the state has {got} as {shown(key)}, this storage keeps {expected}: load it into a storage made as "
-                "the saved one, and extend this buffer with its rows, other[:], changed as needed"
+                "the saved one, and extend this buffer with other.oldest_first(), changed as needed"
             )
 
 

@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.datasets.formats.sources import CHUNK_BYTES, Source, first_rows
+from flatroll.disk.files import SteadyFile
 from flatroll.layout.checks import whole_number
 from flatroll.layout.export import from_numpy, optional_package, to_numpy
 from flatroll.layout.hdf5 import h5_columns
@@ -32,7 +33,7 @@ def write_h5(source: Source, path: Path, **h5_kwargs: Any) -> None:
             f"entry {FIRST_ROWS!r} has the name that the file gives to first rows: rename it first"
         )
     starts = first_rows(source)
-    with h5py.File(path, "w") as file:
+    with SteadyFile(path) as raw, h5py.File(raw, "w") as file:
         row = 0
         for chunk in source.chunks():
             for name, array in to_numpy(chunk, separator="/").items():
@@ -42,8 +43,11 @@ def write_h5(source: Source, path: Path, **h5_kwargs: Any) -> None:
                     file.create_dataset(name, shape, array.dtype, **kept)
                 file[name][row : row + len(array)] = array
             row += len(chunk)
+            raw.check()
         if starts is not None:
             file.create_dataset(FIRST_ROWS, data=starts.numpy(), **h5_kwargs)
+        file.close()
+        raw.check()
 
 
 def read_h5(

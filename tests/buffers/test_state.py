@@ -411,7 +411,7 @@ def test_slices_need_an_index_in_the_state(world: Any) -> None:
     state = filled(world, made()).state_dict()
     buffer = filled(world, made(sampler=SliceSampler(slice_len=3)), rows=20)
     with pytest.raises(
-        ValueError, match="saved without a trajectory index, which SliceSampler needs: extend"
+        ValueError, match="saved without a trajectory index, which SliceSampler needs: load it"
     ):
         buffer.load_state_dict(state)
     assert len(buffer) == 18

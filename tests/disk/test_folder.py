@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from disk_recorder import Recorder, check_rows, rows
 
-from flatroll.disk import ColumnSchema, DamagedFileError, Folder, Ragged, column_key, column_name
+from flatroll.disk import ColumnSchema, Folder, Ragged, column_key, column_name
 from flatroll.disk.merging import FAN_IN
 from flatroll.disk.names import DTYPES
 
@@ -141,8 +141,10 @@ def test_two_versions_stay(tmp_path: Path) -> None:
     reader = Folder(tmp_path)
     assert reader.load(2).json == {"end": 5}
     check_rows(reader.read_rows(), 0, 5)
-    with pytest.raises(DamagedFileError, match=r"version 1: manifest-000000000001.json is missing"):
+    with pytest.raises(FileNotFoundError, match=r"has no version 1; there are: versions 3, 2"):
         reader.load(1)
+    with pytest.raises(ValueError, match="version must be an integer of at least 1, got '2'"):
+        reader.load("2")  # type: ignore[arg-type]
 
 
 def test_a_run_goes_on_from_what_it_loaded_or_published(tmp_path: Path) -> None:

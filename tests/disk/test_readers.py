@@ -94,3 +94,39 @@ def test_many_segments_leak_neither_descriptors_nor_maps(tmp_path: Path) -> None
 def maps_of(path: Path) -> int:
     """How many maps of files in a folder this process has."""
     return Path("/proc/self/maps").read_text().count(str(path))
+
+
+def test_a_forked_process_does_not_keep_the_lock_nor_give_it_back(tmp_path: Path) -> None:
+    ready, told = os.pipe()
+    wait, go_on = os.pipe()
+    folder = Folder(tmp_path, write=True, sync=False)
+    child = os.fork()
+    if not child:
+        try:
+            os.read(wait, 1)
+            folder.close()  # its own copy
+            os.write(told, b"x")
+            os.read(wait, 1)
+        finally:
+            os._exit(0)
+    try:
+        folder.close()
+        with Folder(tmp_path, write=True, sync=False):  # although the child has a copy of the first one
+            os.write(go_on, b"x")
+            os.read(ready, 1)
+            with pytest.raises(BlockingIOError, match="another writer has"):
+                Folder(tmp_path, write=True)
+    finally:
+        os.write(go_on, b"x")
+        os.waitpid(child, 0)
+    folder = Folder(tmp_path, write=True, sync=False)
+    child = os.fork()
+    if not child:
+        try:
+            folder.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(BlockingIOError, match="another writer has"):
+        Folder(tmp_path, write=True)
+    folder.close()

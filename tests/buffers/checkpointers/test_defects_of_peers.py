@@ -23,6 +23,7 @@ from flatroll.buffers import (
     SliceSampler,
     TensorStorageCheckpointer,
 )
+from flatroll.buffers.checkpointers.row_log import RowLog
 from flatroll.disk import files
 from flatroll.disk.checkpoint import SaveOptions
 from flatroll.rollouts import Collector
@@ -285,6 +286,29 @@ def test_rows_edited_while_files_are_written_are_in_the_next_save(tmp_path: Path
     buffer.dumps(tmp_path)
     other.loads(tmp_path)
     assert equal(other[:], buffer[:]) and equal(other[5], buffer[20])
+
+
+def test_the_first_rows_may_come_while_an_empty_buffer_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer, other = made(TensorStorageCheckpointer), made(TensorStorageCheckpointer)
+    copy_ahead = RowLog._copy_ahead
+    thread = threading.Thread(target=buffer.extend, args=(rows_of(0, 20),))
+
+    def beside(*arguments: Any) -> None:
+        thread.start()
+        thread.join(0.2)  # it waits for the save
+        copy_ahead(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowLog, "_copy_ahead", beside)
+        buffer.dumps(tmp_path)
+    thread.join()
+    other.loads(tmp_path)
+    assert len(other) == 0 and len(buffer) == 20
+    buffer.dumps(tmp_path)
+    other.loads(tmp_path)
+    assert equal(other[:], buffer[:])
 
 
 def test_nobody_writes_or_draws_while_the_tables_are_copied(

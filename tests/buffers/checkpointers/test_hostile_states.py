@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from crafted_states import CRAFTED as NAMED
+from crafted_states import REBUILT, filled, new, same, use
 from tensordict import TensorDict
 
 from flatroll.buffers import LazyTensorStorage, PrioritizedSliceSampler, ReplayBuffer
-from flatroll.disk import Folder
+from flatroll.disk import Folder, LoadedVersion, Ragged
 from flatroll.disk.state_tree import pack, unpack
 
 
@@ -125,3 +127,74 @@ def test_other_rows_than_the_tables_count_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="have an entry 'more'"):
         other.loads(tmp_path)
     assert len(other) == 0
+
+
+def changed_tables(path: Path, good: LoadedVersion, change: Callable[[Any], None]) -> bool:
+    """Publish the good version with changed tables; whether the tables have what ``change`` changes."""
+    with Folder(path, write=True, sync=False, keep=1) as folder:
+        folder.load()
+        tree = unpack(good.json, good.tensors)
+        try:
+            change(tree["buffer"])
+            folder.publish(*pack(tree))
+        except (KeyError, TypeError):  # rows, which are files of their own, or what is no data
+            return False
+    return True
+
+
+@pytest.mark.parametrize("kind", sorted({kind for kind, _ in NAMED} - {"frames", "zstd", "items"}))
+def test_what_ended_the_process_once_is_refused_in_files_too(kind: str, tmp_path: Path) -> None:
+    filled(kind, 60).dumps(tmp_path / "saved", sync=False)
+    good, other, count = Folder(tmp_path / "saved").load(), filled(kind, 30), 0
+    before = other.state_dict()
+    for number, (crafted, change) in enumerate([*NAMED, *REBUILT]):
+        if crafted != kind or not changed_tables(tmp_path / "saved", good, change):
+            continue
+        count += 1
+        if number >= len(NAMED):  # these tables are built anew
+            one, twin = new(kind), new(kind)
+            one.loads(tmp_path / "saved", strict=True)
+            twin.load_state_dict(filled(kind, 60).state_dict())
+            assert same(one[:], twin[:])
+            use(one)
+            continue
+        with pytest.raises(ValueError, match=r"."):
+            other.loads(tmp_path / "saved", strict=True)
+        assert same(other.state_dict(), before), number
+    assert count
+    use(other)
+
+
+ROWS: list[tuple[str, str, Callable[[Any], Any]]] = [
+    ("slices", "next/done", lambda done: done[:, :0]),
+    ("slices", "next/done", lambda done: done.expand(-1, 3).contiguous()),
+    ("slices", "next/done", lambda done: done.int()),
+    ("plain", "number", lambda values: values.int()),
+    ("frames", "observation#back", lambda back: back.index_fill(0, torch.tensor([0]), 2**31 - 1)),
+    ("frames", "observation#back", lambda back: torch.full_like(back, 2**31 - 1)),
+    ("frames", "observation#back", lambda back: back.clone().fill_(-1)),
+    ("frames", "observation#frames.values", lambda frames: Ragged(frames.values[:0], frames.lengths * 0)),
+    ("zstd", "observation#rows", lambda rows: Ragged(rows.values.flip(0), rows.lengths)),
+    ("zstd", "observation#rows", lambda rows: Ragged(rows.values[:0], rows.lengths * 0)),
+    ("zstd", "state", lambda state: Ragged(state.values.repeat(2, 1), state.lengths * 2)),
+    ("zstd frames", "observation#frames.rows.each", lambda each: Ragged(-each.values, each.lengths)),
+    ("zstd frames", "observation#frames.rows.each", lambda each: Ragged(each.values + 2**40, each.lengths)),
+]
+
+
+@pytest.mark.parametrize("number", range(len(ROWS)))
+def test_crafted_rows_with_right_checksums_are_refused(number: int, tmp_path: Path) -> None:
+    kind, name, change = ROWS[number]
+    filled(kind, 60).dumps(tmp_path, sync=False)
+    reader = Folder(tmp_path)
+    loaded = reader.load()
+    columns = reader.read_rows()
+    with Folder(tmp_path, write=True, sync=False, overwrite=True) as folder:
+        folder.append({**columns, name: change(columns[name])}, first=loaded.head)
+        folder.publish(loaded.json, loaded.tensors)
+    other = filled(kind, 30)
+    before = other.state_dict()
+    with pytest.raises(ValueError, match=r"."):
+        other.loads(tmp_path, strict=True)
+    assert same(other.state_dict(), before)
+    use(other)

@@ -1,0 +1,5 @@
+"""Goes through all combinations."""
+
+from resume_product import main
+
+main()
