@@ -119,6 +119,7 @@ class RowLog:
         self._blocks: tuple[_Block, ...] = ()
         self._mapped: dict[str, Piece] = {}
         self._noted = False  # whether this run has published the layout
+        self._appended = False  # whether this run has published rows
         self._turn, self._disk = threading.Lock(), threading.RLock()  # of the pieces, of the folder
         self._thread: threading.Thread | None = None
         self._timer: threading.Timer | None = None
@@ -262,10 +263,11 @@ class RowLog:
                 block = next(block for block in self._blocks if block.first <= first < block.limit)
                 stop = min(end, block.limit)
                 self.folder.append(self._encoded(block, first, stop), first=first)
+                self._appended = True
                 self._refresh()
-            # Rows that the ring has given up go with the file that they are in.
+            # Rows that the ring has given up go with the file that they are in, but not before this run adds to them.
             segments = self.folder.segments
-            if segments and segments[0].end <= end - self.capacity:
+            if self._appended and segments and segments[0].end <= end - self.capacity:
                 self.folder.drop_before(end - self.capacity)
                 self._note()
                 self._refresh()
