@@ -15,8 +15,14 @@ from flatroll.buffers import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
-from flatroll.datasets import BaseDatasetExperienceReplay, D4RLExperienceReplay, convert
+from flatroll.datasets import (
+    BaseDatasetExperienceReplay,
+    D4RLExperienceReplay,
+    TrajectoryReplayBuffer,
+    convert,
+)
 from flatroll.disk import DamagedFileError
+from flatroll.disk.inspect import inspect_folder
 from flatroll.layout import audit
 
 LENGTHS = [3, 1, 5, 2, 4, 6, 2, 3]
@@ -327,3 +333,18 @@ def test_where_sets_come_from(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="True, False or 'force'"):
         D4RLExperienceReplay("maze", root=tmp_path, download="yes")
     assert not list(tmp_path.iterdir()), "what was fetched in part is removed"
+
+
+def test_inspect_knows_lanes_and_episodes(tmp_path: Path) -> None:
+    """Its rows may have names of their own; the marks beside them say where lanes and episodes end."""
+    step = torch.arange(4)[:, None].expand(4, 2)
+    dones = torch.zeros(4, 2, dtype=torch.bool)
+    dones[1, 0] = dones[3] = True
+    buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "t"))
+    buffer.add_trajectories([{"rewards": step.float(), "dones": dones}])
+    buffer.close()
+    report = inspect_folder(tmp_path / "t")
+    assert report.trajectories is not None and report.trajectories.returns is not None
+    assert report.trajectories.lengths.tolist() == [2, 2, 4]
+    assert report.trajectories.returns.tolist() == [1.0, 5.0, 6.0]
+    assert "\nafter version 1: rows 0 to 7 (8 rows), which a DiskStorage" in report.text

@@ -111,10 +111,11 @@ class DiskStorage(ColumnStorage):
         try:
             rows = folder.recover()
             super().__init__(len(rows) or 1 if max_size is None else max_size, compact_obs=compact_obs)
-            if not read_only and len(rows) >= 2 * self.max_size:  # more than a storage of this size leaves behind
+            # A storage of this size leaves less than twice its rows behind.
+            if not read_only and len(rows) >= 2 * self.max_size:
                 warnings.warn(
-                    f"{path} holds {len(rows)} rows, and max_size={max_size}: this storage has the newest ones, and the "
-                    "first write removes the others from the folder. Give a larger max_size to keep them",
+                    f"{path} holds {len(rows)} rows, and max_size={max_size}: this storage has the newest ones, and "
+                    "the first write removes the others from the folder. Give a larger max_size to keep them",
                     stacklevel=2,
                 )
             layout = self._noted(folder)
