@@ -14,6 +14,7 @@ from flatroll.buffers.storages.disk.forms import Form, FrameForm, ZstdForm
 from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.buffers.storages.tensors import Encodings
 from flatroll.datasets.folders import write_folder
+from flatroll.datasets.progress import progress_bar
 from flatroll.layout.export import Array
 from flatroll.layout.keys import NestedKey, plain_key
 
@@ -29,6 +30,7 @@ def convert(
     frame_stack: Mapping[NestedKey, int] | None = None,
     codec: Mapping[NestedKey, str] | None = None,
     segment_bytes: int = SEGMENT_BYTES,
+    progress: bool | None = None,
 ) -> int:
     """Write flat batches into a folder of segments that a `BaseDatasetExperienceReplay` opens; return how many rows.
 
@@ -45,6 +47,7 @@ def convert(
         frame_stack: frames per stack by key, ``{"observation": 4}``: single frames are written, each once.
         codec: compression by key, ``{"pixels": "zstd"}``: lossless. Needs the extra ``zstd``.
         segment_bytes: bytes of rows that make a file. Default 32 MiB.
+        progress: show a bar. Default: where the error stream is a terminal.
 
     Raises:
         FileExistsError: there is such a folder.
@@ -69,8 +72,10 @@ def convert(
             if not number:
                 options.row_bytes({key: (values.dtype, values.shape[1:]) for key, values in rows.items()})
             yield rows
+            bar.update(len(next(iter(rows.values()))))
 
-    return write_folder(checked(), path, facts=facts, overwrite=overwrite, kinds=kinds).end
+    with progress_bar(None, progress, f"converting {Path(path).name}") as bar:
+        return write_folder(checked(), path, facts=facts, overwrite=overwrite, kinds=kinds).end
 
 
 def tensors_of(columns: Mapping[str, Array]) -> Columns:

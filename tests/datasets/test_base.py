@@ -20,9 +20,11 @@ from flatroll.datasets import (
     D4RLExperienceReplay,
     TrajectoryReplayBuffer,
     convert,
+    fetch_url,
 )
 from flatroll.disk import DamagedFileError
 from flatroll.disk.inspect import inspect_folder
+from flatroll.export import export
 from flatroll.layout import audit
 
 LENGTHS = [3, 1, 5, 2, 4, 6, 2, 3]
@@ -348,3 +350,28 @@ def test_inspect_knows_lanes_and_episodes(tmp_path: Path) -> None:
     assert report.trajectories.lengths.tolist() == [2, 2, 4]
     assert report.trajectories.returns.tolist() == [1.0, 5.0, 6.0]
     assert "\nafter version 1: rows 0 to 7 (8 rows), which a DiskStorage" in report.text
+
+
+def test_long_work_shows_a_bar_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    episodes = [episode(number) for number in range(len(LENGTHS))]
+
+    def last_bar() -> str:
+        return capsys.readouterr().err.rpartition("\r")[2]
+
+    convert(episodes, tmp_path / "quiet")  # no terminal here, so no bar
+    convert(episodes, tmp_path / "none", progress=False)
+    data = BaseDatasetExperienceReplay(tmp_path / "quiet", batch_size=4)
+    assert capsys.readouterr().err == ""
+    convert(episodes, tmp_path / "set", progress=True)
+    assert f"converting set: {ROWS}.0row" in last_bar()
+    data.preprocess(lambda rows: rows, dest=tmp_path / "same", num_chunks=3, progress=True)
+    assert f"| {ROWS}.0/{ROWS}.0 [" in last_bar()
+    source = tmp_path / "source"
+    source.write_bytes(b"rows")
+    fetch_url(source.as_uri(), tmp_path / "copy", max_bytes=10, progress=True)
+    assert "copy: 100%" in last_bar()
+    for form in ("h5", "minari"):
+        pytest.importorskip("h5py" if form == "h5" else form)
+        options = {"dataset_id": "x/x-v0"} if form == "minari" else {}
+        export(data, tmp_path / f"exported-{form}", form, chunk_rows=5, progress=True, **options)
+        assert f"| {ROWS}.0/{ROWS}.0 [" in last_bar()
