@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from flatroll.buffers import ReplayBuffer
 from flatroll.buffers.columns.base import Columns
 from flatroll.buffers.storages.disk.forms import Form, FrameForm, ZstdForm
 from flatroll.buffers.storages.item_kinds import leaves
@@ -53,7 +54,7 @@ def convert(
         FileExistsError: there is such a folder.
         BlockingIOError: another process converts into it.
         ValueError: no rows, or batches whose entries, shapes or dtypes differ.
-        TypeError: an entry is no tensor.
+        TypeError: an entry is no tensor, or ``batches`` is a batch or a buffer itself.
 
     >>> import tempfile
     >>> from tensordict import TensorDict
@@ -63,6 +64,13 @@ def convert(
     ...     convert([batch, batch], f"{folder}/set"), len(BaseDatasetExperienceReplay(f"{folder}/set"))
     (6, 6)
     """
+    if isinstance(
+        batches, TensorDictBase | ReplayBuffer
+    ):  # their iterators yield rows, and samples without end
+        raise TypeError(
+            f"batches must be a list or an iterator of flat batches, got a {type(batches).__name__}: give [batch], or "
+            "[buffer[:]] for the rows of a buffer"
+        )
     options = Encodings(frame_stack, codec)
     kinds: dict[NestedKey, type[Form]] = dict.fromkeys(options.frame_stack, FrameForm)
     kinds |= dict.fromkeys(options.codec, ZstdForm)

@@ -9,7 +9,9 @@ from tensordict import TensorDict, TensorDictBase
 from torch.utils.data import DataLoader
 
 from flatroll.buffers import (
+    LazyTensorStorage,
     RandomSampler,
+    ReplayBuffer,
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
     SliceSampler,
@@ -375,3 +377,23 @@ def test_long_work_shows_a_bar_if_asked(tmp_path: Path, capsys: pytest.CaptureFi
         options = {"dataset_id": "x/x-v0"} if form == "minari" else {}
         export(data, tmp_path / f"exported-{form}", form, chunk_rows=5, progress=True, **options)
         assert f"| {ROWS}.0/{ROWS}.0 [" in last_bar()
+
+
+def test_a_batch_or_a_buffer_is_no_list_of_batches(tmp_path: Path) -> None:
+    """The iterator of one yields rows, that of the other samples without end."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
+    buffer.extend(episode(0))
+    for wrong in (episode(0), buffer):
+        with pytest.raises(TypeError, match=r"give \[batch\], or \[buffer\[:\]\]"):
+            convert(wrong, tmp_path / "set")
+    with pytest.raises(TypeError, match=r"a single one into a list"):
+        TrajectoryReplayBuffer().add_trajectories(episode(0))
+    assert not (tmp_path / "set").exists()
+
+
+def test_the_folder_of_a_saved_buffer_is_no_set(tmp_path: Path) -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10))
+    buffer.extend(episode(0))
+    buffer.dumps(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"what buffer\.dumps or Checkpoint saved, they load"):
+        BaseDatasetExperienceReplay(tmp_path / "saved")

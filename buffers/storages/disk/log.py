@@ -63,6 +63,10 @@ class Layout(NamedTuple):
     @classmethod
     def from_json(cls, noted: Any) -> "Layout":
         """Read what a folder notes; ValueError if it is no folder of a `DiskStorage`."""
+        if not isinstance(noted, dict):
+            raise ValueError(
+                "the folder is none of a DiskStorage or a data set; what buffer.dumps or Checkpoint saved, they load"
+            )
         try:
             if noted["kind"] != _KIND:
                 raise ValueError(noted["kind"])
