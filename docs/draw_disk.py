@@ -22,7 +22,8 @@ def draw_folder() -> Figure:
     axes = figure.add_subplot()
 
     def box(x: float, y: float, width: float, colour: str, title: str, text: str = "", **style: Any) -> None:
-        axes.add_patch(Rectangle((x, y), width, 0.9, facecolor=colour, **{"edgecolor": "0.4"} | style))
+        look: dict[str, Any] = {"facecolor": colour, "edgecolor": "0.4"} | style
+        axes.add_patch(Rectangle((x, y), width, 0.9, **look))
         axes.text(x + width / 2, y + 0.62, title, weight="bold", size=9.5, ha="center", va="center")
         axes.text(x + width / 2, y + 0.25, text, size=8.5, ha="center", va="center")
 
