@@ -55,6 +55,7 @@ class DatasetOptions(TypedDict, total=False):
     generator: torch.Generator | None
     codec: Mapping[NestedKey, str] | None
     frame_stack: Mapping[NestedKey, int] | None
+    progress: bool | None
 
 
 class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
@@ -79,7 +80,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         split_trajs: samples are whole trajectories, padded, ``[batch_size, T_max]``, with a mask
             (`split_trajectories`). Discouraged: a `SliceSampler` gives trajectories end to end.
         priority_key: see `TensorDictReplayBuffer`.
-        codec, frame_stack: for the conversion, see `convert`.
+        codec, frame_stack, progress: for the conversion, see `convert`.
 
     Raises:
         FileNotFoundError: the set is not there, and ``download`` is False or nobody knows how to fetch it.
@@ -120,7 +121,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         download, fetch = options.pop("download", True), options.pop("fetch", None)
         if download not in (True, False, "force"):
             raise ValueError(f"download must be True, False or 'force', got {download!r}")
-        encoded = {name: options.pop(name, None) for name in ("codec", "frame_stack")}  # type: ignore[misc]
+        encoded = {name: options.pop(name, None) for name in ("codec", "frame_stack", "progress")}  # type: ignore[misc]
         self.data_path = self._place()
         if download == "force" and not self.kind:
             raise ValueError(
@@ -267,6 +268,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         num_chunks: int | None = None,
         num_frames: int | None = None,
         mp_start_method: str = "spawn",
+        progress: bool | None = None,
     ) -> "BaseDatasetExperienceReplay":
         """Change all rows once and keep them on disk, piece by piece, in processes; return the set of them.
 
@@ -284,6 +286,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             num_frames: only so many of the first rows, to try ``fn``.
             mp_start_method: ``"spawn"``, ``"forkserver"`` or ``"fork"``. Default ``"spawn"``, for which a script needs
                 ``if __name__ == "__main__"``.
+            progress: show a bar. Default: where the error stream is a terminal.
 
         Raises:
             ValueError: ``fn`` returns no flat batch of n rows, or other entries for other pieces.
@@ -291,7 +294,15 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         """
         place = self.data_path if dest is None else Path(dest)
         preprocess(
-            open_rows, self.data_path, fn, place, num_workers or 0, num_chunks, num_frames, mp_start_method
+            open_rows,
+            self.data_path,
+            fn,
+            place,
+            num_workers or 0,
+            num_chunks,
+            num_frames,
+            mp_start_method,
+            progress,
         )
         if dest is None:
             self._open()

@@ -4,10 +4,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tensordict import TensorDictBase
+
+from flatroll.buffers import ReplayBuffer
 from flatroll.buffers.storages.disk.forms import Form, FrameForm, ZstdForm
 from flatroll.buffers.storages.tensors import Encodings
 from flatroll.datasets.folders import write_folder
 from flatroll.datasets.pieces import Batch, Piece, gather
+from flatroll.datasets.progress import progress_bar
 from flatroll.layout.keys import NestedKey
 
 SEGMENT_BYTES = 32 << 20
@@ -22,6 +26,7 @@ def convert(
     frame_stack: Mapping[NestedKey, int] | None = None,
     codec: Mapping[NestedKey, str] | None = None,
     segment_bytes: int = SEGMENT_BYTES,
+    progress: bool | None = None,
 ) -> int:
     """Write flat batches into a folder of segments that a `BaseDatasetExperienceReplay` opens; return how many rows.
 
@@ -39,12 +44,13 @@ def convert(
         frame_stack: frames per stack by key, ``{"observation": 4}``: single frames are written, each once.
         codec: compression by key, ``{"pixels": "zstd"}``: lossless. Needs the extra ``zstd``.
         segment_bytes: bytes of rows that make a file. Default 32 MiB.
+        progress: show a bar. Default: where the error stream is a terminal.
 
     Raises:
         FileExistsError: there is such a folder; with ``overwrite``, anything else of that name.
         BlockingIOError: another process converts into it.
         ValueError: no rows, or batches whose entries, shapes or dtypes differ.
-        TypeError: an entry is no tensor.
+        TypeError: an entry is no tensor, or ``batches`` is a batch or a buffer itself.
 
     >>> import tempfile
     >>> import torch
@@ -55,6 +61,12 @@ def convert(
     ...     convert([batch, batch], f"{folder}/set"), len(BaseDatasetExperienceReplay(f"{folder}/set"))
     (6, 6)
     """
+    # Their iterators yield rows, and samples without end.
+    if isinstance(batches, TensorDictBase | ReplayBuffer):
+        raise TypeError(
+            f"batches must be a list or an iterator of flat batches, got a {type(batches).__name__}: give [batch], or "
+            "[buffer.oldest_first()] for the rows of a buffer"
+        )
     options = Encodings(frame_stack, codec)
     kinds: dict[NestedKey, type[Form]] = dict.fromkeys(options.frame_stack, FrameForm)
     kinds |= dict.fromkeys(options.codec, ZstdForm)
@@ -66,5 +78,7 @@ def convert(
                     {key: (values.dtype, values.shape[1:]) for key, values in piece.columns.items()}
                 )
             yield piece
+            bar.update(len(next(iter(piece.columns.values()))))
 
-    return write_folder(checked(), path, facts=facts, overwrite=overwrite, kinds=kinds).end
+    with progress_bar(None, progress, f"converting {Path(path).name}") as bar:
+        return write_folder(checked(), path, facts=facts, overwrite=overwrite, kinds=kinds).end

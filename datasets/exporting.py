@@ -19,6 +19,7 @@ from flatroll.datasets.formats.tables import (
     write_pandas,
     write_parquet,
 )
+from flatroll.datasets.progress import progress_bar
 
 _WRITERS: dict[str, Callable[..., None]] = {
     "parquet": write_parquet,
@@ -31,7 +32,13 @@ _WRITERS: dict[str, Callable[..., None]] = {
 
 
 def export(
-    source: Any, path: str | Path, format: str = "parquet", *, chunk_rows: int | None = None, **options: Any
+    source: Any,
+    path: str | Path,
+    format: str = "parquet",
+    *,
+    chunk_rows: int | None = None,
+    progress: bool | None = None,
+    **options: Any,
 ) -> None:
     """Write the rows of a batch or buffer to a file or folder of another tool.
 
@@ -45,6 +52,7 @@ def export(
         format: ``"parquet"``, ``"arrow"`` (an IPC file), ``"pandas"`` (Parquet that `pandas.read_parquet` reads as the
             frame of `to_pandas`), ``"minari"``, ``"lerobot"`` (version 3) or ``"h5"``. Default ``"parquet"``.
         chunk_rows: rows to be held in memory at a time. Default: as many as take 32 MiB.
+        progress: show a bar. Default: where the error stream is a terminal.
         **options: of the format: `compression` (parquet); `split` (pandas); `dataset_id`, `data_format`,
             `observation_space`, `action_space`, more metadata (minari); `fps`, `task`, `robot_type` (lerobot);
             arguments of `h5py.Group.create_dataset`, such as ``compression="gzip"`` (h5).
@@ -67,8 +75,8 @@ def export(
     if write is None:
         raise ValueError(f"format must be one of {', '.join(map(repr, _WRITERS))}, got {format!r}")
     rows = open_source(source, chunk_rows)
-    with written_beside(path) as beside:
-        write(rows, beside, **options)
+    with progress_bar(rows.rows, progress, "exporting") as bar, written_beside(path) as beside:
+        write(rows._replace(count=bar.update), beside, **options)
 
 
 def import_parquet(path: str | Path) -> TensorDictBase:

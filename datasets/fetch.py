@@ -3,8 +3,12 @@
 import urllib.request
 from pathlib import Path
 
+from flatroll.datasets.progress import progress_bar
 
-def fetch_url(url: str, path: str | Path, *, max_bytes: int, timeout: float = 60.0) -> Path:
+
+def fetch_url(
+    url: str, path: str | Path, *, max_bytes: int, timeout: float = 60.0, progress: bool | None = None
+) -> Path:
     """Write what is at an address to a file, and return its path; for functions that are given as ``fetch``.
 
     Args:
@@ -12,6 +16,7 @@ def fetch_url(url: str, path: str | Path, *, max_bytes: int, timeout: float = 60
         path: of the file to be made; a folder for a file of the address' last name in it.
         max_bytes: refuse to write more.
         timeout: seconds without any answer after which it is given up. Default 60.
+        progress: show a bar. Default: where the error stream is a terminal.
 
     Raises:
         ValueError: there are more bytes, or the address is of another kind.
@@ -33,11 +38,13 @@ def fetch_url(url: str, path: str | Path, *, max_bytes: int, timeout: float = 60
         with urllib.request.urlopen(url, timeout=timeout) as answer, open(beside, "wb") as file:
             claimed = answer.headers.get("Content-Length")
             done = 0
-            while piece := answer.read(1 << 20):
-                done += len(piece)
-                if max(done, int(claimed or 0)) > max_bytes:
-                    raise ValueError(f"{url} has more than max_bytes={max_bytes}")
-                file.write(piece)
+            with progress_bar(int(claimed) if claimed else None, progress, target.name, "B") as bar:
+                while piece := answer.read(1 << 20):
+                    done += len(piece)
+                    if max(done, int(claimed or 0)) > max_bytes:
+                        raise ValueError(f"{url} has more than max_bytes={max_bytes}")
+                    file.write(piece)
+                    bar.update(len(piece))
         if claimed is not None and done != int(claimed):
             raise OSError(f"{url} ended after {done} of {claimed} bytes")
         return beside.rename(target)

@@ -61,7 +61,8 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
         minari = optional_package("minari", "minari", type(self).__name__)
         if self._local and self.dataset_id not in minari.list_local_datasets():
             raise FileNotFoundError(
-                f"Minari has no set {self.dataset_id!r} here, but {sorted(minari.list_local_datasets())}"
+                f"Minari has no set {self.dataset_id!r} here, but {sorted(minari.list_local_datasets()) or 'none'}: "
+                "MINARI_DATASETS_PATH names its folder, and without load_from_local_minari=True it is downloaded"
             )
         try:
             return minari.load_dataset(self.dataset_id, download=not self._local)

@@ -23,6 +23,7 @@ from flatroll.buffers.storages.disk.log import Layout
 from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.datasets.folders import publish, write_folder
 from flatroll.datasets.pieces import Piece
+from flatroll.datasets.progress import progress_bar
 from flatroll.disk import Folder, Segment
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import NestedKey, next_key
@@ -44,6 +45,7 @@ def preprocess(
     num_chunks: int | None,
     num_frames: int | None,
     mp_start_method: str,
+    progress: bool | None,
 ) -> None:
     """Write the rows of the folder ``source``, changed by ``fn``, to ``dest``; see `BaseDatasetExperienceReplay`."""
     dest, bounds = dest.absolute(), _bounds(source, num_chunks, num_frames)
@@ -59,24 +61,25 @@ def preprocess(
     forms = _load(source)[0].forms
     # What is compressed stays so; frames that were stacked may be no stacks any more.
     work.kinds = {key: type(form) for key, form in forms.items() if form.name != "frames"}
-    work.do(bounds[0])
-    work.layout = _load(first)[0]
-    if num_workers:
-        packed = pack((open_rows, source, fn, parts, stamp, work.layout.to_json()))
-        context = get_context(mp_start_method)
-        with ProcessPoolExecutor(num_workers, context, _begin_work, packed) as pool:
-            try:
-                for _ in pool.map(_do, bounds[1:]):
-                    pass
-            except BrokenProcessPool:
-                raise RuntimeError(
-                    "a process of preprocess died; what is done stays: call it again to go on"
-                ) from None
-            finally:
-                pool.shutdown(cancel_futures=True)
-    else:
-        for piece in bounds[1:]:
-            work.do(piece)
+    with progress_bar(bounds[-1][1], progress, "preprocessing") as bar:
+        bar.update(work.do(bounds[0]))
+        work.layout = _load(first)[0]
+        if num_workers:
+            packed = pack((open_rows, source, fn, parts, stamp, work.layout.to_json()))
+            context = get_context(mp_start_method)
+            with ProcessPoolExecutor(num_workers, context, _begin_work, packed) as pool:
+                try:
+                    for rows in pool.map(_do, bounds[1:]):
+                        bar.update(rows)
+                except BrokenProcessPool:
+                    raise RuntimeError(
+                        "a process of preprocess died; what is done stays: call it again to go on"
+                    ) from None
+                finally:
+                    pool.shutdown(cancel_futures=True)
+        else:
+            for piece in bounds[1:]:
+                bar.update(work.do(piece))
     segments: list[Segment] = []
     for begin, _ in bounds:
         folder = Folder(parts / str(begin))
@@ -97,12 +100,12 @@ class _Work:
         self.rows, self.fn, self.parts, self.stamp, self.layout = rows, fn, parts, stamp, layout
         self.kinds: dict[NestedKey, type[Form]] = {}  # of entries that keep the form that they had
 
-    def do(self, piece: list[int]) -> None:
-        """Write the rows of a piece, unless they are there."""
+    def do(self, piece: list[int]) -> int:
+        """Write the rows of a piece, unless they are there; return how many they are."""
         first, end = piece
         place = self.parts / str(first)
         if place.exists():
-            return
+            return end - first
         changed = self.fn(self.rows[first:end])
         if not isinstance(changed, TensorDictBase) or changed.batch_size != torch.Size([end - first]):
             got = list(changed.batch_size) if isinstance(changed, TensorDictBase) else type(changed).__name__
@@ -119,6 +122,7 @@ class _Work:
         write_folder(
             [Piece(columns)], place, facts=self.stamp, kinds=self.kinds, layout=self.layout, first=first
         )
+        return end - first
 
 
 _worker: _Work
@@ -131,8 +135,8 @@ def _begin_work(rest: bytes, tensors: list[torch.Tensor]) -> None:
     _worker = _Work(open_rows(source), fn, parts, stamp, Layout.from_json(layout))
 
 
-def _do(piece: list[int]) -> None:
-    _worker.do(piece)
+def _do(piece: list[int]) -> int:
+    return _worker.do(piece)
 
 
 def _load(path: Path) -> tuple[Layout, Any]:

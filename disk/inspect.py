@@ -4,7 +4,7 @@ import re
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -19,24 +19,46 @@ from flatroll.disk.manifest import Manifest, read_manifest
 from flatroll.disk.names import DTYPES, column_key
 from flatroll.disk.segments import Segment
 from flatroll.disk.tensor_file import DamagedFileError
-from flatroll.layout.boundaries import run_ends
+from flatroll.layout.boundaries import run_ends, starts_from
 from flatroll.layout.keys import DONE, IS_INIT, MASK, REWARD, TRAJ_IDS, as_tuple, plain_key
 
-_MARKERS = [as_tuple(key) for key in (IS_INIT, DONE, TRAJ_IDS, MASK)]
 _PART = re.compile(r"(member-\d+|rank-\d+-of-\d+)/")
+_INIT, _DONE, _IDS, _MASK, _REWARD = (as_tuple(key) for key in (IS_INIT, DONE, TRAJ_IDS, MASK, REWARD))
+_FLAGS = {_INIT, _DONE, _MASK}  # bool
+_PLAIN = {key: key for key in (*_FLAGS, _IDS, _REWARD)}
+# In the folder of a `TrajectoryReplayBuffer`, whose rows may have other names: what stands for the keys above.
+_LANE = ("_trajectory", "lane")
+_STORED = {_LANE: _IDS, ("_trajectory", "done"): _DONE, ("rewards",): _REWARD, _REWARD: _REWARD}
 _BINS, _BAR = 10, 40  # lines of a histogram, and characters of its longest bar
+_BLUE, _GREEN, _RED = "#0072b2", "#009e73", "#d55e00"  # told apart by the colour-blind, too
 
 
 class Trajectories(NamedTuple):
-    """One value per trajectory, in the order of the rows.
+    """One value per trajectory, in the order of their first rows.
 
     Args:
         lengths: int64 ``[n]``, numbers of rows.
         returns: float64 ``[n]``, sums of rewards; None without a column of one reward per row.
+        ended: bool ``[n]``, whether the last row is done; None without a column that says so.
     """
 
     lengths: Tensor
     returns: Tensor | None
+    ended: Tensor | None
+
+
+class Stretch(NamedTuple):
+    """Rows ``first ... end - 1``: of a file, or of a version.
+
+    Args:
+        name: of the file, or ``"version 3"``.
+        first: number of the first row.
+        end: number after that of the last row.
+    """
+
+    name: str
+    first: int
+    end: int
 
 
 class Report(NamedTuple):
@@ -46,11 +68,17 @@ class Report(NamedTuple):
         text: a description.
         damage: what is wrong, a line each; empty if all is well.
         trajectories: None without rows, or without a column that says where they begin or end.
+        title: name of the folder, and how many rows it has.
+        files: rows of each file, in order.
+        versions: rows of each version, the newest first.
     """
 
     text: str
     damage: list[str]
     trajectories: Trajectories | None
+    title: str
+    files: list[Stretch]
+    versions: list[Stretch]
 
 
 def inspect_folder(path: Path, *, verify: bool = False) -> Report:
@@ -79,6 +107,7 @@ def inspect_folder(path: Path, *, verify: bool = False) -> Report:
     next/reward  float32  []
     <BLANKLINE>
     2 trajectories
+    2 ended, 0 open
     length: 1 to 2, mean 1.5
                  1  1  ████████████████████████████████████████
                  2  1  ████████████████████████████████████████
@@ -89,7 +118,7 @@ def inspect_folder(path: Path, *, verify: bool = False) -> Report:
     folder = Folder(path)
     if Listing.of(path).is_empty:
         raise ValueError("it holds neither rows nor versions")
-    versions, damage = _versions(path, folder.versions(), verify=verify)
+    lines_of_versions, versions, damage = _versions(path, folder.versions(), verify=verify)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         try:
@@ -98,14 +127,23 @@ def inspect_folder(path: Path, *, verify: bool = False) -> Report:
             damage.append(str(error))
     damage += [str(warning.message) for warning in caught]
     if verify:
-        damage += _damaged_rows(folder.segments)
+        damage += [
+            text for text in _damaged_rows(folder.segments) if not any(text in line for line in damage)
+        ]
     count, stats = folder.end - folder.head, folder.stats()
     total = f"{stats['segments']} file{'s' * (stats['segments'] != 1)} of {stats['bytes']:,} bytes"
-    lines = [f"{path}: {_rows(folder.head, folder.end)}, {total}", *(versions or ["no version: rows alone"])]
+    rows = _rows(folder.head, folder.end)
+    lines = [f"{path}: {rows}, {total}", *(lines_of_versions or ["no version: rows alone"])]
+    if versions and folder.end > versions[0].end:
+        since = _rows(max(folder.head, versions[0].end), folder.end)
+        lines.append(f"after {versions[0].name}: {since}, which a DiskStorage or Folder.recover() has, too")
     lines += ["", *_table(folder.columns)] if folder.columns else []
     trajectories = _trajectories(folder) if count else None
     if trajectories is not None:
         lines += ["", f"{len(trajectories.lengths):,} trajectories"]
+        if trajectories.ended is not None:
+            ended = int(trajectories.ended.sum())
+            lines.append(f"{ended:,} ended, {len(trajectories.ended) - ended:,} open")
         lines += _histogram("length", trajectories.lengths)
         if trajectories.returns is not None:
             lines += _histogram("return", trajectories.returns)
@@ -120,11 +158,13 @@ def inspect_folder(path: Path, *, verify: bool = False) -> Report:
             else:
                 lines += ["", part.text]
                 damage += [f"{name}{text}" for text in part.damage]
-    return Report("\n".join(lines), list(dict.fromkeys(damage)), trajectories)
+    stretches = [Stretch(str(segment.name), segment.first, segment.end) for segment in folder.segments]
+    title = f"{path.resolve().name}: {rows}"
+    return Report("\n".join(lines), list(dict.fromkeys(damage)), trajectories, title, stretches, versions)
 
 
 def save_picture(report: Report, file: Path) -> None:
-    """Draw the lengths and returns of the trajectories as histograms.
+    """Draw the files and versions as stretches of rows, and the trajectories' lengths and returns as histograms.
 
     Raises:
         ImportError: matplotlib is missing; the text names the extra.
@@ -136,35 +176,89 @@ def save_picture(report: Report, file: Path) -> None:
         raise ImportError('a picture needs matplotlib: pip install "flatroll[plot]"') from error
     if report.trajectories is None:
         raise ValueError("there are no trajectories to draw")
-    shown = {name: values for name, values in report.trajectories._asdict().items() if values is not None}
-    figure = Figure(figsize=(4.5 * len(shown), 3), layout="constrained")
-    for axes, (name, values) in zip(
-        figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True
-    ):
-        axes.hist(values[values.isfinite()].numpy(), bins=30, color="#0072b2")
-        axes.set_xlabel(f"{name} of trajectories")
-    figure.savefig(file)
+    lengths, returns, _ = report.trajectories
+    shown = {"length": lengths} if returns is None else {"length": lengths, "return": returns}
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    figure.suptitle(report.title)
+    top, *below = figure.subplot_mosaic([["log"] * len(shown), list(shown)], height_ratios=(1, 2)).values()
+    _draw_log(top, report)
+    for axes, (name, values) in zip(below, shown.items(), strict=True):
+        _draw_histogram(axes, name, values[values.isfinite()].double())
+    figure.savefig(file, dpi=150)
 
 
-def _versions(path: Path, numbers: Iterable[int], *, verify: bool) -> tuple[list[str], list[str]]:
-    """A line for each version, and what is wrong with them."""
-    lines, damage = [], []
+def _draw_log(axes: Any, report: Report) -> None:
+    """A bar for each version, and one of all files: blue and pale in turn, red where something is damaged."""
+    bars = [*reversed(report.versions)]
+    for place, version in enumerate(bars, 1):
+        axes.barh(place, version.end - version.first, left=version.first, height=0.6, color=_GREEN)
+    for number, part in enumerate(report.files):
+        colour = _RED if any(part.name in line for line in report.damage) else _BLUE
+        axes.barh(
+            0, part.end - part.first, left=part.first, height=0.6, color=colour, alpha=1 - number % 2 * 0.4
+        )
+    count = len(report.files)
+    axes.set_yticks(range(len(bars) + 1), [f"{count} file{'s' * (count != 1)}", *(bar.name for bar in bars)])
+    axes.set_xlabel(f"row ({len(report.damage)} damaged)" if report.damage else "row")
+    _plain(axes)
+
+
+def _draw_histogram(axes: Any, name: str, values: Tensor) -> None:
+    """Values in at most thirty equal parts of their range, and their mean."""
+    whole = bool((values == values.round()).all())
+    if (
+        len(values) and whole and float(values.max() - values.min()) < 1e6
+    ):  # bins of whole numbers, about each
+        low, high = int(values.min()), int(values.max())
+        edges: Any = torch.arange(low, high + 2 + (high - low) // 30, 1 + (high - low) // 30).numpy() - 0.5
+    else:
+        edges = 30
+    axes.hist(values.numpy(), bins=edges, color=_BLUE)
+    label = f"{name} of a trajectory"
+    if len(values):
+        mean = float(values.mean())
+        axes.axvline(mean, color=_RED, linestyle="--")
+        label += f" (mean {mean:.5g})"
+        if (
+            float(values.max() - values.min()) < 6 and whole
+        ):  # a bar of few values is not as wide as the picture
+            axes.set_xlim(float(values.min()) - 3, float(values.max()) + 3)
+    axes.xaxis.get_major_locator().set_params(integer=whole)
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel(label)
+    axes.set_ylabel("trajectories")
+    _plain(axes)
+
+
+def _plain(axes: Any) -> None:
+    """Numbers with commas, and no frame but the two axes."""
+    axes.xaxis.set_major_formatter("{x:,.10g}")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _versions(
+    path: Path, numbers: Iterable[int], *, verify: bool
+) -> tuple[list[str], list[Stretch], list[str]]:
+    """A line for each version, its rows, and what is wrong with them."""
+    lines, stretches, damage = [], [], []
     for number in numbers:
         try:
             manifest = read_manifest(path, number)
             lines.append(_version_line(manifest))
+            stretches.append(Stretch(f"version {number}", manifest.head, manifest.end))
             loaded = load_version(path, manifest, ReadOptions(mapped=False, max_bytes=None))
         except DamagedFileError as error:
             damage.append(f"version {number}: {error}")
             continue
         if verify:
             damage += [f"version {number}: {text}" for text in _damaged_rows(loaded.segments)]
-    return lines, damage
+    return lines, stretches, damage
 
 
 def _version_line(manifest: Manifest) -> str:
     state = f", state of {manifest.state.size:,} bytes" if manifest.state else ""
-    extra = "" if manifest.extra is None else f", {manifest.extra}"
+    facts = manifest.extra.items() if isinstance(manifest.extra, dict) else [("note", manifest.extra)]
+    extra = "".join(f", {name}: {value}" for name, value in facts if value is not None)
     return (
         f"version {manifest.version.number}: {_rows(manifest.head, manifest.end)}{state}, line "
         f"{manifest.version.line}, by flatroll {manifest.written_by}{extra}"
@@ -200,30 +294,59 @@ def _table(columns: Schema) -> list[str]:
 
 
 def _trajectories(folder: Folder) -> Trajectories | None:
-    """Lengths and returns by the boundary rule; rows of padding count as a trajectory of their own."""
+    """Lengths and returns of runs by the boundary rule; rows of padding count as a trajectory of their own.
+
+    A trajectory that was written in several runs, as those of several envs are, is joined again: a run goes on with
+    the run before it of the same id, unless that is done or this one begins with ``is_init``.
+    """
     columns: dict[tuple[str, ...], Tensor] = {}
     first = folder.segments[0].first
-    for name, column in folder.columns.items():
-        key = as_tuple(column_key(name))
+    schema = {as_tuple(column_key(name)): (name, column) for name, column in folder.columns.items()}
+    wanted = _STORED if _LANE in schema else _PLAIN
+    for key in wanted.keys() & schema.keys():
+        name, column = schema[key]
         one_value = not column.ragged and column.shape in ((), (1,)) and not DTYPES[column.dtype].is_complex
-        if key in (*_MARKERS, REWARD) and one_value:
+        if one_value and (wanted[key] not in _FLAGS or column.dtype == "bool"):
             parts = [segment.columns[name] for segment in folder.segments]
             joined = torch.cat([part for part in parts if not isinstance(part, Ragged)])
-            columns[key] = joined[folder.head - first :].reshape(-1)
-    reward = columns.pop(REWARD, None)
-    if not set(columns) - {as_tuple(MASK)}:
+            columns[wanted[key]] = joined[folder.head - first :].reshape(-1)
+    reward = columns.pop(_REWARD, None)
+    if not set(columns) - {_MASK}:
         return None
     batch = TensorDict(
         {plain_key(key): column for key, column in columns.items()}, [folder.end - folder.head]
     )
-    ends = run_ends(batch).nonzero().squeeze(-1)
-    # A trajectory has the rows, and of the running sum of rewards the part, from the end before it to its own.
-    lengths = ends.diff(prepend=ends.new_tensor([-1]))
+    ends = run_ends(batch)
+    starts = starts_from(ends)
+    first_rows, last_rows = starts.nonzero().squeeze(-1), ends.nonzero().squeeze(-1)
+    run_of_row = starts.cumsum(0) - 1
+    done = columns.get(_DONE)
+    joins = _joins(columns, first_rows, last_rows)
+    trajectory = joins[run_of_row]
+    count = int(joins.max()) + 1
+    # the last row of the last run of each trajectory
+    lasts = last_rows.new_zeros(count).scatter_reduce(0, joins, last_rows, "amax")
     returns = None
     if reward is not None:
-        sums = reward.double().cumsum(0)[ends]
-        returns = sums.diff(prepend=sums.new_zeros(1))
-    return Trajectories(lengths, returns)
+        returns = torch.zeros(count, dtype=torch.float64).index_add_(0, trajectory, reward.double())
+    return Trajectories(trajectory.bincount(), returns, None if done is None else done[lasts])
+
+
+def _joins(columns: dict[tuple[str, ...], Tensor], first_rows: Tensor, last_rows: Tensor) -> Tensor:
+    """Number of the trajectory of each run, int64 ``[runs]``, in order of the trajectories' first runs."""
+    ids, done, is_init = columns.get(_IDS), columns.get(_DONE), columns.get(_INIT)
+    runs = torch.arange(len(first_rows))
+    if ids is None or is_init is None:  # nothing says that a run goes on with an earlier one
+        return runs
+    order = ids[first_rows].argsort(stable=True)  # runs of one id side by side, in order
+    before, after = order[:-1], order[1:]
+    goes_on = (ids[first_rows[before]] == ids[first_rows[after]]) & ~is_init[first_rows[after]]
+    if done is not None:
+        goes_on &= ~done[last_rows[before]]
+    begins = torch.cat([goes_on.new_ones(1), ~goes_on])
+    first_run = order[begins][begins.cumsum(0) - 1]  # in this order: the run that the trajectory begins with
+    joined = torch.empty_like(runs).scatter_(0, order, first_run)
+    return ((joined == runs).cumsum(0) - 1)[joined]
 
 
 def _histogram(name: str, values: Tensor) -> list[str]:
@@ -235,15 +358,11 @@ def _histogram(name: str, values: Tensor) -> list[str]:
     lines = [f"{name}: {low:g} to {high:g}, mean {float(finite.mean()):g}"]
     if not bool(torch.isfinite(finite.max() - finite.min())):
         return lines
-    whole = bool((finite == finite.round()).all()) and high - low < _BINS
-    bins = int(high - low) + 1 if whole else _BINS if high > low else 1
-    width = 1.0 if whole else (high - low) / bins
-    places = (
-        ((finite - low) / width).long().clamp_(0, bins - 1)
-        if width
-        else torch.zeros(len(finite), dtype=torch.int64)
-    )
-    counts = torch.bincount(places, minlength=bins).tolist()
+    whole = bool((finite == finite.round()).all()) and high - low < 2**53
+    # Parts of whole numbers have whole widths, the least one for which ten parts are enough.
+    width = float(int(high - low) // _BINS + 1) if whole else (high - low) / _BINS
+    places = ((finite - low) / width).long().clamp_(0, _BINS - 1)
+    counts = torch.bincount(places).tolist()
     digits = len(str(max(counts)))
     for place, count in enumerate(counts):
         bar = "█" * round(_BAR * count / max(counts))

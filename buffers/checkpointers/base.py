@@ -174,7 +174,9 @@ class StorageCheckpointerBase(ABC):
     def load_with(self, path: Path, use: Callable[[LoadedVersion], T], number: int | None, strict: bool) -> T:
         """Return ``use(version)`` of the newest version that is whole, or of the one of this number."""
         if not path.is_dir():
-            raise FileNotFoundError(f"there is no folder {path}: buffer.dumps(path) makes one")
+            raise FileNotFoundError(
+                f"there is no folder {path}: buffer.dumps(path) or Checkpoint.save() makes one"
+            )
         return Folder(path).load_with(use, number, strict=strict)
 
     def __repr__(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import pkgutil
 import subprocess
 import sys
@@ -34,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommandError as error:
         print(f"flatroll {words[0]}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read the output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it ends
+        return 1
     except ImportError as error:  # an extra that is not installed; its text says which
         print(f"flatroll {words[0]}: {error}", file=sys.stderr)
         return 1
@@ -110,6 +114,10 @@ def run_inspect_folder(arguments: argparse.Namespace) -> int:
     try:
         report = inspect_folder(path, verify=arguments.verify)
     except (OSError, ValueError) as error:
+        if (reader := exported_by(path)) is not None:
+            raise CommandError(
+                f"{path} is another library's form: flatroll.export.{reader}({str(path)!r}) reads it"
+            ) from None
         raise CommandError(
             "PATH must be a folder of rows and versions, or a directory written by TensorDict.memmap (it holds "
             f"meta.json), got {path}: {error}"
@@ -126,6 +134,19 @@ def run_inspect_folder(arguments: argparse.Namespace) -> int:
             raise CommandError(f"--picture {arguments.picture}: {error}") from None
         print(f"histograms saved to {arguments.picture}")
     return 1 if report.damage else 0
+
+
+def exported_by(path: Path) -> str | None:
+    """The function of `flatroll.export` that reads a file or folder, by its name; None if none does."""
+    files = {".parquet": "import_parquet", ".arrow": "import_arrow", ".h5": "import_h5", ".hdf5": "import_h5"}
+    if path.is_file():
+        return files.get(path.suffix)
+    folders = {
+        "meta/info.json": "import_lerobot",
+        "metadata.json": "import_minari",
+        "data/metadata.json": "import_minari",
+    }
+    return next((reader for name, reader in folders.items() if (path / name).is_file()), None)
 
 
 def save_timeline(batch: TensorDictBase, file: Path) -> None:

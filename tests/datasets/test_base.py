@@ -9,14 +9,24 @@ from tensordict import TensorDict, TensorDictBase
 from torch.utils.data import DataLoader
 
 from flatroll.buffers import (
+    LazyTensorStorage,
     RandomSampler,
+    ReplayBuffer,
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
-from flatroll.datasets import BaseDatasetExperienceReplay, D4RLExperienceReplay, convert
+from flatroll.datasets import (
+    BaseDatasetExperienceReplay,
+    D4RLExperienceReplay,
+    TrajectoryReplayBuffer,
+    convert,
+    fetch_url,
+)
 from flatroll.disk import DamagedFileError
+from flatroll.disk.inspect import inspect_folder
+from flatroll.export import export
 from flatroll.layout import audit
 
 LENGTHS = [3, 1, 5, 2, 4, 6, 2, 3]
@@ -327,3 +337,63 @@ def test_where_sets_come_from(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="True, False or 'force'"):
         D4RLExperienceReplay("maze", root=tmp_path, download="yes")
     assert not list(tmp_path.iterdir()), "what was fetched in part is removed"
+
+
+def test_inspect_knows_lanes_and_episodes(tmp_path: Path) -> None:
+    """Its rows may have names of their own; the marks beside them say where lanes and episodes end."""
+    step = torch.arange(4)[:, None].expand(4, 2)
+    dones = torch.zeros(4, 2, dtype=torch.bool)
+    dones[1, 0] = dones[3] = True
+    buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "t"))
+    buffer.add_trajectories([{"rewards": step.float(), "dones": dones}])
+    buffer.close()
+    report = inspect_folder(tmp_path / "t")
+    assert report.trajectories is not None and report.trajectories.returns is not None
+    assert report.trajectories.lengths.tolist() == [2, 2, 4]
+    assert report.trajectories.returns.tolist() == [1.0, 5.0, 6.0]
+    assert "\nafter version 1: rows 0 to 7 (8 rows), which a DiskStorage" in report.text
+
+
+def test_long_work_shows_a_bar_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    episodes = [episode(number) for number in range(len(LENGTHS))]
+
+    def last_bar() -> str:
+        return capsys.readouterr().err.rpartition("\r")[2]
+
+    convert(episodes, tmp_path / "quiet")  # no terminal here, so no bar
+    convert(episodes, tmp_path / "none", progress=False)
+    data = BaseDatasetExperienceReplay(tmp_path / "quiet", batch_size=4)
+    assert capsys.readouterr().err == ""
+    convert(episodes, tmp_path / "set", progress=True)
+    assert f"converting set: {ROWS}.0row" in last_bar()
+    data.preprocess(lambda rows: rows, dest=tmp_path / "same", num_chunks=3, progress=True)
+    assert f"| {ROWS}.0/{ROWS}.0 [" in last_bar()
+    source = tmp_path / "source"
+    source.write_bytes(b"rows")
+    fetch_url(source.as_uri(), tmp_path / "copy", max_bytes=10, progress=True)
+    assert "copy: 100%" in last_bar()
+    for form in ("h5", "minari"):
+        pytest.importorskip("h5py" if form == "h5" else form)
+        options = {"dataset_id": "x/x-v0"} if form == "minari" else {}
+        export(data, tmp_path / f"exported-{form}", form, chunk_rows=5, progress=True, **options)
+        assert f"| {ROWS}.0/{ROWS}.0 [" in last_bar()
+
+
+def test_a_batch_or_a_buffer_is_no_list_of_batches(tmp_path: Path) -> None:
+    """The iterator of one yields rows, that of the other samples without end."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
+    buffer.extend(episode(0))
+    for wrong in (episode(0), buffer):
+        with pytest.raises(TypeError, match=r"give \[batch\], or \[buffer\[:\]\]"):
+            convert(wrong, tmp_path / "set")
+    with pytest.raises(TypeError, match=r"a single one into a list"):
+        TrajectoryReplayBuffer().add_trajectories(episode(0))
+    assert not (tmp_path / "set").exists()
+
+
+def test_the_folder_of_a_saved_buffer_is_no_set(tmp_path: Path) -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10))
+    buffer.extend(episode(0))
+    buffer.dumps(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"what buffer\.dumps or Checkpoint saved, they load"):
+        BaseDatasetExperienceReplay(tmp_path / "saved")

@@ -40,10 +40,10 @@ def test_a_folder_is_described(path: Path, capsys: pytest.CaptureFixture[str]) -
         f"{path}: rows 0 to 22 (23 rows), 3 files of ",
         "version 2: rows 0 to 22 (23 rows), state of ",
         "version 1: rows 0 to 12 (13 rows), state of ",
-        ", by flatroll 0.1.0, {'step': 4}\n",
+        ", by flatroll 0.1.0, step: 4\n",
         "observation         float32       [4]\n",
         "text                ragged uint8  []\n",
-        "6 trajectories\n",
+        "6 trajectories\n6 ended, 0 open\n",
         "length: 1 to 8, mean 3.83333\n",
         "3  3  ████████████████████████████████████████\n",
         "5  1  █████████████\n",
@@ -60,6 +60,47 @@ def test_lengths_and_returns_are_those_of_the_episodes(path: Path) -> None:
     assert report.trajectories.returns is not None
     expected = [float(part.sum()) for part in torch.linspace(-1, 1, 23).split(LENGTHS)]
     assert report.trajectories.returns.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_runs_of_one_episode_are_one_trajectory(tmp_path: Path) -> None:
+    """Rows as two envs write them, two steps each in turn: ids come back until an episode is done or begins anew."""
+    ids = torch.tensor([7, 7, 2, 2, 7, 7, 2, 2, 9, 9, 2, 2])
+    done = torch.tensor([0, 0, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0], dtype=torch.bool)
+    init = torch.tensor(
+        [1, 0, 1, 0, 0, 0, 0, 0, 1, 0, 1, 0], dtype=torch.bool
+    )  # the last id 2 is another trajectory
+    reward = torch.arange(12.0)
+    reward[8] = float("nan")  # of one trajectory, whose return is none; the others keep theirs
+    columns = {"collector/traj_ids": ids, "next/done": done, "is_init": init, "next/reward": reward}
+    with Folder(tmp_path, write=True) as folder:
+        folder.append({name: column[:7] for name, column in columns.items()})
+        folder.append({name: column[7:] for name, column in columns.items()})
+    found = inspect_folder(tmp_path).trajectories
+    assert found is not None and found.returns is not None and found.ended is not None
+    assert found.lengths.tolist() == [4, 4, 2, 2]
+    assert found.returns[[0, 1, 3]].tolist() == [0.0 + 1 + 4 + 5, 2.0 + 3 + 6 + 7, 10.0 + 11]
+    assert bool(found.returns[2].isnan())
+    assert found.ended.tolist() == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "reader"),
+    [
+        ("rows.parquet", "parquet"),
+        ("rows.h5", "h5"),
+        ("meta/info.json", "lerobot"),
+        ("metadata.json", "minari"),
+    ],
+)
+def test_exported_files_name_their_reader(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, reader: str
+) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    path = file if "." in name and file.suffix != ".json" else tmp_path
+    assert main(["inspect", str(path)]) == 2
+    assert f"flatroll.export.import_{reader}({str(path)!r}) reads it" in capsys.readouterr().err
 
 
 def test_damage_is_found(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,6 +125,20 @@ def test_the_picture_is_saved(path: Path, tmp_path: Path, capsys: pytest.Capture
     assert main(["inspect", str(path), "--picture", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert f"histograms saved to {picture}" in capsys.readouterr().out
+    file = next(path / name for name in sorted(os.listdir(path)) if name.endswith(".rows"))
+    file.write_bytes(file.read_bytes()[:-1] + b"~")  # drawn in red
+    svg = tmp_path / "picture.svg"
+    assert main(["inspect", str(path), "--verify", "--picture", str(svg)]) == 1
+    drawn = svg.read_text()
+    for text in (
+        f"{path.name}: rows 0 to 22 (23 rows)",
+        "3 files",
+        "version 2",
+        "version 1",
+        "row (2 damaged)",
+    ):
+        assert f"<!-- {text} -->" in drawn, text
+    assert "<!-- length of a trajectory (mean 3.8333) -->" in drawn
     assert main(["inspect", str(path), "--picture", str(tmp_path / "picture.nonsense")]) == 2
     assert "Format 'nonsense' is not supported" in capsys.readouterr().err
 

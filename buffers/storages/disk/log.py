@@ -65,6 +65,10 @@ class Layout(NamedTuple):
     @classmethod
     def from_json(cls, noted: Any) -> "Layout":
         """Read what a folder notes; ValueError if it is no folder of a `DiskStorage`."""
+        if not isinstance(noted, dict):
+            raise ValueError(
+                "the folder is none of a DiskStorage or a data set; what buffer.dumps or Checkpoint saved, they load"
+            )
         try:
             if noted["kind"] != _KIND:
                 raise ValueError(noted["kind"])
@@ -132,6 +136,7 @@ class RowLog:
         self._blocks: tuple[_Block, ...] = ()
         self._mapped: dict[str, Piece] = {}
         self._noted = False  # whether this run has published the layout
+        self._appended = False  # whether this run has published rows
         self._named = 0  # number of the row after those that the version names
         self._held = 0  # number of the row to come when the rows were last held
         # Of the blocks, the pieces and what the thread shall do; of the folder.
@@ -445,10 +450,11 @@ class RowLog:
                 block = next(block for block in self._blocks if block.first <= first < block.limit)
                 stop = min(end, block.limit)
                 self.folder.append(self._encoded(block, first, stop), first=first)
+                self._appended = True
                 self._refresh()
-            # Rows that the ring has given up go with the file that they are in.
+            # Rows that the ring has given up go with the file that they are in, but not before this run adds to them.
             given_up = [segment.end for segment in self.folder.segments if segment.end <= end - self.capacity]
-            if given_up:
+            if given_up and self._appended:
                 # Files that no version names go at once. Those after them are found if a version tells where to begin.
                 if given_up[-1] > self._named:
                     self._note()

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
@@ -46,7 +47,8 @@ class DiskStorage(LinkingStorage):
     (``buffer[i] = …``), and only tensordicts can be stored.
 
     Args:
-        max_size: number of rows. Default: as many as the folder has.
+        max_size: number of rows. Default: as many as the folder has. With fewer than it has, the storage has the newest
+            ones, and removes the others from the folder when it writes.
         path: of the folder. Folders of `DiskStorage` or new ones only.
         compact_obs: as in `LazyTensorStorage`. The last next observation of each trajectory stays in memory, too.
         frame_stack: as in `LazyTensorStorage`; rows in memory have whole stacks.
@@ -109,6 +111,13 @@ class DiskStorage(LinkingStorage):
         try:
             rows = folder.recover()
             super().__init__(len(rows) or 1 if max_size is None else max_size, compact_obs=compact_obs)
+            # A storage of this size leaves less than twice its rows behind.
+            if not read_only and len(rows) >= 2 * self.max_size:
+                warnings.warn(
+                    f"{path} holds {len(rows)} rows, and max_size={max_size}: this storage has the newest ones, and "
+                    "the first write removes the others from the folder. Give a larger max_size to keep them",
+                    stacklevel=2,
+                )
             layout = self._noted(folder)
             self._choose_forms(layout, frame_stack, codec, compact_obs)
             if max_size is None and not len(rows) and not read_only:

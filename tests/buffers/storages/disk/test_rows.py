@@ -182,8 +182,16 @@ def test_old_files_go_and_the_rows_in_memory_do_not(folder: Path) -> None:
     assert len(rows) < 64 + 2 * 12
     assert rows.stop == 1200
     disk.storage.close()  # type: ignore[attr-defined]
-    fewer = buffer_of(open_disk(folder, 30))  # a smaller storage has the newest rows
+    with pytest.warns(UserWarning, match=f"holds {len(rows)} rows, and max_size=30"):
+        fewer = buffer_of(open_disk(folder, 30))  # a smaller storage has the newest rows
     assert equal(in_order(fewer), in_order(disk)[-30:])
+    fewer.storage.close()  # type: ignore[attr-defined]
+    assert len(Folder(folder).recover()) == len(rows)  # and drops the others only when it writes
+    with pytest.warns(UserWarning, match="the first write removes the others"):
+        fewer = buffer_of(open_disk(folder, 30))
+    fewer.extend(make_batch(1200, 6))
+    fewer.storage.close()  # type: ignore[attr-defined]
+    assert len(Folder(folder).recover()) < len(rows)
 
 
 def test_empty(folder: Path) -> None:

@@ -1,0 +1,21 @@
+"""The progress bar of what goes through many rows."""
+
+from typing import Any
+
+
+def progress_bar(total: int | None, progress: bool | None, what: str, unit: str = "row") -> Any:
+    """Return a bar of tqdm, for ``with``; its ``update(count)`` counts.
+
+    Args:
+        total: how many there will be; None if nobody knows.
+        progress: True for a bar, False for none, None for one where the error stream is a terminal.
+        what: stands in front of the bar.
+        unit: what is counted. Default ``"row"``.
+
+    >>> with progress_bar(10, False, "converting") as bar:
+    ...     shown = bar.update(10)
+    """
+    from tqdm.auto import tqdm
+
+    disable = None if progress is None else not progress
+    return tqdm(total=total, disable=disable, desc=what, unit=unit, unit_scale=True)
