@@ -14,7 +14,7 @@ from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.storages.continuity import find_pairs, state_pairs
 from flatroll.buffers.storages.disk.forms import Form
-from flatroll.buffers.storages.disk.log import Layout
+from flatroll.buffers.storages.disk.layout import Layout
 from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.datasets.pieces import Piece
 from flatroll.disk import Folder, Ragged, column_name

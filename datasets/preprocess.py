@@ -19,7 +19,7 @@ from tensordict import TensorDictBase
 from torch.utils.data import IterableDataset, get_worker_info
 
 from flatroll.buffers.storages.disk.forms import Form
-from flatroll.buffers.storages.disk.log import Layout
+from flatroll.buffers.storages.disk.layout import Layout
 from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.datasets.folders import publish, write_folder
 from flatroll.datasets.pieces import Piece

@@ -9,6 +9,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch.utils.data import DataLoader
 
 from flatroll.buffers import (
+    DiskStorage,
     LazyTensorStorage,
     RandomSampler,
     ReplayBuffer,
@@ -351,7 +352,10 @@ def test_inspect_knows_lanes_and_episodes(tmp_path: Path) -> None:
     assert report.trajectories is not None and report.trajectories.returns is not None
     assert report.trajectories.lengths.tolist() == [2, 2, 4]
     assert report.trajectories.returns.tolist() == [1.0, 5.0, 6.0]
-    assert "\nafter version 1: rows 0 to 7 (8 rows), which a DiskStorage" in report.text
+    storage = DiskStorage(100, tmp_path / "rows")
+    ReplayBuffer(storage=storage).extend(episode(0))
+    storage.close()
+    assert f"\nafter version 1: rows 0 to {LENGTHS[0] - 1}" in inspect_folder(tmp_path / "rows").text
 
 
 def test_long_work_shows_a_bar_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -384,9 +388,9 @@ def test_a_batch_or_a_buffer_is_no_list_of_batches(tmp_path: Path) -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=2)
     buffer.extend(episode(0))
     for wrong in (episode(0), buffer):
-        with pytest.raises(TypeError, match=r"give \[batch\], or \[buffer\[:\]\]"):
+        with pytest.raises(TypeError, match=r"give \[batch\], or \[buffer.oldest_first\(\)\]"):
             convert(wrong, tmp_path / "set")
-    with pytest.raises(TypeError, match=r"a single one into a list"):
+    with pytest.raises(TypeError, match="must be a list of them, got one TensorDict"):
         TrajectoryReplayBuffer().add_trajectories(episode(0))
     assert not (tmp_path / "set").exists()
 

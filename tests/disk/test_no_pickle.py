@@ -30,6 +30,8 @@ READER_OF_CODE = "datasets/trajectories/rlinf_folder.py"
 OTHERS = {
     ("buffers/ensemble/buffer.py", "pickle"),
     ("buffers/sharing.py", "pickle"),
+    ("datasets/preprocess.py", "pickle"),  # an error's name
+    ("datasets/sets/d4rl.py", "import_module"),
     ("layout/export.py", "import_module"),
 }
 

@@ -18,7 +18,8 @@ from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.storages.columns import ColumnStorage
 from flatroll.buffers.storages.disk.column import DiskColumn
 from flatroll.buffers.storages.disk.forms import Form, FrameForm, ZstdForm
-from flatroll.buffers.storages.disk.log import Layout, RowLog, columns_differ
+from flatroll.buffers.storages.disk.layout import Layout, columns_differ
+from flatroll.buffers.storages.disk.log import RowLog
 from flatroll.buffers.storages.disk.pieces import Piece
 from flatroll.buffers.storages.item_kinds import TensorDicts
 from flatroll.buffers.storages.next_pool import NextPool

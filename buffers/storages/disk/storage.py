@@ -21,8 +21,9 @@ from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.storages.base import Links, Rows, Storage
 from flatroll.buffers.storages.disk.column import no_edits
 from flatroll.buffers.storages.disk.forms import Form
+from flatroll.buffers.storages.disk.layout import Layout, columns_differ
 from flatroll.buffers.storages.disk.linking import LinkingStorage
-from flatroll.buffers.storages.disk.log import FlushRule, Layout, RowLog, columns_differ
+from flatroll.buffers.storages.disk.log import FlushRule, RowLog
 from flatroll.buffers.storages.disk.pieces import Piece
 from flatroll.buffers.storages.tensors import Encodings
 from flatroll.disk import Folder, Ragged, column_name

@@ -671,9 +671,9 @@ def test_other_storages(tmp_path: Path) -> None:
         buffer.extend(batch(0, 30))
         buffer.dumps(tmp_path / name, sync=False)
     fits: list[tuple[Any, str, str]] = [
-        (memory, "disk saved", "in a DiskColumn .* extend this buffer with its rows"),
-        (disk, "memory saved", "in a DiskColumn .* extend this buffer with its rows"),
-        (opened(tmp_path / "new 1"), "memory saved", "in a DiskColumn .* extend this buffer with its rows"),
+        (memory, "disk saved", "in a DiskColumn .* extend this buffer with other"),
+        (disk, "memory saved", "in a DiskColumn .* extend this buffer with other"),
+        (opened(tmp_path / "new 1"), "memory saved", "in a DiskColumn .* extend this buffer with other"),
         (opened(tmp_path / "new 2", capacity=40), "disk saved", "make it with max_size=48"),
         (opened(tmp_path / "new 3", codec={"observation": "zstd"}), "disk saved", r"DiskColumn \(zstd\)"),
         (opened(tmp_path / "new 4", frame_stack={"observation": 4}), "disk saved", r"DiskColumn \(frames\)"),
@@ -689,7 +689,7 @@ def test_other_storages(tmp_path: Path) -> None:
         assert rows_in(buffer) == rows
     other = opened(tmp_path / "new 7")
     other.extend(TensorDict({"row": torch.arange(3.0)}, [3]))
-    with pytest.raises(ValueError, match="extend this buffer with its rows"):
+    with pytest.raises(ValueError, match="extend this buffer with other"):
         other.loads(tmp_path / "disk saved")
     with pytest.raises(ValueError, match="none of a DiskStorage"):
         DiskStorage(CAPACITY, tmp_path / "disk saved")

@@ -1,6 +1,6 @@
 """`TrajectoryReplayBuffer` against a plain list of trajectories: random calls, runs that end, runs that are killed.
 
-`python tests/datasets/test_trajectory_fuzz.py 100 50` makes 100 runs of calls and kills 50 processes.
+`python tests/datasets/trajectories/test_fuzz.py 100 50` makes 100 runs of calls and kills 50 processes.
 """
 
 import itertools

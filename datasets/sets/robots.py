@@ -24,7 +24,7 @@ from flatroll.datasets import ids
 from flatroll.datasets.base import BaseDatasetExperienceReplay, DatasetOptions, slices
 from flatroll.datasets.formats.lerobot.reading import read_lerobot
 from flatroll.datasets.formats.robots import read_rlds, read_roboset
-from flatroll.datasets.streaming import EpisodeStream
+from flatroll.datasets.sets.streaming import EpisodeStream
 from flatroll.layout.boundaries import run_ends
 
 

@@ -1,0 +1,78 @@
+"""`Layout`: what the folder of a `DiskStorage` notes of its rows."""
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import torch
+
+from flatroll.buffers.storages.disk.forms import FORMS, Form
+from flatroll.disk import column_key, column_name
+from flatroll.disk.names import DTYPES, dtype_name
+from flatroll.layout.keys import NestedKey, next_key
+
+_KIND = "flatroll.DiskStorage"
+
+
+class Layout(NamedTuple):
+    """What a folder notes of its rows besides them.
+
+    Args:
+        forms: of the entries, by key.
+        pairs: root keys of the entries whose next values stand apart (``compact_obs``).
+        seams: numbers of rows at which a run began to write: what was open before is cut there.
+    """
+
+    forms: dict[NestedKey, Form]
+    pairs: list[NestedKey]
+    seams: list[int]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what :meth:`from_json` reads."""
+        entries = [
+            [column_name(key), dtype_name(form.dtype), list(form.shape), form.name]
+            for key, form in self.forms.items()
+        ]
+        return {
+            "kind": _KIND,
+            "entries": entries,
+            "pairs": [column_name(key) for key in self.pairs],
+            "seams": [*self.seams],
+        }
+
+    @classmethod
+    def from_json(cls, noted: Any) -> "Layout":
+        """Read what a folder notes; ValueError if it is no folder of a `DiskStorage`."""
+        if not isinstance(noted, dict):
+            raise ValueError(
+                "the folder is none of a DiskStorage or a data set; what buffer.dumps or Checkpoint saved, they load"
+            )
+        try:
+            if noted["kind"] != _KIND:
+                raise ValueError(noted["kind"])
+            forms: dict[NestedKey, Form] = {
+                column_key(name): FORMS[form](DTYPES[dtype], torch.Size(shape))
+                for name, dtype, shape, form in noted["entries"]
+            }
+            pairs, seams = [column_key(name) for name in noted["pairs"]], sorted(set(noted["seams"]))
+            if not all(key in forms for key in pairs) or not all(type(row) is int for row in seams):
+                raise ValueError("pairs or seams")
+            for form in forms.values():
+                form.check_shape()
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"the folder is none of a DiskStorage ({error})") from None
+        return cls(forms, pairs, seams)
+
+    def row_bytes(self) -> int:
+        """Bytes of a row in memory."""
+        return sum(form.row_bytes for form in self.forms.values())
+
+
+def columns_differ(columns: Collection[str], layout: Layout) -> str | None:
+    """Say what is wrong if the names of the columns of rows are not those that ``layout`` tells of; else None."""
+    expected = {column_name(key) for key in (*layout.forms, *map(next_key, layout.pairs))}
+    found = set(columns)
+    return (
+        None
+        if not found or found == expected
+        else f"it has the columns {sorted(found)}, and notes {sorted(expected)}"
+    )
