@@ -76,7 +76,7 @@ def export(
         raise ValueError(f"format must be one of {', '.join(map(repr, _WRITERS))}, got {format!r}")
     rows = open_source(source, chunk_rows)
     with progress_bar(rows.rows, progress, "exporting") as bar, written_beside(path) as beside:
-        write(rows._replace(count=bar.update), beside, **options)
+        write(rows._replace(advance=bar.update), beside, **options)
 
 
 def import_parquet(path: str | Path) -> TensorDictBase:

@@ -35,20 +35,20 @@ class Source(NamedTuple):
         rows: number of rows.
         read: returns the flat batch of some of them, by their numbers 0 ... rows - 1, int64 ``[n]``.
         chunk_rows: how many to read at a time.
-        count: is called with the number of rows that a writer is done with.
+        advance: is called with the number of rows that a writer is done with.
     """
 
     rows: int
     read: Callable[[Tensor], TensorDictBase]
     chunk_rows: int
-    count: Callable[[int], Any] = int
+    advance: Callable[[int], Any] = int
 
     def chunks(self) -> Iterator[TensorDictBase]:
         """Yield all rows in order, at most ``chunk_rows`` at a time."""
         for first in range(0, self.rows, self.chunk_rows):
             end = min(first + self.chunk_rows, self.rows)
             yield self.read(torch.arange(first, end))
-            self.count(end - first)
+            self.advance(end - first)
 
 
 def open_source(source: Any, chunk_rows: int | None = None) -> Source:
@@ -103,7 +103,7 @@ def first_rows(source: Source) -> Tensor | None:
 
 def _markers(source: Source, *others: Any) -> TensorDict | None:
     """The columns of all rows that say where runs begin, and ``others`` as far as they are there."""
-    chunks = source._replace(count=int).chunks()  # they are not written yet
+    chunks = source._replace(advance=int).chunks()  # they are not written yet
     parts = [chunk.select(IS_INIT, DONE, TRAJ_IDS, *others, strict=False).clone() for chunk in chunks]
     markers = cast(TensorDict, TensorDict.cat(parts))
     kept = any(markers.get(key, None) is not None for key in (IS_INIT, DONE, TRAJ_IDS))
@@ -127,7 +127,7 @@ def episodes_of(source: Source) -> Iterator[TensorDictBase]:
     for runs in _joined(source, markers, first, stops):
         numbers = torch.cat([torch.arange(first[run], stops[run]) for run in runs])
         yield source.read(numbers)
-        source.count(len(numbers))
+        source.advance(len(numbers))
 
 
 def _joined(source: Source, markers: TensorDict, first: list[int], stops: list[int]) -> list[list[int]]:
