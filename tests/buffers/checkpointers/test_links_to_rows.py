@@ -138,7 +138,7 @@ def check_resumed(place: Path, sampler: str, form: str, state: str, unflushed: b
     """Killed after the checkpoint, with newer rows in its folder: the run goes on as if it had not been."""
 
     def new(name: str, seed: int = 0) -> Any:
-        return opened(place / name, SAMPLERS[sampler](), seed=seed, **FORMS[form])
+        return opened(place / name, SAMPLERS[sampler](), seed=seed, segment_bytes=1000, **FORMS[form])
 
     buffer, first = new("rows"), 0
     for count in STATES[state]:
