@@ -1,6 +1,9 @@
 """What each test finds as the one before it did."""
 
+import gc
 import multiprocessing
+import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -10,3 +13,20 @@ def start_method() -> None:
     """Processes start as Python starts them: torchrl, once imported, has them all spawned, with seconds of imports."""
     if multiprocessing.get_start_method(allow_none=True) is not None:
         multiprocessing.set_start_method(None, force=True)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_power_cut() -> Iterator[None]:
+    """``os.fsync`` only looks at the descriptor: whether it waits for the device can be seen after a power cut alone.
+
+    What that leaves is tested with the order of the operations (`disk_recorder`), which stays as it is.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_collections() -> None:
+    """No ``gc.collect()`` looks at what is there before the first test, modules above all: 0.3 s and more each time."""
+    gc.freeze()

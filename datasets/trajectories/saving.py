@@ -65,13 +65,21 @@ class RankSave:
         if self.rank == 0:
             self._remove_unfinished()
         self.barrier()
+        held: Folder | None = None
         try:
+            self.own.mkdir(parents=True, exist_ok=True)
+            # Locked until all have saved: another caller with this rank would push out the version before.
+            held = Folder(self.own / "saving", write=True)
             save(self.own)
         except BaseException:
             with suppress(RuntimeError):  # the others wait for this rank; they will raise it
                 self._end()
             raise
-        return self._end()
+        else:
+            return self._end()
+        finally:
+            if held is not None:
+                held.close()
 
     def _end(self) -> Version:
         self.barrier()

@@ -49,13 +49,12 @@ def ways_to_run_code(source: str) -> Iterator[str]:
             case ast.Call(func=function, keywords=keywords):
                 name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
                 given = {keyword.arg: getattr(keyword.value, "value", None) for keyword in keywords}
-                whole = ast.unparse(function)
                 if name in CALLS:
                     yield name
                 if given.get("allow_pickle", False) is not False:
                     yield "allow_pickle"
                 if given.get("weights_only", True) is not True or (
-                    whole == "torch.load" and "weights_only" not in given
+                    name == "load" and "weights_only" not in given and ast.unparse(function) == "torch.load"
                 ):
                     yield "torch.load"
 

@@ -4,8 +4,6 @@ import errno
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -140,7 +138,7 @@ def check_resumed(place: Path, sampler: str, form: str, state: str, unflushed: b
     """Killed after the checkpoint, with newer rows in its folder: the run goes on as if it had not been."""
 
     def new(name: str, seed: int = 0) -> Any:
-        return opened(place / name, SAMPLERS[sampler](), seed=seed, **FORMS[form])
+        return opened(place / name, SAMPLERS[sampler](), seed=seed, segment_bytes=1000, **FORMS[form])
 
     buffer, first = new("rows"), 0
     for count in STATES[state]:
@@ -569,29 +567,31 @@ def test_a_disk_that_fails_in_a_load_leaves_the_buffer_as_it_was(
     assert failed > 5
 
 
-RUN = """
-import pathlib, sys
-sys.path.insert(0, sys.argv[3])
-from test_links_to_rows import batch, opened
-buffer, first = opened(pathlib.Path(sys.argv[1]), flush_rows=7), 0
-while True:
-    for _ in range(3):
-        buffer.extend(batch(first, 5))
-        first += 5
-    buffer.dumps(sys.argv[2], sync=False)
-    print(first, flush=True)
-"""
+def run(path: Path, told: int) -> None:
+    """Write and save for good, and tell after each save how many rows there were."""
+    buffer, first = opened(path / "rows", flush_rows=7), 0
+    while True:
+        for _ in range(3):
+            buffer.extend(batch(first, 5))
+            first += 5
+        buffer.dumps(path / "saved", sync=False)
+        os.write(told, b"%d\n" % first)
 
 
 def test_a_run_that_is_killed(tmp_path: Path) -> None:
-    here = str(Path(__file__).parent)
-    arguments = [sys.executable, "-c", RUN, str(tmp_path / "rows"), str(tmp_path / "saved"), here]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        saved = [int(process.stdout.readline()) for _ in range(5)]
-        process.send_signal(signal.SIGKILL)
-        saved += map(int, process.stdout.read().split())
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            run(tmp_path, writes)
+        finally:
+            os._exit(1)
+    os.close(writes)
+    with open(reads) as told:
+        saved = [int(told.readline()) for _ in range(5)]
+        os.kill(child, signal.SIGKILL)
+        saved += map(int, told.read().split())
+    os.waitpid(child, 0)
     own, other = opened(tmp_path / "rows"), opened(tmp_path / "other")
     rows = rows_in(own)
     assert rows == list(range(rows[0], rows[0] + len(rows))) and rows[-1] >= saved[-1] - 1

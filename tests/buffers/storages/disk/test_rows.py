@@ -43,28 +43,31 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def observation(env: int, episode: int, step: int) -> torch.Tensor:
-    frames = torch.full((3, 4, 4), env, dtype=torch.uint8)  # the last three frames, oldest first
-    frames[:, 0, 0] = torch.tensor([max(step - 2, 0), max(step - 1, 0), step])
-    frames[:, 0, 1] = episode
+def observations(env: torch.Tensor, episode: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """The last three frames, oldest first, of each step."""
+    frames = env[:, None, None, None].repeat(1, 3, 4, 4).to(torch.uint8)
+    frames[:, :, 0, 0] = (step[:, None] + torch.arange(-2, 1)).clamp(min=0).to(torch.uint8)
+    frames[:, :, 0, 1] = episode[:, None].to(torch.uint8)
     return frames
 
 
 def make_batch(first: int, steps: int, envs: int = 2) -> TensorDict:
     """Steps ``first ... first + steps - 1`` of each env, one env after the other."""
-    at = [(env, *divmod(step, LENGTH)) for env in range(envs) for step in range(first, first + steps)]
+    env = torch.arange(envs).repeat_interleave(steps)
+    at = torch.arange(first, first + steps).repeat(envs)
+    episode, step = at // LENGTH, at % LENGTH
     return TensorDict(
         {
-            "observation": torch.stack([observation(*one) for one in at]),
-            "is_init": torch.tensor([[step == 0] for _, _, step in at]),
-            "collector": {"traj_ids": torch.tensor([env * 1000 + episode for env, episode, _ in at])},
+            "observation": observations(env, episode, step),
+            "is_init": (step == 0)[:, None],
+            "collector": {"traj_ids": env * 1000 + episode},
             "next": {
-                "observation": torch.stack([observation(e, p, s + 1) for e, p, s in at]),
-                "reward": torch.tensor([[float(e * 10_000 + p * LENGTH + s)] for e, p, s in at]),
-                "done": torch.tensor([[step == LENGTH - 1] for _, _, step in at]),
+                "observation": observations(env, episode, step + 1),
+                "reward": (env * 10_000 + episode * LENGTH + step)[:, None].float(),
+                "done": (step == LENGTH - 1)[:, None],
             },
         },
-        [len(at)],
+        [envs * steps],
     )
 
 
