@@ -11,6 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from flatroll import export as module
 from flatroll.buffers import LazyTensorStorage, ListStorage, ReplayBuffer
+from flatroll.datasets.formats.sources import episodes_of, open_source
 from flatroll.export import export
 from flatroll.layout import TRAJ_IDS, audit
 
@@ -171,6 +172,25 @@ def test_slices_of_one_trajectory_are_not_joined(format: str, tmp_path: Path) ->
     check_same(slices[order], again)
     episodes = getattr(module, f"read_{format}")(tmp_path / "rows")
     assert [len(episode) for episode in episodes] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("count", "first", "lengths"), [(2, False, [4, 1]), (3, False, [2, 1, 2]), (2, True, [2, 1, 2])]
+)
+def test_observations_alone_join_no_runs(count: int, first: bool, lengths: list[int]) -> None:
+    """All observations are alike: step counts and first rows say what goes on."""
+    seen, ids = torch.zeros(5, 1), torch.tensor([0, 0, 7, 0, 0])
+    rows = TensorDict(
+        {
+            "observation": seen,
+            "is_init": torch.tensor([True, False, True, first, False])[:, None],
+            "step_count": torch.tensor([0, 1, 0, count, count + 1])[:, None],
+            "collector": {"traj_ids": ids},
+            "next": {"observation": seen, "done": seen > 0},
+        },
+        [5],
+    )
+    assert [len(episode) for episode in episodes_of(open_source(rows))] == lengths
 
 
 @pytest.mark.parametrize(
@@ -417,6 +437,12 @@ def test_bad_arguments(tmp_path: Path) -> None:
         export(batch.exclude("action"), path, "minari")
     with pytest.raises(ValueError, match=r"needs next\.reward"):
         export(batch.exclude(("next", "reward")), path, "minari")
+    for key in (
+        "a/b",
+        ("next", "a/b"),
+    ):  # a group of Minari's files, which would come back under another name
+        with pytest.raises(ValueError, match="has '/' in its name: rename it"):
+            export(batch.copy().set(key, torch.ones(10)), path, "minari")
     with pytest.raises(TypeError, match="bfloat16"):
         export(batch.copy().set("x", torch.ones(10, dtype=torch.bfloat16)), path)
     assert not list(tmp_path.iterdir())

@@ -117,6 +117,33 @@ def test_batches_that_differ(second: Any, text: str, tmp_path: Path) -> None:
     assert not (tmp_path / "set").exists()
 
 
+def test_what_is_no_view_is_copied() -> None:
+    """Each begins where a view of the next rows would begin."""
+    held = torch.arange(8.0)
+    numbers = held.to(torch.complex64) * (1 + 1j)
+    imaginary = numbers.conj().imag  # torch notes that it is negative, in the same memory
+    for root, following in [
+        (held[:3], held[1::2][:3]),
+        (held[:3], held[1:4].double()),
+        (numbers[:3], numbers[1:4].conj()),
+        (numbers.imag[:3], imaginary[1:4]),
+    ]:
+        (piece,) = gather([{"observation": root, ("next", "observation"): following}], 1 << 20)
+        assert torch.equal(piece.columns["next", "observation"], following)
+
+
+def test_rows_that_go_on_are_no_cuts() -> None:
+    """Batches end where the source had them end; a trajectory that goes on there is not cut."""
+    seen = torch.arange(7.0)
+    bounds = [(0, 2), (2, 5), (5, 6)]
+    batches: Any = [
+        {"observation": seen[a:b], ("next", "observation"): seen[a + 1 : b + 1]} for a, b in bounds
+    ]
+    batches[2] = {"observation": seen[:1], ("next", "observation"): seen[1:2]}
+    (piece,) = gather(batches, 1 << 20)
+    assert piece.ends.tolist() == [1, 4, 5] and piece.cuts().nonzero().view(-1).tolist() == [4]
+
+
 def test_columns_of_one_batch_fit_each_other(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="one number of rows"):
         convert([{"x": np.arange(3), "y": np.arange(2)}], tmp_path / "set")

@@ -100,6 +100,8 @@ def test_what_cannot_be_compared_is_like_nothing() -> None:
     assert _stamp_of(closure(ring)) == _stamp_of(closure(ring))
     assert _stamp_of(closure(1)) != _stamp_of(closure(True)) != _stamp_of(closure("1"))
     assert _stamp_of(closure(torch.zeros(2, 1))) != _stamp_of(closure(torch.zeros(1, 2)))
+    # Alike but for the name of the method.
+    assert _stamp_of(closure(lambda x: x.abs())) != _stamp_of(closure(lambda x: x.neg()))
 
 
 def test_pieces_of_other_data_are_not_mixed_in(tmp_path: Path) -> None:
