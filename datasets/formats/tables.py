@@ -142,7 +142,7 @@ def read_arrow(path: str | Path) -> Iterator[TensorDict]:
     with pyarrow.memory_map(str(path)) as memory, ipc.open_file(memory) as file:
         for number in range(file.num_record_batches):
             table = pyarrow.Table.from_batches([file.get_batch(number)], schema=file.schema)
-            yield from_arrow(table).clone()  # the map ends with the file
+            yield from_arrow(table)  # a copy: what is mapped cannot be written to
 
 
 def read_pandas(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[TensorDict]:
