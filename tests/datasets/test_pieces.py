@@ -85,6 +85,18 @@ def test_episodes_that_no_marker_parts_but_their_next_observations(tmp_path: Pat
     assert torch.equal(tails[0], whole["next", "observation"][[2, 5, 17]])
 
 
+@pytest.mark.parametrize("kind", ["view", "copy"])
+def test_rows_that_no_marker_parts_are_kept_as_they_are(kind: str, tmp_path: Path) -> None:
+    """Nobody could say where their trajectories begin."""
+    arrays = [episode(i, 4, kind) for i in range(3)]
+    for one in arrays:
+        del one["collector.traj_ids"], one["next.done"]
+    convert(arrays, tmp_path / "set")
+    rows: Any = BaseDatasetExperienceReplay(tmp_path / "set")[:]
+    whole = torch.cat([from_numpy(one) for one in arrays])
+    assert torch.equal(rows["next", "observation"], whole["next", "observation"])
+
+
 def test_sources_may_change_their_arrays_behind_a_batch(tmp_path: Path) -> None:
     shared = episode(0, 4, "view")
 

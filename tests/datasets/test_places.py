@@ -193,23 +193,32 @@ def test_files_are_shuffled_differently_and_alike_for_any_workers(folder: Path) 
     ] * 4
 
 
-@pytest.mark.parametrize("size", [25, 23])
-def test_the_folder_of_a_ring_that_has_dropped_rows(size: int, tmp_path: Path) -> None:
-    """Rows have numbers from 15 (or 17, within a file) on in its files, and from 0 on in a buffer over it."""
-    head = ROWS - size
-    storage = DiskStorage(size, tmp_path / "ring", segment_bytes=5 * steps(1).bytes())
+def test_the_folder_of_a_ring_that_has_dropped_rows(tmp_path: Path) -> None:
+    """Rows have numbers from 15 on in its files, and from 0 on in a buffer over it."""
+    storage = DiskStorage(25, tmp_path / "ring", segment_bytes=5 * steps(1).bytes())
     ring = ReplayBuffer(storage=storage)
     for first in range(0, ROWS, 5):
         ring.extend(steps()[first : first + 5])
     storage.close()
     data = BaseDatasetExperienceReplay(tmp_path / "ring", batch_size=4)
-    assert data[:]["x"].tolist() == list(range(head, ROWS))
-    assert torch.cat([batch["x"] for batch in data.as_dataset()]).tolist() == list(range(head, ROWS))
+    assert data[:]["x"].tolist() == list(range(15, ROWS))
+    assert torch.cat([batch["x"] for batch in data.as_dataset()]).tolist() == list(range(15, ROWS))
     for chunks in (None, 3):
         changed = data.preprocess(with_y, dest=tmp_path / f"changed{chunks}", num_chunks=chunks)
-        assert changed[:]["x"].tolist() == changed[:]["y"].tolist() == list(range(head, ROWS))
+        assert changed[:]["x"].tolist() == changed[:]["y"].tolist() == list(range(15, ROWS))
     few = data.preprocess(with_y, dest=tmp_path / "few", num_frames=7)
-    assert few[:]["x"].tolist() == list(range(head, head + 7))
+    assert few[:]["x"].tolist() == list(range(15, 22))
+
+
+def test_a_folder_that_begins_within_a_file(tmp_path: Path) -> None:
+    convert([steps()], tmp_path / "set")
+    with Folder(tmp_path / "set", write=True) as folder:
+        loaded = folder.load()
+        folder.publish(loaded.json, extra=loaded.extra, head=3)
+        assert (folder.head, folder.segments[0].first) == (3, 0)
+    data = BaseDatasetExperienceReplay(tmp_path / "set", batch_size=10)
+    assert torch.cat([batch["x"] for batch in data.as_dataset()]).tolist() == list(range(3, ROWS))
+    assert data.preprocess(with_y, dest=tmp_path / "y")[:]["y"].tolist() == list(range(3, ROWS))
 
 
 def with_y(rows: TensorDictBase) -> TensorDictBase:

@@ -133,6 +133,20 @@ def test_pieces_of_other_data_are_not_mixed_in(tmp_path: Path) -> None:
     assert (tmp_path / "calls").stat().st_size == 5 + 4
 
 
+def test_stacks_that_are_none_any_more(tmp_path: Path) -> None:
+    """On disk a frame of a stack stands once; a function may make other arrays of each stack."""
+    frames = torch.arange(9.0)[:, None].expand(9, 2)
+    stacks = torch.stack([frames[:-1], frames[1:]], 1)
+    rows = TensorDict(
+        {"observation": stacks, "collector": {"traj_ids": torch.zeros(8, dtype=torch.int64)}}, [8]
+    )
+    convert([rows], tmp_path / "set", frame_stack={"observation": 2})
+    data = BaseDatasetExperienceReplay(tmp_path / "set")
+    assert torch.equal(data[:]["observation"], stacks)
+    changed = data.preprocess(lambda rows: rows.set("observation", rows["observation"].flip(1)))
+    assert torch.equal(changed[:]["observation"], stacks.flip(1))
+
+
 def test_a_process_that_is_spawned(tmp_path: Path) -> None:
     """It imports everything anew, which takes most of the time; the function comes with its closure."""
     data, offset = make(tmp_path / "set"), torch.tensor(5.0)
