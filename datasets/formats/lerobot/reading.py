@@ -86,9 +86,8 @@ def _checked_features(features: Any, path: Path) -> dict[str, Any]:
             raise ValueError(f"{path}: feature {name!r} needs a dtype and a shape, got {str(about)[:200]}")
         if about["dtype"] == "image":
             names = about.get("names") or [""]
-            if str(names[0] if isinstance(names, list) else "").startswith(
-                "channel"
-            ):  # [C, H, W], of older folders
+            axis = str(names[0] if isinstance(names, list) else "")
+            if axis.startswith("channel"):  # [C, H, W], of older folders
                 shape = [*shape[1:], *shape[:1]]
                 features = {**features, name: {**about, "shape": shape}}
             if len(shape) != 3 or shape[2] not in MODES:
