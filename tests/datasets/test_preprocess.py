@@ -143,6 +143,10 @@ def test_stacks_that_are_none_any_more(tmp_path: Path) -> None:
     convert([rows], tmp_path / "set", frame_stack={"observation": 2})
     data = BaseDatasetExperienceReplay(tmp_path / "set")
     assert torch.equal(data[:]["observation"], stacks)
+    sums = data.preprocess(
+        lambda rows: rows.set("observation", rows["observation"].sum((1, 2))), dest=tmp_path / "sums"
+    )
+    assert torch.equal(sums[:]["observation"], stacks.sum((1, 2)))
     changed = data.preprocess(lambda rows: rows.set("observation", rows["observation"].flip(1)))
     assert torch.equal(changed[:]["observation"], stacks.flip(1))
 
