@@ -62,6 +62,9 @@ def test_pickles_that_reach_for_more_than_arrays(what: str) -> None:
 def test_a_pickle_of_many_steps_is_not_run() -> None:
     with pytest.raises(pickle.UnpicklingError, match="at step 4096"):
         load_arrays(saved({"rewards": [1.5] * 5000}), "set", 1 << 20)
+    header = saved({})[: saved({}).index(b"\n") + 1]
+    with pytest.raises(pickle.UnpicklingError, match="LONG_BINPUT at step 2"):  # memory for 65,535 places
+        load_arrays(header + b"\x80\x02}r\xff\xff\x00\x00.", "set", 1 << 20)
 
 
 def test_a_pickle_changes_nothing_for_the_next_one() -> None:
