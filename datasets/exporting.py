@@ -12,6 +12,7 @@ from flatroll.datasets.formats.lerobot.writing import write_lerobot
 from flatroll.datasets.formats.minari import read_minari, write_minari
 from flatroll.datasets.formats.sources import open_source, written_beside
 from flatroll.datasets.formats.tables import (
+    MAX_BYTES,
     read_arrow,
     read_pandas,
     read_parquet,
@@ -79,19 +80,28 @@ def export(
         write(rows._replace(advance=bar.update), beside, **options)
 
 
-def import_parquet(path: str | Path) -> TensorDictBase:
-    """Return the flat batch ``[N]`` of a Parquet file. See `read_parquet`, which gives it in pieces."""
-    return _together(read_parquet(path), path)
+def import_parquet(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictBase:
+    """Return the flat batch ``[N]`` of a Parquet file, of ``max_bytes`` (4 GiB) at most.
+
+    See `read_parquet`, which gives it in pieces.
+    """
+    return _together(read_parquet(path, max_bytes=max_bytes), path, max_bytes)
 
 
-def import_arrow(path: str | Path) -> TensorDictBase:
-    """Return the flat batch ``[N]`` of an Arrow IPC file. See `read_arrow`, which gives it in pieces."""
-    return _together(read_arrow(path), path)
+def import_arrow(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictBase:
+    """Return the flat batch ``[N]`` of an Arrow IPC file, of ``max_bytes`` (4 GiB) at most.
+
+    See `read_arrow`, which gives it in pieces, and what it says of compressed files.
+    """
+    return _together(read_arrow(path), path, max_bytes)
 
 
-def import_pandas(path: str | Path) -> TensorDictBase:
-    """Return the flat batch ``[N]`` of a Parquet file that pandas wrote. See `read_pandas`."""
-    return _together(read_pandas(path), path)
+def import_pandas(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictBase:
+    """Return the flat batch ``[N]`` of a Parquet file that pandas wrote, of ``max_bytes`` (4 GiB) at most.
+
+    See `read_pandas`, which gives it in pieces.
+    """
+    return _together(read_pandas(path, max_bytes=max_bytes), path, max_bytes)
 
 
 def import_h5(path: str | Path, *, max_bytes: int | None = None) -> TensorDictBase:
@@ -99,9 +109,9 @@ def import_h5(path: str | Path, *, max_bytes: int | None = None) -> TensorDictBa
     return _together(read_h5(path, max_bytes=max_bytes), path)
 
 
-def import_minari(source: Any) -> TensorDictBase:
+def import_minari(source: Any, *, infos: bool = True) -> TensorDictBase:
     """Return all episodes of a Minari data set as one flat batch ``[N]``. See `read_minari`."""
-    return _together(read_minari(source), source)
+    return _together(read_minari(source, infos=infos), source)
 
 
 def import_lerobot(path: str | Path) -> TensorDictBase:
@@ -109,9 +119,17 @@ def import_lerobot(path: str | Path) -> TensorDictBase:
     return _together(read_lerobot(path), path)
 
 
-def _together(parts: Iterator[TensorDict], path: Any) -> TensorDictBase:
+def _together(parts: Iterator[TensorDict], path: Any, max_bytes: int | None = None) -> TensorDictBase:
+    found: list[TensorDict] = []
+    size = 0
     try:
-        found = list(parts)
+        for part in parts:
+            found.append(part)
+            size += part.bytes()
+            if max_bytes is not None and size > max_bytes:
+                raise ValueError(
+                    f"the rows take more than max_bytes={max_bytes}: give more, or read it in pieces"
+                )
     except (OSError, ValueError, TypeError, KeyError) as error:
         error.add_note(f"while {path} was read")
         raise

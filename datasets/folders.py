@@ -97,10 +97,8 @@ def _layout_of(piece: Piece, kinds: Mapping[NestedKey, type[Form]]) -> Layout:
         pairs = []
     if pairs and not piece.tails:
         pairs = find_pairs(rows, rows, None, _boundary_keys(rows))
-    if (
-        pairs and len(_lasts(piece, pairs)) > _count(rows) // 2
-    ):  # n-step rows, or trajectories of one row each
-        pairs = []
+    if pairs and len(_lasts(piece, pairs)) > _count(rows) // 2:
+        pairs = []  # n-step rows, or trajectories of one row each
     rows = rows if pairs else piece.whole().columns
     twice = {next_key(key) for key in pairs}
     forms = {

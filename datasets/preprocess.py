@@ -273,9 +273,8 @@ class RowsDataset(IterableDataset[TensorDictBase]):
             first, end = bounds[number]
             numbers = torch.arange(first, end)
             if self.shuffle:
-                generator.manual_seed(
-                    of_file[number]
-                )  # the same whichever worker it is, another for each file
+                # the same whichever worker it is, another for each file
+                generator.manual_seed(of_file[number])
                 numbers = numbers[torch.randperm(len(numbers), generator=generator)]
             for start in range(0, len(numbers), self.batch_size):
                 yield rows[numbers[start : start + self.batch_size]]

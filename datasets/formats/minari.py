@@ -44,7 +44,8 @@ def write_minari(
         **metadata: more of it, such as ``author={"…"}`` and ``description="…"``.
 
     Raises:
-        ValueError: next observations are missing, or are not the observations of the next row (n-step data).
+        ValueError: next observations are missing, or are not the observations of the next row (n-step data); a name has
+            "/" in it, which would be a group of Minari's files.
     """
     minari = optional_package("minari", "minari", "export")
     storage_of = optional_package("minari.dataset.minari_storage", "minari", "export").MinariStorage
@@ -52,6 +53,10 @@ def write_minari(
     trajectories = episodes_of(source)
     first = next(trajectories)
     observations, actions = _observations(first), _actions(first)
+    if grouped := [name for name in to_numpy(first) if "/" in name]:
+        raise ValueError(
+            f"entry {grouped[0]!r} has '/' in its name: rename it, it would be a group of Minari's files"
+        )
     path.mkdir()
     storage = storage_of.new(
         path,
@@ -169,6 +174,7 @@ def read_minari(source: Any, *, infos: bool = True) -> Iterator[TensorDict]:
     Raises:
         ImportError: Minari is missing; the text names the extra.
         TypeError: observations or actions of text.
+        ValueError: episodes differ in their infos.
     """
     return map(from_numpy, read_minari_columns(open_minari(source), infos=infos))
 
@@ -183,8 +189,24 @@ def open_minari(source: Any) -> Any:
 def read_minari_columns(data: Any, *, infos: bool = True) -> Iterator[dict[str, Array]]:
     """Yield the columns of each episode of a `minari.MinariDataset` by dotted name; see `read_minari`."""
     record = data.storage.metadata.get(_RECORD)
+    if record is not None:
+        yield from (_recorded(episode, record) for episode in data.iterate_episodes())
+        return
+    before: set[tuple[Any, ...]] | None = None  # the infos of the first episode
     for episode in data.iterate_episodes():
-        yield _columns_of(episode, infos) if record is None else _recorded(episode, record)
+        columns = _columns_of(episode, infos)
+        kinds = {
+            (name, array.dtype.name, array.shape[1:])
+            for name, array in columns.items()
+            if name.removeprefix(f"{NEXT}.").startswith("info.")
+        }
+        if differing := sorted({kind[0] for kind in kinds ^ (kinds if before is None else before)}):
+            raise ValueError(
+                f"episode {episode.id} has other infos than those before it, or of other shapes or dtypes: "
+                f"{differing}; infos=False leaves all of them out"
+            )
+        before = kinds
+        yield columns
 
 
 def _recorded(episode: Any, record: list[Any]) -> dict[str, Array]:

@@ -1,5 +1,6 @@
 """Robot data: RoboSet's HDF5 trials, and episodes of steps as RLDS (and so Open X-Embodiment) has them."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,11 @@ def read_rlds(episodes: Iterable[Any]) -> Iterator[TensorDict]:
 
     Step t of an episode is ``{"observation", "action", "reward", "is_first", "is_last", "is_terminal", …}``: the reward
     is that of its action, and the last step has an observation only, its action and reward say nothing. So T + 1
-    steps make T rows. Texts are left out.
+    steps make T rows. Texts are left out. Steps without rewards make rows without ``("next", "reward")``.
+
+    Some sets, demonstrations of Open X-Embodiment among them, have the reward of the goal at the last step, against
+    that definition. It belongs to no action and is left out, with a warning if the episode has no other: give the
+    steps their rewards one earlier.
 
     Args:
         episodes: each an iterable of steps, or a mapping with ``"steps"``; values are numbers, arrays, or dicts.
@@ -103,6 +108,13 @@ def read_rlds(episodes: Iterable[Any]) -> Iterator[TensorDict]:
     Raises:
         ValueError: an episode without rows, steps that differ in their entries, or one that goes on after its last.
         KeyError: a step without observation.
+
+    Source: Ramos et al., RLDS: an Ecosystem to Generate, Share and Use Datasets in Reinforcement Learning (2021).
+
+    >>> steps = [{"observation": 1.0, "reward": 0.5}, {"observation": 2.0, "is_last": True, "is_terminal": True}]
+    >>> (rows,) = read_rlds([steps])
+    >>> rows["next", "observation"].tolist(), rows["next", "reward"].tolist(), rows["next", "terminated"].tolist()
+    ([2.0], [[0.5]], [[True]])
     """
     for number, episode in enumerate(episodes):
         steps = list(episode["steps"] if isinstance(episode, Mapping) else episode)
@@ -121,8 +133,23 @@ def read_rlds(episodes: Iterable[Any]) -> Iterator[TensorDict]:
         terminated[-1] = bool(steps[-1].get("is_terminal", False))
         truncated = np.zeros(len(steps) - 1, bool)
         truncated[-1] = not terminated[-1]
-        rewards = [step.get("reward", 0.0) for step in steps[:-1]]
-        yield episode_of(number, states, others, np.asarray(rewards, np.float32), terminated, truncated)
+        yield episode_of(number, states, others, _rewards(steps, number), terminated, truncated)
+
+
+def _rewards(steps: list[Any], number: int) -> Array | None:
+    """The rewards of all steps but the last; None if these have none."""
+    found = [step["reward"] for step in steps[:-1] if "reward" in step]
+    if len(found) not in (0, len(steps) - 1):
+        raise ValueError(f"episode {number} has {len(found)} rewards of {len(steps) - 1} actions")
+    rewards = np.asarray(found, np.float32)
+    if not rewards.any() and np.any(steps[-1].get("reward", 0)):
+        warnings.warn(
+            "an episode has a reward at its last step alone, which RLDS gives to no action, so that it is left out: "
+            "give the steps their rewards one earlier",
+            UserWarning,
+            stacklevel=3,
+        )
+    return rewards if found else None
 
 
 def _columns(steps: list[Any], name: str, number: int) -> dict[str, Array]:

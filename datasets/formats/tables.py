@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tensordict import TensorDict
 from flatroll.datasets.formats.sources import Source
 from flatroll.layout.export import from_arrow, from_pandas, optional_package, to_arrow, to_pandas
 
+MAX_BYTES = 4 << 30  # what readers of files take into memory at a time unless told otherwise
 _ATTRS = b"PANDAS_ATTRS"  # where pandas keeps `frame.attrs` in a Parquet file
 
 
@@ -82,50 +84,90 @@ def _write_tables(tables: Iterator[Any], open_writer: Any) -> None:
             writer.write_table(table)
 
 
-def read_parquet(path: str | Path) -> Iterator[TensorDict]:
+def read_parquet(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[TensorDict]:
     """Yield the rows of a Parquet file as flat batches, one for each row group.
 
     Args:
         path: of the file; its columns as `from_arrow` takes them.
+        max_bytes: what a row group may take, at 8 bytes a number at least: few bytes of a file can stand for very many
+            rows. Default 4 GiB.
 
     Raises:
         ImportError: pyarrow is missing; the text names the extra.
-        ValueError, TypeError: as `from_arrow`.
+        ValueError, TypeError: as `from_arrow`; a damaged file, more than ``max_bytes``.
     """
-    parquet = optional_package("pyarrow.parquet", "parquet", "import_parquet")
-    with parquet.ParquetFile(path) as file:
-        for group in range(file.num_row_groups):
-            yield from_arrow(file.read_row_group(group))
+    yield from map(from_arrow, row_groups(Path(path), max_bytes, needed_by="import_parquet"))
+
+
+def row_groups(
+    file: Path, max_bytes: int, columns: Sequence[str] | None = None, *, needed_by: str = "import_lerobot"
+) -> Iterator[Any]:
+    """Yield the tables of a Parquet file; ValueError for one that says it would take more than ``max_bytes``."""
+    parquet = optional_package("pyarrow.parquet", "parquet", needed_by)
+    with damage_in(file):
+        opened = parquet.ParquetFile(file)
+    with opened:
+        for number in range(opened.num_row_groups):
+            with damage_in(file):
+                group = opened.metadata.row_group(number)
+                chunks = [group.column(place) for place in range(group.num_columns)]
+                claimed = sum(max(chunk.total_uncompressed_size, 8 * chunk.num_values) for chunk in chunks)
+                if claimed > max_bytes:
+                    raise ValueError(
+                        f"row group {number} takes {claimed} bytes, more than max_bytes={max_bytes}"
+                    )
+                table = opened.read_row_group(number, columns=columns)
+            yield table
+
+
+@contextmanager
+def damage_in(file: Path) -> Iterator[None]:
+    """Name the file in the errors of pyarrow."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from None
 
 
 def read_arrow(path: str | Path) -> Iterator[TensorDict]:
-    """Yield the rows of an Arrow IPC file as flat batches, one for each record batch; errors as `read_parquet`."""
+    """Yield the rows of an Arrow IPC file as flat batches, one for each record batch; errors as `from_arrow`.
+
+    The library tells the size of a compressed record batch only once it is in memory: there is no bound to give.
+    `export` compresses none.
+    """
     pyarrow = optional_package("pyarrow", "arrow", "import_arrow")
     ipc = optional_package("pyarrow.ipc", "arrow", "import_arrow")
     with pyarrow.memory_map(str(path)) as memory, ipc.open_file(memory) as file:
         for number in range(file.num_record_batches):
             table = pyarrow.Table.from_batches([file.get_batch(number)], schema=file.schema)
-            yield from_arrow(table).clone()  # the map ends with the file
+            yield from_arrow(table)  # a copy: what is mapped cannot be written to
 
 
-def read_pandas(path: str | Path) -> Iterator[TensorDict]:
+def read_pandas(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[TensorDict]:
     """Yield the rows of a Parquet file of data frames as flat batches, one for each row group.
+
+    Args:
+        path: of the file.
+        max_bytes: as `read_parquet` has it. Default 4 GiB.
 
     Raises:
         ImportError: pandas or pyarrow is missing; the text names the extra.
-        ValueError, TypeError: as `from_pandas`.
+        ValueError, TypeError: as `from_pandas`; a damaged file, more than ``max_bytes``.
     """
     optional_package("pandas", "pandas", "import_pandas")
     parquet = optional_package("pyarrow.parquet", "parquet", "import_pandas")
-    with parquet.ParquetFile(path) as file:
-        attrs = _checked_attrs((file.schema_arrow.metadata or {}).get(_ATTRS, b"{}"))
-        for group in range(file.num_row_groups):
-            frame = file.read_row_group(group).to_pandas()
-            frame.attrs = attrs
-            for name, (dtype, shape) in attrs.get("flatroll", {}).items():
-                if name in frame.columns and frame[name].dtype == object:
-                    frame[name] = [np.asarray(cells, dtype).reshape(shape) for cells in frame[name]]
-            yield from_pandas(frame)
+    with damage_in(Path(path)):
+        about = parquet.read_schema(path).metadata or {}
+    attrs = _checked_attrs(about.get(_ATTRS, b"{}"))
+    for table in row_groups(Path(path), max_bytes, needed_by="import_pandas"):
+        frame = table.to_pandas()
+        frame.attrs = attrs
+        for name, (dtype, shape) in attrs.get("flatroll", {}).items():
+            if name in frame.columns and frame[name].dtype == object:
+                frame[name] = [np.asarray(cells, dtype).reshape(shape) for cells in frame[name]]
+        yield from_pandas(frame)
 
 
 def _checked_attrs(text: bytes) -> dict[str, Any]:

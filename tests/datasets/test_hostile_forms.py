@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 from set_files import rlds, saved, trajectory, write_archive, write_trials
+from tensordict import TensorDict
 
 from flatroll.datasets import read_gen_dgrl, read_rlds, read_roboset, read_vd4rl
 from flatroll.datasets.formats.gen_dgrl import load_arrays
 from flatroll.datasets.formats.npy import ArrayStream
-from flatroll.export import export, import_lerobot, read_lerobot
+from flatroll.export import export, import_arrow, import_lerobot, import_pandas, import_parquet, read_lerobot
 
 # -- pickles, written step by step -------------------------------------------------------------------------------------
 
@@ -56,6 +57,14 @@ def objects(content: bytes) -> bytes:
 def test_pickles_that_reach_for_more_than_arrays(what: str) -> None:
     with pytest.raises(pickle.UnpicklingError):
         load_arrays(objects(PICKLES[what]), "set", 10_000)
+
+
+def test_a_pickle_of_many_steps_is_not_run() -> None:
+    with pytest.raises(pickle.UnpicklingError, match="at step 4096"):
+        load_arrays(saved({"rewards": [1.5] * 5000}), "set", 1 << 20)
+    header = saved({})[: saved({}).index(b"\n") + 1]
+    with pytest.raises(pickle.UnpicklingError, match="LONG_BINPUT at step 2"):  # memory for 65,535 places
+        load_arrays(header + b"\x80\x02}r\xff\xff\x00\x00.", "set", 1 << 20)
 
 
 def test_a_pickle_changes_nothing_for_the_next_one() -> None:
@@ -222,6 +231,33 @@ def test_lerobot_files_that_would_take_more_than_asked(lerobot: Path, foreign: P
     shutil.rmtree(foreign / "meta/episodes")
     with pytest.raises(FileNotFoundError, match="meta/episodes"):
         import_lerobot(foreign)
+
+
+@pytest.mark.parametrize("read", [import_parquet, import_pandas])
+def test_tables_that_stand_for_more_than_their_bytes(read: Callable[..., Any], tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    table = pyarrow.table({"x": np.zeros(200_000, np.int64)})
+    parquet.write_table(table, tmp_path / "rows", row_group_size=100_000)
+    assert (tmp_path / "rows").stat().st_size < 3000
+    with pytest.raises(ValueError, match="row group 0 takes 800000 bytes, more than max_bytes=799999"):
+        read(tmp_path / "rows", max_bytes=799_999)
+    with pytest.raises(ValueError, match="the rows take more than max_bytes=1599999"):
+        read(tmp_path / "rows", max_bytes=1_599_999)
+    assert len(read(tmp_path / "rows", max_bytes=1_600_000)) == len(read(tmp_path / "rows")) == 200_000
+    (tmp_path / "rows").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
+    with pytest.raises(ValueError, match="rows cannot be read"):
+        read(tmp_path / "rows")
+
+
+def test_record_batches_that_are_more_than_asked(tmp_path: Path) -> None:
+    export(TensorDict({"x": torch.zeros(1000)}, [1000]), tmp_path / "rows", "arrow", chunk_rows=500)
+    with pytest.raises(ValueError, match="the rows take more than max_bytes=3999"):
+        import_arrow(tmp_path / "rows", max_bytes=3999)
+    again = import_arrow(tmp_path / "rows", max_bytes=4000)
+    (tmp_path / "rows").write_bytes(bytes(10))  # its map is gone, the rows are not
+    assert again["x"].sum() == 0 and len(again) == 1000
 
 
 def test_lerobot_images_that_are_none(foreign: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from flatroll.buffers import SliceSampler
 from flatroll.datasets import MinariExperienceReplay
+from flatroll.export import import_minari
 from flatroll.layout import audit
 
 for library in ("h5py", "pyarrow", "PIL"):
@@ -134,6 +135,7 @@ def test_infos_of_numbers_are_columns(data_format: str, tmp_path: Path) -> None:
     data = MinariExperienceReplay("infos", root=tmp_path, fetch=lambda *_: folder)
     rows = data[:]
     check(rows[:3], 0, 3)
+    assert rows["collector", "traj_ids"].tolist() == [0, 0, 0, 1, 1, 1]
     assert rows["info", "qpos"][:, 0].tolist() == [0, 1, 2, 10, 11, 12]
     assert rows["next", "info", "qpos"][:, 1].tolist() == [-1, -2, -3, -11, -12, -13]
     if data_format == "hdf5":
@@ -144,6 +146,14 @@ def test_infos_of_numbers_are_columns(data_format: str, tmp_path: Path) -> None:
     assert not [finding for finding in audit(rows) if finding.severity == "error"]
     without = MinariExperienceReplay("none", root=tmp_path, fetch=lambda *_: folder, infos=False)
     assert not {"info", ("next", "info")} & set(without[:].keys(True))
+    if data_format == "hdf5":  # Minari cannot read arrow files of episodes that differ
+        less = dataclasses.replace(episode(2, 2), infos={"qpos": np.ones((3, 2), np.float32)})
+        storage.update_episodes([less])
+        with pytest.raises(
+            ValueError, match=r"episode 2 has other infos .*'info.qpos'.*; infos=False leaves"
+        ):
+            MinariExperienceReplay("unlike", root=tmp_path, fetch=lambda *_: folder)
+        assert len(import_minari(folder, infos=False)) == 8
     # What Minari says of the set stays with it.
     again = MinariExperienceReplay("infos", root=tmp_path, download=False)
     assert data.metadata is not None and data.metadata["dataset_id"] == "x/infos-v0"

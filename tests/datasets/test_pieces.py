@@ -85,6 +85,18 @@ def test_episodes_that_no_marker_parts_but_their_next_observations(tmp_path: Pat
     assert torch.equal(tails[0], whole["next", "observation"][[2, 5, 17]])
 
 
+@pytest.mark.parametrize("kind", ["view", "copy"])
+def test_rows_that_no_marker_parts_are_kept_as_they_are(kind: str, tmp_path: Path) -> None:
+    """Nobody could say where their trajectories begin."""
+    arrays = [episode(i, 4, kind) for i in range(3)]
+    for one in arrays:
+        del one["collector.traj_ids"], one["next.done"]
+    convert(arrays, tmp_path / "set")
+    rows: Any = BaseDatasetExperienceReplay(tmp_path / "set")[:]
+    whole = torch.cat([from_numpy(one) for one in arrays])
+    assert torch.equal(rows["next", "observation"], whole["next", "observation"])
+
+
 def test_sources_may_change_their_arrays_behind_a_batch(tmp_path: Path) -> None:
     shared = episode(0, 4, "view")
 
@@ -115,6 +127,33 @@ def test_batches_that_differ(second: Any, text: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=text):
         convert([{"x": np.arange(3)}, second], tmp_path / "set")
     assert not (tmp_path / "set").exists()
+
+
+def test_what_is_no_view_is_copied() -> None:
+    """Each begins where a view of the next rows would begin."""
+    held = torch.arange(8.0)
+    numbers = held.to(torch.complex64) * (1 + 1j)
+    imaginary = numbers.conj().imag  # torch notes that it is negative, in the same memory
+    for root, following in [
+        (held[:3], held[1::2][:3]),
+        (held[:3], held[1:4].double()),
+        (numbers[:3], numbers[1:4].conj()),
+        (numbers.imag[:3], imaginary[1:4]),
+    ]:
+        (piece,) = gather([{"observation": root, ("next", "observation"): following}], 1 << 20)
+        assert torch.equal(piece.columns["next", "observation"], following)
+
+
+def test_rows_that_go_on_are_no_cuts() -> None:
+    """Batches end where the source had them end; a trajectory that goes on there is not cut."""
+    seen = torch.arange(7.0)
+    bounds = [(0, 2), (2, 5), (5, 6)]
+    batches: Any = [
+        {"observation": seen[a:b], ("next", "observation"): seen[a + 1 : b + 1]} for a, b in bounds
+    ]
+    batches[2] = {"observation": seen[:1], ("next", "observation"): seen[1:2]}
+    (piece,) = gather(batches, 1 << 20)
+    assert piece.ends.tolist() == [1, 4, 5] and piece.cuts().nonzero().view(-1).tolist() == [4]
 
 
 def test_columns_of_one_batch_fit_each_other(tmp_path: Path) -> None:

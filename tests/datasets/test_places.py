@@ -90,6 +90,7 @@ def test_only_folders_of_rows_are_replaced(folder: Path, tmp_path: Path) -> None
     ).read_text() == "mine"
     (tmp_path / "empty").mkdir()
     assert convert([steps()], tmp_path / "empty") == ROWS
+    (tmp_path / ".empty.old/rest").mkdir(parents=True)  # of a call that was killed while it replaced a folder
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     assert convert([steps(5)], tmp_path / "link", overwrite=True) == 5
     assert len(BaseDatasetExperienceReplay(tmp_path / "empty")) == 5 and (tmp_path / "link").is_symlink()
@@ -207,6 +208,17 @@ def test_the_folder_of_a_ring_that_has_dropped_rows(tmp_path: Path) -> None:
         assert changed[:]["x"].tolist() == changed[:]["y"].tolist() == list(range(15, ROWS))
     few = data.preprocess(with_y, dest=tmp_path / "few", num_frames=7)
     assert few[:]["x"].tolist() == list(range(15, 22))
+
+
+def test_a_folder_that_begins_within_a_file(tmp_path: Path) -> None:
+    convert([steps()], tmp_path / "set")
+    with Folder(tmp_path / "set", write=True) as folder:
+        loaded = folder.load()
+        folder.publish(loaded.json, extra=loaded.extra, head=3)
+        assert (folder.head, folder.segments[0].first) == (3, 0)
+    data = BaseDatasetExperienceReplay(tmp_path / "set", batch_size=10)
+    assert torch.cat([batch["x"] for batch in data.as_dataset()]).tolist() == list(range(3, ROWS))
+    assert data.preprocess(with_y, dest=tmp_path / "y")[:]["y"].tolist() == list(range(3, ROWS))
 
 
 def with_y(rows: TensorDictBase) -> TensorDictBase:

@@ -100,6 +100,8 @@ def test_what_cannot_be_compared_is_like_nothing() -> None:
     assert _stamp_of(closure(ring)) == _stamp_of(closure(ring))
     assert _stamp_of(closure(1)) != _stamp_of(closure(True)) != _stamp_of(closure("1"))
     assert _stamp_of(closure(torch.zeros(2, 1))) != _stamp_of(closure(torch.zeros(1, 2)))
+    # Alike but for the name of the method.
+    assert _stamp_of(closure(lambda x: x.abs())) != _stamp_of(closure(lambda x: x.neg()))
 
 
 def test_pieces_of_other_data_are_not_mixed_in(tmp_path: Path) -> None:
@@ -129,6 +131,24 @@ def test_pieces_of_other_data_are_not_mixed_in(tmp_path: Path) -> None:
     changed = data.preprocess(adds(200.0, 99), dest=tmp_path / "new")
     assert changed[:]["x"].tolist() == [200.0 + number for number in range(16)]
     assert (tmp_path / "calls").stat().st_size == 5 + 4
+
+
+def test_stacks_that_are_none_any_more(tmp_path: Path) -> None:
+    """On disk a frame of a stack stands once; a function may make other arrays of each stack."""
+    frames = torch.arange(9.0)[:, None].expand(9, 2)
+    stacks = torch.stack([frames[:-1], frames[1:]], 1)
+    rows = TensorDict(
+        {"observation": stacks, "collector": {"traj_ids": torch.zeros(8, dtype=torch.int64)}}, [8]
+    )
+    convert([rows], tmp_path / "set", frame_stack={"observation": 2})
+    data = BaseDatasetExperienceReplay(tmp_path / "set")
+    assert torch.equal(data[:]["observation"], stacks)
+    sums = data.preprocess(
+        lambda rows: rows.set("observation", rows["observation"].sum((1, 2))), dest=tmp_path / "sums"
+    )
+    assert torch.equal(sums[:]["observation"], stacks.sum((1, 2)))
+    changed = data.preprocess(lambda rows: rows.set("observation", rows["observation"].flip(1)))
+    assert torch.equal(changed[:]["observation"], stacks.flip(1))
 
 
 def test_a_process_that_is_spawned(tmp_path: Path) -> None:

@@ -76,6 +76,13 @@ def test_vd4rl_steps_without_marks_are_refused(tmp_path: Path) -> None:
         list(read_vd4rl(tmp_path / "steps.hdf5"))
 
 
+def test_vd4rl_episodes_that_only_their_ends_tell(tmp_path: Path) -> None:
+    ends = {"is_last": np.array([0, 0, 1, 0, 1], bool)}
+    images = np.zeros((5, 4, 4, 3), np.uint8)
+    np.savez(tmp_path / "0.npz", **ends, image=images, action=np.zeros((5, 2)), reward=np.zeros(5))
+    assert [len(episode) for episode in read_vd4rl(tmp_path)] == [2, 1]
+
+
 def test_vd4rl_episodes_without_a_row_and_odd_images(tmp_path: Path) -> None:
     one = {"image": np.zeros((1, 4, 4, 3), np.uint8), "action": np.zeros((1, 2)), "reward": np.zeros(1)}
     np.savez(tmp_path / "0.npz", **one)

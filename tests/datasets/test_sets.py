@@ -22,6 +22,7 @@ from flatroll.datasets import (
     fetch_url,
     read_atari_dqn,
     read_rlds,
+    read_roboset,
 )
 from flatroll.layout import audit
 
@@ -271,6 +272,24 @@ def test_roboset(tmp_path: Path) -> None:
     assert rows["next", "truncated"].view(-1).nonzero().view(-1).tolist() == [4, 5]
 
 
+def test_ids_and_flags_of_several_files(tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    for number in range(2):
+        write_d4rl(tmp_path / f"{number}.hdf5")
+        with h5py.File(tmp_path / f"{number}.h5", "w") as file:
+            for name, values in (("observations", [1.0, 2]), ("actions", [1.0, 2]), ("rewards", [1.0, 2])):
+                file[f"Trial0/{name}"] = np.array(values)[:, None]
+            # An episode that ends with both is cut: its value may be bootstrapped.
+            file["Trial0/done"] = file["Trial0/truncated"] = np.array([False, True])
+    files = sorted(tmp_path.glob("*.hdf5"))
+    rows: Any = D4RLExperienceReplay("maze", root=tmp_path / "sets", fetch=lambda *_: files)[:]
+    ids = rows["collector", "traj_ids"].chunk(2)
+    assert torch.equal(ids[1], ids[0] + int(ids[0][-1]) + 1) and no_errors(rows)
+    trials = torch.cat(list(read_roboset(sorted(tmp_path.glob("*.h5")))))
+    assert trials["next", "truncated"].view(-1).tolist() == [False, True] * 2
+    assert not trials["next", "terminated"].any() and trials["collector", "traj_ids"].tolist() == [0, 0, 1, 1]
+
+
 def test_openx_episodes_of_steps(tmp_path: Path) -> None:
     def fetch(name: str, folder: Path) -> Any:
         return rlds()
@@ -309,6 +328,25 @@ def test_episodes_of_steps_that_are_none() -> None:
             list(read_rlds([wrong]))
     with pytest.raises(KeyError, match="without 'observation'"):
         list(read_rlds([[{"observation": 1}, {"action": 1}]]))
+    with pytest.raises(ValueError, match="episode 0 has 1 rewards of 2 actions"):
+        list(read_rlds([[{"observation": 1, "reward": 1.0}, {"observation": 2}, {"observation": 3}]]))
+
+
+def test_rewards_of_steps_belong_to_their_actions() -> None:
+    """RLDS: the last step's action and reward are invalid. Some demonstrations have their only reward there."""
+
+    def steps(*rewards: float | None) -> list[dict[str, float]]:
+        return [{"observation": 1.0} | ({} if r is None else {"reward": r}) for r in rewards]
+
+    (rows,) = read_rlds([steps(0, 1, 5)])
+    assert rows["next", "reward"].tolist() == [[0], [1]]
+    (rows,) = read_rlds([steps(None, None, None)])  # no reward is no column, as in all other readers
+    assert ("next", "reward") not in rows.keys(True) and no_errors(rows)
+    (rows,) = read_rlds([steps(0, 0, None)])
+    assert rows["next", "reward"].tolist() == [[0], [0]]
+    for lost in (steps(0, 0, 1), steps(None, None, 1)):
+        with pytest.warns(UserWarning, match="give the steps their rewards one earlier"):
+            list(read_rlds([lost]))
 
 
 def test_lerobot_and_openx_in_its_form(tmp_path: Path) -> None:

@@ -3,8 +3,7 @@
 import io
 import json
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 from tensordict import TensorDict
 
 from flatroll.datasets.formats.lerobot.writing import COUNTED, DATA, LAST, MODES, RECORD
+from flatroll.datasets.formats.tables import MAX_BYTES, row_groups
 from flatroll.layout.export import Array, from_arrow, from_numpy, optional_package, to_numpy
 from flatroll.layout.keys import NEXT, OBSERVATION
 
@@ -20,7 +20,7 @@ _MOST_JSON = 64 << 20  # bytes
 _NUMBERS = "bool|u?int(8|16|32|64)|float(16|32|64)"  # dtypes of columns
 
 
-def read_lerobot(path: str | Path, *, max_bytes: int = 4 << 30) -> Iterator[TensorDict]:
+def read_lerobot(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[TensorDict]:
     """Yield the episodes of a LeRobot v3 folder as flat batches ``[T]``.
 
     Of a folder that `write_lerobot` did not write: columns stand under their dotted names (``observation.state`` as
@@ -38,7 +38,6 @@ def read_lerobot(path: str | Path, *, max_bytes: int = 4 << 30) -> Iterator[Tens
         FileNotFoundError: a file that the folder should have is missing.
         ValueError: another version, videos, more than ``max_bytes``, or files that do not fit each other.
     """
-    parquet = optional_package("pyarrow.parquet", "parquet", "import_lerobot")
     root = Path(path)
     info = _read_json(root / "meta/info.json")
     version = info.get("codebase_version") if isinstance(info, dict) else None
@@ -49,11 +48,7 @@ def read_lerobot(path: str | Path, *, max_bytes: int = 4 << 30) -> Iterator[Tens
         raise ValueError(f"{root} has videos {videos}, which need a decoder: LeRobot reads them")
     ours = (root / RECORD).is_file()
     fields = _checked_fields(_read_json(root / RECORD), root / RECORD) if ours else None
-    last = (
-        TensorDict.cat([from_arrow(part) for part in _row_groups(parquet, root / LAST, max_bytes)])
-        if ours
-        else None
-    )
+    last = TensorDict.cat([from_arrow(part) for part in row_groups(root / LAST, max_bytes)]) if ours else None
     files = sorted((root / "meta/episodes").rglob("*.parquet"))
     if not files:
         raise FileNotFoundError(f"{root} has no meta/episodes/chunk-000/file-000.parquet")
@@ -91,9 +86,8 @@ def _checked_features(features: Any, path: Path) -> dict[str, Any]:
             raise ValueError(f"{path}: feature {name!r} needs a dtype and a shape, got {str(about)[:200]}")
         if about["dtype"] == "image":
             names = about.get("names") or [""]
-            if str(names[0] if isinstance(names, list) else "").startswith(
-                "channel"
-            ):  # [C, H, W], of older folders
+            axis = str(names[0] if isinstance(names, list) else "")
+            if axis.startswith("channel"):  # [C, H, W], of older folders
                 shape = [*shape[1:], *shape[:1]]
                 features = {**features, name: {**about, "shape": shape}}
             if len(shape) != 3 or shape[2] not in MODES:
@@ -140,14 +134,10 @@ def _bytes_of(about: dict[str, Any]) -> int:
 def _frames(root: Path, files: list[Path], row_bytes: int, max_bytes: int) -> Iterator[tuple[int, Any]]:
     """The number and the frames of each episode. A row group may hold several, and an episode several of them."""
     pyarrow = optional_package("pyarrow", "parquet", "import_lerobot")
-    parquet = optional_package("pyarrow.parquet", "parquet", "import_lerobot")
     opened, groups, waiting = Path(), iter(()), None
     names = ("episode_index", "length", "data/chunk_index", "data/file_index")
     rows = (
-        row
-        for path in files
-        for group in _row_groups(parquet, path, max_bytes, names)
-        for row in group.to_pylist()
+        row for path in files for group in row_groups(path, max_bytes, names) for row in group.to_pylist()
     )
     for row in rows:
         number, length, chunk, place = (row.get(name) for name in names)
@@ -163,7 +153,7 @@ def _frames(root: Path, files: list[Path], row_bytes: int, max_bytes: int) -> It
         file = root / DATA.format(chunk_index=chunk, file_index=place)
         if file != opened:
             opened, waiting = file, None
-            groups = _row_groups(parquet, file, max_bytes)
+            groups = row_groups(file, max_bytes)
         while waiting is None or len(waiting) < length:
             group = next(groups, None)
             if group is None:
@@ -175,37 +165,6 @@ def _frames(root: Path, files: list[Path], row_bytes: int, max_bytes: int) -> It
         ]:
             raise ValueError(f"{file} should go on with {length} frames of episode {number}, and does not")
         yield number, table
-
-
-def _row_groups(
-    parquet: Any, file: Path, max_bytes: int, columns: Sequence[str] | None = None
-) -> Iterator[Any]:
-    """Tables of a Parquet file, one after the other; none that says it would take more than ``max_bytes``."""
-    with _damage_in(file):
-        opened = parquet.ParquetFile(file)
-    with opened:
-        for number in range(opened.num_row_groups):
-            with _damage_in(file):
-                group = opened.metadata.row_group(number)
-                chunks = [group.column(place) for place in range(group.num_columns)]
-                claimed = sum(max(chunk.total_uncompressed_size, 8 * chunk.num_values) for chunk in chunks)
-                if claimed > max_bytes:
-                    raise ValueError(
-                        f"row group {number} takes {claimed} bytes, more than max_bytes={max_bytes}"
-                    )
-                table = opened.read_row_group(number, columns=columns)
-            yield table
-
-
-@contextmanager
-def _damage_in(file: Path) -> Iterator[None]:
-    """Name the file in the errors of pyarrow."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from None
 
 
 def _decoded(column: Any, about: dict[str, Any], length: int, name: str) -> Array:

@@ -15,6 +15,7 @@ import torch
 
 from flatroll.buffers import ReplayBuffer
 from flatroll.datasets import TrajectoryReplayBuffer
+from flatroll.datasets.trajectories.rows import LANE, check_marks, rows_of
 from flatroll.disk import Folder
 from flatroll.disk.names import RowsName
 
@@ -191,7 +192,16 @@ def test_arguments(options: dict[str, Any]) -> None:
 # Loads.
 
 
-def test_a_load_keeps_what_has_room(saved: Path) -> None:
+def test_lanes_of_a_trajectory_follow_each_other() -> None:
+    rows, records = rows_of([{"rewards": torch.zeros(2, 3)}], 0)
+    assert rows is not None
+    check_marks(rows, records, 0)
+    rows[LANE][4:] += 1
+    with pytest.raises(ValueError, match="not those of the trajectories"):
+        check_marks(rows, records, 0)
+
+
+def test_a_load_keeps_what_has_room(saved: Path, tmp_path: Path) -> None:
     buffer = made(2, max_size=30)
     buffer.load_checkpoint(saved)
     assert buffer.trajectory_ids == [4, 5]
@@ -201,10 +211,11 @@ def test_a_load_keeps_what_has_room(saved: Path) -> None:
     buffer = made(0, max_size=2 * T * B)  # just enough
     buffer.load_checkpoint(saved)
     assert buffer.trajectory_ids == [4, 5]
-    small = made(0, max_size=5)
+    buffer.close()
+    small = made(0, tmp_path / "small", max_size=5)
     with pytest.raises(ValueError, match="has 12 rows, max_size is 5"):
         small.load_checkpoint(saved)
-    buffer.close()
+    assert not (tmp_path / "small" / "loading").exists()  # the next run would go on with it
     small.close()
 
 
