@@ -371,8 +371,8 @@ class RowLog:
         while True:
             with self._turn:
                 end = min(self._due, self.end)
-                self._done = self.folder.end >= end
-                if self._done:
+                self._done |= self.folder.end >= end
+                if self._done:  # or it failed elsewhere, before this thread began
                     return
             with self._disk:
                 if self._done:  # it failed elsewhere

@@ -169,6 +169,34 @@ def test_close_can_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     check(make(tmp_path), range(5))
 
 
+def test_a_thread_that_begins_after_a_failed_flush_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller has the error: only who asks next tries again."""
+    buffer, begin, run = make(tmp_path), threading.Event(), RowLog._run
+
+    def later(log: RowLog) -> None:
+        assert begin.wait(60)
+        run(log)
+
+    def failing(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(RowLog, "_run", later)
+    buffer.extend(rows_of(0, 25))
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write", failing)
+        with pytest.raises(OSError, match="No space"):
+            buffer.storage.flush()  # type: ignore[attr-defined]
+    begin.set()
+    thread = log_of(buffer)._thread
+    assert thread is not None
+    thread.join(60)
+    assert buffer.stats()["rows_unflushed"] == 25
+    buffer.storage.close()  # type: ignore[attr-defined]
+    check(make(tmp_path), range(25))
+
+
 @pytest.mark.parametrize("what", ["save", "flush", "empty", "close"])
 def test_what_waits_for_the_thread(tmp_path: Path, gate: Gate, what: str) -> None:
     """The thread has begun, and not got to the folder: nobody waits for it who has that."""
