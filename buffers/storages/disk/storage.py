@@ -110,7 +110,7 @@ class DiskStorage(LinkingStorage):
         self.read_only, self._process = read_only, os.getpid()
         parts = None if max_size is None else -(-max_size // _PARTS)
         folder = Folder(
-            path, write=not read_only, sync=sync, keep=1, segment_bytes=segment_bytes, segment_rows=parts
+            path, write=not read_only, sync=sync, segment_bytes=segment_bytes, segment_rows=parts
         )
         try:
             rows = folder.recover()

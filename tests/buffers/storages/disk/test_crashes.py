@@ -249,6 +249,29 @@ def test_a_damaged_file(tmp_path: Path) -> None:
         assert len(make(tmp_path)) == 0
 
 
+@pytest.mark.parametrize("what", ["filling", "wrapped", "emptied"])
+def test_a_damaged_manifest_costs_no_rows(tmp_path: Path, what: str) -> None:
+    """There are two versions at any time; files that were emptied are named by none."""
+    buffer = make(tmp_path, max_size=64, segment_bytes=200)
+    for first in range(0, 40 if what == "filling" else 200, 10):
+        buffer.extend(rows_of(first, 10))
+    buffer.storage.flush()  # type: ignore[attr-defined]
+    if what == "emptied":
+        buffer.empty()
+        assert not list(tmp_path.glob("*.rows"))
+        buffer.extend(rows_of(300, 5))
+    expected = buffer[buffer._ring.stored()]["row"].tolist()
+    buffer.storage.close()  # type: ignore[attr-defined]
+    newest = max(tmp_path.glob("manifest-*"))
+    newest.write_bytes(newest.read_bytes()[:-9])
+    with pytest.warns(RuntimeWarning, match="damaged"):
+        again = make(tmp_path, max_size=64, segment_bytes=200)
+    assert again[:]["row"].tolist() == expected
+    again.extend(rows_of(500, 3))
+    again.storage.close()  # type: ignore[attr-defined]
+    assert make(tmp_path, max_size=64)[:]["row"].tolist() == [*expected, 500, 501, 502][-64:]
+
+
 def test_memory_and_disk_draw_the_same_after_a_restart(tmp_path: Path) -> None:
     for _ in range(3):
         buffer = make(tmp_path, compact_obs=True)
