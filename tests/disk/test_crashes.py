@@ -30,6 +30,7 @@ def test_an_interrupt_as_merged_files_go(tmp_path: Path, monkeypatch: pytest.Mon
     """Their rows are counted by then: those that come next have the numbers after them."""
     with Folder(tmp_path, write=True, sync=False) as folder:
         folder.append(rows(0, 1))
+        folder.publish("it names a file that is merged later")
         remove = folder._remove_unused
 
         def interrupted() -> None:

@@ -109,9 +109,7 @@ class DiskStorage(LinkingStorage):
             )
         self.read_only, self._process = read_only, os.getpid()
         parts = None if max_size is None else -(-max_size // _PARTS)
-        folder = Folder(
-            path, write=not read_only, sync=sync, segment_bytes=segment_bytes, segment_rows=parts
-        )
+        folder = Folder(path, write=not read_only, sync=sync, segment_bytes=segment_bytes, segment_rows=parts)
         try:
             rows = folder.recover()
             super().__init__(len(rows) or 1 if max_size is None else max_size, compact_obs=compact_obs)

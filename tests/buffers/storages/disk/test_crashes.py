@@ -185,7 +185,10 @@ def test_flush_seconds(tmp_path: Path) -> None:
         ({"compact_obs": True}, "the rows in the folder are not compact"),
         ({"flush_rows": 0}, "flush_rows must be an integer of at least 1"),
         ({"flush_seconds": 0.0}, "flush_seconds must be more than 0"),
-        ({"flush_seconds": math.inf}, "flush_seconds must be more than 0 and finite, or None for no limit; got inf"),
+        (
+            {"flush_seconds": math.inf},
+            "flush_seconds must be more than 0 and finite, or None for no limit; got inf",
+        ),
         ({"codec": {"row": "zstd"}, "frame_stack": {"row": 2}}, "both name 'row'"),
         ({"max_size": 0}, "max_size must be an integer of at least 1"),
     ],

@@ -125,6 +125,12 @@ def test_blocks_of_any_number_of_rows_up_to_that(lie: Any) -> None:
     assert not lie("zstd", block(7, bytes(56)), noted=False)[:]["x"].any()
 
 
+def test_blocks_whose_rows_are_asked_for_by_turns(lie: Any) -> None:
+    index = torch.arange(16).view(2, 8).T.flatten()
+    rows = lie("zstd", lambda columns: None, noted=False)[index]
+    assert torch.equal(rows["x"][:, 0], 2.0 * index)
+
+
 @pytest.mark.parametrize("lengths", [{0: 1, ROWS - 1: 1}, {0: 1}, {}, {ROWS - 1: 2}])
 def test_next_observations(lie: Any, lengths: dict[int, int]) -> None:
     """Those of rows that end nothing, none at the end, and several of one row."""
