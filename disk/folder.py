@@ -267,7 +267,6 @@ class Folder:
                 return
             self._clear_once()
             self._append(columns, first, first + count)
-            self._columns = schema_of(columns)
 
     def publish(
         self,
@@ -446,10 +445,8 @@ class Folder:
         except DamagedFileError as error:  # merging would give wrong rows a right checksum
             warnings.warn(f"{self.path}: {error}; it is left as it is", RuntimeWarning, stacklevel=4)
             merged, parts = len(self._segments), []
-        had_none = not self._segments
         begin = self._segments[merged].first if parts else first
         self._publish_rows([*parts, columns], slice(merged, None), begin, end)
-        self.head, self.end = first if had_none else self.head, end
 
     def _publish_rows(self, parts: list[Mapping[str, Column]], old: slice, first: int, end: int) -> None:
         """Write a segment that takes the place of some old ones."""
@@ -458,8 +455,10 @@ class Folder:
         header, chunks = encode_segment(name, parts)
         files.publish(self.path, str(name), chunks, synced=self._sync, named=self._log)
         self._unsettled |= not self._log
-        unused = self._segments[old]
-        self._segments[old] = [Segment(self.path, name, header)]
+        segment, unused = Segment(self.path, name, header), self._segments[old]
+        head, reached = self.head if self._segments else first, end if old.stop is None else self.end
+        # All at once, without a call that Ctrl-C could end, and before files go: no row is published twice.
+        self._segments[old], self._columns, self.head, self.end = [segment], segment.schema, head, reached
         if unused:
             self._remove_unused()
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from flatroll.buffers import DiskStorage, ReplayBuffer, Sampler, SliceSampler
+from flatroll.buffers import DiskStorage, Sampler, SliceSampler
 from flatroll.datasets.trajectories.cache import TrajectoryCache
+from flatroll.datasets.trajectories.row_buffer import RowBuffer
 from flatroll.datasets.trajectories.rows import (
     DONE,
     LANE,
@@ -64,7 +65,7 @@ class TrajectoryReplayBuffer:
         storage_options: further arguments of `DiskStorage`, such as ``flush_seconds``.
 
     Attributes:
-        buffer: the `ReplayBuffer` of the rows, for slices and priorities.
+        buffer: the `ReplayBuffer` of the rows, for slices and priorities; it refuses to store or remove rows.
 
     Raises:
         ValueError: ``auto_save`` without a path, an unknown format, ``"pkl"`` without ``allow_pickle``.
@@ -129,7 +130,7 @@ class TrajectoryReplayBuffer:
         #: Versions of several ranks that this buffer saved or loaded last, by folder.
         self._versions: dict[Path, Version] = {}
         try:
-            self.buffer = ReplayBuffer(storage=self.storage, sampler=sampler, generator=self._generator)
+            self.buffer = RowBuffer(storage=self.storage, sampler=sampler, generator=self._generator)
             self._find_records()
         except BaseException:
             self.storage.close()
@@ -163,7 +164,7 @@ class TrajectoryReplayBuffer:
                     f"{len(rows)} rows at once are more than max_size={most}. Nothing was stored"
                 )
             first = self._ring.written
-            self.buffer.extend(rows)
+            self.buffer.store(rows)
             self._note_records(records, first)
 
     def _note_records(self, records: Sequence[Record], first: int) -> None:
@@ -189,7 +190,7 @@ class TrajectoryReplayBuffer:
             if self.storage.allocated:
                 # Written along with the version that has no rows.
                 self.storage._log.notes = {NOTES: self._state([])}
-                self.buffer.empty()
+                self.buffer.forget()
 
     def flush(self) -> None:
         """Return when all rows are in files; OSError if the disk is full or failed."""
@@ -464,7 +465,7 @@ class TrajectoryReplayBuffer:
         first = self._ring.written
         try:
             for rows, records in checkpoint.read():  # the first rows may be the rest of a trajectory
-                self.buffer.extend(rows)
+                self.buffer.store(rows)
                 self._note_records(records, first)
                 first += sum(record.rows for record in records)
         except OSError:

@@ -26,6 +26,29 @@ def test_every_crash_leaves_the_old_version_or_the_new_one() -> None:
     assert counts["unsynced"] > 100
 
 
+def test_an_interrupt_as_merged_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their rows are counted by then: those that come next have the numbers after them."""
+    with Folder(tmp_path, write=True, sync=False) as folder:
+        folder.append(rows(0, 1))
+        folder.publish("it names a file that is merged later")
+        remove = folder._remove_unused
+
+        def interrupted() -> None:
+            remove()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(folder, "_remove_unused", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            for row in range(1, 100):
+                folder.append(rows(row, row + 1))
+        monkeypatch.undo()
+        end = folder.end
+        assert [(segment.first, segment.end) for segment in folder.segments] == [(0, end)]
+        folder.append(rows(end, end + 2))
+        check_rows(folder.read_rows(), 0, end + 2)
+    assert Folder(tmp_path).recover() == range(end + 2)
+
+
 @pytest.mark.parametrize("log", [True, False])
 @pytest.mark.parametrize("left_out", ["sync", "sync_folder"])
 def test_the_states_show_a_sync_that_is_left_out(left_out: str, log: bool, tmp_path: Path) -> None:

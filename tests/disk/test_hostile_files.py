@@ -282,6 +282,11 @@ def test_lengths_of_ragged_columns_are_checked(path: Path) -> None:
         with pytest.raises(DamagedFileError, match="do not add up"):
             _ = forged.columns
         assert header == forged.header
+    pieces["words#lengths"] = [torch.arange(6, dtype=torch.int32) % 3]
+    file.unlink()
+    file.write_bytes(b"".join(map(bytes, tensor_file.encode(pieces, segment.header.metadata)[1])))
+    with pytest.raises(DamagedFileError, match="no int64 per row"):
+        Segment.open(path, segment.name, mapped=True)
 
 
 def test_bytes_of_bools_are_checked(path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from disk_recorder import check_rows, rows
 
-from flatroll.disk import Folder
+from flatroll.disk import DamagedFileError, Folder
 
 
 def test_a_reader_keeps_what_it_has_mapped(tmp_path: Path) -> None:
@@ -27,6 +27,9 @@ def test_a_reader_keeps_what_it_has_mapped(tmp_path: Path) -> None:
     check_rows(columns, 0, 5)
     check_rows(reader.read_rows(), 0, 5)  # the file is gone: from the map, with checksums
     check_rows(reader.read_rows(1, 3), 1, 3)
+    columns["number"].zero_()  # type: ignore[union-attr]
+    with pytest.raises(DamagedFileError, match="number"):
+        reader.read_rows()
     assert reader.load().json == "later"
 
 

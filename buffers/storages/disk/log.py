@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,6 +207,7 @@ class RowLog:
                         self._noted = False
                         self.folder.drop_before(first)
                     self._note()
+                    self._note()  # now no version names the files: they go
             finally:
                 with self._turn:
                     self._blocks, self.end, self._begun = (), first, first
@@ -296,6 +297,8 @@ class RowLog:
             with self._turn:
                 self._blocks, self.end, self._begun, self._due, self._error = (), end, end, 0, None
             self._refresh()
+            with suppress(OSError):  # they go with a later version then
+                self._note()  # now no version names the files of the rows before: they go
 
     def _new_block(self, first: int) -> _Block:
         assert self.layout is not None
@@ -371,8 +374,8 @@ class RowLog:
         while True:
             with self._turn:
                 end = min(self._due, self.end)
-                self._done = self.folder.end >= end
-                if self._done:
+                self._done |= self.folder.end >= end
+                if self._done:  # or it failed elsewhere, before this thread began
                     return
             with self._disk:
                 if self._done:  # it failed elsewhere
@@ -412,7 +415,8 @@ class RowLog:
         head = self.folder.head if head is None else head
         self.layout.seams[:] = [row for row in self.layout.seams if row > head]
         facts = {"kind": "rows of a DiskStorage"}
-        self.folder.publish({**self.layout.to_json(), **self.notes}, head=head, extra=facts)
+        for _ in range(2 if self.folder.version is None else 1):  # so that one manifest can be damaged
+            self.folder.publish({**self.layout.to_json(), **self.notes}, head=head, extra=facts)
         self._noted, self._named = True, self.folder.end
 
     def _encoded(self, block: _Block, first: int, stop: int) -> dict[str, Tensor | Ragged]:

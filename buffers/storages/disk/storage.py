@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping
@@ -102,13 +103,13 @@ class DiskStorage(LinkingStorage):
             whole_number("max_size", max_size)
         if flush_rows is not None:
             whole_number("flush_rows", flush_rows)
-        if flush_seconds is not None and not flush_seconds > 0:
-            raise ValueError(f"flush_seconds must be more than 0, got {flush_seconds!r}")
+        if flush_seconds is not None and not 0 < flush_seconds <= threading.TIMEOUT_MAX:
+            raise ValueError(
+                f"flush_seconds must be more than 0 and finite, or None for no limit; got {flush_seconds!r}"
+            )
         self.read_only, self._process = read_only, os.getpid()
         parts = None if max_size is None else -(-max_size // _PARTS)
-        folder = Folder(
-            path, write=not read_only, sync=sync, keep=1, segment_bytes=segment_bytes, segment_rows=parts
-        )
+        folder = Folder(path, write=not read_only, sync=sync, segment_bytes=segment_bytes, segment_rows=parts)
         try:
             rows = folder.recover()
             super().__init__(len(rows) or 1 if max_size is None else max_size, compact_obs=compact_obs)

@@ -29,7 +29,8 @@ from flatroll.buffers import (
     SliceSamplerWithoutReplacement,
     TensorStorageCheckpointer,
 )
-from flatroll.disk import Checkpoint, DamagedFileError, Folder, files
+from flatroll.buffers.storages.disk.forms import FrameForm
+from flatroll.disk import Checkpoint, DamagedFileError, Folder, Ragged, files
 
 CAPACITY = 48
 SAMPLERS: dict[str, Callable[[], Any]] = {
@@ -772,6 +773,52 @@ def test_states_that_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(ValueError, match="damaged"):
             other.loads(tmp_path / str(number))
         assert rows_in(other) == list(range(20)) and key in other[:]
+
+
+def test_versions_with_fewer_rows_and_files_of_another_form_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = opened(tmp_path / "rows", frame_stack={"observation": 4})
+    buffer.extend(batch(0, 20))
+    publish = Folder.publish
+
+    def later(*args: Any, head: int, **options: Any) -> Any:
+        return publish(*args, head=head + 1, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "publish", later)
+        buffer.dumps(tmp_path / "fewer", sync=False)
+    with pytest.raises(ValueError, match=r"it counts the rows 0 \.\.\. 19, and has 1 \.\.\. 19"):
+        buffer.loads(tmp_path / "fewer")
+    with monkeypatch.context() as patch:
+        patch.setattr(FrameForm, "encode", lambda form, x: Ragged(x[:, -1], torch.ones(len(x)).long()))
+        patch.setattr(FrameForm, "check", lambda form, column: None)
+        other = opened(tmp_path / "other", frame_stack={"observation": 4})
+        other.extend(batch(0, 20))
+        other.dumps(tmp_path / "form", sync=False)
+    with pytest.raises(ValueError, match="the first row of a file has no whole stack"):
+        buffer.loads(tmp_path / "form")
+    buffer.extend(batch(20, 4))
+    assert rows_in(buffer) == list(range(24))
+
+
+def test_a_load_cuts_in_the_folder_too_and_leaves_nothing_due(tmp_path: Path) -> None:
+    """Row 20 looks as if it went on from row 19; numbers may go back, and rows wait for a whole file as ever."""
+    buffer = opened(tmp_path / "rows", SAMPLERS["slices"](), segment_bytes=10_000)
+    buffer.extend(batch(0, 20))
+    buffer.dumps(tmp_path / "saved", sync=False)
+    other = opened(tmp_path / "other", SAMPLERS["slices"]())
+    other.extend(batch(0, 48))
+    other.loads(tmp_path / "saved")
+    other.extend(batch(20, 3))
+    log = other.storage._log
+    if log._thread is not None:
+        log._thread.join()
+    assert other.stats()["rows_unflushed"] == 1  # of files of 2
+    other.storage.close()
+    again = opened(tmp_path / "other", SAMPLERS["slices"]())
+    assert rows_in(again) == list(range(23))
+    assert again.index.trajectories == other.index.trajectories == 4
 
 
 # -- without a checkpoint ----------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch import Tensor
 from flatroll.buffers import PrioritizedSliceSampler
 from flatroll.datasets import TrajectoryCache, TrajectoryReplayBuffer
 from flatroll.datasets.trajectories.sources import share
-from flatroll.disk import files
+from flatroll.disk import Checkpoint, files
 from flatroll.disk.segments import Segment
 
 T, B = 4, 3
@@ -159,6 +159,28 @@ def test_priorities(make: Any) -> None:
     assert set(info["index"].tolist()) == {24, 25}
 
 
+def test_the_buffer_of_the_rows_refuses_changes(make: Any, tmp_path: Path) -> None:
+    """What is known of the trajectories would be wrong of other rows; the text names the method that does it."""
+    buffer = make(2)
+    inner = buffer.buffer
+    inner.dumps(tmp_path / "rows", sync=False)
+    changes: list[tuple[Any, str]] = [
+        (lambda: inner.extend(inner[:2]), "add_trajectories"),
+        (lambda: inner.add(inner[0]), "add_trajectories"),
+        (inner.empty, "clear"),
+        (lambda: inner.loads(tmp_path / "rows"), "load_checkpoint"),
+        (lambda: Checkpoint(tmp_path / "rows", buffer=inner).load(), "load_checkpoint"),
+        (lambda: inner.load_state_dict({}), "load_checkpoint"),
+    ]
+    for change, way_out in changes:
+        with pytest.raises(RuntimeError, match=f"trajectories without .*: call its {way_out}"):
+            change()
+    check(buffer.sample(50))
+    assert buffer.total_samples == len(inner) == 2 * T * B
+    buffer.add_trajectories([trajectory(2)])
+    assert buffer.trajectory(2)["rewards"][0, 0] == 20_000
+
+
 def test_eviction(make: Any, tmp_path: Path) -> None:
     buffer = make(0, "run", max_size=5 * T * B + 3)
     for i in range(40):
@@ -166,7 +188,7 @@ def test_eviction(make: Any, tmp_path: Path) -> None:
     assert buffer.trajectory_ids == [35, 36, 37, 38, 39]
     assert buffer.total_samples == 5 * T * B
     buffer.flush()
-    assert sum(file.stat().st_size for file in (tmp_path / "run").iterdir()) < 40_000
+    assert sum(file.stat().st_size for file in (tmp_path / "run").iterdir()) < 50_000  # two versions, and the files that only the older one names
     check(buffer.sample(100))
     with pytest.raises(ValueError, match="more than max_size"):
         buffer.add_trajectories([trajectory(0, 100)])

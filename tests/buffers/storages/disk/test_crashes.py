@@ -1,6 +1,7 @@
 """What of a `DiskStorage` is there after a crash, a full disk, two writers and damaged files."""
 
 import errno
+import math
 import os
 import pickle
 import signal
@@ -184,6 +185,10 @@ def test_flush_seconds(tmp_path: Path) -> None:
         ({"compact_obs": True}, "the rows in the folder are not compact"),
         ({"flush_rows": 0}, "flush_rows must be an integer of at least 1"),
         ({"flush_seconds": 0.0}, "flush_seconds must be more than 0"),
+        (
+            {"flush_seconds": math.inf},
+            "flush_seconds must be more than 0 and finite, or None for no limit; got inf",
+        ),
         ({"codec": {"row": "zstd"}, "frame_stack": {"row": 2}}, "both name 'row'"),
         ({"max_size": 0}, "max_size must be an integer of at least 1"),
     ],
@@ -245,6 +250,29 @@ def test_a_damaged_file(tmp_path: Path) -> None:
     name.write_bytes(name.read_bytes()[:-1])
     with pytest.warns(RuntimeWarning, match="rows from 0 on are lost"):
         assert len(make(tmp_path)) == 0
+
+
+@pytest.mark.parametrize("what", ["filling", "wrapped", "emptied"])
+def test_a_damaged_manifest_costs_no_rows(tmp_path: Path, what: str) -> None:
+    """There are two versions at any time; files that were emptied are named by none."""
+    buffer = make(tmp_path, max_size=64, segment_bytes=200)
+    for first in range(0, 40 if what == "filling" else 200, 10):
+        buffer.extend(rows_of(first, 10))
+    buffer.storage.flush()  # type: ignore[attr-defined]
+    if what == "emptied":
+        buffer.empty()
+        assert not list(tmp_path.glob("*.rows"))
+        buffer.extend(rows_of(300, 5))
+    expected = buffer[buffer._ring.stored()]["row"].tolist()
+    buffer.storage.close()  # type: ignore[attr-defined]
+    newest = max(tmp_path.glob("manifest-*"))
+    newest.write_bytes(newest.read_bytes()[:-9])
+    with pytest.warns(RuntimeWarning, match="damaged"):
+        again = make(tmp_path, max_size=64, segment_bytes=200)
+    assert again[:]["row"].tolist() == expected
+    again.extend(rows_of(500, 3))
+    again.storage.close()  # type: ignore[attr-defined]
+    assert make(tmp_path, max_size=64)[:]["row"].tolist() == [*expected, 500, 501, 502][-64:]
 
 
 def test_memory_and_disk_draw_the_same_after_a_restart(tmp_path: Path) -> None:

@@ -90,12 +90,12 @@ def test_seams_in_any_order(lie: Any) -> None:
     assert buffer[:]["x"][:, 0].tolist() == list(range(0, 2 * ROWS, 2))
 
 
-def block(rows: int, values: bytes) -> Callable[[Any], None]:
-    """A change to one compressed block of so many rows, and others of one row each."""
+def block(rows: int, values: bytes, stop: int | None = None) -> Callable[[Any], None]:
+    """A change to one compressed block of so many rows, cut short at ``stop``, and others of one row each."""
 
     def change(columns: Any) -> None:
         compress = zstandard.ZstdCompressor().compress
-        blocks = [compress(values), *[compress(bytes(8))] * (ROWS - rows)]
+        blocks = [compress(values)[:stop], *[compress(bytes(8))] * (ROWS - rows)]
         lengths = torch.zeros(ROWS, dtype=torch.int64)
         lengths[[0, *range(rows, ROWS)]] = torch.tensor([len(one) for one in blocks])
         data = torch.frombuffer(bytearray(b"".join(blocks)), dtype=torch.uint8)
@@ -110,6 +110,7 @@ def block(rows: int, values: bytes) -> Callable[[Any], None]:
         (block(ROWS, bytes(8 * ROWS)), "blocks of up to 8"),
         (block(8, bytes(1 << 26)), "not one of 8 rows"),
         (block(8, bytes(63)), "not one of 8 rows"),
+        (block(8, bytes(range(64)), -9), "cut short"),
         (lambda columns: columns["x"].lengths.copy_(columns["x"].lengths.roll(1)), "blocks of up to 8"),
         (lambda columns: columns["x"].values.zero_(), "cannot be read"),
         (lambda columns: columns["x"].values[12:].zero_(), r"cannot be read|cut short"),
@@ -122,6 +123,12 @@ def test_compressed_blocks(lie: Any, change: Any, text: str) -> None:
 
 def test_blocks_of_any_number_of_rows_up_to_that(lie: Any) -> None:
     assert not lie("zstd", block(7, bytes(56)), noted=False)[:]["x"].any()
+
+
+def test_blocks_whose_rows_are_asked_for_by_turns(lie: Any) -> None:
+    index = torch.arange(16).view(2, 8).T.flatten()
+    rows = lie("zstd", lambda columns: None, noted=False)[index]
+    assert torch.equal(rows["x"][:, 0], 2.0 * index)
 
 
 @pytest.mark.parametrize("lengths", [{0: 1, ROWS - 1: 1}, {0: 1}, {}, {ROWS - 1: 2}])

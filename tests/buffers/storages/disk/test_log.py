@@ -88,7 +88,7 @@ def test_an_extend_that_fails_in_the_middle(
 
     monkeypatch.setattr("flatroll.buffers.storages.disk.log.host_memory", failing)
     with pytest.raises(MemoryError):
-        buffer.extend(rows_of(500, 60))
+        buffer.extend(rows_of(503, 60))  # the first of them ends a trajectory
     monkeypatch.undo()
     check(buffer, range(5))
     for first in range(5, 45, 20):
@@ -167,6 +167,34 @@ def test_close_can_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     buffer.storage.close()  # type: ignore[attr-defined]
     buffer.storage.close()  # type: ignore[attr-defined]
     check(make(tmp_path), range(5))
+
+
+def test_a_thread_that_begins_after_a_failed_flush_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller has the error: only who asks next tries again."""
+    buffer, begin, run = make(tmp_path), threading.Event(), RowLog._run
+
+    def later(log: RowLog) -> None:
+        assert begin.wait(60)
+        run(log)
+
+    def failing(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(RowLog, "_run", later)
+    buffer.extend(rows_of(0, 25))
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write", failing)
+        with pytest.raises(OSError, match="No space"):
+            buffer.storage.flush()  # type: ignore[attr-defined]
+    begin.set()
+    thread = log_of(buffer)._thread
+    assert thread is not None
+    thread.join(60)
+    assert buffer.stats()["rows_unflushed"] == 25
+    buffer.storage.close()  # type: ignore[attr-defined]
+    check(make(tmp_path), range(25))
 
 
 @pytest.mark.parametrize("what", ["save", "flush", "empty", "close"])
@@ -290,6 +318,39 @@ def test_a_closed_folder_is_free_though_a_child_is_alive(tmp_path: Path) -> None
         with pytest.raises(BlockingIOError):
             make(tmp_path)
     check(other, range(5))
+
+
+def test_the_clock_does_not_try_again_before_an_error_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = make(tmp_path, flush_seconds=0.3)
+
+    def failing(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write", failing)
+        buffer.extend(rows_of(0, 25))
+        thread, clock = log_of(buffer)._thread, log_of(buffer)._timer
+        assert thread is not None
+        thread.join(60)
+    if clock is not None:
+        clock.join(60)
+    assert buffer.stats()["rows_unflushed"] == 25
+    with pytest.raises(OSError, match="No space"):
+        buffer.extend(rows_of(25, 5))
+    buffer.storage.close()  # type: ignore[attr-defined]
+    check(make(tmp_path), range(25))
+
+
+def test_a_folder_forgets_where_runs_began_whose_rows_are_gone(tmp_path: Path) -> None:
+    for first in range(0, 60, 20):
+        buffer = make(tmp_path, 30)
+        buffer.extend(rows_of(first, 20))
+        buffer.storage.close()  # type: ignore[attr-defined]
+    layout = log_of(buffer).layout
+    assert layout is not None
+    assert layout.seams == [40]
 
 
 def test_an_emptied_folder_takes_rows_at_any_size(tmp_path: Path) -> None:
