@@ -358,7 +358,7 @@ def test_inspect_knows_lanes_and_episodes(tmp_path: Path) -> None:
     storage = DiskStorage(100, tmp_path / "rows")
     ReplayBuffer(storage=storage).extend(episode(0))
     storage.close()
-    assert f"\nafter version 1: rows 0 to {LENGTHS[0] - 1}" in inspect_folder(tmp_path / "rows").text
+    assert f"\nafter version 2: rows 0 to {LENGTHS[0] - 1}" in inspect_folder(tmp_path / "rows").text
 
 
 def test_long_work_shows_a_bar_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -188,7 +188,8 @@ def test_eviction(make: Any, tmp_path: Path) -> None:
     assert buffer.trajectory_ids == [35, 36, 37, 38, 39]
     assert buffer.total_samples == 5 * T * B
     buffer.flush()
-    assert sum(file.stat().st_size for file in (tmp_path / "run").iterdir()) < 50_000  # two versions, and the files that only the older one names
+    # Two versions, and the files that only the older one names.
+    assert sum(file.stat().st_size for file in (tmp_path / "run").iterdir()) < 50_000
     check(buffer.sample(100))
     with pytest.raises(ValueError, match="more than max_size"):
         buffer.add_trajectories([trajectory(0, 100)])
