@@ -362,13 +362,12 @@ class Folder:
         with self._turn:
             self._admit()
             self._clear_once()
-            own = {(segment.name[:2], segment.record[1:]): segment for segment in self._segments}
+            own = {segment.contents: segment for segment in self._segments}
             adopted: list[Segment] = []
             line = secrets.token_hex(4)  # of its own: rows of the version before may have the same numbers
             for segment in segments:
                 name = RowsName(segment.first, segment.end, line, 0)
-                same = own.get((segment.name[:2], segment.record[1:]))
-                adopted.append(same or segment.share(self.path, name, synced=self._sync))
+                adopted.append(own.get(segment.contents) or segment.share(self.path, name, synced=self._sync))
             self._unsettled, self._line, self._segments = True, line, adopted
             self._columns = adopted[-1].schema if adopted else {}
             self.head, self.end = (adopted[0].first, adopted[-1].end) if adopted else (0, 0)

@@ -74,6 +74,11 @@ class Segment:
         return sum(entry.size for entry in self.header.entries.values())
 
     @property
+    def contents(self) -> tuple[int, ...]:
+        """Numbers of the first row and of the one after the last, bytes, checksum: alike in files of the same rows."""
+        return (*self.name[:2], *self.record[1:])
+
+    @property
     def needs(self) -> set[str]:
         """What a reader of the file must know."""
         ragged = any(column.ragged for column in self.schema.values())

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from flatroll.buffers.columns.base import Column, Part, host_memory, put_rows, scatter
 from flatroll.buffers.index.ring import Ring
-from flatroll.buffers.index.saved_tables import damaged
+from flatroll.buffers.index.saved_tables import check_rows, damaged
 from flatroll.buffers.index.top_k_ring import RankedRing
 from flatroll.disk import Folder, LoadedVersion, Ragged, Version, column_key, column_name
 from flatroll.disk.columns import Column as FileColumn
@@ -365,10 +365,7 @@ def spans(ring: Ring, version: LoadedVersion) -> Iterator[tuple[Tensor, Any]]:
     ValueError if the version has others.
     """
     head, end = (0, ring.used) if isinstance(ring, RankedRing) else (ring.head, ring.written)
-    if (version.head, version.end) != (head, end):
-        raise damaged(
-            f"it counts the rows {head} ... {end - 1}, and has {version.head} ... {version.end - 1}"
-        )
+    check_rows((head, end), (version.head, version.end))
     for segment in version.segments:
         if segment.rows > ring.capacity:
             raise damaged(f"one of its files has {segment.rows} rows, of {ring.capacity}")

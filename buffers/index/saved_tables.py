@@ -21,6 +21,15 @@ def check_table(name: str, table: Any, dtype: np.dtype[Any], rows: int | None = 
         raise damaged(f"its {name} have {len(table)} entries, expected {rows}")
 
 
+def check_rows(counted: tuple[int, int], found: tuple[int, int]) -> None:
+    """Raise ValueError unless the rows that are ``found`` beside the tables are those that they count: numbers of the
+    first row and of the one after the last."""
+    if counted != found:
+        raise damaged(
+            f"it counts the rows {counted[0]} ... {counted[1] - 1}, and has {found[0]} ... {found[1] - 1}"
+        )
+
+
 def check_heap(
     live: int, used: int, written: int, gone: int, heap: Array, rank: Array, number: Array
 ) -> None:

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from flatroll.buffers.columns.base import Column, Columns
 from flatroll.buffers.index.ring import Ring
-from flatroll.buffers.index.saved_tables import damaged
+from flatroll.buffers.index.saved_tables import check_rows, damaged
 from flatroll.buffers.storages.columns import ColumnStorage
 from flatroll.buffers.storages.disk.column import DiskColumn
 from flatroll.buffers.storages.disk.forms import Form, FrameForm, ZstdForm
@@ -159,10 +159,7 @@ class LinkingStorage(ColumnStorage):
         if wrong := [key for key, form in layout.forms.items() if form.name != expected[key].name]:
             raise damaged(f"its entry {wrong[0]!r} has another form than it tells of")
         head, end = offset + ring.head, offset + ring.written
-        if (version.head, version.end) != (head, end):
-            raise damaged(
-                f"it counts the rows {head} ... {end - 1}, and has {version.head} ... {version.end - 1}"
-            )
+        check_rows((head, end), (version.head, version.end))
         if text := columns_differ(version.columns, layout):
             raise damaged(text)
         for segment in version.segments:

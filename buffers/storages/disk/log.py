@@ -19,6 +19,7 @@ from flatroll.disk import Folder, Ragged, Segment, Version, column_name
 from flatroll.layout.keys import NestedKey, next_key
 
 _LINE = 64  # bytes of a cache line
+_FACTS = {"kind": "rows of a DiskStorage"}
 _WAITING = 2  # full blocks that may wait for the disk before a writer waits, too
 
 
@@ -221,20 +222,18 @@ class RowLog:
 
     def save(self, path: Path, head: int, notes: dict[str, Any], overwrite: bool) -> None:
         """Make ``path`` a folder of the same rows, from number ``head`` on: its files are those of this one."""
+        path = path.resolve()
         with self.held():
             segments = self.held_segments(head, write=True)
-            if path.resolve() == self.folder.path.resolve():
+            if path == self.folder.path.resolve():
                 self.notes = notes
                 if self.layout is not None:
                     self._note()
                 return
-            path = path.resolve()
             with Folder(path, write=True, resume=self._saved.get(path), overwrite=overwrite) as other:
                 other.adopt(segments)
                 layout = {} if self.layout is None else self.layout.to_json()
-                version = other.publish(
-                    {**layout, **notes}, head=head, extra={"kind": "rows of a DiskStorage"}
-                )
+                version = other.publish({**layout, **notes}, head=head, extra=_FACTS)
             self._saved[path] = version
 
     @contextmanager
@@ -255,14 +254,13 @@ class RowLog:
             write: publish those that no file has yet.
         """
         if write:
-            self._error = None  # what failed is tried again
-            self._write(self._held)
+            self._try(self._held)
         return [segment for segment in self.folder.segments if segment.end > first]
 
     def has(self, segments: Sequence[Segment], head: int, end: int) -> bool:
         """Whether these files have the same rows as this log's, from number ``head`` to ``end - 1``, byte by byte."""
         own = [segment for segment in self.folder.segments if segment.first < end and segment.end > head]
-        return [(s.name[:2], s.record[1:]) for s in own] == [(s.name[:2], s.record[1:]) for s in segments]
+        return [segment.contents for segment in own] == [segment.contents for segment in segments]
 
     def load(self, segments: Sequence[Segment], layout: Layout, head: int, end: int) -> None:
         """Put the rows of other files in the place of all rows: a crash leaves the former or these.
@@ -414,9 +412,8 @@ class RowLog:
         assert self.layout is not None
         head = self.folder.head if head is None else head
         self.layout.seams[:] = [row for row in self.layout.seams if row > head]
-        facts = {"kind": "rows of a DiskStorage"}
         for _ in range(2 if self.folder.version is None else 1):  # so that one manifest can be damaged
-            self.folder.publish({**self.layout.to_json(), **self.notes}, head=head, extra=facts)
+            self.folder.publish({**self.layout.to_json(), **self.notes}, head=head, extra=_FACTS)
         self._noted, self._named = True, self.folder.end
 
     def _encoded(self, block: _Block, first: int, stop: int) -> dict[str, Tensor | Ragged]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from resume_product import same
 from tensordict import TensorDict
 
 from flatroll.buffers import (
@@ -115,18 +116,6 @@ def drawn(buffer: Any, count: int) -> list[Any]:
             priority = (info["index"] % 5 + 1).float()
             buffer.update_priority(info["index"], priority, info["index_generation"])
     return found
-
-
-def same(left: Any, right: Any) -> bool:
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, TensorDict):
-        return left.batch_size == right.batch_size and same(
-            dict(left.items(True, True)), dict(right.items(True, True))
-        )
-    return torch.equal(left, right) if isinstance(left, torch.Tensor) else bool(left == right)
 
 
 def check_goes_on(buffer: ReplayBuffer, other: ReplayBuffer, first: int) -> None:
