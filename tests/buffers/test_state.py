@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from resume_product import same
 from tensordict import TensorDict
 
 from flatroll.buffers import (
@@ -67,18 +68,6 @@ def drawn(buffer: ReplayBuffer, count: int) -> list[Any]:
             priority = (info["index"] % 5 + 1).float()
             buffer.update_priority(info["index"], priority, info["index_generation"])
     return found
-
-
-def same(left: Any, right: Any) -> bool:
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, TensorDict):
-        return left.batch_size == right.batch_size and bool((left == right).all())
-    if isinstance(left, torch.Tensor):
-        return torch.equal(left, right)
-    return bool(left == right)
 
 
 SAMPLERS: dict[str, Callable[[], Any]] = {
