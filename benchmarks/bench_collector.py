@@ -14,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from flatroll.benchmarks.measure.timing import ratio, table, take_turns
+from benchmarks.measure.timing import ratio, table, take_turns
 from flatroll.rollouts import Collector
 from flatroll.wrappers import InitTracker, StepCounter, TrajId, as_vector_env
 

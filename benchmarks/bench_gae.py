@@ -26,9 +26,9 @@ from tensordict.nn import (
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
+from benchmarks.measure.live_bytes import peak_of
+from benchmarks.measure.timing import Timing, table, take_turns, waited
 from flatroll import estimators
-from flatroll.benchmarks.measure.live_bytes import peak_of
-from flatroll.benchmarks.measure.timing import Timing, table, take_turns, waited
 
 ROWS = 1_000_000
 GPU_ROWS = 10_000_000

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatroll.benchmarks.measure.timing import Timing, ratio, table, take_turns
+from benchmarks.measure.timing import Timing, ratio, table, take_turns
 from flatroll.buffers.columns.base import After, Column, TensorColumn
 from flatroll.buffers.columns.frame_stack import FrameColumn
 from flatroll.buffers.columns.zstd import ZstdColumn

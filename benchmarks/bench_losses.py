@@ -19,8 +19,8 @@ from tensordict.nn.distributions import NormalParamExtractor
 from torch import Tensor, nn
 from torch.distributions import Categorical, Independent, Normal
 
+from benchmarks.measure.timing import table, take_turns
 from flatroll import estimators
-from flatroll.benchmarks.measure.timing import table, take_turns
 
 ROWS = 256
 Step = Callable[[], object]

@@ -11,8 +11,8 @@ import psutil
 import torch
 from tensordict import TensorDict
 
-from flatroll.benchmarks.bench_slices import rows_of
-from flatroll.benchmarks.measure.timing import table
+from benchmarks.bench_slices import rows_of
+from benchmarks.measure.timing import table
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 
 ENVS, STEPS, EPISODE = 64, 16, 1000

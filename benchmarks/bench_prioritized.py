@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from flatroll.benchmarks.bench_slices import LENGTH, SLICES, micros, rows_of, stream
-from flatroll.benchmarks.measure.timing import Timing, ratio, table, take_turns
+from benchmarks.bench_slices import LENGTH, SLICES, micros, rows_of, stream
+from benchmarks.measure.timing import Timing, ratio, table, take_turns
 from flatroll.buffers import (
     LazyTensorStorage,
     PrioritizedSampler,

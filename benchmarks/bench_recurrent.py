@@ -14,8 +14,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.benchmarks.measure.resident import resident_peak
-from flatroll.benchmarks.measure.timing import Timing, ratio, table, take_turns, waited
+from benchmarks.measure.resident import resident_peak
+from benchmarks.measure.timing import Timing, ratio, table, take_turns, waited
 from flatroll.modules import (
     GRUModule,
     LinearRecurrentModule,

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.benchmarks.measure.timing import Timing, ratio, table, take_turns
+from benchmarks.measure.timing import Timing, ratio, table, take_turns
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler, TrajectoryIndex
 from flatroll.buffers.columns.base import TensorColumn
 

@@ -14,7 +14,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 
-from flatroll.benchmarks.measure.timing import ratio, table, take_turns
+from benchmarks.measure.timing import ratio, table, take_turns
 from flatroll.specs import as_spec
 
 ROWS, TURNS, CALLS = 64, 15, 40

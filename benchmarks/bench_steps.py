@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from flatroll.benchmarks.measure import hindsight
-from flatroll.benchmarks.measure.timing import ratio, table, take_turns
+from benchmarks.measure import hindsight
+from benchmarks.measure.timing import ratio, table, take_turns
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 
 OBSERVATION, ACTION, EPISODE, SAMPLE = 17, 6, 200, 256

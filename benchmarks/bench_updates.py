@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 from torch.nn import functional as F
 
-from flatroll.benchmarks.bench_losses import actor, mlp
-from flatroll.benchmarks.measure.timing import table, take_turns
+from benchmarks.bench_losses import actor, mlp
+from benchmarks.measure.timing import table, take_turns
 from flatroll.estimators import ClipPPOLoss, DQNLoss, LossModule, SACLoss
 
 OBSERVATIONS, ACTIONS, GAMMA = 8, 2, 0.99

@@ -4,7 +4,7 @@
 with a time limit; which ones did not end in time is said below the table. Ratios are of times taken in turns. The last
 column says how many cores other programs left free: speed-ups by processes need as many as there are processes.
 
-``python -m flatroll.benchmarks.bench_workers --learn`` trains SAC on Pendulum in one process, and with two workers
+``python -m benchmarks.bench_workers --learn`` trains SAC on Pendulum in one process, and with two workers
 beside the learner, in turns (`flatroll.examples.many_workers`): returns, seconds, and how old the weights were.
 """
 
@@ -23,9 +23,9 @@ from typing import Any
 import psutil
 import torch
 
-from flatroll.benchmarks.measure.timing import table
-from flatroll.benchmarks.workers import life, speed, windows
-from flatroll.benchmarks.workers.finding import Finding, Load
+from benchmarks.measure.timing import table
+from benchmarks.workers import life, speed, windows
+from benchmarks.workers.finding import Finding, Load
 from flatroll.examples import many_workers
 
 #: Parts: what gives their findings, or numbers; and the seconds that they may take.
@@ -49,7 +49,7 @@ HEADER = ["what", "budget", "measured", "", "", "cores free of other programs"]
 
 def in_a_process(part: str, seconds: float) -> tuple[Any, str]:
     """What a part gave within these seconds (None: nothing), and the cores that were free meanwhile."""
-    command = [sys.executable, "-m", "flatroll.benchmarks.bench_workers", "--part", part]
+    command = [sys.executable, "-m", "benchmarks.bench_workers", "--part", part]
     with Load.measured() as load, subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             printed, _ = process.communicate(timeout=seconds)

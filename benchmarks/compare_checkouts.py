@@ -1,4 +1,4 @@
-"""Times two checkouts of flatroll: ``python -m flatroll.benchmarks.compare_checkouts OTHER [WORD...]``.
+"""Times two checkouts of flatroll: ``python -m benchmarks.compare_checkouts OTHER [WORD...]``.
 
 One process per checkout holds the cases ready; they take turns. Times are the processor time of one thread. The
 least of all turns is what other programs on the machine disturbed least, and each round has new processes, since a

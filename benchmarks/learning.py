@@ -1,6 +1,6 @@
 """Measures the examples' returns and speed over seeds, beside stable-baselines3 if installed.
 
-``python -m flatroll.benchmarks.learning ppo-cartpole sac-pendulum --seeds 1 2 3`` runs some, without names all. One run
+``python -m benchmarks.learning ppo-cartpole sac-pendulum --seeds 1 2 3`` runs some, without names all. One run
 after the other, each on one thread, ours and the peer's in turn: about an hour in all. The peer has the same frames,
 envs, networks and hyperparameters, but for PPO the usual minibatches, of 128 rows at 2.5e-4 on CartPole and of 64 at
 3e-4 on HalfCheetah; ours are twice as large, at 5e-4. It has no recurrent Q-learning: its DQN sees the last four
@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 import torch
 
-from flatroll.benchmarks.measure.timing import table
-from flatroll.benchmarks.peers import learning as peers
+from benchmarks.measure.timing import table
+from benchmarks.peers import learning as peers
 from flatroll.examples import ppo, recurrent_dqn, sac
 
 Outcome = dict[str, float]

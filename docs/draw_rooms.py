@@ -1,4 +1,4 @@
-"""Draws the rooms of the library and who imports whom, from the imports: ``python docs/draw_rooms.py``."""
+"""Draws the rooms of the library and who imports whom, from the imports: ``python -m docs.draw_rooms``."""
 
 import textwrap
 from pathlib import Path
@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from flatroll.benchmarks.shape.imports import Graph, grouped, import_graph
+from benchmarks.shape.imports import Graph, grouped, import_graph
 
 PICTURE = Path(__file__).parent / "img" / "rooms.png"
 WIDTH, GAP, ROW_GAP, LINE = 4.6, 0.5, 1.1, 0.21  # a card, between cards, between their rows, a line of text

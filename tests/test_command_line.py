@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from flatroll.__main__ import benchmark_command, main, run_and_keep
+from flatroll.__main__ import benchmarks_by_name, main, run_and_keep
 
 
 def flat_batch(*, done_matches: bool = True) -> TensorDict:
@@ -129,8 +129,17 @@ def test_bench_reports_a_benchmark_that_fails(capsys: pytest.CaptureFixture[str]
     assert "== broken: exit code 3 after " in capsys.readouterr().out
 
 
-def test_a_benchmark_runs_as_a_module_of_the_package() -> None:
-    assert benchmark_command("scan") == [sys.executable, "-m", "flatroll.benchmarks.bench_scan"]
+def test_bench_names_the_module_of_a_benchmark_in_a_folder() -> None:
+    known = benchmarks_by_name()
+    assert (known["gae"], known["disk"]) == ("benchmarks.bench_gae", "benchmarks.disk.bench_disk")
+
+
+def test_bench_without_a_checkout_says_where_benchmarks_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("flatroll.__main__.CHECKOUT", tmp_path)
+    assert main(["bench"]) == 2
+    assert "the benchmarks come with a checkout" in capsys.readouterr().err
 
 
 def test_demo_hands_its_arguments_to_the_example(capsys: pytest.CaptureFixture[str]) -> None:

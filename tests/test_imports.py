@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flatroll.benchmarks.shape import imports
+from benchmarks.shape import imports
 
 ROOMS = [*(room for room in imports.ROOMS if room != "trainers"), "export"]
 HEAVY = {

@@ -1,6 +1,7 @@
 """What is built holds the package and nothing else, and works away from the repository."""
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -13,12 +14,15 @@ from typing import Any
 
 import pytest
 
-from flatroll.benchmarks.shape import imports
-
 ROOT = Path(__file__).parents[1]
-ROOMS = set(imports.ROOMS) - {"trainers"}
-FOLDERS = ROOMS | {"trainers", "examples", "benchmarks"}
-SOURCE_FILES = {f"src/flatroll/{name}" for name in ("__init__.py", "__main__.py", "export.py", "py.typed")}
+PACKAGE = ROOT / "src" / "flatroll"
+LINKED = (
+    "wrappers",
+    "buffers",
+    "estimators",
+    "examples",
+)  # folders at the root that the package reaches by links
+SHIPPED_EXAMPLES = {"__init__.py", "recurrent_ppo.py", "report.py"}  # what `flatroll demo` runs
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -64,36 +68,74 @@ def names_in(wheel: Path) -> set[str]:
         return set(archive.namelist())
 
 
-def tracked(folder: str) -> set[str]:
-    """The Python files of a folder at the root, as the wheel should name them."""
-    return {f"flatroll/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*.py")}
-
-
-def test_links_folders_and_build_lists_agree(project: dict[str, Any]) -> None:
-    links = {path.name for path in (ROOT / "src" / "flatroll").iterdir() if path.is_symlink()}
-    targets = project["tool"]["hatch"]["build"]["targets"]
-    assert links == FOLDERS
-    assert set(targets["wheel"]["only-include"]) == SOURCE_FILES | FOLDERS
-    assert targets["wheel"]["sources"] == {"src/flatroll": "flatroll"} | {
-        name: f"flatroll/{name}" for name in FOLDERS
+def package_files() -> set[str]:
+    """The files that the wheel should hold, by their names in it."""
+    real = [path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix in (".py", ".typed")]
+    inside = {str(path.relative_to(PACKAGE.parent)) for path in real}
+    inside -= {name for name in inside if name.split("/")[1] in LINKED}
+    for folder in LINKED:
+        files = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*.py")}
+        inside |= {
+            f"flatroll/{file}" for file in files if folder != "examples" or file.name in SHIPPED_EXAMPLES
+        }
+    return {
+        name
+        for name in inside
+        if name.count("/") == 2 or not name.startswith("flatroll/examples/")  # no example of a subfolder
     }
-    assert set(targets["sdist"]["only-include"]) >= SOURCE_FILES | FOLDERS | {"tests"}
-    assert set(project["tool"]["pyright"]["include"]) >= FOLDERS
 
 
-@pytest.mark.parametrize("name", sorted(FOLDERS))
+@pytest.mark.parametrize("name", LINKED)
 def test_a_link_is_relative_and_leads_to_the_real_folder(name: str) -> None:
-    link = ROOT / "src" / "flatroll" / name
+    link = PACKAGE / name
     assert os.readlink(link) == f"../../{name}"
     assert (link / "__init__.py").is_file()
     assert not (ROOT / name).is_symlink()
 
 
+def test_there_is_no_other_link_and_the_builds_leave_these_out(project: dict[str, Any]) -> None:
+    assert {path.name for path in PACKAGE.iterdir() if path.is_symlink()} == set(LINKED)
+    for target in ("wheel", "sdist"):
+        left_out = set(project["tool"]["hatch"]["build"]["targets"][target]["exclude"])
+        assert left_out >= {f"/src/flatroll/{name}" for name in LINKED}
+
+
+def test_no_folder_at_the_root_hides_a_package() -> None:
+    """At the root of a checkout ``import datasets`` finds Hugging Face's package, or nothing."""
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    own = {*LINKED, "benchmarks", "tests", "docs", "src", "build", "dist", "out"}
+    assert folders <= own
+    found = run(sys.executable, "-c", "import datasets; print(datasets.__file__)", cwd=ROOT)
+    assert not Path(found.strip()).is_relative_to(ROOT / "src")
+    assert Path(found.strip()).parent.parent.name == "site-packages"
+
+
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = names_in(wheel)
     package = {name for name in names if not name.partition("/")[0].endswith(".dist-info")}
-    expected = {f"flatroll/{Path(name).name}" for name in SOURCE_FILES}
-    assert package == expected.union(*(tracked(folder) for folder in FOLDERS))
+    assert package == package_files()
+    assert len(package) > 250
+
+
+def test_a_copy_whose_links_are_text_files_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    """As in a checkout made without symbolic links: each link is a file that holds the path."""
+    copy = tmp_path / "copy"
+    for name in ("src", "wrappers", "buffers", "estimators", "examples"):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for name in LINKED:
+        link = copy / "src" / "flatroll" / name
+        target = os.readlink(link)
+        link.unlink()
+        link.write_text(target)
+    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, copy, cwd=tmp_path)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as built, zipfile.ZipFile(wheel) as expected:
+        assert contents(built) == contents(expected)
+
+
+def contents(archive: zipfile.ZipFile) -> dict[str, bytes]:
+    return {name: archive.read(name) for name in archive.namelist()}
 
 
 def test_the_wheel_names_its_license_and_command(wheel: Path) -> None:
@@ -108,17 +150,27 @@ def test_the_sdist_holds_what_a_build_and_a_reader_need(built: Path) -> None:
         members = archive.getmembers()
     names = {member.name.partition("/")[2] for member in members}
     assert not [member.name for member in members if member.issym()]
-    assert names >= SOURCE_FILES | {f"{folder}/__init__.py" for folder in FOLDERS}
+    assert names >= {f"{folder}/__init__.py" for folder in (*LINKED, "benchmarks")}
+    assert names >= {f"src/{name}" for name in package_files() if name.split("/")[1] not in LINKED}
+    assert not [name for name in names if "__pycache__" in name]
     assert names >= {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"}
     assert names >= {"constraints.txt", "tests/test_packaging.py", "CITATION.cff", "mkdocs.yml"}
     assert not [name for name in names if name.startswith(".venv")]
 
 
+def is_room(name: str) -> bool:
+    return name.count("/") == 2 and name.endswith("/__init__.py")
+
+
 def test_the_installed_wheel_imports_from_another_directory(installed: Path, tmp_path: Path) -> None:
+    rooms = sorted(
+        Path(name).parent.as_posix().replace("/", ".") for name in package_files() if is_room(name)
+    )
+    assert len(rooms) == 15  # 14 rooms and the examples
     program = "; ".join(
         [
             "import flatroll",
-            *(f"import flatroll.{name}" for name in sorted(FOLDERS)),
+            *(f"import {name}" for name in rooms),
             "print(flatroll.__file__)",
         ]
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flatroll.benchmarks.shape.imports import ROOMS
+from benchmarks.shape.imports import ROOMS, files_of
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -20,7 +20,7 @@ def literals() -> str:
     """All string literals of the rooms, one a line; what is put into them is a NUL."""
     found = []
     for room in ROOMS:
-        for path in (ROOT / room).rglob("*.py"):
+        for path in files_of(room):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     found.append(node.value)

@@ -1,4 +1,4 @@
-"""Times converting a Minari set beside Minari's own iteration: ``python -m flatroll.benchmarks.disk.bench_datasets``.
+"""Times converting a Minari set beside Minari's own iteration: ``python -m benchmarks.disk.bench_datasets``.
 
 Processor time of the process, contenders in turns. Each conversion is a first one: into a new folder.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from flatroll.benchmarks.measure.timing import ratio, table, take_turns
+from benchmarks.measure.timing import ratio, table, take_turns
 from flatroll.datasets import BaseDatasetExperienceReplay, MinariExperienceReplay
 from flatroll.export import read_minari
 

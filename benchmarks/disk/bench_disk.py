@@ -1,4 +1,4 @@
-"""Times saves and loads of buffers beside torchrl's: ``python -m flatroll.benchmarks.disk.bench_disk``.
+"""Times saves and loads of buffers beside torchrl's: ``python -m benchmarks.disk.bench_disk``.
 
 Every number is a ratio of wall times in one run: medians of several turns, in each of which all is done once, with what
 is written on the disk when a save returns, and loads into new buffers, as a run that goes on does them. torchrl is left
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from flatroll.benchmarks.measure.timing import table
+from benchmarks.measure.timing import table
 from flatroll.buffers import H5StorageCheckpointer, LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.disk import files
 

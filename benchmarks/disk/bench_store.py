@@ -1,6 +1,6 @@
 """Benchmarks `DiskStorage`: appending, warm and cold slices, images; over what the hardware can do, in one run.
 
-``python -m flatroll.benchmarks.disk.bench_store [--rows 2000000] [--folder PATH]``
+``python -m benchmarks.disk.bench_store [--rows 2000000] [--folder PATH]``
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Benchmarks `TrajectoryReplayBuffer.sample` over a plain gather of as many rows of the same columns, in one run.
 
-``python -m flatroll.benchmarks.disk.bench_trajectories [--rows 4096]``
+``python -m benchmarks.disk.bench_trajectories [--rows 4096]``
 """
 
 import argparse

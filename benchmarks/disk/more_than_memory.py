@@ -1,6 +1,6 @@
 """Writes rows, samples slices of them and trains on these, while the process's own memory stays below a limit.
 
-``python -m flatroll.benchmarks.disk.more_than_memory [--rows 10000000] [--limit_mib 2048] [--folder PATH]``
+``python -m benchmarks.disk.more_than_memory [--rows 10000000] [--limit_mib 2048] [--folder PATH]``
 
 The limit is on anonymous memory (``RssAnon`` of Linux): what the process has for itself. Pages of mapped files are not
 in it: the system takes them back when it needs them. A thread looks every 20 ms, and ends the process beyond the limit.

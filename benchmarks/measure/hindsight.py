@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from flatroll.benchmarks.measure.timing import ratio, take_turns
+from benchmarks.measure.timing import ratio, take_turns
 from flatroll.buffers import HindsightTransform, LazyTensorStorage, ReplayBuffer
 
 SIZES = {"observation": 10, "achieved_goal": 3, "desired_goal": 3}  # of FetchReach

@@ -1,6 +1,6 @@
 """What Ray costs: a window through the object store, and a sample from a buffer in an actor, beside the same at home.
 
-    python -m flatroll.benchmarks.measure.ray_ways
+    python -m benchmarks.measure.ray_ways
 
 Wall time, medians in ms; one actor on this machine. Collecting itself is left out: the env gives ready rows.
 """

@@ -1,4 +1,4 @@
-"""Learns the tasks of ``flatroll.benchmarks.learning`` with stable-baselines3, an optional package."""
+"""Learns the tasks of ``benchmarks.learning`` with stable-baselines3, an optional package."""
 
 import time
 from importlib import import_module

@@ -1,6 +1,6 @@
 """Trains PPO and SAC at stable-baselines3's settings, with it and with flatroll, and compares the time.
 
-``python -m flatroll.benchmarks.peers.sb3 ppo sac --seeds 1 2 3``; without names all tasks. Both have the same
+``python -m benchmarks.peers.sb3 ppo sac --seeds 1 2 3``; without names all tasks. Both have the same
 frames, layers and hyperparameters, and one torch thread. They take turns, seed by seed. A finished policy is judged
 by the mean return of 20 episodes of its most probable actions.
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flatroll.benchmarks.measure.timing import table
+from benchmarks.measure.timing import table
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.estimators import GAE, ClipPPOLoss, SACLoss, SoftUpdate
 from flatroll.examples import ppo, sac

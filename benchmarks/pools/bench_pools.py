@@ -1,4 +1,4 @@
-"""envpool at once, in two halves in turn, and in async mode: ``python -m flatroll.benchmarks.pools.bench_pools``."""
+"""envpool at once, in two halves in turn, and in async mode: ``python -m benchmarks.pools.bench_pools``."""
 
 import importlib.util
 import time
@@ -11,8 +11,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from flatroll.benchmarks.bench_collector import free_policy, spend
-from flatroll.benchmarks.measure.timing import ratio, table, take_turns
+from benchmarks.bench_collector import free_policy, spend
+from benchmarks.measure.timing import ratio, table, take_turns
 from flatroll.rollouts import Collector
 
 

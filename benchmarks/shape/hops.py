@@ -1,6 +1,6 @@
 """Counts hops: the functions and files of flatroll that one call enters, which a reader has to follow.
 
-``python -m flatroll.benchmarks.shape.hops`` prints the table; ``... hops GAE`` lists the functions that GAE enters.
+``python -m benchmarks.shape.hops`` prints the table; ``... hops GAE`` lists the functions that GAE enters.
 Comprehensions and generator expressions are part of the function they stand in. Every call is counted the second
 time it is made, when kernels are compiled and storages allocated.
 """
@@ -21,7 +21,7 @@ from tensordict.nn import (
 from torch import nn
 
 import flatroll
-from flatroll.benchmarks.measure.timing import table
+from benchmarks.measure.timing import table
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.estimators import GAE, ClipPPOLoss
 from flatroll.rollouts import Collector, rollout

@@ -26,19 +26,19 @@ ROOMS = (
     "text",
     "trainers",
 )
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[2]  # of the checkout
 
 Graph = Mapping[str, set[str]]  # file -> the files that it imports, as dotted names without the package's
 
 
 def files_of(room: str, root: Path = ROOT) -> Iterator[Path]:
-    """List the Python files of a top-level folder ("room"), subfolders included."""
-    yield from sorted((root / room).rglob("*.py"))
+    """List the Python files of a room, subfolders included; three rooms are links to folders at the root."""
+    yield from sorted((root / "src" / PACKAGE / room).rglob("*.py"))
 
 
 def dotted(file: Path, root: Path = ROOT) -> str:
-    """Return a file's module name: ``buffers/index/ring.py`` is ``"buffers.index.ring"``."""
-    parts = file.relative_to(root).with_suffix("").parts
+    """Return a file's module name: ``src/flatroll/buffers/index/ring.py`` is ``"buffers.index.ring"``."""
+    parts = file.relative_to(root / "src" / PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 

@@ -1,6 +1,6 @@
 """Counts lines, functions and comments of each folder, and finds the longest file and function.
 
-``python -m flatroll.benchmarks.shape.sizes [CHECKOUT]`` prints the table for this checkout or for another.
+``python -m benchmarks.shape.sizes [CHECKOUT]`` prints the table for this checkout or for another.
 """
 
 import ast
@@ -11,8 +11,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatroll.benchmarks.measure.timing import table
-from flatroll.benchmarks.shape.imports import ROOMS, ROOT, files_of, import_graph, longest_chain
+from benchmarks.measure.timing import table
+from benchmarks.shape.imports import ROOMS, ROOT, files_of, import_graph, longest_chain
 
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 LAYOUT_TOKENS = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

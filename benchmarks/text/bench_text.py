@@ -1,4 +1,4 @@
-"""Times flat text rollouts beside padded ones: ``python -m flatroll.benchmarks.text.bench_text``.
+"""Times flat text rollouts beside padded ones: ``python -m benchmarks.text.bench_text``.
 
 Thread time, contenders in turns in one process. TorchRL is left out where it is not installed, or with ``--alone``.
 """
@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.benchmarks.measure.timing import ratio, table, take_turns
+from benchmarks.measure.timing import ratio, table, take_turns
 from flatroll.text import PromptData, RolloutFromModel
 
 TEXTS, PROMPT, STEPS = 32, 256, 128

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from flatroll.benchmarks.measure.timing import table
+from benchmarks.measure.timing import table
 from flatroll.layout import run_ends
 from flatroll.rollouts import Collector, rollout
 from flatroll.wrappers import as_vector_env

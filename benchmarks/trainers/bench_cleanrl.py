@@ -14,7 +14,7 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import Tensor, distributions, nn
 
-from flatroll.benchmarks.measure.timing import table
+from benchmarks.measure.timing import table
 from flatroll.estimators import GAE
 from flatroll.rollouts import Collector
 

@@ -15,7 +15,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, T
 from torch import nn
 from torch.distributions import Categorical
 
-from flatroll.benchmarks.measure.timing import Timing, ratio, table, take_turns
+from benchmarks.measure.timing import Timing, ratio, table, take_turns
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.estimators import GAE, ClipPPOLoss
 from flatroll.examples.recurrent_ppo import HideVelocities

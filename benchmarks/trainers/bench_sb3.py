@@ -14,9 +14,9 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from flatroll.benchmarks.bench_images import played, squares
-from flatroll.benchmarks.bench_steps import ACTION, OBSERVATION, SAMPLE, WINDOW, Steps
-from flatroll.benchmarks.measure.timing import ratio, table, take_turns
+from benchmarks.bench_images import played, squares
+from benchmarks.bench_steps import ACTION, OBSERVATION, SAMPLE, WINDOW, Steps
+from benchmarks.measure.timing import ratio, table, take_turns
 
 WINDOWS, TURNS = 40, 25
 IMAGE_ENVS, IMAGE_STEPS, IMAGE_SAMPLE = 8, 640, 128

@@ -1,4 +1,4 @@
-"""Times maps and forests beside TorchRL's and a dict: ``python -m flatroll.benchmarks.trees.bench_trees``.
+"""Times maps and forests beside TorchRL's and a dict: ``python -m benchmarks.trees.bench_trees``.
 
 Thread time, contenders in turns in one process. TorchRL is left out where it is not installed, or with ``--alone``.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from flatroll.benchmarks.measure.timing import ratio, table, take_turns
+from benchmarks.measure.timing import ratio, table, take_turns
 from flatroll.kernels.rows.row_index import RowIndex
 from flatroll.kernels.rows.words import pack_rows
 from flatroll.trees import MCTSForest, QueryModule, TensorDictMap

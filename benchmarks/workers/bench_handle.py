@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from flatroll.benchmarks.measure.timing import table
+from benchmarks.measure.timing import table
 from flatroll.buffers import BufferHandle, LazyTensorStorage, ReplayBuffer, SliceSampler
 
 TURNS, SAMPLE = 9, 256

@@ -17,13 +17,13 @@ import numpy as np
 import psutil
 import torch
 
-from flatroll.benchmarks.measure.timing import ratio, take_turns
-from flatroll.benchmarks.workers.finding import Finding, copy_all
-from flatroll.benchmarks.workers.speed import Slow, policy
+from benchmarks.measure.timing import ratio, take_turns
+from benchmarks.workers.finding import Finding, copy_all
+from benchmarks.workers.speed import Slow, policy
 from flatroll.rollouts import MultiAsyncCollector, MultiSyncCollector
 from flatroll.sharing import Nursery, SharedWeights, WorkerDied
 
-PRELOADED = ("flatroll.rollouts", "flatroll.benchmarks.workers.speed")
+PRELOADED = ("flatroll.rollouts", "benchmarks.workers.speed")
 KILLS = Path(__file__).resolve().parents[2] / "tests" / "support" / "kill_workers.py"
 
 

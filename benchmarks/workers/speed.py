@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import torch
 
-from flatroll.benchmarks.workers.finding import Finding
+from benchmarks.workers.finding import Finding
 from flatroll.rollouts import Collector, MultiCollector
 from flatroll.sharing import Nursery
 

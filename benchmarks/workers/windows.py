@@ -14,7 +14,7 @@ import torch
 from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 
-from flatroll.benchmarks.workers.finding import Finding, copy_all, cpu_of
+from benchmarks.workers.finding import Finding, copy_all, cpu_of
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.rollouts import Collector, MultiAsyncCollector
 from flatroll.rollouts.workers.messages import Note

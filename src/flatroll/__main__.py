@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import pkgutil
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
 BENCH_PREFIX = "bench_"
+CHECKOUT = Path(flatroll.__file__).resolve().parents[2]  # of an editable install
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     look.add_argument("--picture", type=Path, metavar="FILE", help="save a folder's histograms here")
     look.set_defaults(run=run_inspect)
 
-    bench = commands.add_parser("bench", help="run the benchmarks and print their tables")
+    bench = commands.add_parser("bench", help="run the benchmarks of a checkout and print their tables")
     bench.add_argument("names", nargs="*", metavar="NAME", help="which ones (all by default)")
     bench.add_argument("--list", action="store_true", help="print the names and stop")
     bench.add_argument("--out", type=Path, metavar="DIR", help="also write each table to DIR/NAME.txt")
@@ -167,17 +167,16 @@ def save_timeline(batch: TensorDictBase, file: Path) -> None:
 
 def run_bench(arguments: argparse.Namespace) -> int:
     """Run benchmark modules one after the other, each in a process of its own; 1 when one fails."""
-    known = list(benchmarks_by_name())
-    names = [name.removeprefix(BENCH_PREFIX) for name in arguments.names] or known
+    known = benchmarks_by_name()
+    names = [name.removeprefix(BENCH_PREFIX) for name in arguments.names] or list(known)
     unknown = sorted(set(names) - set(known))
     if unknown:
-        raise CommandError(
-            f"no benchmark named {', '.join(unknown)}; there are: {', '.join(known) or 'none'}"
-        )
+        raise CommandError(f"no benchmark named {', '.join(unknown)}; there are: {', '.join(known)}")
     if arguments.list:
         print("\n".join(names))
         return 0
-    failed = [name for name in names if not run_and_keep(name, benchmark_command(name), arguments.out)]
+    commands = {name: [sys.executable, "-m", known[name]] for name in names}
+    failed = [name for name, command in commands.items() if not run_and_keep(name, command, arguments.out)]
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
@@ -222,30 +221,22 @@ def run_compile(arguments: argparse.Namespace) -> int:
 
 
 def benchmarks_by_name() -> dict[str, str]:
-    """The modules of the benchmarks in ``flatroll.benchmarks`` and its folders, by their names without the prefix."""
-    from flatroll import benchmarks
-
-    found = pkgutil.walk_packages(benchmarks.__path__, f"{benchmarks.__name__}.")
-    modules = {module.name.rpartition(".")[2]: module.name for module in found}
+    """The modules in the folder ``benchmarks`` of the checkout, by their names without the prefix."""
+    files = sorted((CHECKOUT / "benchmarks").rglob(f"{BENCH_PREFIX}*.py"), key=lambda file: file.name)
+    if not files:
+        raise CommandError("the benchmarks come with a checkout, not with an installed wheel: clone flatroll")
     return {
-        name.removeprefix(BENCH_PREFIX): module
-        for name, module in sorted(modules.items())
-        if name.startswith(BENCH_PREFIX)
+        file.stem.removeprefix(BENCH_PREFIX): ".".join(file.relative_to(CHECKOUT).with_suffix("").parts)
+        for file in files
     }
 
 
-def benchmark_command(name: str) -> list[str]:
-    """The command that runs one benchmark in a process of its own."""
-    module = benchmarks_by_name().get(name, f"flatroll.benchmarks.{BENCH_PREFIX}{name}")
-    return [sys.executable, "-m", module]
-
-
 def run_and_keep(name: str, command: list[str], out: Path | None) -> bool:
-    """Run a command, print its output as it comes and keep it in ``out``; True when it exits 0."""
+    """Run a command in the checkout, print its output as it comes, keep it in ``out``; True when it exits 0."""
     print(f"== {name}", flush=True)
     begun = time.perf_counter()
     lines: list[str] = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)

@@ -362,7 +362,7 @@ def test_a_damaged_part_is_not_merged(path: Path) -> None:
 
 
 def test_no_pickle_is_read_or_written() -> None:
-    room = Path(__file__).parents[2] / "disk"
+    room = Path(__file__).parents[2] / "src" / "flatroll" / "disk"
     for file in room.rglob("*.py"):
         text = file.read_text()
         assert not any(

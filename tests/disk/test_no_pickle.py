@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PLACES = ["disk", "buffers", "datasets", "layout", "trees", "src/flatroll/export.py"]
+ROOT = Path(__file__).parents[2] / "src" / "flatroll"
+PLACES = ["disk", "buffers", "datasets", "layout", "trees", "export.py"]
 UNPICKLERS = {
     "pickle",
     "_pickle",

@@ -8,7 +8,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import Tensor, nn
 
-from flatroll.benchmarks.measure.live_bytes import peak_of
+from benchmarks.measure.live_bytes import peak_of
 
 Run = tuple[int, str]
 BatchOf = Callable[..., TensorDict]

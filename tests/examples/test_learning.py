@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.distributions import AffineTransform, Independent, Normal, TanhTransform, TransformedDistribution
 
-from flatroll.benchmarks import learning
-from flatroll.benchmarks.peers import sb3
+from benchmarks import learning
+from benchmarks.peers import sb3
 from flatroll.examples import hindsight, ppo, recurrent_dqn, sac
 
 ROOT = Path(__file__).parents[2]

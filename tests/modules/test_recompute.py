@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.benchmarks.measure.live_bytes import LiveBytes
+from benchmarks.measure.live_bytes import LiveBytes
 from flatroll.modules import GRUModule, LSTMModule, set_recurrent_mode
 
 KEYS: dict[str, Any] = {"in_key": "observation", "out_key": "features", "state": "zero"}

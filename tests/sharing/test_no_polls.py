@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2] / "src" / "flatroll"
 FOLDERS = ("sharing", "rollouts/workers", "buffers/remote")
 
 

@@ -1,9 +1,7 @@
 """Models, prompts and rollouts for the tests of this folder, which no test may go online for."""
 
 import socket
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,17 +9,6 @@ import torch
 from tiny_text import make_model, score, train_tokenizer
 
 from flatroll.text import PromptData, RolloutFromModel
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def real_datasets() -> Iterator[None]:
-    """``python -m pytest`` puts the working folder on the path, whose room ``datasets`` hides the package."""
-    before = list(sys.path)
-    sys.path[:] = [entry for entry in before if Path(entry).resolve() != ROOT]
-    yield
-    sys.path[:] = before
 
 
 @pytest.fixture(autouse=True)

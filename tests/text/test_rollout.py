@@ -11,7 +11,7 @@ from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDict
 from tiny_text import make_critic, make_model, score
 from torch.distributions import Categorical
 
-from flatroll.benchmarks.text.bench_text import bytes_of, full_prompts
+from benchmarks.text.bench_text import bytes_of, full_prompts
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.estimators import GAE, ClipPPOLoss
 from flatroll.layout import audit, join, run_ends

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from flatroll.benchmarks.trainers.bench_adapters import STEPS, WAYS, Counts, counts_of, installed, main
+from benchmarks.trainers.bench_adapters import STEPS, WAYS, Counts, counts_of, installed, main
 
 CASES = [
     pytest.param(

@@ -64,7 +64,7 @@ def test_the_range_is_that_of_the_extra(name: str) -> None:
     (declared,) = (
         line for line in project["optional-dependencies"][extra] if line.startswith(f"{distribution}>=")
     )
-    text = (ROOT / "trainers" / f"{name}.py").read_text()
+    text = (ROOT / "src" / "flatroll" / "trainers" / f"{name}.py").read_text()
     called = re.search(r'require_version\("(.+)", "(.+)", "(.+)"\)', text)
     assert called is not None
     assert declared == "{}>={},<{}".format(*called.groups())

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
-from flatroll.benchmarks import bench_updates
+from benchmarks import bench_updates
 from flatroll.estimators import (
     A2CLoss,
     ClipPPOLoss,

@@ -251,13 +251,8 @@ def get_dataloader(
 
 
 def _needed(name: str) -> Any:
-    """Import a package of the extra; ImportError if it is missing, or hidden by a folder of its name."""
+    """Import a package of the extra; ImportError if it is missing."""
     try:
-        module = importlib.import_module(name)
+        return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(f'tokenized data sets need {name}: pip install "flatroll[text]"') from error
-    if name == "datasets" and not hasattr(module, "load_dataset"):
-        raise ImportError(
-            f"{next(iter(module.__path__))} hides the package datasets: start Python in another folder, or with -P"
-        )
-    return module
