@@ -25,16 +25,15 @@ from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.prefetcher import Prefetcher
 from flatroll.buffers.remote.handle import BufferHandle
 from flatroll.buffers.remote.owner import Service
-from flatroll.buffers.samplers.base import RandomSampler, Sampler
+from flatroll.buffers.samplers.sampler import RandomSampler, Sampler
 from flatroll.buffers.sharing import check_saved_generator, pickle_by_value, reseed_in_worker
 from flatroll.buffers.step_writer import StepWriter
-from flatroll.buffers.storages.base import Rows, Storage
-from flatroll.buffers.storages.by_position import slots_at
 from flatroll.buffers.storages.item_kinds import TensorDicts, batched, dense, entry, map_rows, not_flat
 from flatroll.buffers.storages.list import ListStorage
-from flatroll.buffers.storages.parallel_lanes import Index, lay_flat, positions, slots_of
+from flatroll.buffers.storages.positions import Index, positions, slots_at, slots_of
 from flatroll.buffers.storages.saved_columns import other_capacity
-from flatroll.buffers.transforms.base import (
+from flatroll.buffers.storages.storage import Rows, Storage
+from flatroll.buffers.transforms.transform import (
     TransformLike,
     apply,
     check_row_count,
@@ -226,7 +225,7 @@ class ReplayBuffer(Facts):
         if isinstance(data, TensorDictBase) and (not data.batch_dims or data.get(MASK, None) is not None):
             check_rows(data, self.storage.ndim)
         if self.storage.ndim > 1:
-            data = lay_flat(self.storage, data, self.dim_extend, self.started)
+            data = self.storage.lay_flat(data, self.dim_extend, self.started)
         return self._write(data, final, update_priority is not False)
 
     def add(self, data: Any) -> int:

@@ -27,7 +27,7 @@ from flatroll.buffers.remote.handle import BufferHandle
 from flatroll.buffers.remote.owner import Service
 from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.sharing import check_saved_generator, pickle_by_value, reseed_in_worker
-from flatroll.buffers.transforms.base import TransformLike, apply, insert_transform
+from flatroll.buffers.transforms.transform import TransformLike, apply, insert_transform
 from flatroll.buffers.writers import check_tensordicts, has_priorities
 from flatroll.disk import Version
 from flatroll.disk.checkpoint import SaveOptions
