@@ -1,11 +1,11 @@
 """Collectors at their edges: states, cut and interrupted batches, final observations, what a step costs."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from scripted_batches import IDS, LENGTHS, Ops, collect, make, true_next
+from counting import Ops, python_calls
+from scripted_batches import IDS, LENGTHS, collect, make, true_next
 from tensordict import TensorDict
 
 from flatroll.layout import audit, run_ends
@@ -22,18 +22,6 @@ class Buffer:
 
     def extend(self, batch):
         self.batches.append(batch)
-
-
-def python_calls(function):
-    """How many Python functions a call runs through."""
-    calls = [0]
-    before = sys.getprofile()
-    sys.setprofile(lambda frame, event, argument: calls.__setitem__(0, calls[0] + (event == "call")))
-    try:
-        function()
-    finally:
-        sys.setprofile(before)
-    return calls[0]
 
 
 class Recurrent:

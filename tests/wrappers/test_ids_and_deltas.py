@@ -6,8 +6,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from counting import Ops
 from gymnasium import spaces
-from scripted_batches import IDS, Ops, collect, make, true_next
+from scripted_batches import IDS, collect, make, true_next
 from tensordict import TensorDict
 
 from flatroll.layout import audit, decode_delta, join, run_ends, split_trajectories
