@@ -235,9 +235,9 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
         return super().__len__()
 
     @override
-    def _next_sample(self, batch_size: int | None) -> Made:
+    def next_sample(self, batch_size: int | None) -> Made:
         if self.stream is None:
-            return super()._next_sample(batch_size)
+            return super().next_sample(batch_size)
         return (
             self._finish(self.stream.sample(self.batch_size if batch_size is None else batch_size)),
             {},
@@ -246,9 +246,9 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
 
     def _finish(self, data: Any) -> Any:
         """Put a batch of the stream through what every sample goes through."""
-        if any(map(reads_others, self._transforms)):
+        if any(map(reads_others, self.transforms)):
             raise ValueError("streaming=True stores no rows, so no transform can read others: leave it out")
         data = data if self.collate_fn is None else self.collate_fn(data)
-        for transform in self._transforms:
+        for transform in self.transforms:
             data = apply(transform, data, partial(run_ends, data))
         return data.pin_memory() if self.pin_memory and torch.cuda.is_available() else data
