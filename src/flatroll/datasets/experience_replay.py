@@ -25,9 +25,8 @@ from flatroll.buffers import (
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.replay_buffer import Made
 from flatroll.buffers.transforms.transform import TransformLike
-from flatroll.datasets.convert import convert
+from flatroll.datasets.folders import Batch, convert
 from flatroll.datasets.ids import unknown_id
-from flatroll.datasets.pieces import Batch
 from flatroll.datasets.preprocess import RowsDataset, preprocess
 from flatroll.disk import Folder
 from flatroll.layout.checks import whole_number
