@@ -243,9 +243,9 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
     # -- samples ---------------------------------------------------------------------------------------------------
 
     @override
-    def _next_sample(self, batch_size: int | None) -> Made:
+    def next_sample(self, batch_size: int | None) -> Made:
         rows = None if batch_size is None else batch_size * (self._longest if self.split_trajs else 1)
-        return super()._next_sample(rows)
+        return super().next_sample(rows)
 
     @override
     def _finish_sample(self, ring: Ring, draw: Draw, size: int, ended: bool) -> Made:

@@ -289,9 +289,9 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
         return super().__len__()
 
     @override
-    def _next_sample(self, batch_size: int | None) -> Made:
+    def next_sample(self, batch_size: int | None) -> Made:
         if self.stream is None:
-            return super()._next_sample(batch_size)
+            return super().next_sample(batch_size)
         return (
             self._finish(self.stream.sample(self.batch_size if batch_size is None else batch_size)),
             {},
