@@ -12,8 +12,7 @@ from flatroll.datasets.formats.openml import OpenMLExperienceReplay, read_openml
 from flatroll.datasets.formats.openx import OpenXExperienceReplay, read_rlds
 from flatroll.datasets.formats.roboset import RobosetExperienceReplay, read_roboset
 from flatroll.datasets.formats.vd4rl import VD4RLExperienceReplay, read_vd4rl
-from flatroll.datasets.trajectories.buffer import TrajectoryReplayBuffer
-from flatroll.datasets.trajectories.cache import TrajectoryCache
+from flatroll.datasets.trajectories.buffer import TrajectoryCache, TrajectoryReplayBuffer
 
 __all__ = [
     "AtariDQNExperienceReplay",
