@@ -154,6 +154,18 @@ def test_one_window_is_cut_and_not_the_next() -> None:
     assert cuts == [False, True, False, False, False, True]
 
 
+def test_the_oldest_version_of_a_window_is_that_of_its_first_step() -> None:
+    weights = SharedWeights({})
+    watch = Watch(Signals(), weights, 3, None, looks=True, timed=False)
+    watch.attach(SimpleNamespace())  # type: ignore[arg-type]
+    watch.begin_window()
+    assert watch.versions() is None
+    for _ in range(2):
+        weights.publish({})
+        watch.is_set()
+    assert watch.versions() == (4, 4.5, 5)
+
+
 def test_stacked_and_padded(nursery: Nursery) -> None:
     both: Any = {"frames_per_batch": 12, "seed": 5, "num_workers": 3, "nursery": nursery}
     with (
