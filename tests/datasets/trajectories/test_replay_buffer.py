@@ -514,7 +514,7 @@ def test_a_checkpoint_writes_no_rows(make: Any, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"trajectory_format": "zip"}, "trajectory_format must be one of"),
+        ({"trajectory_format": "zip"}, "trajectory_format must be 'pt' or 'pkl'"),
         ({"auto_save": True}, "auto_save_path must name a folder"),
         ({"sample_window_size": -1}, "sample_window_size"),
         ({"cache_size": 0}, "cache_size"),
