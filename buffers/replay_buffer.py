@@ -482,7 +482,7 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
 
     def _gather(self, ring: Ring, draw: Draw) -> Any:
         """The drawn rows as the storage gives them, changed by the transforms that read other rows."""
-        values = self.storage.read_rows(draw.slots, draw.follow, slices=draw.firsts is not None)
+        values = self.storage.read_rows(draw.slots, draw.follow)
         if draw.ahead is None and draw.chosen is None:
             return values
 

@@ -79,7 +79,6 @@ class ListStorage(Storage):
         slots: Tensor,
         follow: Follow | None = None,
         *,
-        slices: bool = False,
         keys: frozenset[NestedKey] | None = None,
     ) -> list[Any]:
         return [self._items[slot] for slot in slots.tolist()]

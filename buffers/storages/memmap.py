@@ -183,7 +183,6 @@ class LazyMemmapStorage(ColumnStorage):
         slots: Tensor,
         follow: Follow | None = None,
         *,
-        slices: bool = False,
         keys: frozenset[NestedKey] | None = None,
     ) -> Columns:
         if self._large:  # else the rows are in memory anyway, and asking for them only costs time
@@ -194,7 +193,7 @@ class LazyMemmapStorage(ColumnStorage):
             for key, column in self.columns.items():
                 if isinstance(column, MappedColumn) and (keys is None or key in keys):
                     column.prefetch(wanted)
-        return super().read_rows(slots, follow, slices=slices, keys=keys)
+        return super().read_rows(slots, follow, keys=keys)
 
     @override
     def write_lock(self) -> AbstractContextManager[Any]:

@@ -86,7 +86,6 @@ class Storage(Facts, ABC):
         copies_rows: whether the storage keeps nothing of a batch but copies.
         columns: the stored entries by key, each a `Column`; empty before the first batch and without columns.
         loose: root keys whose next values need not be those of the following rows: they are not compared.
-        compared: what :meth:`link` compares; None until that is known.
         compiled: whether compiled kernels copy rows: where there is a trajectory index or a step writer.
         filling: whether the buffer is counting rows that are there already (:meth:`fill`).
         loads_whole: whether :meth:`load_state_dict` puts all rows in the place of the others, or raises and none.
@@ -111,7 +110,6 @@ class Storage(Facts, ABC):
         self._attached: list[weakref.ref[Any]] = []
         self._alone: Ring | None = None  # counts the rows while no buffer does
         self.loose: set[NestedKey] = set()
-        self.compared: Any = None
 
     def _facts(self) -> dict[str, str]:
         """What `repr` shows: the room it has, and the options that are switched on."""
@@ -237,8 +235,7 @@ class Storage(Facts, ABC):
         return [entity for entity in entities if hasattr(entity, "_rows_at")]
 
     def __getstate__(self) -> dict[str, Any]:
-        # A buffer attaches itself in each copy; what is compared has addresses.
-        return self.__dict__ | {"_attached": [], "compared": None}
+        return self.__dict__ | {"_attached": []}  # a buffer attaches itself in each copy
 
     # -- for the buffer --------------------------------------------------------------------------------------------
 
@@ -386,7 +383,6 @@ class Storage(Facts, ABC):
         slots: Tensor,
         follow: Follow | None = None,
         *,
-        slices: bool = False,
         keys: frozenset[NestedKey] | None = None,
     ) -> Any:
         """Return copies of stored rows, as columns by key or as items.
@@ -394,7 +390,6 @@ class Storage(Facts, ABC):
         Args:
             slots: int64 ``[N]``, positions of the rows.
             follow: where their next observations stand; a compact storage needs it to give them.
-            slices: whether the slots come in stretches of neighbours (a hint, for speed).
             keys: which columns, default all.
         """
 
