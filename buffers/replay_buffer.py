@@ -412,7 +412,7 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
             self.sampler.mark(values, draw)
         values = self._inform(values, info)
         listed = isinstance(storage, ListStorage)
-        data = values if listed else structure.build(values, shape)
+        data = values if structure is None else structure.build(values, shape)
         if self.collate_fn is not None:
             data = self.collate_fn(data)
         elif listed:

@@ -50,11 +50,11 @@ class Writer:
         """Return a ring of ``capacity`` slots, a `TrajectoryIndex` if ``indexed``."""
         return TrajectoryIndex(capacity, first) if indexed else Ring(capacity, first)
 
-    def check(self, batch: Any) -> None:
+    def check(self, batch: object) -> None:
         """Raise an error if ``batch`` may not be written."""
         return
 
-    def check_change(self, data: Any) -> None:
+    def check_change(self, data: object) -> None:
         """Raise an error if stored rows may not be overwritten with ``data``."""
         return
 
@@ -87,7 +87,7 @@ class TensorDictRoundRobinWriter(RoundRobinWriter):
     TypeError: TensorDictRoundRobinWriter takes tensordicts, got Tensor: RoundRobinWriter takes anything
     """
 
-    def check(self, batch: Any) -> None:
+    def check(self, batch: object) -> None:
         """Raise TypeError unless ``batch`` is a tensordict or a list of tensordicts."""
         check_tensordicts(batch, type(self).__name__, "RoundRobinWriter takes anything")
 
@@ -113,13 +113,13 @@ class ImmutableDatasetWriter(Writer):
             self.check(None)
         return super().ring(capacity, indexed)
 
-    def check(self, batch: Any) -> None:
+    def check(self, batch: object) -> None:
         """Raise RuntimeError: the dataset is read-only."""
         raise RuntimeError(
             "this dataset is immutable: nothing can be written to a buffer with ImmutableDatasetWriter"
         )
 
-    def check_change(self, data: Any) -> None:
+    def check_change(self, data: object) -> None:
         """Raise RuntimeError: the dataset is read-only."""
         self.check(data)
 
@@ -191,13 +191,13 @@ class TensorDictMaxValueWriter(Writer):
             )
         return RankedRing(capacity, first)
 
-    def check(self, batch: Any) -> None:
+    def check(self, batch: object) -> None:
         """Raise TypeError unless ``batch`` is a tensordict or a list of them, KeyError if it has no rank."""
         check_tensordicts(batch, type(self).__name__, "their rank_key is what is compared")
         for item in batch if isinstance(batch, list) else [batch]:
             require(item, self.rank_key)
 
-    def check_change(self, data: Any) -> None:
+    def check_change(self, data: object) -> None:
         """Raise ValueError if ``data`` contains ``rank_key``."""
         if isinstance(data, TensorDictBase) and data.get(self.rank_key, None) is not None:
             raise ValueError(
@@ -230,7 +230,7 @@ class TensorDictMaxValueWriter(Writer):
 _REDUCTIONS = {"sum": "sum", "max": "amax", "min": "amin", "mean": "mean", "median": "median"}
 
 
-def check_tensordicts(batch: Any, who: str, instead: str) -> None:
+def check_tensordicts(batch: object, who: str, instead: str) -> None:
     """Raise TypeError unless ``batch`` is a tensordict or a list of tensordicts."""
     for item in batch if isinstance(batch, list) else [batch]:
         if not isinstance(item, TensorDictBase):
@@ -253,7 +253,7 @@ def check_rows(batch: TensorDictBase, ndim: int) -> None:
 
 
 def before_storing(
-    data: Any,
+    data: object,
     transforms: Sequence[TransformLike],
     loose: set[NestedKey],
     final: TensorDictBase | None = None,
@@ -272,7 +272,7 @@ def before_storing(
     return data
 
 
-def _versions(data: Any) -> dict[NestedKey, tuple[Tensor, int]]:
+def _versions(data: object) -> dict[NestedKey, tuple[Tensor, int]]:
     """The tensors of a tensordict by key, and how often each was written to in place."""
     if not isinstance(data, TensorDictBase):
         return {}

@@ -183,16 +183,18 @@ class Column(ABC):
         return None
 
 
-def check_values(name: str, values: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+def check_values(name: str, values: object, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """Return N if a state's ``values`` are a plain tensor ``[N, *shape]`` of ``dtype``, else raise ValueError.
 
     >>> check_values("values", torch.zeros(3, 2), torch.float32, (2,))
     3
     """
-    is_plain = isinstance(values, Tensor) and values.layout is torch.strided and values.device.type != "meta"
-    if not is_plain or values.dtype is not dtype or not values.ndim or values.shape[1:] != shape:
-        kind = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-        raise damaged(f"its {name} are {kind}, expected a dense tensor of {dtype} {['N', *shape]}")
+    expected = f"a dense tensor of {dtype} {['N', *shape]}"
+    if not isinstance(values, Tensor):
+        raise damaged(f"its {name} are {type(values).__name__}, expected {expected}")
+    dense = values.layout is torch.strided and values.device.type != "meta"
+    if not dense or values.dtype is not dtype or not values.ndim or values.shape[1:] != shape:
+        raise damaged(f"its {name} are {values.dtype} {list(values.shape)}, expected {expected}")
     return len(values)
 
 

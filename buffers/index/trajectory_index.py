@@ -2,8 +2,9 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cache
 from types import ModuleType
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +26,20 @@ Choose: TypeAlias = Callable[[Array, Array], tuple[Array, Array]]
 NONE: Array = np.zeros(0, np.int64)
 NO_PATCH: Array = np.zeros((2, 0), np.int64)
 NOTHING: Compare = (np.zeros((0, 4), np.int64), NONE, 0, False)
+
+
+class _Kernels(NamedTuple):
+    publishing: ModuleType
+    drawing: ModuleType
+    starts: ModuleType
+
+
+@cache
+def _kernels() -> _Kernels:
+    """The compiled kernels, imported when they are first needed: numba takes 0.3 s to load."""
+    from flatroll.kernels.slices import drawing, publishing, starts
+
+    return _Kernels(publishing, drawing, starts)
 
 
 class TrajectoryIndex(Ring):
@@ -69,18 +84,6 @@ class TrajectoryIndex(Ring):
         self._changing = False  # whether weights may be out of date
         self._weights: OrderedDict[Way, tuple[Array, Array]] = OrderedDict()
 
-    # Modules of compiled kernels, loaded with the first index: numba takes 0.3 s.
-    _publishing: ClassVar[ModuleType]
-    _drawing: ClassVar[ModuleType]
-    _starts: ClassVar[ModuleType]
-
-    def __new__(cls, *arguments: Any, **named: Any) -> "TrajectoryIndex":
-        """An index without tables yet; copies and pickles, which pass by ``__init__``, have the kernels too."""
-        from flatroll.kernels.slices import drawing, publishing, starts
-
-        cls._publishing, cls._drawing, cls._starts = publishing, drawing, starts
-        return super().__new__(cls)
-
     # -- writing -----------------------------------------------------------------------------------------------
 
     def write(self, fragments: Fragments) -> None:
@@ -96,7 +99,7 @@ class TrajectoryIndex(Ring):
             self._touched = np.zeros(_power_of_two(rows + 1), np.int64)
         # Dropping rows shortens trajectories, so their weights change before anybody draws again.
         tables = self._fragments, self._chains, self._spare, self._touched
-        count = self._publishing.claim(self._state, self.capacity, rows, *tables)
+        count = _kernels().publishing.claim(self._state, self.capacity, rows, *tables)
         self._claimed = before, count
         self._update_weights(self._touched, count)
         return int(self._state["written"][0])
@@ -115,7 +118,7 @@ class TrajectoryIndex(Ring):
         rows, firsts, lasts, joined, ids, init, done, *steps = fragments
         tables = self._state, self.capacity, rows, self._fragments, self._chains, self._table
         columns = joined, ids, init, done, *steps, firsts, lasts
-        return found, self._publishing.link(*tables, *columns, *compare, found)
+        return found, _kernels().publishing.link(*tables, *columns, *compare, found)
 
     def enter(
         self, fragments: Fragments, before: Array, pool: Array | None = None, released: Array | None = None
@@ -132,7 +135,7 @@ class TrajectoryIndex(Ring):
         columns = fragments.rows, fragments.firsts, fragments.ids, fragments.done, fragments.step_last, before
         entries = NONE if pool is None else pool, self._spare, NONE if released is None else released
         tables = self._state, self._fragments, self._chains, self._table
-        self._publishing.publish(*tables, *columns, *entries, self._touched)
+        _kernels().publishing.publish(*tables, *columns, *entries, self._touched)
         self._update_weights(self._touched, count)
 
     # -- the pool of next observations that no row holds ---------------------------------------------------------
@@ -232,7 +235,7 @@ class TrajectoryIndex(Ring):
         # Two numbers per slice: one chooses the trajectory by its weight, the other the start within it.
         uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
         arguments = tree, uniform, length, by == "start", *span
-        return self._make_slices(self._drawing.draw, arguments, count, count * length, follow)
+        return self._make_slices(_kernels().drawing.draw, arguments, count, count * length, follow)
 
     def marked_starts(
         self,
@@ -260,7 +263,7 @@ class TrajectoryIndex(Ring):
         uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
         starts = np.empty(count, np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
-        if self._starts.draw_marked(*tables, tree, uniform, length, strict, marks, starts) < count:
+        if _kernels().starts.draw_marked(*tables, tree, uniform, length, strict, marks, starts) < count:
             raise RuntimeError(
                 f"no stored row at which a slice of {length} rows could start is marked as a start: use shorter "
                 "slices, strict_length=False, or mark more rows"
@@ -272,7 +275,7 @@ class TrajectoryIndex(Ring):
         ``starts`` (int64 ``[S]``, stored rows); a slice is shorter if its trajectory ends."""
         lengths = np.full(len(starts), length) if isinstance(length, int) else length.numpy()
         arguments, most = (starts.numpy(), lengths), int(lengths.clip(0).sum())
-        return self._make_slices(self._drawing.slices_from, arguments, len(starts), most, follow)
+        return self._make_slices(_kernels().drawing.slices_from, arguments, len(starts), most, follow)
 
     def slice_partition(
         self,
@@ -309,7 +312,7 @@ class TrajectoryIndex(Ring):
         most = len(chains) if by == "trajectory" else int((rows // length).sum()) + 2 * len(chains)
         slices = np.empty((2, most), np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
-        count = self._starts.slice_partition(*tables, begin, length, by == "start", strict, slices)
+        count = _kernels().starts.slice_partition(*tables, begin, length, by == "start", strict, slices)
         if not count:
             raise self.too_short(length)
         return torch.from_numpy(slices[:, :count])
@@ -342,7 +345,7 @@ class TrajectoryIndex(Ring):
         slots = np.empty(self.written - max(first, self.head), np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
         # The kernel fills slots from the front and returns how many it found.
-        return slots[: self._starts.new_starts(*tables, first, length, strict, slots)]
+        return slots[: _kernels().starts.new_starts(*tables, first, length, strict, slots)]
 
     def shortened_trajectories(self, length: int, head: int) -> Array:
         """Slots of the first rows of the trajectories that have fewer than ``length`` rows, but some, since the ring
@@ -352,7 +355,7 @@ class TrajectoryIndex(Ring):
         touched = self._touched[:count] if head == claimed else np.arange(int(self._state["slots"][0]))
         slots = np.empty(len(touched), np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
-        return slots[: self._starts.shortened_trajectories(*tables, touched, length, slots)]
+        return slots[: _kernels().starts.shortened_trajectories(*tables, touched, length, slots)]
 
     def too_short(self, length: int) -> RuntimeError:
         """Return the error "no trajectory has ``length`` rows"; raise RuntimeError if nothing is stored."""
@@ -381,7 +384,7 @@ class TrajectoryIndex(Ring):
     def follow(self, slots: Tensor) -> Follow:
         asked = np.ascontiguousarray(slots.numpy(force=True))
         following, patch = np.empty(len(asked), np.int64), np.empty((2, len(asked)), np.int64)
-        patched = self._drawing.follow_rows(
+        patched = _kernels().drawing.follow_rows(
             self._state, self.capacity, self._fragments, asked, following, patch
         )
         return Follow(torch.from_numpy(following), torch.from_numpy(patch[:, :patched]))
@@ -399,7 +402,7 @@ class TrajectoryIndex(Ring):
         """
         asked = np.ascontiguousarray(slots.numpy(force=True))
         ahead = np.empty((len(asked), n), np.int64)
-        self._drawing.ahead_rows(self._state, self.capacity, self._fragments, asked, ahead)
+        _kernels().drawing.ahead_rows(self._state, self.capacity, self._fragments, asked, ahead)
         return torch.from_numpy(ahead)
 
     def extents(self, slots: Tensor) -> Array:
@@ -410,7 +413,7 @@ class TrajectoryIndex(Ring):
         """
         asked = np.ascontiguousarray(slots.numpy(force=True))
         found = np.empty((3, len(asked)), np.int64)
-        self._drawing.extents(*self.tables, asked, found)
+        _kernels().drawing.extents(*self.tables, asked, found)
         return found
 
     def rows_at(self, chains: Array, positions: Array) -> Tensor:
@@ -424,7 +427,9 @@ class TrajectoryIndex(Ring):
             np.ones(count, np.int64),
             np.arange(count),
         )
-        self._drawing.walk(self._state, self.capacity, self._fragments, *stretches, slots, NONE, NO_PATCH)
+        _kernels().drawing.walk(
+            self._state, self.capacity, self._fragments, *stretches, slots, NONE, NO_PATCH
+        )
         return torch.from_numpy(slots)
 
     @property
@@ -471,7 +476,7 @@ class TrajectoryIndex(Ring):
         # From the first stored row on of each, to the position behind the rows of those before it.
         stretches = chains["last"][chosen], chains["dropped"][chosen], rows, np.cumsum(rows) - rows
         tables = self._state, self.capacity, self._fragments
-        self._drawing.walk(*tables, *stretches, slots, NONE, NO_PATCH)
+        _kernels().drawing.walk(*tables, *stretches, slots, NONE, NO_PATCH)
         return torch.from_numpy(slots)
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -494,7 +499,7 @@ class TrajectoryIndex(Ring):
         self._fragments = np.zeros(_power_of_two(len(saved.firsts)), FRAGMENT)
         self._chains, self._table = np.zeros(_power_of_two(len(saved.ids)), CHAIN), np.zeros(64, ENTRY)
         self._spare = np.zeros(len(state["spare"]), np.int64)
-        self._publishing.rebuild(self._state, self._fragments, self._chains, self._spare, *saved)
+        _kernels().publishing.rebuild(self._state, self._fragments, self._chains, self._spare, *saved)
         self._weights.clear()
         self._claimed = -1, 0
         self._changing = False
@@ -516,7 +521,7 @@ class TrajectoryIndex(Ring):
         if key not in self._weights:
             used, chains = int(self._state["slots"][0]), len(self._chains)
             weight, tree = np.zeros(chains, np.int64), np.zeros(chains + 1, np.int64)
-            self._publishing.weigh(self._chains, np.arange(used), used, weight, tree, *key)
+            _kernels().publishing.weigh(self._chains, np.arange(used), used, weight, tree, *key)
             self._weights[key] = weight, tree
             if len(self._weights) > 4:
                 self._weights.popitem(last=False)
@@ -526,7 +531,7 @@ class TrajectoryIndex(Ring):
     def _update_weights(self, touched: Array, count: int) -> None:
         """Bring all weights up to date, which ends a change."""
         for key, (weight, tree) in self._weights.items():
-            self._publishing.weigh(self._chains, touched, count, weight, tree, *key)
+            _kernels().publishing.weigh(self._chains, touched, count, weight, tree, *key)
         self._changing = False
 
     def _reserve(self, fragments: int, chains: int) -> None:
@@ -546,7 +551,7 @@ class TrajectoryIndex(Ring):
         # The hash table of ids stays at most half full; a new one leaves out the ids of closed trajectories.
         if 2 * (int(state["ids"]) + chains) > len(self._table):
             larger = np.zeros(_power_of_two(4 * (int(state["open"]) + chains)), self._table.dtype)
-            self._state["ids"] = self._publishing.rehash(self._table, self._chains, larger)
+            self._state["ids"] = _kernels().publishing.rehash(self._table, self._chains, larger)
             self._table = larger
         if len(self._touched) < fragments:
             self._touched = np.zeros(_power_of_two(fragments), np.int64)

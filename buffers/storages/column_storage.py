@@ -166,7 +166,7 @@ class ColumnStorage(Storage):
 
     @override
     def prepare(
-        self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
+        self, batch: object, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
     ) -> Rows:
         structure = Structure.of(batch) if self.structure is None else self.structure
         columns = structure.columns(batch)
@@ -353,7 +353,7 @@ class ColumnStorage(Storage):
         )
 
     @override
-    def write_drawn(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
+    def write_drawn(self, draw: Draw, data: object, shape: torch.Size, keys: BoundaryKeys | None) -> None:
         # A tensordict may have some of the entries only.
         assert self.structure is not None
         columns = self.structure.columns_of_rows(data, shape)
@@ -457,8 +457,8 @@ class ColumnStorage(Storage):
         return rows and (self.pool is None or self.pool.plain)
 
     @override
-    def build(self, values: Any, shape: torch.Size) -> Any:
-        assert self.structure is not None
+    def build(self, values: Columns | list[Any], shape: torch.Size) -> Any:
+        assert self.structure is not None and isinstance(values, dict)
         return self.structure.build(values, shape)
 
     @override

@@ -1,7 +1,7 @@
 """Checks that rows go on where the trajectory that their id names stopped."""
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from flatroll.buffers.columns.column import Column, Columns, differ, put_rows, t
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Follow
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
+from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.buffers.storages.storage import Rows, Storage
 from flatroll.layout.final import Final
 from flatroll.layout.keys import NEXT, NEXT_KNOWN, OBSERVATION, STEP_COUNT, NestedKey, as_tuple, next_key
@@ -106,7 +107,9 @@ class Compared(NamedTuple):
     order: tuple[NestedKey, ...]
 
     @classmethod
-    def of(cls, storage: Storage, pool: Any, plain: "HostColumns[NestedKey] | None") -> "Compared":
+    def of(
+        cls, storage: Storage, pool: NextPool | None, plain: "HostColumns[NestedKey] | None"
+    ) -> "Compared":
         """Find them for a storage with columns, of which ``plain`` are in host memory, and its `NextPool`, if any."""
         columns = storage.columns
         if pool is not None:  # the pairs that are kept once
@@ -138,7 +141,9 @@ class LinkCheck:
         found: int64 ``[3, F]``, what `TrajectoryIndex.link` found; changed where a trajectory is cut.
     """
 
-    def __init__(self, storage: Storage, pool: Any, ring: TrajectoryIndex, rows: Rows, found: Array) -> None:
+    def __init__(
+        self, storage: Storage, pool: NextPool | None, ring: TrajectoryIndex, rows: Rows, found: Array
+    ) -> None:
         assert rows.fragments is not None
         self.storage, self.pool, self.ring, self.rows = storage, pool, ring, rows
         self.fragments = rows.fragments

@@ -16,7 +16,7 @@ from torch import Tensor
 from flatroll.buffers.columns.column import After, Column, Columns
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
-from flatroll.buffers.storages.item_kinds import leaves, map_rows, nest, one_row
+from flatroll.buffers.storages.item_kinds import Structure, leaves, map_rows, nest, one_row
 from flatroll.buffers.storages.positions import slots_at, time_first
 from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
@@ -95,7 +95,7 @@ class Storage(Facts, ABC):
     lanes: torch.Size = torch.Size([])
     compact_obs: bool = False
     shares: bool = False
-    structure: Any = None
+    structure: Structure | None = None
     own_column: str | None = None
     by_reference: bool = False
     copies_rows: bool = False
@@ -103,7 +103,7 @@ class Storage(Facts, ABC):
     filling: bool = False
     loads_whole: bool = False
 
-    def __init__(self, max_size: int, checkpointer: Any = None, compilable: bool = False) -> None:
+    def __init__(self, max_size: int, checkpointer: object = None, compilable: bool = False) -> None:
         self.max_size = whole_number("max_size", max_size)
         self.checkpointer = checkpointer
         self.columns: dict[NestedKey, Column] = {}
@@ -127,17 +127,17 @@ class Storage(Facts, ABC):
     def __bool__(self) -> bool:
         return True  # an empty one is one, too
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         return self.get(index)
 
-    def __setitem__(self, index: Any, data: Any) -> None:
+    def __setitem__(self, index: object, data: object) -> None:
         self.set(index, data)
 
     def __iter__(self) -> Iterator[Any]:
         """One item after the other."""
         return map(self.get, range(len(self)))
 
-    def get(self, index: Any) -> Any:
+    def get(self, index: object) -> Any:
         """Return the rows at ``index`` as they are stored: like ``buffer[index]``, without its transforms.
 
         Args:
@@ -162,7 +162,7 @@ class Storage(Facts, ABC):
             return self.build(values, slots.shape)
         return map_rows(self.build(values, torch.Size([1])), lambda leaf: leaf[0])
 
-    def set(self, index: Any, data: Any) -> None:
+    def set(self, index: object, data: object) -> None:
         """Write ``data`` over the rows at ``index``, as ``buffer[index] = data`` does without the transforms' ``inv``.
 
         A storage that no buffer uses also takes new rows, after those it has. Attached objects are told.
@@ -186,7 +186,7 @@ class Storage(Facts, ABC):
             if mark is not None:
                 mark(index)
 
-    def _set_alone(self, index: Any, data: Any) -> None:
+    def _set_alone(self, index: object, data: object) -> None:
         """Write rows of a storage without a buffer."""
         if self.ndim > 1 or self.compact_obs:
             raise RuntimeError("a storage with ndim > 1 or compact_obs=True is written by a ReplayBuffer")
@@ -209,14 +209,14 @@ class Storage(Facts, ABC):
         ring.publish(len(new))
         self._alone = ring
 
-    def batch_of_one(self, item: Any) -> Any:
+    def batch_of_one(self, item: object) -> Any:
         """Return a batch of one item, for :meth:`prepare`."""
-        if type(item) is not TensorDict:
+        if not isinstance(item, TensorDict):
             return one_row(item)
         rows = {key: leaf.unsqueeze(0) for key, leaf in leaves(item).items()}
         return nest(rows, torch.Size([1, *item.batch_size]), item.device)  # in a third of the time
 
-    def attach(self, buffer: Any) -> None:
+    def attach(self, buffer: object) -> None:
         """Let ``buffer`` know of changes: ``buffer.mark_update(index)``, if it has that, is called by :meth:`set`.
 
         A `ReplayBuffer` attaches itself to its storage. The object is not kept alive.
@@ -244,7 +244,7 @@ class Storage(Facts, ABC):
         """Number of rows that fit: ``max_size``, rounded down to a multiple of the number of lanes (envs)."""
         return self.max_size // self.lanes.numel() * self.lanes.numel()
 
-    def lay_flat(self, data: Any, time: int, started: bool) -> Any:
+    def lay_flat(self, data: object, time: int, started: bool) -> Any:
         """Lay the batch dimensions of ``data`` in one, dimension ``time`` first; learn the lanes unless ``started``.
 
         Raises:
@@ -314,7 +314,7 @@ class Storage(Facts, ABC):
 
     @abstractmethod
     def prepare(
-        self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
+        self, batch: object, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
     ) -> Rows:
         """Check ``batch`` ``[N]`` and lay it out; the first call allocates. Nothing is stored yet.
 
@@ -374,7 +374,7 @@ class Storage(Facts, ABC):
         return False
 
     @abstractmethod
-    def write_drawn(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
+    def write_drawn(self, draw: Draw, data: object, shape: torch.Size, keys: BoundaryKeys | None) -> None:
         """Overwrite the drawn rows with ``data`` of batch shape ``shape``."""
 
     @abstractmethod
@@ -394,7 +394,7 @@ class Storage(Facts, ABC):
         """
 
     @abstractmethod
-    def build(self, values: Any, shape: torch.Size) -> Any:
+    def build(self, values: Columns | list[Any], shape: torch.Size) -> Any:
         """Turn what :meth:`read_rows` returned into a batch of batch shape ``shape``."""
 
     @property

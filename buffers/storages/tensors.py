@@ -213,7 +213,7 @@ class TensorStorage(ColumnStorage):
 
     def __init__(
         self,
-        storage: Any,
+        storage: object,
         max_size: int | None = None,
         *,
         device: torch.device | str | None = None,
@@ -255,7 +255,7 @@ class TensorStorage(ColumnStorage):
 
     @override
     def prepare(
-        self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
+        self, batch: object, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
     ) -> Rows:
         # The first batch is the storage's own contents: its tensors become the columns, and nothing is copied.
         if self.columns or self._contents is None:

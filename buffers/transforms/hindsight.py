@@ -300,7 +300,7 @@ class HindsightTransform(Transform):
         put_rows(terminated, rows, flags)
         put_rows(done, rows, flags | take_rows(truncated, rows))
 
-    def _checked(self, name: str, returned: Any, column: Tensor, rows: int) -> Tensor:
+    def _checked(self, name: str, returned: object, column: Tensor, rows: int) -> Tensor:
         """What a function of the caller returned for ``rows`` rows, in the shape and on the device of ``column``."""
         values = torch.as_tensor(returned, device=column.device)
         if values.shape not in ((rows,), (rows, 1)) or math.prod(column.shape[1:]) != 1:
