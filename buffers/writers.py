@@ -14,6 +14,7 @@ from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.samplers.sampler import Sampler, overrides
 from flatroll.buffers.storages.storage import Rows, Storage
 from flatroll.buffers.transforms.transform import TransformLike, apply_inverses
+from flatroll.layout.checks import one_of
 from flatroll.layout.keys import MASK, REWARD, NestedKey, marker, require, without_next
 
 
@@ -158,10 +159,8 @@ class TensorDictMaxValueWriter(Writer):
     def __init__(
         self, rank_key: NestedKey | None = None, reduction: str = "sum", compilable: bool = False
     ) -> None:
-        if reduction not in _REDUCTIONS:
-            raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
         self.rank_key: NestedKey = REWARD if rank_key is None else rank_key
-        self.reduction = reduction
+        self.reduction = one_of("reduction", reduction, _REDUCTIONS)
 
     def fits(self, storage: Storage, sampler: Sampler) -> None:
         """Raise ValueError for storages of several dimensions, TypeError for samplers that follow writes."""
@@ -177,17 +176,16 @@ class TensorDictMaxValueWriter(Writer):
             )
         if sampler.follows_writes:
             raise TypeError(
-                f"{type(sampler).__name__} overrides claimed or entered, which tell of rows in the ring's order, and "
-                "TensorDictMaxValueWriter keeps the best rows anywhere: ask the ring in draw instead"
+                f"{type(sampler).__name__} overrides claimed or entered, and TensorDictMaxValueWriter keeps rows out "
+                "of the ring's order: ask the ring in draw instead"
             )
 
     @override
     def ring(self, capacity: int, indexed: bool, first: int = 0) -> Ring:
         if indexed:
             raise TypeError(
-                "TensorDictMaxValueWriter keeps the best rows, which do not follow each other: slice samplers, "
-                "n-step transforms and compact_obs need RoundRobinWriter. To keep the best trajectories whole, "
-                "extend with batches [N, T] (RandomCropTensorDict takes slices of them)"
+                "TensorDictMaxValueWriter keeps the best rows, which do not follow each other: slices, n-step and "
+                "compact_obs need RoundRobinWriter; whole trajectories are kept as batches [N, T]"
             )
         return RankedRing(capacity, first)
 
@@ -246,9 +244,8 @@ def check_rows(batch: TensorDictBase, ndim: int) -> None:
     padding = ~marker(batch, MASK)
     if bool(padding.any()):
         raise ValueError(
-            f"the batch has {int(padding.sum())} rows of padding, where batch[{MASK!r}] is False, which would be "
-            'stored as transitions: extend with batch[batch["collector", "mask"]], or with '
-            "flatroll.layout.join(batch) of what split_trajectories gave"
+            f"the batch has {int(padding.sum())} rows of padding, where batch[{MASK!r}] is False: extend with "
+            'batch[batch["collector", "mask"]], or with flatroll.layout.join(batch) of split trajectories'
         )
 
 

@@ -15,8 +15,10 @@ from flatroll.buffers.index.fragments import Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.saved_fragments import SavedFragments
 from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, STATE
+from flatroll.layout.checks import one_of, whole_number
 
 By = Literal["trajectory", "start"]
+BY: tuple[By, ...] = ("trajectory", "start")
 Compare: TypeAlias = tuple[Array, Array, int, bool]
 Way: TypeAlias = tuple[int, bool, bool, int]  # length, by start, strict, span
 
@@ -508,10 +510,10 @@ class TrajectoryIndex(Ring):
 
     def _tree(self, length: int, by: By, strict: bool, span: int = 0) -> Array:
         """The sums of the weights by which trajectories are drawn this way; the last entry is their total."""
-        if by not in ("trajectory", "start"):
-            raise ValueError(f"by must be 'trajectory' or 'start', got {by!r}")
+        if by not in BY:
+            one_of("by", by, BY)
         if length < 1:
-            raise ValueError(f"length must be at least 1, got {length}")
+            whole_number("length", length)
         if by == "trajectory":  # each trajectory that may be drawn has weight 1: all of them, unless strict
             length, strict, span = (length, True, 0) if strict else (1, True, 0)
         key = (length, by == "start", strict, span)

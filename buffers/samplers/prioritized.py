@@ -17,7 +17,7 @@ from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.samplers.sampler import RandomSampler
 from flatroll.buffers.samplers.slices import SliceSampler, Span, bounds, indexed, spans
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import one_of, whole_number
 from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
 
 REDUCTIONS = ("max", "min", "median", "mean")
@@ -82,9 +82,8 @@ class PrioritizedSampler(RandomSampler):
     ) -> None:
         RandomSampler.__init__(self, max_policy_lag)
         whole_number("max_capacity", max_capacity)
-        if reduction not in REDUCTIONS:
-            raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-        self.max_capacity, self.reduction, self.dtype = max_capacity, reduction, dtype
+        self.max_capacity, self.dtype = max_capacity, dtype
+        self.reduction = one_of("reduction", reduction, REDUCTIONS)
         self._beta = _number("beta", beta)
         self._priorities = Priorities(
             max_capacity, _number("alpha", alpha), _number("eps", eps), dtype, max_priority_within_buffer
@@ -492,8 +491,7 @@ class Priorities:
     ) -> None:
         from flatroll.kernels.trees.sum_tree import SumTree  # numba: 0.3 s, only where priorities are kept
 
-        if dtype not in _DTYPES:
-            raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+        one_of("dtype", dtype, _DTYPES)
         self.alpha, self.eps, self.within_buffer = alpha, eps, within_buffer
         self.tree = SumTree(capacity)
         # The highest priority of each block of 256 slots, so that a change looks at its blocks only.

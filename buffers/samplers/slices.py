@@ -14,9 +14,9 @@ from typing_extensions import override
 from flatroll.buffers.columns.column import Columns, TensorColumn
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
-from flatroll.buffers.index.trajectory_index import By, TrajectoryIndex
+from flatroll.buffers.index.trajectory_index import BY, By, TrajectoryIndex
 from flatroll.buffers.samplers.sampler import Sampler, StoredColumns, freshness
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import one_of, whole_number
 from flatroll.layout.keys import HAS_STATE, IS_INIT, MASK, TRUNCATED, NestedKey, as_tuple, marker, require
 
 Span: TypeAlias = bool | int | Sequence[bool | int]
@@ -125,8 +125,7 @@ class SliceSampler(Sampler):
         for name, number in (("num_slices", num_slices), ("slice_len", slice_len)):
             if number is not None:
                 whole_number(name, number)
-        if by not in ("trajectory", "start"):
-            raise ValueError(f"by must be 'trajectory' or 'start', got {by!r}")
+        one_of("by", by, BY)
         if pad_output and strict_length:
             raise ValueError(
                 "pad_output=True needs strict_length=False: with strict_length=True no slice is short"
@@ -186,9 +185,8 @@ class SliceSampler(Sampler):
                 marker(batch, self.start_key)  # TypeError unless bool
                 if why_not:
                     raise ValueError(
-                        f"{type(self).__name__} cannot begin its slices at the rows that {self.start_key!r} marks: "
-                        f"{why_not}. Use SliceSampler(slice_len=...) alone, collect with state_stride=1, or, to begin "
-                        f"anywhere, leave the entry out: batch.exclude({self.start_key!r})"
+                        f"{type(self).__name__} cannot begin slices at rows that {self.start_key!r} marks: {why_not}. "
+                        "Use SliceSampler(slice_len=...), collect with state_stride=1, or exclude the entry"
                     )
         for key in self._flags:
             if batch.get(key, None) is not None:

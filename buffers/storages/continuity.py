@@ -48,17 +48,10 @@ def find_pairs(columns: Columns, marked: Columns, final: Final | None, keys: Bou
     pairs = state_pairs(columns)
     from_final = [] if final is None else list(final.next)
     pairs += [key for key in from_final if key not in pairs]
-    if not pairs and final is not None:
-        raise ValueError(
-            "the storage has compact_obs=True, but neither the batch nor the final that came with it has a "
-            'next observation ("next", <observation>): there is nothing to keep once. If next observations '
-            "are kept as deltas, use a storage without compact_obs and transform=NextObservationDelta()"
-        )
     if not pairs:
         raise ValueError(
-            'the storage has compact_obs=True, but the batch has no ("next", <observation>) and no final '
-            "came with it: extend(batch, final=collector.final), or use a storage without compact_obs and "
-            "NextStateReconstructor"
+            'compact_obs=True needs ("next", <observation>), and neither the batch nor its final has one: '
+            "extend(batch, final=collector.final), or use NextStateReconstructor or NextObservationDelta instead"
         )
     if len(pairs) == len(from_final):
         return pairs
@@ -194,11 +187,7 @@ class LinkCheck:
                 row, traj = int(self.fragments.firsts[wrong[0]]), int(self.fragments.ids[wrong[0]])
                 raise ValueError(
                     f"row {row} of the batch is of trajectory {traj} but does not continue it: its {key!r} is not "
-                    f"what the last stored row of that id has as {next_key(key)!r}. Collectors that write into one "
-                    "buffer need numbers of their own: Collector(..., writer=1). A batch that was left out leaves a "
-                    "gap: store all, or collect with reset_at_each_iter=True. Observations that change between "
-                    "two batches (normalised by what was seen so far, say) are to be changed by the inv of a "
-                    "transform of the buffer, or in samples. Nothing was stored"
+                    f"what the last stored row of that id has as {next_key(key)!r}: two collectors need writer=1"
                 )
             self.before[wrong] = self.slots[wrong] = -1
 

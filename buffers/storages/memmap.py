@@ -225,9 +225,8 @@ class LazyMemmapStorage(ColumnStorage):
             )
         if self._unshareable is not None:
             raise RuntimeError(
-                f"the buffer has {self._unshareable}, which other processes cannot see: hand over state_dict(), use "
-                "the buffer in the process that made it, or share one with RandomSampler, RoundRobinWriter and "
-                "compact_obs=False"
+                f"the buffer has {self._unshareable}, which other processes cannot see: hand over state_dict(), or "
+                "share a buffer with RandomSampler, RoundRobinWriter and compact_obs=False"
             )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.free_space import check_memory
 from flatroll.buffers.storages.item_kinds import Structure, map_rows
 from flatroll.buffers.storages.storage import Rows
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import one_of, whole_number
 from flatroll.layout.keys import NestedKey, as_tuple, next_key, plain_key
 
 CODECS = ("zstd",)
@@ -49,8 +49,7 @@ class Encodings:
         for key, frames in stacks.items():
             whole_number(f"frame_stack of {key!r}", frames, 2)
         for key, name in codecs.items():
-            if name not in CODECS:
-                raise ValueError(f"codec of {key!r} must be one of {CODECS}, got {name!r}")
+            one_of(f"codec of {key!r}", name, CODECS)
         if codecs:
             ZstdColumn(0, (1,), torch.uint8)  # the ImportError now, not at the first extend
         # A storage that is not compact keeps next observations in columns of their own, in the same form.

@@ -604,7 +604,7 @@ def test_mark_update_gives_the_priority_of_new_rows() -> None:
         ({"eps": -1e-8}, "eps must be"),
         ({"max_capacity": 0}, "max_capacity must be an integer of at least 1, got 0"),
         ({"max_capacity": 2.0}, "max_capacity must be"),
-        ({"reduction": "sum"}, "reduction must be one of max, min, median, mean, got 'sum'"),
+        ({"reduction": "sum"}, "reduction must be 'max', 'min', 'median' or 'mean', got 'sum'"),
         ({"dtype": torch.float16}, "dtype must be torch.float32 or torch.float64, got torch.float16"),
     ],
 )

@@ -204,7 +204,7 @@ def test_errors_of_final(world: Any) -> None:
         )
     with pytest.raises(ValueError, match=r"final\['reward'\] must be \('next', <entry of the batch>\)"):
         buffer.extend(compact, final=final.clone().set("reward", torch.zeros(2)))
-    with pytest.raises(ValueError, match=r"neither the batch nor the final that came with it has a next obs"):
+    with pytest.raises(ValueError, match=r"neither the batch nor its final has one"):
         buffer.extend(compact, final=final.select("row"))
     assert len(buffer) == 0 and not buffer.storage.allocated
     buffer.extend(compact, final=final)
