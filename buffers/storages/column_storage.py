@@ -118,7 +118,7 @@ class ColumnStorage(Storage):
     ) -> dict[NestedKey, Column]:
         """Columns for entries like these: those of :meth:`make_column`, and the storage's own."""
         made: dict[NestedKey, Column] = {}
-        if self.contents is None:  # what the caller gave stays in its tensors
+        if not self.filling:  # what the caller gave stays in its tensors
             columns = {key: self.make_column(key, *kind) for key, kind in like.items()}
             made = {key: column for key, column in columns.items() if column is not None}
             for option in ("frame_stack", "codec", "sparse"):

@@ -260,19 +260,9 @@ class Storage(Facts, ABC):
         self.lanes = lanes
         return data
 
-    @property
-    def contents(self) -> Any:
-        """The dataset that the storage was created with, its rows stored from the start; or None."""
-        return None
-
     def fill(self, write: Callable[[Any, None], Any]) -> None:
         """Call ``write(batch, None)`` of the buffer for the rows that are there from the start, which it counts."""
-        self.filling = self.contents is not None
-        try:
-            if self.filling:
-                write(self.contents, None)
-        finally:
-            self.filling = False
+        return
 
     def counts(self) -> dict[str, int]:
         """Return what ``stats()`` of the buffer shows besides."""

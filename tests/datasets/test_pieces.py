@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from flatroll.buffers.columns import base as columns_base
+from flatroll.buffers.columns import column as column_module
 from flatroll.datasets import BaseDatasetExperienceReplay, convert
 from flatroll.datasets.pieces import gather
 from flatroll.layout.export import from_numpy, to_numpy
@@ -53,7 +53,7 @@ def test_what_was_given_comes_back(kinds: str, form: str, piece_rows: int, tmp_p
 
 def test_views_are_neither_copied_nor_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compared = []
-    original = columns_base.differ
+    original = column_module.differ
 
     def counted(left: Any, right: Any) -> Any:
         compared.append(len(left))
