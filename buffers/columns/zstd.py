@@ -128,12 +128,12 @@ class ZstdColumn(Column):
 
     @override
     def state_dict(self, rows: int) -> dict[str, Any]:
-        return _joined(self._rows[:rows].tolist(), self._codec.prefix)
+        return _join(self._rows[:rows].tolist(), self._codec.prefix)
 
     @override
     def dump(self, slots: Tensor) -> Dumped:
         """Return the compressed rows; the first row has the dictionary of all."""
-        state = _joined(self._rows[slots.numpy(force=True)].tolist(), self._codec.prefix)
+        state = _join(self._rows[slots.numpy(force=True)].tolist(), self._codec.prefix)
         of_first, dictionary = torch.zeros(len(slots), dtype=torch.int64), state["dictionary"]
         if len(slots):
             of_first[0] = len(dictionary)
@@ -166,7 +166,7 @@ class ZstdColumn(Column):
                 self.check_state_dict(part)
                 at = slots[first:stop].numpy()
                 compressed[at[at >= 0]] = self._recoded(part, codec)[at >= 0]
-        return _joined(compressed.tolist(), codec.prefix)
+        return _join(compressed.tolist(), codec.prefix)
 
     def _recoded(self, part: dict[str, Any], codec: "_Codec") -> Array:
         """The rows of a state, compressed with the dictionary of ``codec``, which takes theirs if it has none."""
@@ -237,7 +237,7 @@ class ZstdColumn(Column):
         self._rows[slots] = rows
 
 
-def _joined(compressed: list[bytes], prefix: bytes) -> dict[str, Tensor]:
+def _join(compressed: list[bytes], prefix: bytes) -> dict[str, Tensor]:
     """The state of compressed rows: they end to end, their sizes to cut them apart again, and their dictionary."""
     joined = torch.zeros(0).byte()
     if compressed:

@@ -162,6 +162,11 @@ class TrajectoryIndex(Ring):
         """Number of pool entries, free ones included."""
         return len(self._spare)
 
+    @property
+    def pool_used(self) -> int:
+        """Number of pool entries that hold a next observation."""
+        return len(self._spare) - int(self._state["spare"][0])
+
     def tail_entries(self, chains: Array) -> Array:
         """Return the pool entry of the last row of each trajectory in ``chains`` (int64), -1 for none."""
         # Fragment n stands at n modulo the table's length, a power of two.
@@ -179,6 +184,11 @@ class TrajectoryIndex(Ring):
     def open_trajectories(self) -> int:
         """Number of stored trajectories whose last row is not done, so that new rows may continue them."""
         return int(self._state["open"][0])
+
+    @property
+    def fragments(self) -> int:
+        """Number of stretches of consecutive rows that the stored trajectories consist of."""
+        return int(self._state["end"][0] - self._state["first"][0])
 
     @property
     def longest(self) -> int:

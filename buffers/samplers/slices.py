@@ -138,7 +138,7 @@ class SliceSampler(Sampler):
         self.slice_len = slice_len
         self.end_keys = end_keys if end_keys is None else list(end_keys)
         self.fill = fill
-        self._told = fill is False  # whether no warning of short samples is due, or it was given
+        self._warned = fill is False  # whether no warning of short samples is due, or it was given
         self.end_key = end_key
         self.traj_key = traj_key
         self.truncated_key = truncated_key
@@ -236,7 +236,7 @@ class SliceSampler(Sampler):
             draw_slices = partial(self.freshness.slices, index, index.slices_from, draw_slices)
         draw = draw_slices(batch_size // length, length, follow=follow, **way)
         rows = len(draw.slots)
-        enough = rows == batch_size if self.fill else 2 * rows >= batch_size or self._told
+        enough = rows == batch_size if self.fill else 2 * rows >= batch_size or self._warned
         if enough and not self.pad_output:
             return draw
         more = partial(draw_slices, length=length, follow=follow, **way)
@@ -251,13 +251,13 @@ class SliceSampler(Sampler):
             return pad_slices(draw, length, ring)
         if self.fill and more is not None:
             return fill(draw, rows, more)
-        if 2 * len(draw.slots) < rows and not self._told:
-            self._told = True
+        if 2 * len(draw.slots) < rows and not self._warned:
+            self._warned = True
             warnings.warn(
                 f"a sample of {rows} rows has only {len(draw.slots)}: many slices are shorter than slice_len={length}, "
                 f"as their trajectories are. {type(self).__name__}(fill=True) draws on until there are {rows}; or use "
                 "shorter slices, strict_length=True, which leaves short trajectories out, or fill=False, if short "
-                "samples are wanted (told once)",
+                "samples are wanted (this is said once)",
                 stacklevel=7,  # of buffer.sample()
             )
         return draw

@@ -214,7 +214,7 @@ def apply(transform: TransformLike, td: TensorDictBase, ends: Callable[[], Tenso
                 f"the sample's rows from {list(marks.shape)} to {list(td.batch_size)}: put that one after it"
             )
         changed = forward(td, marks)
-    return changed if changed is not None else _returned(transform, changed)
+    return changed if changed is not None else _check_returned(transform, changed)
 
 
 def apply_inverses(
@@ -230,7 +230,7 @@ def apply_inverses(
     for transform in reversed(transforms):
         inverse = getattr(transform, "inv", None)
         if inverse is not None:
-            result = _returned(transform, inverse(result))
+            result = _check_returned(transform, inverse(result))
     if (
         final is not None
         and isinstance(result, TensorDictBase)
@@ -252,7 +252,7 @@ def apply_inverses(
     return result
 
 
-def _returned(transform: object, result: object) -> Any:
+def _check_returned(transform: object, result: object) -> Any:
     """Return ``result``; TypeError if it is None."""
     if result is None:
         raise TypeError(f"{name_of(transform)} returned None: a transform must return the batch")
