@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.layout.delta import signed
 from flatroll.layout.keys import NestedKey
@@ -59,7 +58,6 @@ class Column(ABC):
     Attributes:
         dtype: of the values as they come and go.
         shape: of one row's value.
-        decodes: whether a row read twice in one `take` costs less than in two.
         row_bytes: what ``stats()`` shows as a row's bytes; override it if a row takes fewer than `value_bytes`.
 
     >>> class HalfColumn(Column):
@@ -89,7 +87,6 @@ class Column(ABC):
 
     dtype: torch.dtype
     shape: torch.Size
-    decodes: bool = False
 
     @abstractmethod
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
@@ -176,11 +173,6 @@ class Column(ABC):
         self.grow(len(values))
         if len(values):
             self.write(0, values)
-
-    @property
-    def flat(self) -> Array | None:
-        """The column's memory as a uint8 array, for prefetching; None if it is not one host array."""
-        return None
 
 
 def check_values(name: str, values: object, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
@@ -338,14 +330,6 @@ class TensorColumn(Column):
     def nbytes(self) -> int:
         return self.data.numel() * self.data.element_size()
 
-    @property
-    @override
-    def flat(self) -> Array | None:
-        if self.data.device.type != "cpu" or not self.data.numel() or not self.data.is_contiguous():
-            return None
-        memory: Array = self.data.view(-1).view(torch.uint8).numpy()
-        return memory
-
 
 def plain_columns(columns: Mapping[NestedKey, Column]) -> "HostColumns[NestedKey]":
     """Return those of ``columns`` that are plain tensors in host memory, whose rows are copied as bytes.
@@ -362,6 +346,8 @@ def plain_columns(columns: Mapping[NestedKey, Column]) -> "HostColumns[NestedKey
             for key, column in columns.items()
             if isinstance(column, TensorColumn)
             and (type(column).take, type(column).write) == (TensorColumn.take, TensorColumn.write)
-            and column.flat is not None
+            and column.data.is_cpu
+            and column.data.numel()
+            and column.data.is_contiguous()
         }
     )

@@ -402,51 +402,28 @@ class ColumnStorage(Storage):
         known, pool = self.known, None if follow is None else self.pool
         if known is None or known.compiled is not self.compiled:
             known = self._know()
-        # Root keys of the next observations asked for; later: the rows that follow, of those read so far.
+        # First the columns that one call copies, then each of the others by itself.
+        columns: Columns = {} if known.host is None else known.host.take(slots, keys)
+        later: Columns = {}  # the rows that follow, of the entries that are kept once
         names = {} if pool is None else pool.next_keys
         pairs = [key for key, name in names.items() if keys is None or name in keys]
-        columns: Columns = {}
-        later: Columns = {}
-        if known.host is not None:
-            columns = known.host.take(slots, keys)
-            if follow is not None and pairs:
-                later = known.host.take_next(slots, follow.slots, columns, pairs)
+        if known.host is not None and follow is not None and pairs:
+            later = known.host.take_next(slots, follow.slots, columns, pairs)
         if len(columns) < len(self.columns if keys is None else self.columns.keys() & keys):
-            columns = self._take_others(
-                slots, keys, columns, None if follow is None else follow.slots, pairs, later
-            )
+            slots = slots.to(self.device)
+            columns = {
+                key: columns[key] if key in columns else column.take(slots)
+                for key, column in self.columns.items()
+                if keys is None or key in keys
+            }
+        # Last the next observations: those of the rows that follow, and from the pool those that no row holds.
         if pool is not None and follow is not None:
             for key in pairs:
                 rows = later[key] if key in later else self.columns[key].take(follow.slots.clamp(min=0))
-                if follow.patch.shape[1]:  # those that no row holds come from the pool
+                if follow.patch.shape[1]:
                     at, entries = follow.patch
                     put_rows(rows, at.to(rows.device), pool.entries[key].take(entries))
                 columns[names[key]] = rows
-        return columns
-
-    def _take_others(
-        self,
-        slots: Tensor,
-        keys: frozenset[NestedKey] | None,
-        taken: Columns,
-        following: Tensor | None,
-        pairs: Collection[NestedKey],
-        later: Columns,
-    ) -> Columns:
-        """The rows in ``slots`` column by column, those ``taken`` already among them. Where a column decodes rows,
-        those of the ``pairs`` that follow are read along with them, into ``later``."""
-        slots, columns = slots.to(self.device), {}
-        for key, column in self.columns.items():
-            if keys is not None and key not in keys:
-                continue
-            if key in taken:
-                columns[key] = taken[key]
-            elif following is not None and column.decodes and key in pairs:
-                # Both at once, so that each row is decoded once.
-                both = column.take(torch.cat([slots, following.clamp(min=0).to(slots.device)]))
-                columns[key], later[key] = both[: len(slots)], both[len(slots) :]
-            else:
-                columns[key] = column.take(slots)
         return columns
 
     @property
