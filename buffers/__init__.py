@@ -20,6 +20,7 @@ from flatroll.buffers.ensemble.members import SamplerEnsemble, StorageEnsemble, 
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
+from flatroll.buffers.protocols import Buffer
 from flatroll.buffers.remote.handle import BufferHandle, OwnerGone
 from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.samplers.prioritized import PrioritizedSampler, PrioritizedSliceSampler
@@ -68,6 +69,7 @@ from flatroll.layout.delta import NextObservationDelta
 __all__ = [
     "After",
     "BoundaryKeys",
+    "Buffer",
     "BufferHandle",
     "Column",
     "ColumnStorage",

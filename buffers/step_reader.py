@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,17 +11,15 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flatroll.buffers.columns.column import Columns, put_rows, take_rows
-from flatroll.buffers.index.fragments import BoundaryKeys
-from flatroll.buffers.index.ring import Array, Draw, Ring
+from flatroll.buffers.index.ring import Array, Draw
+from flatroll.buffers.protocols import Buffer
 from flatroll.buffers.step_copies import StepCopies
 from flatroll.buffers.step_goals import StepTables, choose_places
 from flatroll.buffers.step_rows import StagedColumn, StepPositions
 from flatroll.buffers.storages.item_kinds import leaves, nest
-from flatroll.buffers.storages.storage import Storage
 from flatroll.buffers.transforms.transform import (
-    Transform,
-    TransformLike,
     apply,
+    changes_stored,
     chooser_of,
     looks_ahead,
     read_others,
@@ -35,23 +33,6 @@ if TYPE_CHECKING:
 
 class Overwritten(IndexError):
     """Rows were overwritten by another writer before they were read."""
-
-
-class Buffer(Protocol):
-    """What a step writer uses of a `ReplayBuffer`."""
-
-    storage: Storage
-    writer: Any
-    batch_size: int | None
-    generator: torch.Generator | None
-    ring: Ring
-    markers: BoundaryKeys | None
-    lock: threading.Lock
-    write_lock: Any
-    transforms: list[TransformLike]
-    step_writers: Any
-
-    def extend(self, data: Any) -> Tensor: ...
 
 
 class StepReader:
@@ -304,13 +285,6 @@ class StepReader:
             keys = staged if names is None else [name for name in names if name in staged]
             self._tails[names] = HostColumns({key: staged[key].flat for key in keys})
         return self._tails[names]
-
-
-def changes_stored(transform: TransformLike) -> bool:
-    """Return whether ``transform`` has an ``inv`` that may change what is stored."""
-    if not isinstance(transform, Transform):
-        return hasattr(transform, "inv")
-    return bool(transform.in_keys_inv) or type(transform).inv is not Transform.inv
 
 
 def is_plain(numbers: Any) -> bool:

@@ -9,11 +9,13 @@ from tensordict import TensorDictBase
 from typing_extensions import override
 
 from flatroll.buffers.columns.column import TensorColumn
+from flatroll.buffers.protocols import Buffer
 from flatroll.buffers.step_episodes import Episodes
-from flatroll.buffers.step_reader import Buffer, StepReader, changes_stored
+from flatroll.buffers.step_reader import StepReader
 from flatroll.buffers.step_rows import StagedColumn, StepPositions, entries, window_of
 from flatroll.buffers.storages.continuity import compared_keys
 from flatroll.buffers.storages.item_kinds import nest
+from flatroll.buffers.transforms.transform import changes_stored
 from flatroll.layout.checks import whole_number, writer_number
 from flatroll.layout.keys import DONE, IS_INIT, TERMINATED, TRAJ_IDS, TRUNCATED, NestedKey, as_tuple
 

@@ -213,7 +213,7 @@ class ReplayBufferEnsemble(Facts):
                     f"cannot sample from member {member}, which is empty: extend it with rb[{member}].extend(batch), "
                     "or give it p=0"
                 )
-            part, info, end = self._members[member]._next_sample(rows)
+            part, info, end = self._members[member].next_sample(rows)
             if end:
                 ended.add(member)
             parts.append(part)
@@ -381,8 +381,7 @@ class ReplayBufferEnsemble(Facts):
             )
         pairs = list(zip(self._members, state["members"], strict=True))
         for rb, saved in pairs:  # all of them before any is loaded
-            with rb.write_lock, rb.lock:
-                rb._check_state(saved)
+            rb.check_state_dict(saved)
         for rb, saved in pairs:
             rb.load_state_dict(saved)
         if self.generator is not None:

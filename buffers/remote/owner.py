@@ -11,7 +11,8 @@ import psutil
 
 from flatroll.buffers.remote.handle import DONE, FAILED, LOST, BufferHandle, call, send_quietly, shortened
 from flatroll.buffers.remote.post import Post
-from flatroll.buffers.step_reader import changes_stored
+from flatroll.buffers.storages.column_storage import ColumnStorage
+from flatroll.buffers.transforms.transform import changes_stored
 from flatroll.sharing.channel import Channel
 from flatroll.sharing.door import Door
 from flatroll.sharing.forks import forget_in_children
@@ -119,7 +120,7 @@ class Owner:
 def _keeps_rows(buffer: Any) -> bool:
     """Whether the buffer may keep the very tensors that it is given, as a list storage or an ``inv`` of a transform
     does: then they must not be in memory that the client writes to again."""
-    return any(map(changes_stored, buffer.transforms)) or not hasattr(buffer.storage, "allocated")
+    return any(map(changes_stored, buffer.transforms)) or not isinstance(buffer.storage, ColumnStorage)
 
 
 class Service:

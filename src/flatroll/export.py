@@ -23,7 +23,7 @@ from flatroll.datasets.exporting import (
     import_parquet,
 )
 from flatroll.datasets.formats.h5 import read_h5
-from flatroll.datasets.formats.lerobot.reading import read_lerobot
+from flatroll.datasets.formats.lerobot import read_lerobot
 from flatroll.datasets.formats.minari import read_minari
 from flatroll.datasets.formats.tables import read_arrow, read_pandas, read_parquet
 from flatroll.layout.export import from_arrow, from_numpy, from_pandas, to_arrow, to_numpy, to_pandas

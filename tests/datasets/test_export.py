@@ -336,7 +336,7 @@ def test_a_lerobot_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_long_lerobot_folders_have_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flatroll.datasets.formats.lerobot import writing as lerobot
+    from flatroll.datasets.formats import lerobot
 
     monkeypatch.setattr(lerobot, "_FILE_BYTES", 1)
     monkeypatch.setattr(lerobot, "_FILES_IN_CHUNK", 2)

@@ -7,8 +7,7 @@ from typing import Any, cast
 from tensordict import TensorDict, TensorDictBase
 
 from flatroll.datasets.formats.h5 import read_h5, write_h5
-from flatroll.datasets.formats.lerobot.reading import read_lerobot
-from flatroll.datasets.formats.lerobot.writing import write_lerobot
+from flatroll.datasets.formats.lerobot import read_lerobot, write_lerobot
 from flatroll.datasets.formats.minari import read_minari, write_minari
 from flatroll.datasets.formats.sources import open_source, written_beside
 from flatroll.datasets.formats.tables import (

@@ -9,8 +9,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.fast_call import nest
 from flatroll.layout.keys import NestedKey, next_key
+from flatroll.layout.tensordict_seam import nest
 from flatroll.specs import Composite, make_composite_from_td
 from flatroll.trees.rows import GrowingColumns
 

@@ -25,9 +25,8 @@ from flatroll.buffers import (
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.replay_buffer import Made
 from flatroll.buffers.transforms.transform import TransformLike
-from flatroll.datasets.convert import convert
+from flatroll.datasets.folders import Batch, convert
 from flatroll.datasets.ids import unknown_id
-from flatroll.datasets.pieces import Batch
 from flatroll.datasets.preprocess import RowsDataset, preprocess
 from flatroll.disk import Folder
 from flatroll.layout.checks import whole_number
@@ -244,9 +243,9 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
     # -- samples ---------------------------------------------------------------------------------------------------
 
     @override
-    def _next_sample(self, batch_size: int | None) -> Made:
+    def next_sample(self, batch_size: int | None) -> Made:
         rows = None if batch_size is None else batch_size * (self._longest if self.split_trajs else 1)
-        return super()._next_sample(rows)
+        return super().next_sample(rows)
 
     @override
     def _finish_sample(self, ring: Ring, draw: Draw, size: int, ended: bool) -> Made:
