@@ -151,8 +151,8 @@ class Freshness:
     def too_old(self) -> RuntimeError:
         """The error where no row that could be drawn is fresh."""
         return RuntimeError(
-            f"all stored rows are too old: the newest policy version is {self.newest}, max_policy_lag={self.max_lag}: "
-            "collect with the newest policy, or allow a larger lag"
+            f"all stored rows are too old: the newest policy version is {self.newest}, and max_policy_lag="
+            f"{self.max_lag} leaves rows of version {self.newest - self.max_lag} and later: collect with the newest policy"
         )
 
 

@@ -195,7 +195,7 @@ def test_errors_say_what_is_wrong(world: Any) -> None:
         index.draw(1, 8, strict=True)
     with pytest.raises(ValueError, match="by must be 'trajectory' or 'start', got 'row'"):
         index.draw(1, 4, by="row")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="length must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="length must be an integer of at least 1, got 0"):
         index.starts(0)
     with pytest.raises(KeyError, match="no row of trajectory 99 is stored"):
         index.rows_of(99)
