@@ -152,7 +152,7 @@ class Freshness:
         """The error where no row that could be drawn is fresh."""
         return RuntimeError(
             f"all stored rows are too old: the newest policy version is {self.newest}, and max_policy_lag="
-            f"{self.max_lag} leaves rows of version {self.newest - self.max_lag} and later: collect with the newest policy"
+            f"{self.max_lag} leaves rows of version {self.newest - self.max_lag} and later: collect with a newer policy"
         )
 
 
