@@ -37,7 +37,7 @@ from flatroll.buffers.schedulers import (
     SchedulerList,
     StepScheduler,
 )
-from flatroll.buffers.step_writer import StepWriter
+from flatroll.buffers.steps.writer import StepWriter
 from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.disk.storage import DiskStorage
 from flatroll.buffers.storages.list import LazyStackStorage, ListStorage

@@ -27,7 +27,7 @@ from flatroll.buffers.remote.handle import BufferHandle
 from flatroll.buffers.remote.owner import Service
 from flatroll.buffers.samplers.sampler import RandomSampler, Sampler
 from flatroll.buffers.sharing import check_saved_generator, pickle_by_value, reseed_in_worker
-from flatroll.buffers.step_writer import StepWriter
+from flatroll.buffers.steps.writer import StepWriter
 from flatroll.buffers.storages.item_kinds import TensorDicts, batched, dense, entry, map_rows, not_flat
 from flatroll.buffers.storages.list import ListStorage
 from flatroll.buffers.storages.positions import Index, in_shape, positions, slots_at, slots_of

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from flatroll import buffers
 from flatroll.buffers.columns.column import Columns
-from flatroll.buffers.step_rows import window_of
+from flatroll.buffers.steps.staging import window_of
 from flatroll.buffers.transforms.transform import TransformLike
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import (

@@ -9,7 +9,7 @@ import torch
 
 from flatroll.buffers.columns.column import differ
 from flatroll.buffers.index.ring import Array
-from flatroll.buffers.step_rows import FLAGS, StagedColumn
+from flatroll.buffers.steps.staging import FLAGS, StagedColumn
 from flatroll.layout.keys import (
     DONE,
     IS_INIT,
@@ -132,7 +132,7 @@ class Episodes:
                 agrees[:, :at] = False  # before it, only episodes began
             same = agrees if same is None else same & agrees
         if same is not None:
-            self._tell(same & fresh, ~same & inside)
+            self._warn_of(same & fresh, ~same & inside)
             starts[:, begin:] |= ~same
         if TRAJ_IDS in self._given:
             starts[:, begin:] |= self._differ(staged, TRAJ_IDS, TRAJ_IDS, first, stop)
@@ -153,7 +153,7 @@ class Episodes:
             wrong.append(differ(*rows).view(self.num_envs, u - t))
         return np.asarray(torch.cat(wrong, 1))
 
-    def _tell(self, ended: Array, left: Array) -> None:
+    def _warn_of(self, ended: Array, left: Array) -> None:
         """Warn where an episode goes on from its end, or is left before it: bool ``[E, n]``."""
         if ended.any():
             self._warn(
@@ -174,5 +174,5 @@ class Episodes:
     def _warn(self, what: str, text: str) -> None:
         if what not in self._warned:
             self._warned.add(what)
-            # to the caller of write; between are (_store), _mark, mark, _starts and _tell
+            # to the caller of write; between are (_store), _mark, mark, _starts and _warn_of
             warnings.warn(f"{text}. (Said once for each writer)", stacklevel=8 if what == "ended" else 7)

@@ -1,4 +1,4 @@
-"""The rows of a step writer: those that wait to be stored, and where the stored ones are."""
+"""The rows of a step writer that wait to be stored, and how many wait."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.index.ring import Array, Ring
+from flatroll.buffers.index.ring import Array
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import DONE, IS_INIT, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, NestedKey, as_tuple
 
@@ -118,82 +118,6 @@ class StagedColumn:
     def window(self, steps: int) -> Tensor:
         """Return the first ``steps`` waiting steps env after env, ``[E * steps, *shape]``; if all, without a copy."""
         return self.flat if steps == self.data.shape[1] else self.data[:, :steps].flatten(0, 1)
-
-
-class StepPositions:
-    """Finds the stored rows of steps: window by window, an env's steps stand next to each other.
-
-    Args:
-        num_envs: number of envs that each step is from.
-
-    >>> ring, positions = Ring(8), StepPositions(num_envs=2)
-    >>> for window in range(3):  # of two steps each; the third overwrites the first
-    ...     _ = ring.claim(4), ring.publish(4)
-    ...     positions.append(ring, 2 * window, 4 * window % 8, 2)
-    >>> places = torch.tensor([4, 5, 5]) * 2 + torch.tensor([0, 0, 1])  # of env 0, env 0 and env 1
-    >>> positions.oldest(), positions.find(places, ring, stored=6, window=2)
-    (2, (tensor([0, 1, 3]), array([], shape=(2, 0), dtype=int64)))
-    """
-
-    def __init__(self, num_envs: int) -> None:
-        self.num_envs = num_envs
-        self.ring: Ring | None = None
-        # Per window its first step, the number of its first row in the ring, and its steps; ``count`` are in use.
-        self._table: Array = np.zeros((3, 16), np.int64)
-        self._count = 0
-
-    def append(self, ring: Ring, step: int, slot: int, steps: int) -> None:
-        """Note a window of ``steps`` steps from ``step`` on, whose first row is in ``slot``."""
-        if ring is not self.ring:  # the buffer was emptied, or another one was loaded into it
-            self.ring, self._count = ring, 0
-        head = ring.head
-        if self._count == self._table.shape[1]:
-            kept = self._table[:, self._first() :]
-            self._table, self._count = np.zeros((3, 2 * kept.shape[1] + 16), np.int64), kept.shape[1]
-            self._table[:, : self._count] = kept
-        number = int(ring.numbers(torch.tensor([slot]), head)[0])
-        self._table[:, self._count] = step, number, steps
-        self._count += 1
-
-    @property
-    def windows(self) -> tuple[Array, int]:
-        """Of each window its first step, the number of its first row in the ring, and its steps; and how many windows
-        there are, which may be fewer than the columns: int64 ``[3, W]``."""
-        return self._table, self._count
-
-    def _first(self) -> int:
-        """The first window that is stored whole."""
-        head = 0 if self.ring is None else self.ring.head
-        return int(self._table[1, : self._count].searchsorted(head))
-
-    def oldest(self) -> int | None:
-        """Return the first step that is stored whole; None if there is none."""
-        first = self._first()
-        return int(self._table[0, first]) if first < self._count else None
-
-    def stands(self, ring: Ring, stored: int, window: int) -> tuple[Array, int, int, int, int, int]:
-        """Where rows stand, ``windows ... length`` of `flatroll.kernels.slices.steps.locate`; see :meth:`find`."""
-        return self._table, self._count if ring is self.ring else 0, ring.head, ring.capacity, stored, window
-
-    def find(self, places: Tensor, ring: Ring, stored: int, window: int) -> tuple[Tensor, Array] | None:
-        """Find rows by their places step * E + env, int64 ``[N]``; None if one was overwritten.
-
-        Args:
-            places: of the rows, in host memory.
-            ring: that of the buffer now.
-            stored: number of the first step that waits.
-            window: L.
-
-        Returns:
-            slots, int64 ``[N]``, of some other row where one waits; and int64 ``[2, M]``, of the M that wait their
-            positions among the places, and their rows env * L + step among the waiting ones.
-        """
-        from flatroll.kernels.slices.steps import locate  # numba
-
-        slots, waiting = np.empty(len(places), np.int64), np.empty((2, len(places)), np.int64)
-        asked = np.ascontiguousarray(places.numpy())
-        count = locate(asked, self.num_envs, *self.stands(ring, stored, window), slots, waiting)
-        return None if count < 0 else (torch.from_numpy(slots), waiting[:, :count])
 
 
 def entries(step: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[NestedKey, Any]]:
