@@ -23,8 +23,7 @@ from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.prefetcher import Prefetcher
-from flatroll.buffers.remote.handle import BufferHandle
-from flatroll.buffers.remote.owner import Service
+from flatroll.buffers.remote import BufferHandle, Service
 from flatroll.buffers.samplers.sampler import RandomSampler, Sampler
 from flatroll.buffers.sharing import check_saved_generator, pickle_by_value, reseed_in_worker
 from flatroll.buffers.steps.writer import StepWriter

@@ -1,7 +1,7 @@
 """The rows of a step writer that are stored: where they are, what their trajectories are, and copies of them."""
 
 from collections.abc import Collection, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -163,8 +163,9 @@ class StepCopies:
         self._extra = [key for key in stored if key not in asked]
         if len(found) - len(self._extra) != len(staged if names is None else asked):
             return
-        kept = [storage.columns[key] for key in (*stored, *self._roots)]
-        columns = [column.data for column in kept if isinstance(column, TensorColumn)]  # all: copies_bytes
+        # Columns that are copied as bytes are tensors.
+        tensors = cast(dict[NestedKey, TensorColumn], storage.columns)
+        columns = [tensors[key].data for key in (*stored, *self._roots)]
         waiting = [staged.get(key) for key in found]
         kinds = [(one.dtype, one.shape[1:]) for one in columns]
         if any(
@@ -201,11 +202,9 @@ class StepCopies:
             torch.empty_strided((rows, *shape), stride, dtype=dtype) for shape, stride, dtype in self._forms
         ]
         target = np.array([copy.data_ptr() for copy in copies], np.int64)
-        entries = {} if self._of[1] is None else self._of[1].entries  # which may have grown, and moved
-        kept = [entries[key] for key in self._roots]
-        pool: Array = np.array(
-            [one.data.data_ptr() for one in kept if isinstance(one, TensorColumn)], np.int64
-        )
+        pooled = self._of[1]  # whose columns may have grown, and moved
+        entries = {} if pooled is None else cast(dict[NestedKey, TensorColumn], pooled.entries)
+        pool: Array = np.array([entries[key].data.data_ptr() for key in self._roots], np.int64)
         state, _, fragments, _ = ring.tables if isinstance(ring, TrajectoryIndex) else _NO_INDEX
         of = state, fragments, self._columns, pool, self._at, target
         if not read_steps(asked, num_envs, *where, *of):

@@ -338,3 +338,22 @@ def like(column: Tensor) -> tuple[torch.dtype, torch.Size]:
 def shown(key: NestedKey) -> str:
     """A key for an error message."""
     return "the data" if key == VALUE else f"batch[{key!r}]"
+
+
+def collate(samples: Any) -> Any:
+    """Make one batch of what a dataset gives, for ``DataLoader(collate_fn=collate)``; torch's own knows no tensordicts.
+
+    Args:
+        samples: with ``DataLoader(batch_size=None)`` a sample, returned as it is; else a list: batches (tensordicts
+            with a batch size) are laid end to end, rows, tensors and trees of tensors stacked. Other items stay a list.
+
+    >>> from tensordict import TensorDict
+    >>> rows = [TensorDict({"x": torch.tensor(i)}, []) for i in range(3)]
+    >>> collate(rows)["x"], collate([collate(rows), collate(rows[:1])])["x"]
+    (tensor([0, 1, 2]), tensor([0, 1, 2, 0]))
+    """
+    if not isinstance(samples, list):
+        return samples
+    if samples and all(isinstance(sample, TensorDictBase) and sample.batch_dims for sample in samples):
+        return torch.cat(samples)
+    return stacked(samples)

@@ -456,7 +456,7 @@ def test_a_process_that_is_killed_leaves_nothing_under_the_name(format: str, tmp
 def test_bad_arguments(tmp_path: Path) -> None:
     path, batch = tmp_path / "rows", window(0)
     with pytest.raises(
-        ValueError, match="'parquet', 'arrow', 'pandas', 'minari', 'lerobot', 'h5', got 'csv'"
+        ValueError, match="'parquet', 'arrow', 'pandas', 'minari', 'lerobot' or 'h5', got 'csv'"
     ):
         export(batch, path, "csv")
     with pytest.raises(FileNotFoundError, match="is no folder"):

@@ -29,7 +29,7 @@ from flatroll.datasets.folders import Batch, convert
 from flatroll.datasets.ids import unknown_id
 from flatroll.datasets.preprocess import RowsDataset, preprocess
 from flatroll.disk import Folder
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import one_of, whole_number
 from flatroll.layout.keys import NestedKey
 from flatroll.layout.trajectories import split_trajectories
 
@@ -118,8 +118,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         root = options.pop("root", None)
         self.root = Path.home() / ".cache/flatroll" / self.kind if root is None else Path(root).expanduser()
         download, fetch = options.pop("download", True), options.pop("fetch", None)
-        if download not in (True, False, "force"):
-            raise ValueError(f"download must be True, False or 'force', got {download!r}")
+        one_of("download", download, (True, False, "force"))
         encoded = {name: options.pop(name, None) for name in ("codec", "frame_stack", "progress")}  # type: ignore[misc]
         self.data_path = self._place()
         if download == "force" and not self.kind:

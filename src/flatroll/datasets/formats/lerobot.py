@@ -8,11 +8,13 @@ meta/flatroll.json, meta/flatroll_last.parquet   what LeRobot has no place for: 
 
 import io
 import json
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from math import prod
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from typing_extensions import override
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay
 from flatroll.datasets.formats.sources import Source, episodes_of
 from flatroll.datasets.formats.tables import MAX_BYTES, row_groups
+from flatroll.layout import checks
 from flatroll.layout.export import Array, from_arrow, from_numpy, optional_package, to_arrow, to_numpy
 from flatroll.layout.keys import NEXT, OBSERVATION, as_tuple, observation_keys
 from flatroll.layout.ted.compact import is_shift
@@ -108,8 +111,7 @@ def write_lerobot(
     """
     pyarrow = optional_package("pyarrow", "parquet", "export")
     parquet = optional_package("pyarrow.parquet", "parquet", "export")
-    if not 0 < fps < float("inf"):
-        raise ValueError(f"fps must be a number above 0, got {fps!r}")
+    checks.number("fps", fps, above=0, below=math.inf)
     for folder in ("meta/episodes/chunk-000", "data/chunk-000"):
         (path / folder).mkdir(parents=True)
     trajectories = episodes_of(source)
@@ -153,7 +155,9 @@ def write_lerobot(
     _write_json(path / "meta/info.json", _info(fields, len(episodes), frames, fps, robot_type))
 
 
-def _write_finals(pyarrow: Any, parquet: Any, finals: list[Any], path: Path, writer: Any) -> Any:
+def _write_finals(
+    pyarrow: ModuleType, parquet: ModuleType, finals: list[Any], path: Path, writer: Any
+) -> Any:
     """Write the last observations that were gathered as one row group, and forget them; return the writer."""
     table = pyarrow.concat_tables(finals)
     writer = writer or parquet.ParquetWriter(path / LAST, table.schema)
@@ -162,7 +166,7 @@ def _write_finals(pyarrow: Any, parquet: Any, finals: list[Any], path: Path, wri
     return writer
 
 
-def _write_json(path: Path, value: Any) -> None:
+def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2))
 
 
@@ -214,7 +218,7 @@ def _image_kind(array: Array) -> str | None:
 
 
 def _table(
-    pyarrow: Any,
+    pyarrow: ModuleType,
     rows: TensorDictBase,
     fields: list[dict[str, Any]],
     number: int,
@@ -253,7 +257,7 @@ def _table(
     return pyarrow.table(arrays)
 
 
-def _lists(pyarrow: Any, array: Array) -> Any:
+def _lists(pyarrow: ModuleType, array: Array) -> Any:
     """Numbers as they are, vectors as lists of fixed size, more dimensions as lists of lists."""
     if array.size == len(array):
         return pyarrow.array(array.reshape(-1))
@@ -295,7 +299,7 @@ def _episode_row(number: int, first: int, length: int, task: str, place: dict[st
     }
 
 
-def _tasks(pyarrow: Any, task: str) -> Any:
+def _tasks(pyarrow: ModuleType, task: str) -> Any:
     """The table of tasks, which LeRobot reads by pandas, indexed by the task's text."""
     index = "__index_level_0__"
     table = pyarrow.table({"task_index": pyarrow.array([0]), index: pyarrow.array([task])})
@@ -396,7 +400,7 @@ def _read_json(path: Path) -> Any:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
 
-def _checked_features(features: Any, path: Path) -> dict[str, Any]:
+def _checked_features(features: object, path: Path) -> dict[str, Any]:
     """What ``meta/info.json`` says of the columns, after a look at its form."""
     if not isinstance(features, dict):
         raise ValueError(f"{path} does not say which columns there are ('features')")
@@ -445,7 +449,7 @@ def _root_of(field: dict[str, Any]) -> str:
     return str(field["key"]).removeprefix(f"{NEXT}.")
 
 
-def _is_shape(shape: Any) -> bool:
+def _is_shape(shape: Iterable[object]) -> bool:
     return all(type(size) is int and 0 <= size < 1 << 31 for size in shape)
 
 

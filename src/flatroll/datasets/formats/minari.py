@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, TypeGuard, Unpack
 
 import gymnasium as gym
 import numpy as np
@@ -19,6 +19,9 @@ from flatroll.disk import Folder
 from flatroll.layout.export import Array, from_numpy, optional_package, to_numpy
 from flatroll.layout.keys import ACTION, NEXT, OBSERVATION, as_tuple, observation_keys
 from flatroll.layout.ted.compact import is_shift
+
+if TYPE_CHECKING:
+    from minari import EpisodeData, MinariDataset
 
 _RECORD = "flatroll"  # entry of the metadata: where each column went
 _SINGLE = {"next.reward": "rewards", "next.terminated": "terminations", "next.truncated": "truncations"}
@@ -164,7 +167,7 @@ def _space_of(columns: Any) -> gym.Space[Any]:
     return gym.spaces.Box(limits.min, limits.max, shape, kind)
 
 
-def read_minari(source: Any, *, infos: bool = True) -> Iterator[TensorDict]:
+def read_minari(source: "str | Path | MinariDataset", *, infos: bool = True) -> Iterator[TensorDict]:
     """Yield the episodes of a Minari data set as flat batches ``[T]``.
 
     Of a data set that `write_minari` did not write: Dict observations stand at the root by name, parts of Tuples by
@@ -184,14 +187,14 @@ def read_minari(source: Any, *, infos: bool = True) -> Iterator[TensorDict]:
     return map(from_numpy, read_minari_columns(open_minari(source), infos=infos))
 
 
-def open_minari(source: Any) -> Any:
+def open_minari(source: "str | Path | MinariDataset") -> "MinariDataset":
     """Return a `minari.MinariDataset` as it is, or that of a ``data`` folder."""
     if not isinstance(source, str | Path):
         return source
     return optional_package("minari", "minari", "import_minari").MinariDataset(Path(source).absolute())
 
 
-def read_minari_columns(data: Any, *, infos: bool = True) -> Iterator[dict[str, Array]]:
+def read_minari_columns(data: "MinariDataset", *, infos: bool = True) -> Iterator[dict[str, Array]]:
     """Yield the columns of each episode of a `minari.MinariDataset` by dotted name; see `read_minari`."""
     record = data.storage.metadata.get(_RECORD)
     if record is not None:
@@ -214,7 +217,7 @@ def read_minari_columns(data: Any, *, infos: bool = True) -> Iterator[dict[str, 
         yield columns
 
 
-def _recorded(episode: Any, record: list[Any]) -> dict[str, Array]:
+def _recorded(episode: "EpisodeData", record: list[Any]) -> dict[str, Array]:
     """The columns of an episode by dotted name, as they were written."""
     length, columns = len(episode), dict[str, Array]()
     leaves = dict(_leaves(episode.observations, OBSERVATION if not _is_folder(episode.observations) else ""))
@@ -233,7 +236,7 @@ def _recorded(episode: Any, record: list[Any]) -> dict[str, Array]:
     return columns
 
 
-def _columns_of(episode: Any, infos: bool) -> dict[str, Array]:
+def _columns_of(episode: "EpisodeData", infos: bool) -> dict[str, Array]:
     length = len(episode)
     leaves = dict(_leaves(episode.observations, OBSERVATION if not _is_folder(episode.observations) else ""))
     others = {name: np.asarray(array) for name, array in _leaves(episode.actions, ACTION)}
@@ -248,7 +251,7 @@ def _columns_of(episode: Any, infos: bool) -> dict[str, Array]:
     return episode_columns(int(episode.id), states, others, episode.rewards, *flags)
 
 
-def _is_folder(values: Any) -> bool:
+def _is_folder(values: object) -> "TypeGuard[dict[str, Any] | tuple[Any, ...]]":
     return isinstance(values, dict | tuple)
 
 

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from flatroll.buffers import SamplerWithoutReplacement
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions, open_rows
+from flatroll.layout.checks import one_of
 from flatroll.layout.export import optional_package
 
 #: Name of a set: the table's name, its version, and the column that is the label (None: the table's own).
@@ -95,8 +96,7 @@ class OpenMLExperienceReplay(BaseDatasetExperienceReplay):
 
     @override
     def _check_id(self) -> None:
-        if self.dataset_id not in _TABLES:
-            raise ValueError(f"name must be one of {', '.join(_TABLES)}, got {self.dataset_id!r}")
+        one_of("name", self.dataset_id, _TABLES)
 
     @override
     def _fetch(self, folder: Path) -> Any:

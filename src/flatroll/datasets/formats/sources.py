@@ -20,6 +20,7 @@ from flatroll.layout.keys import (
     IS_INIT,
     STEP_COUNT,
     TRAJ_IDS,
+    NestedKey,
     next_key,
     observation_keys,
     optional_marker,
@@ -102,7 +103,7 @@ def first_rows(source: Source) -> Tensor | None:
     return None if markers is None else run_starts(markers).nonzero().squeeze(-1)
 
 
-def _markers(source: Source, *others: Any) -> TensorDict | None:
+def _markers(source: Source, *others: NestedKey) -> TensorDict | None:
     """The columns of all rows that say where runs begin, and ``others`` as far as they are there."""
     chunks = source._replace(advance=int).chunks()  # they are not written yet
     parts = [chunk.select(IS_INIT, DONE, TRAJ_IDS, *others, strict=False).clone() for chunk in chunks]

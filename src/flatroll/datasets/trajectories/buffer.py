@@ -33,10 +33,9 @@ from flatroll.datasets.trajectories.sources import (
     share,
 )
 from flatroll.disk import Version
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import one_of, whole_number
 from flatroll.layout.keys import NestedKey
 
-_FORMATS = ("pt", "pkl")
 _WITHOUT_END = 2**40  # rows of a buffer that keeps all
 
 
@@ -169,9 +168,7 @@ class TrajectoryReplayBuffer:
         sampler: Sampler | None = None,
         **storage_options: Any,
     ) -> None:
-        if trajectory_format not in _FORMATS:
-            raise ValueError(f"trajectory_format must be one of {_FORMATS}, got {trajectory_format!r}")
-        if trajectory_format == "pkl" and not allow_pickle:
+        if one_of("trajectory_format", trajectory_format, ("pt", "pkl")) == "pkl" and not allow_pickle:
             raise ValueError(
                 'trajectory_format="pkl" reads files that can run code of whoever wrote them: allow_pickle=True admits '
                 'it for files of your own; "pt" runs none'

@@ -272,10 +272,11 @@ def _mapping(trajectory: Any) -> dict[str, Any]:
     return {name: value for name, value in trajectory.items() if value is not None}
 
 
-def is_dense(value: Any) -> TypeGuard[Tensor]:
+def is_dense(value: object) -> TypeGuard[Tensor]:
     """Whether a value is a tensor of numbers in rows: not sparse, nested or quantized."""
-    plain = isinstance(value, Tensor) and value.layout is torch.strided
-    return plain and not value.is_nested and not value.is_quantized
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return False
+    return not (value.is_nested or value.is_quantized)
 
 
 def _collect(fields: Mapping[str, Any], path: tuple[str, ...], into: dict[NestedKey, Tensor]) -> None:

@@ -315,7 +315,7 @@ def is_loading(path: Path) -> bool:
     return folder.is_dir() and not folder.is_symlink() and bool(Folder(folder).versions())
 
 
-def rank_versions(noted: Any) -> list[Version] | None:
+def rank_versions(noted: object) -> list[Version] | None:
     """The versions of several ranks that a manifest names; None if it names none.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What goes wrong in the reference's maps and forests, and does not here."""
+"""Maps and forests at their edges: overwrites, cycles, diamonds, wide observations, equal hashes."""
 
 import sys
 from collections.abc import Callable
@@ -226,7 +226,7 @@ def test_bits() -> None:
 
 
 # 10
-def test_calls_that_crash_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_at_the_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     query = QueryModule(["key"])
     mapped = TensorDictMap(query_module=query)
     assert mapped.contains(keys(1)).tolist() == [False] and len(mapped) == 0  # an empty map

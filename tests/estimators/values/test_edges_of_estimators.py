@@ -1,7 +1,6 @@
-"""Defects and weaknesses measured in TorchRL 0.14.1 that the value estimators must be free of.
+"""Value estimators at their edges: missing flags, bounds of gamma and lambda, memory, masks, NaN, chunks.
 
-Each docstring names the item of the list: its section, and the experiment that showed it. Weaknesses of speed are
-rows of ``benchmarks/bench_gae.py``; here they are held by counting bytes and calls, not by clocks.
+Speed is measured in ``benchmarks/bench_gae.py``; here operations and bytes are counted.
 """
 
 import re
@@ -80,7 +79,7 @@ OPTIONS: dict[str, Any] = {"gamma": 0.9, "lmbda": 0.8}
 
 
 def test_missing_terminated_is_an_error_not_done(batch_of: BatchOf) -> None:
-    """4.1: a missing ``terminated`` silently made every truncation a termination."""
+    """``done`` in its place would make every truncation a termination."""
     batch = batch_of([(3, "truncated")]).exclude(("next", "terminated"))
     for kind in (GAE, TDLambdaEstimator):
         with pytest.raises(KeyError, match="no entry"):
@@ -88,7 +87,7 @@ def test_missing_terminated_is_an_error_not_done(batch_of: BatchOf) -> None:
 
 
 def test_no_loop_over_time(batch_of: BatchOf) -> None:
-    """4.4 (E14): the default GAE looped over time in Python, and V-trace had no other form."""
+    """The number of torch operations does not depend on the rows."""
     counts = []
     for rows in (16, 2048):
         batch = batch_of([(rows, "truncated")])
@@ -105,7 +104,7 @@ def test_no_loop_over_time(batch_of: BatchOf) -> None:
 @pytest.mark.parametrize("lmbda", [0.0, 1e-9, 1.0])
 @pytest.mark.parametrize("gamma", [0.0, 1e-9, 1.0])
 def test_factors_at_and_near_their_bounds(batch_of: BatchOf, gamma: float, lmbda: float) -> None:
-    """4.4 (E14): 0 or 1e-9 for gamma or lmbda was an IndexError."""
+    """With lambda near 0 the estimate is TD(0), with 1 it is TD(1)."""
     batch = batch_of([(5, "truncated"), (1, "terminated"), (4, "cut")])
     for kind in (GAE, TDLambdaEstimator):
         out = kind(gamma=gamma, lmbda=lmbda, value_network=norm_critic())(batch.clone())
@@ -118,7 +117,7 @@ def test_factors_at_and_near_their_bounds(batch_of: BatchOf, gamma: float, lmbda
 
 
 def test_memory_does_not_depend_on_the_longest_run(peak_of: PeakOf) -> None:
-    """4.4 (E14): runs were padded: 1,500 rows and 1,500 runs of one row took 2.25 M numbers."""
+    """Nothing is padded: one run of 1,500 rows beside 1,500 runs of one row takes as much as equal runs."""
     rows = 3000
     value, next_value, reward = torch.randn(3, rows, 1)
     peaks = []
@@ -133,7 +132,7 @@ def test_memory_does_not_depend_on_the_longest_run(peak_of: PeakOf) -> None:
 
 
 def test_the_trace_is_not_filtered() -> None:
-    """4.4 (E14): the filter of the trace stopped at 1e-7, so far rewards vanished."""
+    """A reward 599 steps away still counts, with its exact weight."""
     reward = torch.zeros(600, 1, dtype=torch.float64)
     reward[-1] = 1.0
     done = torch.zeros(600, 1, dtype=torch.bool)
@@ -146,7 +145,7 @@ def test_the_trace_is_not_filtered() -> None:
 def test_one_call_keeps_every_row_and_its_trace(
     batch_of: BatchOf, gae_loop: Callable[..., Tensor], runs: list[tuple[int, str]]
 ) -> None:
-    """4.4 (E15): a static budget dropped 3 of 20 rows, 63 of 4,096, and cut the traces of others by up to 5.6."""
+    """``shifted=True`` without a budget leaves out no row and cuts no trace."""
     batch = batch_of(runs)
     out = GAE(**OPTIONS, value_network=norm_critic(), shifted=True)(batch.clone())
     assert out["shifted_valid"].all()
@@ -154,7 +153,7 @@ def test_one_call_keeps_every_row_and_its_trace(
 
 
 def test_compact_and_one_call_is_exact(batch_of: BatchOf, gae_loop: Callable[..., Tensor]) -> None:
-    """4.4 (E15): at truncations and at the end of the batch V' was V(obs_t), an error of 0.5 to 4.5."""
+    """The values at truncations and at the end of the batch are those of the final observations."""
     batch = batch_of([(5, "truncated"), (5, "terminated"), (5, "cut"), (5, "truncated")])
     thin, final = compact(batch)
     for budget in (None, 4):
@@ -165,7 +164,7 @@ def test_compact_and_one_call_is_exact(batch_of: BatchOf, gae_loop: Callable[...
 
 @pytest.mark.parametrize("options", [{}, {"shifted": True}], ids=str)
 def test_an_old_mask_masks_nothing(batch_of: BatchOf, options: dict[str, Any]) -> None:
-    """4.4 (E15): a ``shifted_valid`` in the input (from a buffer) masked a later estimator that was not shifted."""
+    """A ``shifted_valid`` in the input, such as a buffer gives, is written anew and not read."""
     batch = batch_of([(4, "truncated"), (3, "terminated")])
     wanted = GAE(**OPTIONS, value_network=norm_critic())(batch.clone())
     batch["shifted_valid"] = torch.arange(7) < 2
@@ -176,7 +175,7 @@ def test_an_old_mask_masks_nothing(batch_of: BatchOf, options: dict[str, Any]) -
 
 
 def test_nan_in_the_data_changes_no_entry(batch_of: BatchOf) -> None:
-    """4.4 (E52): with a NaN in a next observation ``state_value`` was not written, and a clipped critic failed."""
+    """With a NaN in a next observation the output has the same entries, and a clipped critic loss is finite."""
     batch = batch_of([(4, "truncated"), (3, "terminated")])
     logits = TensorDictModule(nn.Linear(3, 4).double(), ["observation"], ["logits"])
     choose = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
@@ -202,7 +201,7 @@ def test_nan_in_the_data_changes_no_entry(batch_of: BatchOf) -> None:
 
 @pytest.mark.parametrize("kind", [GRUModule, LSTMModule])
 def test_recurrent_critics_need_no_switch(batch_of: BatchOf, kind: Any) -> None:
-    """4.4: the default (vmap) raised on batches of several trajectories unless ``deactivate_vmap`` was set."""
+    """A batch of several trajectories gives what each trajectory gives alone."""
     memory = kind(3, 4, in_key="observation", out_key="h")
     critic = TensorDictSequential(memory, TensorDictModule(nn.Linear(4, 1), ["h"], ["state_value"])).double()
     batch = batch_of([(4, "truncated"), (3, "terminated"), (2, "cut")])
@@ -217,9 +216,9 @@ def test_recurrent_critics_need_no_switch(batch_of: BatchOf, kind: Any) -> None:
     "options", [{}, {"shifted": True}, {"shifted": True, "shifted_budget": 400}, {"compact": True}], ids=str
 )
 def test_chunks_bound_the_memory(batch_of: BatchOf, peak_of: PeakOf, options: dict[str, Any]) -> None:
-    """4.4: root and next observations were stacked before they were split, so the peak grew with the batch.
+    """Observations are not stacked before they are split into chunks.
 
-    Chunked, it grows by the columns that are written, 40 bytes of a row here; whole, by 2,000.
+    In chunks the peak grows by the columns that are written, 40 bytes a row here; in one piece by 2,000.
     """
     more = {key: value for key, value in options.items() if key != "compact"}
     peaks: dict[bool, list[int]] = {True: [], False: []}
@@ -242,7 +241,7 @@ def test_chunks_bound_the_memory(batch_of: BatchOf, peak_of: PeakOf, options: di
 
 @pytest.mark.parametrize("chunk", [{"value_chunk_size": 5}, {"num_chunks": 3}], ids=str)
 def test_chunks_cut_no_run_of_a_memory(batch_of: BatchOf, chunk: dict[str, int]) -> None:
-    """4.4 (E15c): chunks cut sequences; where stored states were stale, advantages changed by 0.04."""
+    """A chunk ends with a run, so a stored state that is stale is read nowhere but at starts."""
     torch.manual_seed(0)
     memory = GRUModule(3, 4, in_key="observation", out_key="h")
     critic = TensorDictSequential(memory, TensorDictModule(nn.Linear(4, 1), ["h"], ["state_value"])).double()
@@ -253,7 +252,7 @@ def test_chunks_cut_no_run_of_a_memory(batch_of: BatchOf, chunk: dict[str, int])
 
 
 def test_vtrace_averages_over_the_rows_that_count(batch_of: BatchOf) -> None:
-    """4.4: ``average_adv`` took the rows that the mask leaves out into its moments."""
+    """``average_adv`` takes its moments over the rows that ``shifted_valid`` keeps."""
     batch = batch_of([(4, "truncated"), (3, "truncated"), (4, "truncated")])
     batch["action"] = torch.zeros(11, dtype=torch.int64)
     batch["action_log_prob"] = -torch.rand(11, dtype=torch.float64)
@@ -273,7 +272,7 @@ def test_vtrace_averages_over_the_rows_that_count(batch_of: BatchOf) -> None:
 
 @pytest.mark.parametrize("number", [-0.1, 1.1, float("nan"), torch.tensor(1.1)], ids=str)
 def test_factors_are_checked(number: Any) -> None:
-    """4.4: neither modules nor functions looked whether gamma and lmbda lie in [0, 1]."""
+    """Modules and functions refuse gamma and lambda outside [0, 1]."""
     text = "must lie in [0, 1]"
     one, no = torch.ones(3), torch.zeros(3, dtype=torch.bool)
     calls: list[Callable[[], object]] = [
@@ -292,7 +291,7 @@ def test_factors_are_checked(number: Any) -> None:
 
 
 def test_vtrace_weighs_the_action_that_was_taken(batch_of: BatchOf) -> None:
-    """Seen here: torchrl's V-trace module takes the probability of an action drawn now, not of the batch's."""
+    """The weight is the probability of the batch's action, not of one drawn now."""
     batch = batch_of([(6, "truncated")])
     batch["action"] = torch.arange(6) % 3
     batch["action_log_prob"] = actor().get_dist(batch.select("observation")).log_prob(batch["action"])
@@ -302,7 +301,7 @@ def test_vtrace_weighs_the_action_that_was_taken(batch_of: BatchOf) -> None:
 
 
 def test_a_termination_before_the_rows_left_out_stands(batch_of: BatchOf) -> None:
-    """Seen here: with a budget, torchrl bootstraps a termination in the last row that counts."""
+    """With a budget, a termination in the last row that counts is not bootstrapped."""
     batch: TensorDictBase = batch_of([(2, "truncated"), (3, "terminated"), (1, "truncated")])
     out = GAE(**OPTIONS, value_network=norm_critic(), shifted=True, shifted_budget=1)(batch)
     assert out["shifted_valid"].tolist() == [True] * 5 + [False]

@@ -1,4 +1,4 @@
-"""What went wrong in specs elsewhere."""
+"""Specs at their edges: domains, draws, projections, encodings, errors."""
 
 import numpy as np
 import pytest
