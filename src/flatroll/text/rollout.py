@@ -89,11 +89,9 @@ class RolloutFromModel:
             whole_number("num_steps", num_steps)
         kl_estimate(torch.zeros(0), kl_estimator)  # refuses an unknown name
         self.model, self.ref_model, self.reward_model = model, ref_model, reward_model
-        self.kl_coef, self.max_new_tokens, self.score_clip = (
-            float(kl_coef),
-            max_new_tokens,
-            number("score_clip", score_clip, least=0),
-        )
+        self.kl_coef = float(kl_coef)
+        self.max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
+        self.score_clip = number("score_clip", score_clip, least=0)
         self.kl_scheduler, self.flat = kl_scheduler, flat
         self.kl_estimator: KLEstimator = kl_estimator
         self.eos_token_ids = _eos_of(model, eos_token_id)
