@@ -16,10 +16,9 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
 from flatroll.wrappers.envpool_source import pool_source
 from flatroll.wrappers.gym_source import GymSource
-from flatroll.wrappers.source import VectorSource, layers
+from flatroll.wrappers.source import DtypeView, TorchView, VectorSource, layers
 from flatroll.wrappers.stream import FinalObs, VectorStream
 from flatroll.wrappers.torch_source import TorchSource
-from flatroll.wrappers.views import DtypeView, TorchView
 
 
 def adapt_env(

@@ -90,7 +90,7 @@ class EnvPoolSource(VectorSource):
 class AsyncPoolSource(EnvPoolSource):
     """Adapts envpool in async mode, of which every step returns ``batch_size`` of the E envs, the first that are done.
 
-    Whoever leads it (`flatroll.wrappers.pool_rows.PoolRows`) knows which rows these are, by `ids`; it sends with
+    Whoever leads it (`flatroll.rollouts.pool_runner.PoolRows`) knows which rows these are, by `ids`; it sends with
     `send`, awaits with `receive`, and the `step` that follows returns what has come.
     """
 

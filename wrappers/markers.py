@@ -5,21 +5,24 @@ entries describe the observation that comes with them; ``episode_reward`` belong
 follow from the row facts of the adapted env below, never from one another: the order of stacking changes nothing.
 """
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.vector import VectorEnv, VectorWrapper
-from torch import Tensor
+from tensordict.nn import TensorDictSequential
+from torch import Tensor, nn
 
 from flatroll.layout.checks import writer_number
 from flatroll.layout.keys import EPISODE_REWARD, IS_INIT, STEP_COUNT, TRAJ_IDS, NestedKey, as_tuple
 from flatroll.wrappers.adapt_env import adapt_env, find_stream, reset_in_same_step
 from flatroll.wrappers.arrays import Array, Tree, fill_rows, full, own, select
-from flatroll.wrappers.primers import recurrent_states
 from flatroll.wrappers.source import Info, Seed, Step, layers
 from flatroll.wrappers.stream import VectorStream
+
+States = dict[NestedKey, Tensor]
 
 
 class MarkerWrapper(VectorWrapper):
@@ -262,6 +265,11 @@ class TrajId(MarkerWrapper):
         result[4][self.info_name] = own(self._ids)
         return result
 
+    @property
+    def ids(self) -> Array:
+        """The id of each sub-env's episode, int64 ``(E,)``; None before the first reset."""
+        return self._ids
+
     def number_in(self, first: int, total: int) -> None:
         """Give these envs the ids that the envs from number ``first`` on of a pool of ``total`` envs have.
 
@@ -377,3 +385,110 @@ class RecurrentPrimer(MarkerWrapper):
 def find_wrapper(env: VectorEnv[Any, Any, Any], kind: type[VectorWrapper]) -> Any:
     """The wrapper of class ``kind`` in the stack, or None."""
     return next((layer for layer in layers(env) if isinstance(layer, kind)), None)
+
+
+def set_recurrent_primers_from(env: Any, policy: Any) -> VectorEnv[Any, Any, Any]:
+    """Wrap ``env`` with InitTracker and RecurrentPrimer, as far as the policy's recurrent modules need it.
+
+    Asked again it changes nothing; so it does for a policy without recurrent parts.
+
+    Args:
+        env: anything `as_vector_env` takes, or a stack of wrappers around it.
+        policy: a module, or an object with ``make_tensordict_primer()``.
+
+    Returns:
+        The env, adapted, with an InitTracker and a `RecurrentPrimer` in its stack where they were missing.
+
+    Raises:
+        TypeError, ValueError: see `recurrent_states`; the stack has a state of that key that starts otherwise.
+
+    >>> import gymnasium as gym
+    >>> from torch import nn
+    >>> class Memory(nn.Module):
+    ...     def make_tensordict_primer(self):
+    ...         from types import SimpleNamespace
+    ...         return SimpleNamespace(defaults={"state": torch.zeros(5)})
+    >>> env = set_recurrent_primers_from(gym.make_vec("CartPole-v1", num_envs=2), Memory())
+    >>> obs, info = env.reset(seed=0)
+    >>> info["is_init"], info["state"].shape, set_recurrent_primers_from(env, Memory()) is env
+    (array([ True,  True]), torch.Size([2, 5]), True)
+    """
+    adapted = adapt_env(env)
+    states = recurrent_states(policy)
+    if states and find_wrapper(adapted, InitTracker) is None:
+        adapted = InitTracker(adapted)
+    primer = find_wrapper(adapted, RecurrentPrimer)
+    if primer is None:
+        return RecurrentPrimer(adapted, policy) if states else adapted
+    for key, value in states.items():
+        check_same(key, primer.states.get(key), value)
+    primer.states |= states
+    return adapted
+
+
+def recurrent_states(policy: Any) -> States:
+    """Return the initial recurrent states of one env that ``policy``'s modules declare, by key.
+
+    A recurrent part has ``make_tensordict_primer()``. Empty for a policy without one.
+
+    Raises:
+        TypeError: a part draws the state that episodes start from, so that it could not be computed again.
+        ValueError: two parts declare one state with different values, or two modules of one sequence declare the
+            same one.
+
+    >>> recurrent_states(nn.Linear(2, 2))
+    {}
+    """
+    parts = policy.modules() if isinstance(policy, nn.Module) else (policy,)
+    in_order = set(_steps(policy)) if isinstance(policy, nn.Module) else set()
+    states: States = {}
+    owners: dict[NestedKey, Any] = {}
+    for part in parts:
+        if not hasattr(part, "make_tensordict_primer"):
+            continue
+        primer: Any = part.make_tensordict_primer  # any object may have one, not only nn.Module
+        for key, value in _defaults(primer()):
+            check_same(key, states.get(key), value)
+            states[key] = value
+            if part in in_order and owners.setdefault(key, part) is not part:
+                raise ValueError(
+                    f"two modules of the policy keep their recurrent state under {key!r}: each would go on from what "
+                    "the other one left. Give each state keys of its own (in_keys, out_keys)"
+                )
+    return states
+
+
+def _steps(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a sequence of tensordict modules, in order."""
+    if isinstance(module, TensorDictSequential):
+        for part in module.module.children():
+            yield from _steps(part)
+    else:
+        yield module
+
+
+def _defaults(primer: Any) -> Iterator[tuple[NestedKey, Tensor]]:
+    """Our primers have ``defaults``; torchrl's a spec for each key and one number, or one for each key."""
+    if hasattr(primer, "defaults"):
+        yield from primer.defaults.items()
+        return
+    for key in primer.primers.keys(True, True):
+        default, spec = primer.default_value, primer.primers[key]
+        value = default.get(key, 0.0) if hasattr(default, "get") else default
+        if primer.random or callable(value):
+            raise TypeError(
+                f"the recurrent state {key!r} must start from fixed values, and its primer draws them: give the "
+                "primer a default_value"
+            )
+        yield key, torch.as_tensor(value, dtype=spec.dtype).expand(spec.shape).clone()
+
+
+def check_same(key: NestedKey, known: Tensor | None, value: Tensor) -> None:
+    """Raise ValueError if a state is declared twice with different initial values."""
+    if known is None:
+        return
+    if known.shape != value.shape or not torch.equal(known.to(value), value):
+        raise ValueError(
+            f"the recurrent state {key!r} is declared twice: {tuple(known.shape)} and {tuple(value.shape)} per row, "
+            "or with other values: give each recurrent module state keys of its own (in_keys, out_keys)"
+        )

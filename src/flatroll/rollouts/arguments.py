@@ -1,4 +1,4 @@
-"""Checks and groups the arguments of a collector, and creates its env."""
+"""Checks and groups the arguments of a collector, and creates its envs."""
 
 import warnings
 from contextlib import ExitStack
@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from gymnasium.vector import AsyncVectorEnv
 
 from flatroll.wrappers.adapt_env import adapt_env
+from flatroll.wrappers.gym_source import split_async
 from flatroll.wrappers.markers import StepCounter, TrajId, find_wrapper
+from flatroll.wrappers.stream import Moves, moves_of
 
 
 def check_counts(**counts: Any) -> None:
@@ -150,3 +153,38 @@ def make_env(
             "max_steps instead"
         )
     return StepCounter(env, max_steps=max_steps), made
+
+
+def make_envs(
+    create_env_fn: Any, splits: int, obs_dtype: torch.dtype | None, max_steps: int | None, undo: ExitStack
+) -> tuple[list[Any], Moves | None, bool]:
+    """Return the env in so many parts, the count of moves of one that was divided, and whether they were made here.
+
+    For the other arguments see `make_env`.
+    """
+    if splits == 1:
+        env, made = make_env(create_env_fn, obs_dtype, max_steps, undo)
+        return [env], None, made
+    moves = None
+    if isinstance(create_env_fn, (list, tuple)):
+        if len(create_env_fn) != splits:
+            raise ValueError(
+                f"splits={splits} needs as many envs or functions, got a list of {len(create_env_fn)}"
+            )
+        envs = [make_env(one, obs_dtype, max_steps, undo) for one in create_env_fn]
+        made = all(made for _, made in envs)
+        if any(made for _, made in envs) != made:
+            raise TypeError("create_env_fn must be a list of envs or a list of functions, got some of each")
+    else:
+        whole, made = make_env(create_env_fn, None, None, undo)
+        if not isinstance(whole, AsyncVectorEnv):
+            raise ValueError(
+                f"splits={splits} divides a gymnasium.vector.AsyncVectorEnv, and {type(whole).__name__} is none: give "
+                f"a list of {splits} envs, each a part of the pool, or of functions that make them. (Two envpools "
+                "need seeds of their own: envpool.make_gymnasium(..., num_envs=4, seed=0) and seed=4)"
+            )
+        if splits > whole.num_envs:
+            raise ValueError(f"splits={splits} needs at least so many envs, and the env has {whole.num_envs}")
+        moves = moves_of(whole)
+        envs = [make_env(part, obs_dtype, max_steps, undo) for part in split_async(whole, splits)]
+    return [env for env, _ in envs], moves, made

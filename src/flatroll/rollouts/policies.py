@@ -15,7 +15,7 @@ from flatroll.layout.fast_call import acted, nest
 from flatroll.layout.keys import ACTION, IS_INIT, NestedKey, as_tuple, next_key
 from flatroll.rollouts.arguments import Devices
 from flatroll.wrappers.arrays import Array, map_tree, to_torch
-from flatroll.wrappers.primers import recurrent_states
+from flatroll.wrappers.markers import recurrent_states
 
 Columns = dict[NestedKey, Tensor]
 

@@ -11,8 +11,8 @@ from tensordict.nn import InteractionType, set_interaction_type
 from flatroll.layout.inspect.audit import audit
 from flatroll.layout.keys import NestedKey
 from flatroll.rollouts.arguments import make_devices
-from flatroll.rollouts.batch_spec import batch_spec
-from flatroll.rollouts.pool_runner import of_pool
+from flatroll.rollouts.batch_columns import batch_spec
+from flatroll.rollouts.pool_runner import lead_pool
 from flatroll.rollouts.runner import Runner
 from flatroll.wrappers.adapt_env import adapt_env
 from flatroll.wrappers.testing.check_env import ContractError, is_suspicion, vector_env_problems
@@ -61,7 +61,7 @@ def rollout(
     if num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, got {num_steps}")
     env = adapt_env(env, dtype=obs_dtype)
-    runner = of_pool(Runner(env, info_keys=info_keys, writer=writer))
+    runner = lead_pool(Runner(env, info_keys=info_keys, writer=writer))
     devices = make_devices(runner.device, policy_device=policy_device)
     runner.start(policy, num_steps, devices=devices, seed=seed)
     missing = num_steps

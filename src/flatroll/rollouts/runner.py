@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium.vector import VectorObservationWrapper, VectorRewardWrapper
+from gymnasium.vector import VectorEnv, VectorObservationWrapper, VectorRewardWrapper
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -18,11 +18,11 @@ from flatroll.layout.keys import (
     TERMINATED,
     TRUNCATED,
     NestedKey,
+    as_tuple,
     next_key,
 )
 from flatroll.rollouts.arguments import Devices, check_writer
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
-from flatroll.rollouts.info_columns import InfoColumns
 from flatroll.rollouts.policies import Columns, ModulePolicy, as_function_of_obs
 from flatroll.rollouts.random_actions import RandomActions, RandomPolicy
 from flatroll.rollouts.window import Window
@@ -292,10 +292,10 @@ class Runner:
         """Step the env, or await the step that was begun with these actions; record the results."""
         window, stream, keys = self.window, self.stream, self.keys
         obs, reward, terminated, truncated, info = self.env.step(action)
-        taken = stream.actions if self._check_actions is None else action
-        results = [reward, terminated, truncated, taken]
+        given = stream.actions if self._check_actions is None else action  # what the env was given
+        results = [reward, terminated, truncated, given]
         if not self._one_action:
-            results[3:] = leaves_at(taken, keys.action_paths)
+            results[3:] = leaves_at(given, keys.action_paths)
         if keys.next_names:
             results += [info[name] for name in keys.next_names]
         if stream.same_step:
@@ -383,3 +383,73 @@ class Runner:
         # With own_buffers=False these may be arrays that another user's step of the env writes into.
         self._obs = own(self._obs) if self._one_obs else map_tree(own, self._obs)
         return self.window.lay_out(mask, compact)
+
+
+class InfoColumns:
+    """Finds the chosen entries of an env's ``info``, and records those of its steps."""
+
+    def __init__(
+        self, env: VectorEnv[Any, Any, Any], stream: VectorStream, names: Sequence[NestedKey]
+    ) -> None:
+        self._stream, self._names = stream, names
+        self._device = stream.capabilities.device
+        self._on_host = stream.capabilities.framework == "numpy"
+        # RecordEpisodeStatistics leaves its entry, of the step, where under SAME_STEP those of the reset are.
+        around = (*layers(env), *layers(stream.source.env))
+        self._statistics = {layer._stats_key for layer in around if hasattr(layer, "_stats_key")}
+        self._seen: set[NestedKey] = set()
+
+    def clear(self) -> None:
+        """Forget which entries came, with the columns that they came into."""
+        self._seen.clear()
+
+    def record(self, info: dict[str, Any], window: Window) -> None:
+        """Put the entries of the step just made into a `Window`.
+
+        Gymnasium moves those of ended SAME_STEP rows to ``final_info``.
+        """
+        stream = self._stream
+        final = info.get("final_info") if stream.same_step else None
+        for name in self._names:
+            value = self.entry(info, name)
+            last = self.entry(final, name) if isinstance(final, dict) else None
+            if last is not None:
+                value = last if value is None else select(stream.ended, last, value)
+            elif final is None or value is None or as_tuple(name)[0] in self._statistics:
+                pass
+            elif value.shape[:1] == (stream.num_envs,):
+                value = fill_rows(own(value), stream.ended, False)  # it belongs to the next episode's reset
+            window.put_loose(next_key(name), value)
+            if value is not None and name not in self._seen:
+                self._seen.add(name)
+                if name not in window.columns:  # it came with no observation yet: all batches have both
+                    zeros = torch.zeros_like(value) if isinstance(value, Tensor) else np.zeros_like(value)
+                    window.put_loose(name, zeros)
+
+    def entry(self, info: dict[str, Any], name: NestedKey) -> Array | None:
+        """An entry of ``info`` where the env's arrays are; None if it is not there."""
+        value: Any = info
+        for part in as_tuple(name):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is None:
+            return None
+        if isinstance(value, dict):
+            entries = [(*as_tuple(name), key) for key in value if not key.startswith("_")]
+            raise TypeError(
+                f"info_keys has {name!r}, which is a dict: name its entries, info_keys={entries}. (For returns and "
+                "lengths of episodes flatroll.wrappers.RewardSum and StepCounter give a number at every step)"
+            )
+        if self._on_host:
+            return value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
+        return to_torch(value, self._device)
+
+    def check_seen(self, info: dict[str, Any]) -> None:
+        """Raise KeyError if an entry was in no step's info; ``info`` is the last one."""
+        missing = [name for name in self._names if name not in self._seen]
+        if missing:
+            names = sorted(key for key in info if not key.startswith("_"))
+            raise KeyError(
+                f"info_keys={missing} were in no step's info; the last one had {names}. An entry that comes only "
+                "now and then must come in the first batch: take more frames_per_batch. (For the return of episodes: "
+                "flatroll.wrappers.RewardSum, whose entry comes with every step)"
+            )
