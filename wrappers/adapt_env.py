@@ -16,13 +16,13 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
 from flatroll.wrappers.envpool_source import pool_source
 from flatroll.wrappers.gym_source import GymSource
-from flatroll.wrappers.source import DtypeView, TorchView, VectorSource, layers
+from flatroll.wrappers.source import DtypeView, EnvLike, TorchView, VectorSource, layers
 from flatroll.wrappers.stream import FinalObs, VectorStream
 from flatroll.wrappers.torch_source import TorchSource
 
 
 def adapt_env(
-    env: Any,
+    env: EnvLike,
     num_envs: int | None = None,
     device: torch.device | str | None = None,
     framework: str | None = None,
@@ -35,7 +35,7 @@ def adapt_env(
     if own_buffers not in ("auto", True, False):
         raise ValueError(f"own_buffers must be 'auto', True or False, got {own_buffers!r}")
     adapted: VectorEnv[Any, Any, Any]
-    if find_stream(env) is not None:
+    if isinstance(env, VectorEnv) and find_stream(env) is not None:
         if (device, framework, autoreset_mode, final_obs, own_buffers) != (None, None, None, "auto", "auto"):
             raise ValueError(
                 "env is adapted already, so device, framework, autoreset_mode, final_obs and own_buffers have no "
@@ -71,7 +71,7 @@ def adapt_env(
     return adapted
 
 
-def find_stream(env: Any) -> VectorStream | None:
+def find_stream(env: object) -> VectorStream | None:
     """Return the `VectorStream` inside a stack of wrappers, or None."""
     return next((layer for layer in layers(env) if isinstance(layer, VectorStream)), None)
 
@@ -107,11 +107,11 @@ def _float_dtypes(space: spaces.Space[Any]) -> set[str]:
 
 
 def _choose_source(
-    env: Any, device: torch.device | None, mode: AutoresetMode | None, own_buffers: bool | str
+    env: EnvLike, device: torch.device | None, mode: AutoresetMode | None, own_buffers: bool | str
 ) -> tuple[VectorSource, AutoresetMode]:
     """The adapter of the env's family, and how the env resets ended rows (``mode`` if the user says it)."""
     if isinstance(env, VectorSource):
-        return env, mode or _declared(env)
+        return env, mode or _declared_mode(env)
     if _is_from("torchrl", env):
         raise TypeError(
             f"env is torchrl's {type(env).__name__}, and torchrl envs are not taken: give the Gymnasium env itself, "
@@ -150,13 +150,13 @@ def _choose_source(
                 f"env must have {' and '.join(lacks)} (Gymnasium spaces of one env), and the vector env "
                 f"{type(env).__name__} has none: set them on it, or write a flatroll.wrappers.VectorSource"
             )
-        mode = mode or _declared(env)
+        mode = mode or _declared_mode(env)
         if getattr(base, "device", None) is not None:
             return TorchSource(env, mode, device, own_buffers), mode
         _refuse_known_defects(env, mode)
         return GymSource(env, mode, own_buffers), mode
     if hasattr(env, "num_envs") and hasattr(env, "step"):
-        mode = mode or _declared(env)
+        mode = mode or _declared_mode(env)
         return TorchSource(env, mode, device, own_buffers), mode
     if isinstance(env, gymnasium.Env):
         vector = _OneEnv([lambda: env], autoreset_mode=AutoresetMode.DISABLED)
@@ -175,7 +175,7 @@ def _choose_source(
     )
 
 
-def _is_from(package: str, env: Any) -> bool:
+def _is_from(package: str, env: object) -> bool:
     """Whether the env's class or a base of it is of this package."""
     return any(kind.__module__.split(".")[0] == package for kind in type(env).__mro__)
 
@@ -200,7 +200,7 @@ def _without_checkers(env: gymnasium.Wrapper[Any, Any, Any, Any]) -> Any:
     return inner
 
 
-def _declared(env: Any) -> AutoresetMode:
+def _declared_mode(env: object) -> AutoresetMode:
     base = getattr(env, "unwrapped", env)
     metadata = getattr(env, "metadata", None) or {}
     # Before 1.4 Gymnasium writes the mode of a Sync or Async env into the metadata of the class of its envs,
@@ -252,7 +252,7 @@ def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) ->
         _refuse_statistics(env, "a DISABLED env")
 
 
-def _refuse_statistics(env: Any, who: str) -> None:
+def _refuse_statistics(env: object, who: str) -> None:
     """Gymnasium's wrapper of vector envs starts the statistics of all envs afresh when one of them is reset."""
     if any(
         kind.__name__ == "RecordEpisodeStatistics" for layer in layers(env) for kind in type(layer).__mro__

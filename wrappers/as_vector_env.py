@@ -7,11 +7,12 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from flatroll.wrappers.adapt_env import adapt_env, reset_in_same_step
 from flatroll.wrappers.markers import set_recurrent_primers_from
+from flatroll.wrappers.source import EnvLike
 from flatroll.wrappers.stream import FinalObs
 
 
 def as_vector_env(
-    env: Any,
+    env: EnvLike,
     *,
     num_envs: int | None = None,
     device: torch.device | str | None = None,
@@ -20,7 +21,7 @@ def as_vector_env(
     final_obs: FinalObs = "auto",
     own_buffers: bool | str = "auto",
     dtype: torch.dtype | None = None,
-    policy: Any = None,
+    policy: object = None,
     autoreset: Literal["same_step"] | None = None,
 ) -> VectorEnv[Any, Any, Any]:
     """Adapt any environment to one vector-env interface; wrappers and collectors call it themselves.

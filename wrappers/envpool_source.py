@@ -11,7 +11,7 @@ from gymnasium.vector.utils import batch_space
 from typing_extensions import override
 
 from flatroll.wrappers.arrays import Array, Tree, map_tree
-from flatroll.wrappers.source import Capabilities, Info, Step, VectorSource
+from flatroll.wrappers.source import Capabilities, EnvLike, Info, Seed, Step, VectorSource
 
 
 class EnvPoolSource(VectorSource):
@@ -44,7 +44,7 @@ class EnvPoolSource(VectorSource):
         self._shown: Tree = None  # the observations returned last, for the rows that a partial reset leaves
 
     @override
-    def reset(self, seed: Any, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
+    def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         _check_reset(seed, options)
         if self._sent:
             self.step(None)
@@ -106,7 +106,7 @@ class AsyncPoolSource(EnvPoolSource):
         self._place = _PLACES[env]
 
     @override
-    def reset(self, seed: Any, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
+    def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         if not self.led:
             raise RuntimeError(_BY_HAND.format(self.capabilities.batch_size, self.num_envs))
         _check_reset(seed, options)
@@ -175,14 +175,14 @@ class AsyncPoolSource(EnvPoolSource):
 class _Place:
     """Which envs of an async pool are under way; one for all adapters of it."""
 
-    def __init__(self, env: Any, num_envs: int) -> None:
+    def __init__(self, env: object, num_envs: int) -> None:
         self.under_way = np.zeros(num_envs, bool)
         #: Whether the last send, recv or reset was left by an exception.
         self.torn = False
         self.last = _trace(env)
         self._used: bool | None = None  # before anything here was
 
-    def begin(self, env: Any) -> None:
+    def begin(self, env: object) -> None:
         """Say that the pool is about to be used; RuntimeError if it is not known which envs are under way.
 
         Then a recv might wait for ever, or bring a row that is taken for the answer to another action.
@@ -211,18 +211,18 @@ _BY_HAND = (
 )
 
 
-def _trace(env: Any) -> Any:
+def _trace(env: object) -> object:
     """An object that envpool replaces at every recv."""
     return vars(env).get("_last_players_env_id")
 
 
-def pool_source(env: Any) -> EnvPoolSource:
+def pool_source(env: EnvLike) -> EnvPoolSource:
     """The adapter of an envpool, by its mode."""
     source = EnvPoolSource(env)
     return source if source.capabilities.batch_size is None else AsyncPoolSource(env)
 
 
-def _check_reset(seed: Any, options: Info | None) -> None:
+def _check_reset(seed: Seed, options: Info | None) -> None:
     """Warn of a seed, which has no effect; refuse options."""
     if seed is not None:
         warnings.warn(

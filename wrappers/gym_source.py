@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -14,7 +14,7 @@ from gymnasium.vector.utils import batch_space
 from typing_extensions import override
 
 from flatroll.wrappers.arrays import Array, Tree, map_tree, own
-from flatroll.wrappers.source import Capabilities, Info, Step, VectorSource, layers
+from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource, layers
 
 CLOSE_SECONDS = 5.0  # that close() waits for workers in the middle of a step
 
@@ -58,7 +58,7 @@ class GymSource(VectorSource):
         super().__init__(env, env.num_envs, *spaces, capabilities)
 
     @override
-    def reset(self, seed: Any, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
+    def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         if self._sent:
             self.step(None)
         if rows is not None:
@@ -79,8 +79,7 @@ class GymSource(VectorSource):
         try:
             if self._sent:
                 self._sent = False
-                env: Any = self.env
-                obs, reward, terminated, truncated, info = env.step_wait()
+                obs, reward, terminated, truncated, info = self.env.step_wait()
             else:
                 obs, reward, terminated, truncated, info = self.env.step(actions)
         except (EOFError, OSError) as error:
@@ -95,16 +94,15 @@ class GymSource(VectorSource):
 
     @override
     def send(self, actions: Tree) -> None:
-        env: Any = self.env
         try:
-            env.step_async(actions)
+            self.env.step_async(actions)
         except (EOFError, OSError) as error:
             self._end_dead_workers(error)
             raise
         self._sent = True
 
     @override
-    def final_obs(self, info: Info, obs: Tree, ended: Array, given: Any = None) -> Tree | None:
+    def final_obs(self, info: Info, obs: Tree, ended: Array, given: Tree | None = None) -> Tree | None:
         if given is None:
             given = info.get("final_obs", info.get("final_observation"))
         if isinstance(given, np.ndarray) and given.dtype == object:
@@ -232,7 +230,7 @@ def _end_at_exit(env: "weakref.ref[AsyncVectorEnv]", owner: int) -> None:
         _kill_workers(alive)
 
 
-def _compare(test: Any, one: Tree, other: Tree) -> list[bool]:
+def _compare(test: Callable[[Array, Array], bool], one: Tree, other: Tree) -> list[bool]:
     """What ``test`` says of each pair of leaves of two equally nested trees."""
     answers: list[bool] = []
     map_tree(lambda a, b: answers.append(bool(test(a, b))), one, other)

@@ -6,7 +6,7 @@ follow from the row facts of the adapted env below, never from one another: the 
 """
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -19,10 +19,11 @@ from flatroll.layout.checks import writer_number
 from flatroll.layout.keys import EPISODE_REWARD, IS_INIT, STEP_COUNT, TRAJ_IDS, NestedKey, as_tuple
 from flatroll.wrappers.adapt_env import adapt_env, find_stream, reset_in_same_step
 from flatroll.wrappers.arrays import Array, Tree, fill_rows, full, own, select
-from flatroll.wrappers.source import Info, Seed, Step, layers
+from flatroll.wrappers.source import EnvLike, Info, Seed, Step, layers
 from flatroll.wrappers.stream import VectorStream
 
 States = dict[NestedKey, Tensor]
+Wrapper = TypeVar("Wrapper", bound=VectorWrapper)
 
 
 class MarkerWrapper(VectorWrapper):
@@ -76,7 +77,7 @@ class MarkerWrapper(VectorWrapper):
     #: envpool's async mode, where a step is one of some envs. None: it does not.
     row_state: ClassVar[tuple[str, ...] | None] = None
 
-    def __init__(self, env: Any, key: NestedKey) -> None:
+    def __init__(self, env: EnvLike, key: NestedKey) -> None:
         kind = type(self)
         if kind._on_reset is MarkerWrapper._on_reset or (kind.is_column and kind.step is VectorWrapper.step):
             raise TypeError(
@@ -102,7 +103,7 @@ class MarkerWrapper(VectorWrapper):
         """The references' name of ``single_action_space``, as in ``RandomPolicy(env.action_spec)``."""
         return self.single_action_space
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def call(self, name: str, *args: object, **kwargs: object) -> tuple[Any, ...]:
         """Call a method of each sub-env, or get an attribute, as `VectorStream.call`."""
         return self.stream.call(name, *args, **kwargs)
 
@@ -110,7 +111,7 @@ class MarkerWrapper(VectorWrapper):
         """The attribute of each sub-env."""
         return self.stream.get_attr(name)
 
-    def set_attr(self, name: str, values: Any) -> None:
+    def set_attr(self, name: str, values: object) -> None:
         """Set an attribute of each sub-env to one value for all, or to its own from a list of E."""
         self.stream.set_attr(name, values)
 
@@ -147,7 +148,7 @@ class InitTracker(MarkerWrapper):
 
     row_state = ()
 
-    def __init__(self, env: Any, init_key: NestedKey = IS_INIT) -> None:
+    def __init__(self, env: EnvLike, init_key: NestedKey = IS_INIT) -> None:
         super().__init__(env, init_key)
 
     def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
@@ -190,7 +191,7 @@ class StepCounter(MarkerWrapper):
     row_state = ("_count",)
 
     def __init__(
-        self, env: Any, max_steps: int | None = None, step_count_key: NestedKey = STEP_COUNT
+        self, env: EnvLike, max_steps: int | None = None, step_count_key: NestedKey = STEP_COUNT
     ) -> None:
         super().__init__(env, step_count_key)
         if max_steps is not None:
@@ -238,7 +239,7 @@ class TrajId(MarkerWrapper):
 
     row_state = ("_ids",)
 
-    def __init__(self, env: Any, writer: int = 0, traj_key: NestedKey = TRAJ_IDS) -> None:
+    def __init__(self, env: EnvLike, writer: int = 0, traj_key: NestedKey = TRAJ_IDS) -> None:
         super().__init__(env, traj_key)
         self.writer = writer_number(writer)
         self._ids: Array = None
@@ -316,7 +317,7 @@ class RewardSum(MarkerWrapper):
     describes_step = True
     row_state = ("_sum",)
 
-    def __init__(self, env: Any, out_key: NestedKey = EPISODE_REWARD) -> None:
+    def __init__(self, env: EnvLike, out_key: NestedKey = EPISODE_REWARD) -> None:
         super().__init__(env, out_key)
         self._sum: Array = None
 
@@ -363,7 +364,7 @@ class RecurrentPrimer(MarkerWrapper):
     is_column = False
     row_state = ()
 
-    def __init__(self, env: Any, policy: Any) -> None:
+    def __init__(self, env: EnvLike, policy: object) -> None:
         states = recurrent_states(policy)
         if not states:
             raise ValueError("policy has no recurrent part: no module of it has make_tensordict_primer()")
@@ -382,12 +383,12 @@ class RecurrentPrimer(MarkerWrapper):
             place[name] = primed
 
 
-def find_wrapper(env: VectorEnv[Any, Any, Any], kind: type[VectorWrapper]) -> Any:
+def find_wrapper(env: VectorEnv[Any, Any, Any], kind: type[Wrapper]) -> Wrapper | None:
     """The wrapper of class ``kind`` in the stack, or None."""
     return next((layer for layer in layers(env) if isinstance(layer, kind)), None)
 
 
-def set_recurrent_primers_from(env: Any, policy: Any) -> VectorEnv[Any, Any, Any]:
+def set_recurrent_primers_from(env: EnvLike, policy: object) -> VectorEnv[Any, Any, Any]:
     """Wrap ``env`` with InitTracker and RecurrentPrimer, as far as the policy's recurrent modules need it.
 
     Asked again it changes nothing; so it does for a policy without recurrent parts.
@@ -426,7 +427,7 @@ def set_recurrent_primers_from(env: Any, policy: Any) -> VectorEnv[Any, Any, Any
     return adapted
 
 
-def recurrent_states(policy: Any) -> States:
+def recurrent_states(policy: object) -> States:
     """Return the initial recurrent states of one env that ``policy``'s modules declare, by key.
 
     A recurrent part has ``make_tensordict_primer()``. Empty for a policy without one.
@@ -444,9 +445,11 @@ def recurrent_states(policy: Any) -> States:
     states: States = {}
     owners: dict[NestedKey, Any] = {}
     for part in parts:
-        if not hasattr(part, "make_tensordict_primer"):
+        primer: Any = getattr(
+            part, "make_tensordict_primer", None
+        )  # any object may have one, not only nn.Module
+        if primer is None:
             continue
-        primer: Any = part.make_tensordict_primer  # any object may have one, not only nn.Module
         for key, value in _defaults(primer()):
             check_same(key, states.get(key), value)
             states[key] = value

@@ -5,8 +5,9 @@ dtype.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -23,6 +24,16 @@ Seed: TypeAlias = int | list[int | None] | None
 Info: TypeAlias = dict[str, Any]
 #: What a step returns: observations, rewards ``(E,)``, terminated ``(E,)``, truncated ``(E,)``, info.
 Step: TypeAlias = tuple[Tree, Array, Array, Array, Info]
+
+
+class EnvLike(Protocol):
+    """Anything that can be reset and stepped; `as_vector_env` says which of these it takes."""
+
+    @property
+    def reset(self) -> Callable[..., Any]: ...
+
+    @property
+    def step(self) -> Callable[..., Any]: ...
 
 
 @dataclass(frozen=True)
@@ -100,22 +111,22 @@ class VectorSource(ABC):
 
     def __init__(
         self,
-        env: Any,
+        env: object,
         num_envs: int,
         observation_space: spaces.Space[Any],
         action_space: spaces.Space[Any],
         capabilities: Capabilities,
     ) -> None:
-        self.env = env
+        self.env: Any = env
         #: What else a caller may step or reset: then the rows of a collector that goes on would be false.
-        self.stepped = self if env is None else env
+        self.stepped: object = self if env is None else env
         self.num_envs = num_envs
         self.single_observation_space = observation_space
         self.single_action_space = action_space
         self.capabilities = capabilities
 
     @abstractmethod
-    def reset(self, seed: Any, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
+    def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         """Reset all rows, or those where ``rows`` (bool ``(E,)``, in the env's framework) is True.
 
         Args:
@@ -143,7 +154,7 @@ class VectorSource(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} says overlaps=True, and has no send")
 
-    def final_obs(self, info: Info, obs: Tree, ended: Array, given: Any = None) -> Tree | None:
+    def final_obs(self, info: Info, obs: Tree, ended: Array, given: Tree | None = None) -> Tree | None:
         """Return the last observations of the episodes that ended in the last step; SAME_STEP mode only.
 
         Only asked of a SAME_STEP env. The default: ``given``, or else none is shown: then set
@@ -166,7 +177,7 @@ class VectorSource(ABC):
             self.env.close()
 
 
-def layers(env: Any) -> list[Any]:
+def layers(env: object) -> list[Any]:
     """The env and everything it wraps, outermost first."""
     stack = [env]
     while isinstance(env, VectorWrapper):
@@ -209,7 +220,7 @@ class TorchView(SourceView):
         super().__init__(source, source.single_observation_space, capabilities)
 
     @override
-    def reset(self, seed: Any, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
+    def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         mask = None if rows is None else rows.cpu().numpy()
         obs, info = self.source.reset(seed, options, mask)
         return self._tensors(obs), info
@@ -227,7 +238,7 @@ class TorchView(SourceView):
         self.source.send(self._check_actions(actions))
 
     @override
-    def final_obs(self, info: Info, obs: Tree, ended: Array, given: Any = None) -> Tree | None:
+    def final_obs(self, info: Info, obs: Tree, ended: Array, given: Tree | None = None) -> Tree | None:
         shown, done = self._seen
         # Where no episode ended nobody reads them: any tree of the right shapes will do.
         needed = given is not None or done.any()
@@ -252,7 +263,7 @@ class DtypeView(SourceView):
         super().__init__(source, space, source.capabilities)
 
     @override
-    def reset(self, seed: Any, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
+    def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         obs, info = self.source.reset(seed, options, rows)
         return map_tree(self._cast, obs), info
 
@@ -262,7 +273,7 @@ class DtypeView(SourceView):
         return map_tree(self._cast, self._seen), reward, terminated, truncated, info
 
     @override
-    def final_obs(self, info: Info, obs: Tree, ended: Array, given: Any = None) -> Tree | None:
+    def final_obs(self, info: Info, obs: Tree, ended: Array, given: Tree | None = None) -> Tree | None:
         # The source compares them with what it returned itself.
         final = self.source.final_obs(info, self._seen, ended, given)
         return None if final is None else map_tree(self._cast, final)

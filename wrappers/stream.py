@@ -37,7 +37,7 @@ class Moves:
         count: how often it was stepped or reset.
     """
 
-    def __init__(self, env: Any) -> None:
+    def __init__(self, env: object) -> None:
         self.env = env
         self.count = 0
 
@@ -51,7 +51,7 @@ class Moves:
 _MOVES: WeakValueDictionary[int, Moves] = WeakValueDictionary()
 
 
-def moves_of(env: Any) -> Moves:
+def moves_of(env: object) -> Moves:
     """The one `Moves` of an env object, shared by all who ask while any of them keeps it."""
     return _MOVES.setdefault(id(env), Moves(env))
 
@@ -302,7 +302,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             frames = frames.detach().cpu().numpy()
         return tuple(frames) if isinstance(frames, np.ndarray | list) else frames
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def call(self, name: str, *args: object, **kwargs: object) -> tuple[Any, ...]:
         """Call a method of every sub-env, or read an attribute, as Gymnasium's Sync and Async envs do.
 
         An env that steps all its rows itself is asked once, and its answer stands for every row.
@@ -319,7 +319,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         """An attribute of every sub-env, see `call`."""
         return self.call(name)
 
-    def set_attr(self, name: str, values: Any) -> None:
+    def set_attr(self, name: str, values: object) -> None:
         """Set an attribute of every sub-env (a list has one value for each), or of the env that steps them all."""
         env = self._with_method("set_attr")
         if env is not None:
@@ -331,7 +331,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         """The outermost layer of the env that has a method for its sub-envs, or None; wrappers have none."""
         return next((env for env in layers(self.source.env) if hasattr(env, method)), None)
 
-    def close_extras(self, **kwargs: Any) -> None:
+    def close_extras(self, **kwargs: object) -> None:
         self.source.close()
 
     def __del__(self) -> None:
@@ -420,7 +420,7 @@ def observation_leaves(space: spaces.Space[Any]) -> list[tuple[NestedKey, tuple[
     return [leaf for key, child in space.spaces.items() for leaf in space_leaves(child, (key,), (key,))]
 
 
-def check_space(space: Any, name: str) -> None:
+def check_space(space: object, name: str) -> None:
     """Raise TypeError unless samples of ``space`` are arrays of fixed shape, or trees of them."""
     if isinstance(space, spaces.Dict):
         for key, child in space.spaces.items():
@@ -457,7 +457,7 @@ def _restarted_info(info: Info, reset_info: Info, rows: Array) -> dict[str, Any]
     return merged
 
 
-def _has_rows(entry: Any, rows: Array) -> bool:
+def _has_rows(entry: object, rows: Array) -> bool:
     """Whether an entry of ``info`` is an array with one row for each env, as ``rows`` (bool ``(E,)``) has."""
     return isinstance(entry, np.ndarray | Tensor) and entry.shape[:1] == rows.shape
 

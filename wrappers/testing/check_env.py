@@ -20,7 +20,8 @@ from torch import Tensor
 
 from flatroll.specs import as_spec
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
-from flatroll.wrappers.arrays import Tree, map_tree
+from flatroll.wrappers.arrays import Array, Tree, map_tree
+from flatroll.wrappers.source import EnvLike
 from flatroll.wrappers.testing.script import row
 
 _SUSPICION = "suspicion: "
@@ -38,7 +39,7 @@ class ContractError(AssertionError):
 
 
 def check_vector_env(
-    env: Any, *, steps: int = 200, seed: int = 0, actions: Callable[[int], Any] | None = None
+    env: EnvLike, *, steps: int = 200, seed: int = 0, actions: Callable[[int], Any] | None = None
 ) -> None:
     """Play an environment and raise `ContractError` if it breaks the contract; for env authors' tests.
 
@@ -67,7 +68,7 @@ def is_suspicion(problem: str) -> bool:
 
 
 def vector_env_problems(
-    env: Any, *, steps: int = 200, seed: int = 0, actions: Callable[[int], Any] | None = None
+    env: EnvLike, *, steps: int = 200, seed: int = 0, actions: Callable[[int], Any] | None = None
 ) -> list[str]:
     """Play an environment and return a list of its problems, one sentence each.
 
@@ -176,7 +177,7 @@ def play(
     return record
 
 
-def copied(leaf: Any) -> npt.NDArray[Any]:
+def copied(leaf: Array) -> npt.NDArray[Any]:
     """Return a NumPy copy of an array or tensor."""
     return np.array(leaf.detach().cpu().numpy() if isinstance(leaf, Tensor) else leaf)
 

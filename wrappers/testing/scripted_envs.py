@@ -18,7 +18,7 @@ from gymnasium.vector.utils import batch_space
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.wrappers.arrays import map_tree, select
+from flatroll.wrappers.arrays import Tree, map_tree, select
 from flatroll.wrappers.source import Info, Seed
 from flatroll.wrappers.testing.script import Clock, Mode, Script, overwrite, row
 
@@ -59,7 +59,7 @@ class ScriptedEnv(gymnasium.Env[Any, Any]):
         self._clock.begin(np.True_)  # not True: the clock needs ~True to be False
         return self._observe(), {"t": 0}
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Tree) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self._record:
             self.actions.append(action)
         reward, terminated, truncated = self._clock.advance(np.True_)
@@ -125,7 +125,7 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
         self._done = self._done & ~mask
         return self._show(0, self._clock.observe()), self._info()
 
-    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+    def step(self, actions: Tree) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """One vector step of the declared mode."""
         leaf = actions["press"] if self.script.action == "dict" else actions  # one row for each env
         if len(leaf) != self.num_envs:
@@ -160,7 +160,7 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
     def _info(self) -> dict[str, Any]:
         return {"t": self._clock.step.copy(), "_t": np.ones(self.num_envs, np.bool_)}
 
-    def _show(self, i: int, value: Any) -> Any:
+    def _show(self, i: int, value: Tree) -> Tree:
         """The value, or with ``reuse_buffer`` the array of the last call, overwritten by it."""
         self._shown[i] = overwrite(self._shown[i], value) if self._reuse else value
         return self._shown[i]
@@ -281,7 +281,7 @@ class ScriptedTorchEnv:
         self._clock.begin(mask)
         return self._clock.show(), self.extras
 
-    def step(self, action: Any) -> tuple[Any, Tensor, Tensor, Tensor, dict[str, Any]]:
+    def step(self, action: Tree) -> tuple[Any, Tensor, Tensor, Tensor, dict[str, Any]]:
         """Make one vector step; with ``autoreset``, envs that ended are reset in the same step."""
         self.actions.append(action)
         clock = self._clock

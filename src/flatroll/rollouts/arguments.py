@@ -1,9 +1,10 @@
 """Checks and groups the arguments of a collector, and creates its envs."""
 
 import warnings
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from gymnasium.vector import AsyncVectorEnv
@@ -11,10 +12,14 @@ from gymnasium.vector import AsyncVectorEnv
 from flatroll.wrappers.adapt_env import adapt_env
 from flatroll.wrappers.gym_source import split_async
 from flatroll.wrappers.markers import StepCounter, TrajId, find_wrapper
+from flatroll.wrappers.source import EnvLike
 from flatroll.wrappers.stream import Moves, moves_of
 
+#: An env, a function that makes one, or for ``splits`` a list of them.
+EnvSource: TypeAlias = EnvLike | Callable[[], EnvLike] | Sequence[EnvLike | Callable[[], EnvLike]]
 
-def check_counts(**counts: Any) -> None:
+
+def check_counts(**counts: int | None) -> None:
     """Refuse counts of a `Collector` that make no sense; warn where the total is no whole number of batches."""
     optional = {"trajs_per_batch", "max_frames_per_traj"}
     for name, count in counts.items():
@@ -29,6 +34,7 @@ def check_counts(**counts: Any) -> None:
             otherwise = " or None" if name in optional else ""
             raise ValueError(f"{name} must be at least {least}{otherwise}, got {count}")
     total, frames = counts["total_frames"], counts["frames_per_batch"]
+    assert total is not None and frames is not None
     if total > 0 and total % frames:
         whole = -(-total // frames) * frames  # rounded up to whole batches
         warnings.warn(
@@ -82,7 +88,7 @@ def make_devices(
     )
 
 
-def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool, interruptor: Any) -> None:
+def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool, interruptor: object) -> None:
     """Raise ValueError for options that need trajectory ids without them, or padding with a replay buffer; TypeError
     for an interruptor that cannot be asked."""
     if interruptor is not None and not callable(getattr(interruptor, "is_set", None)):
@@ -123,7 +129,7 @@ def check_writer(writer: int, ids: bool, marker: TrajId | None) -> None:
 
 
 def make_env(
-    create_env_fn: Any, obs_dtype: torch.dtype | None, max_steps: int | None, undo: ExitStack
+    create_env_fn: EnvSource, obs_dtype: torch.dtype | None, max_steps: int | None, undo: ExitStack
 ) -> tuple[Any, bool]:
     """Return the env, with its observations cast and a step limit, and whether it was made here, by a function.
 
@@ -140,7 +146,7 @@ def make_env(
     if isinstance(env, type) or not (hasattr(env, "step") and hasattr(env, "reset")):
         if not callable(env):
             raise TypeError(f"create_env_fn must be an env or a function that makes one, got {env!r}")
-        env, made = create_env_fn(), True
+        env, made = env(), True
         if hasattr(env, "close"):
             undo.callback(env.close)
     if obs_dtype is not None:
@@ -156,7 +162,11 @@ def make_env(
 
 
 def make_envs(
-    create_env_fn: Any, splits: int, obs_dtype: torch.dtype | None, max_steps: int | None, undo: ExitStack
+    create_env_fn: EnvSource,
+    splits: int,
+    obs_dtype: torch.dtype | None,
+    max_steps: int | None,
+    undo: ExitStack,
 ) -> tuple[list[Any], Moves | None, bool]:
     """Return the env in so many parts, the count of moves of one that was divided, and whether they were made here.
 

@@ -25,8 +25,16 @@ from flatroll.layout.keys import (
 from flatroll.specs import Categorical, Composite, TensorSpec, Unbounded, as_spec
 from flatroll.specs.spaces import space_leaves
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
-from flatroll.wrappers.markers import InitTracker, MarkerWrapper, RewardSum, StepCounter, TrajId
-from flatroll.wrappers.source import layers
+from flatroll.wrappers.compact import ObservationDelta
+from flatroll.wrappers.markers import (
+    InitTracker,
+    MarkerWrapper,
+    RewardSum,
+    StepCounter,
+    TrajId,
+    find_wrapper,
+)
+from flatroll.wrappers.source import EnvLike, layers
 from flatroll.wrappers.stream import observation_leaves
 
 #: Column of the rows on which the env only reset; never in a batch.
@@ -44,8 +52,6 @@ class ColumnKeys:
         self,
         env: VectorEnv[Any, Any, Any],
         info_keys: Sequence[NestedKey],  # the entries of info to store
-        deltas: Sequence[NestedKey] = (),  # the observations whose next one is stored as a difference
-        delta_dtype: torch.dtype = torch.float16,  # of the differences
     ) -> None:
         if isinstance(info_keys, str):
             raise TypeError(
@@ -69,7 +75,10 @@ class ColumnKeys:
         self.returns = next((next_key(m.key) for m in markers if isinstance(m, RewardSum)), None)
         # Columns that are float32 whatever a wrapper makes of them.
         self.float32: set[NestedKey] = {REWARD} if self.returns is None else {REWARD, self.returns}
-        self.deltas, self.delta_dtype = deltas, delta_dtype
+        # The observations whose next one is stored as a difference, and the dtype of the differences.
+        delta = find_wrapper(env, ObservationDelta)
+        self.deltas: Sequence[NestedKey] = () if delta is None else delta.keys
+        self.delta_dtype = torch.float16 if delta is None else delta.delta_dtype
         self.infos = tuple(info_keys)
         self.states: list[NestedKey] = []  # the recurrent states of the policy, once there is one
         self.strided = False  # whether only some rows keep them: ("collector", "has_state") says which
@@ -86,7 +95,7 @@ class ColumnKeys:
             key = next_key(marker.key) if marker.describes_step else marker.key
             counted = (next_key(key),) if isinstance(marker, StepCounter) else ()
             self.claim(type(marker).__name__, key, *counted)
-        if deltas:
+        if delta is not None:
             self.claim("NextObservationDelta", DELTA)
         for name in self.infos:
             self.claim("info_keys", name, next_key(name))
@@ -104,7 +113,7 @@ class ColumnKeys:
         self._writers.update((as_tuple(key), writer) for key in keys)
 
 
-def batch_spec(env: Any) -> Composite:
+def batch_spec(env: EnvLike) -> Composite:
     """Return the spec of the batches that an env, as it is wrapped, gives a collector with random actions.
 
     Its shape is ``(-1,)``: it takes batches of any number of rows. Columns that it does not name, such as a policy's

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import DONE, NestedKey, marker, require
 from flatroll.layout.trajectories import mark_cuts, split_trajectories
-from flatroll.rollouts.arguments import check_counts, check_together, make_devices, make_envs
+from flatroll.rollouts.arguments import EnvSource, check_counts, check_together, make_devices, make_envs
 from flatroll.rollouts.batch_columns import spec_of_columns
-from flatroll.rollouts.policies import copy_weights
+from flatroll.rollouts.policies import Policy, Weights, copy_weights
 from flatroll.rollouts.pool_runner import PoolRunner, lead_pool
 from flatroll.rollouts.progress import ProgressBar
 from flatroll.rollouts.runner import Runner
@@ -26,6 +26,19 @@ from flatroll.specs import Composite
 from flatroll.wrappers.markers import TrajId, find_wrapper, recurrent_states
 
 Device = torch.device | str | None
+
+
+class Sink(Protocol):
+    """Takes the batches of a collector, as a replay buffer does."""
+
+    @property
+    def extend(self) -> Callable[..., Any]: ...
+
+
+class Interruptor(Protocol):
+    """Says whether a batch is to end early, as a `threading.Event` does."""
+
+    def is_set(self) -> bool: ...
 
 
 class Collector(Facts):
@@ -118,8 +131,8 @@ class Collector(Facts):
 
     def __init__(
         self,
-        create_env_fn: Any,
-        policy: Any = None,
+        create_env_fn: EnvSource,
+        policy: Policy | None = None,
         *,
         frames_per_batch: int,
         total_frames: int = -1,
@@ -140,7 +153,7 @@ class Collector(Facts):
         postproc: Callable[[TensorDict], TensorDict] | None = None,
         pre_collect_hook: Callable[[], Any] | None = None,
         post_collect_hook: Callable[[TensorDict], Any] | None = None,
-        replay_buffer: Any = None,
+        replay_buffer: Sink | None = None,
         auto_register_policy_transforms: bool | None = True,
         state_stride: int = 1,
         info_keys: Sequence[NestedKey] = (),
@@ -149,7 +162,7 @@ class Collector(Facts):
         seed: int | None = None,
         writer: int = 0,
         track_policy_version: bool = False,
-        interruptor: Any = None,
+        interruptor: Interruptor | None = None,
         progress: bool = False,
     ) -> None:
         self._exploration = InteractionType(exploration_type)
@@ -251,7 +264,7 @@ class Collector(Facts):
         self._version = version
         self._runner.set_version(version)
 
-    def set_recurrent_primers_from(self, policy: Any) -> None:
+    def set_recurrent_primers_from(self, policy: Policy) -> None:
         """Carry ``policy``'s recurrent states between steps, if the collector's policy writes them.
 
         For a policy that hides its recurrent parts; one that shows them is wired by itself, and asking again changes
@@ -285,7 +298,7 @@ class Collector(Facts):
         self.reset()
         return seed + self._runner.num_envs
 
-    def update_policy_weights_(self, policy_or_weights: Any = None) -> None:
+    def update_policy_weights_(self, policy_or_weights: Weights | None = None) -> None:
         """Copy weights into the policy, and count the update in `policy_version`.
 
         Without an argument it only counts: the collector acts with the policy itself, which the caller has changed.

@@ -1,5 +1,6 @@
 """An envpool in async mode: each step is one of the envs that are done first, and each env's stream stays its own."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from flatroll.layout.keys import NestedKey
 from flatroll.rollouts.arguments import Devices
-from flatroll.rollouts.batch_columns import DEAD
-from flatroll.rollouts.policies import Columns, refuse_memory
+from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
+from flatroll.rollouts.policies import Columns, Policy, refuse_memory
 from flatroll.rollouts.random_actions import RandomActions
 from flatroll.rollouts.runner import Runner
 from flatroll.rollouts.window import Window
@@ -46,7 +47,7 @@ class PoolRunner:
 
     def start(
         self,
-        policy: Any,
+        policy: Policy | None,
         steps: int,
         *,
         devices: Devices,
@@ -106,8 +107,9 @@ class PoolRunner:
 
     def open_ids(self) -> Tensor:
         """Return the ids of trajectories that go on or have transitions that no batch has taken."""
-        under_way = find_wrapper(self._rows, TrajId).ids
-        return torch.cat([self._part.open_ids(), torch.from_numpy(under_way)])
+        marker = find_wrapper(self._rows, TrajId)
+        assert marker is not None  # asked only where trajectories are joined by their ids
+        return torch.cat([self._part.open_ids(), torch.from_numpy(marker.ids)])
 
     def prime(self, states: Columns) -> None:
         """Also carry these recurrent states, see `Runner.prime`."""
@@ -142,7 +144,7 @@ class PoolWindow(Window):
     about to see; it becomes a transition when the env's next row comes.
     """
 
-    def __init__(self, keys: Any, rows: "PoolRows", steps: int) -> None:
+    def __init__(self, keys: ColumnKeys, rows: "PoolRows", steps: int) -> None:
         super().__init__(
             keys, rows.num_envs, steps, device=torch.device("cpu"), same_step=False, dense_finals=False
         )
@@ -154,7 +156,7 @@ class PoolWindow(Window):
         self._late: Array = self._all[:0]
         self._count = 0
 
-    def put(self, keys: Any, values: Any) -> None:
+    def put(self, keys: Iterable[NestedKey], values: Iterable[Array]) -> None:
         """Record values ``[B, ...]``, one for each key, in the open cells of the envs whose rows came last."""
         if self._rows.resets != self._resets:
             self._cut()
@@ -171,7 +173,7 @@ class PoolWindow(Window):
             else:
                 column[steps, ids] = value
 
-    def put_loose(self, key: NestedKey, value: Any) -> None:
+    def put_loose(self, key: NestedKey, value: Array | None) -> None:
         """Record a value whose dtype may change between steps; None is recorded as 0."""
         if value is not None:
             super().put_loose(key, value)
@@ -217,7 +219,7 @@ class PoolWindow(Window):
         mask[self._open[left] - 1, left] = False
         return mask, left
 
-    def restart(self, surplus_from: Any, keep: bool = False) -> None:
+    def restart(self, surplus_from: Array, keep: bool = False) -> None:
         """Clear the window, but for the open cells, and before them the last transitions of the envs that are left.
 
         A number instead of an array of envs: also of these.
@@ -233,7 +235,7 @@ class PoolWindow(Window):
             column[0] = column[starts, self._all]
         self.steps = int(len(left) > 0)
 
-    def _allocate(self, key: NestedKey, value: Any) -> Array:
+    def _allocate(self, key: NestedKey, value: Array) -> Array:
         """A new column of zeros for values ``[B, ...]`` like this one."""
         if not isinstance(value, Tensor):
             value = np.asarray(value)

@@ -23,7 +23,7 @@ from flatroll.layout.keys import (
 )
 from flatroll.rollouts.arguments import Devices, check_writer
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
-from flatroll.rollouts.policies import Columns, ModulePolicy, as_function_of_obs
+from flatroll.rollouts.policies import Columns, ModulePolicy, Policy, as_function_of_obs, is_module
 from flatroll.rollouts.random_actions import RandomActions, RandomPolicy
 from flatroll.rollouts.window import Window
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
@@ -39,9 +39,9 @@ from flatroll.wrappers.arrays import (
     select,
     to_torch,
 )
-from flatroll.wrappers.compact import CompactObs, ObservationDelta, final_of, true_next
+from flatroll.wrappers.compact import CompactObs, final_of, true_next
 from flatroll.wrappers.markers import InitTracker, MarkerWrapper, RecurrentPrimer, TrajId, find_wrapper
-from flatroll.wrappers.source import layers
+from flatroll.wrappers.source import EnvLike, layers
 from flatroll.wrappers.stream import VectorStream
 
 
@@ -50,7 +50,7 @@ class Runner:
 
     def __init__(
         self,
-        env: Any,  # anything as_vector_env takes, or a stack of wrappers
+        env: EnvLike,  # anything as_vector_env takes, or a stack of wrappers
         # stored: key as it came with the observation, ("next", key) with the step
         info_keys: Sequence[NestedKey] = (),
         track_traj_ids: bool = True,
@@ -69,9 +69,7 @@ class Runner:
         self.stream: VectorStream = stream
         self.num_envs: int = env.num_envs
         self.device = stream.capabilities.device
-        delta = find_wrapper(env, ObservationDelta)
-        deltas = () if delta is None else (delta.keys, delta.delta_dtype)
-        self.keys = ColumnKeys(env, info_keys, *deltas)
+        self.keys = ColumnKeys(env, info_keys)
         self.asks_compact = find_wrapper(env, CompactObs) is not None
         space = env.single_action_space
         keys = self.keys
@@ -115,7 +113,8 @@ class Runner:
 
     def start(
         self,
-        policy: Any,  # a tensordict module, a callable from observation to action, or None for random actions
+        policy: Policy
+        | None,  # a tensordict module, a callable from observation to action, or None for random actions
         steps: int,  # vector steps to have room for
         *,
         devices: Devices,
@@ -131,7 +130,7 @@ class Runner:
         self.random = RandomActions(drawn_from, self.num_envs, self.device, seed)
         #: Gives the random actions of a step.
         self.draw: Callable[[], Any] = self.random
-        if hasattr(policy, "in_keys") and hasattr(policy, "out_keys"):
+        if is_module(policy):
             primer = find_wrapper(self.env, RecurrentPrimer)
             primed = None if primer is None else primer.states
             module = ModulePolicy(policy, space, self.num_envs, devices, recurrent=recurrent, primed=primed)

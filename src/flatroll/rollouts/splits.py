@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flatroll.layout.keys import require
 from flatroll.rollouts.arguments import Devices
-from flatroll.rollouts.policies import Columns, refuse_memory
+from flatroll.rollouts.policies import Columns, Policy, refuse_memory
 from flatroll.rollouts.random_actions import RandomActions
 from flatroll.rollouts.runner import Runner
 from flatroll.rollouts.window import Window
@@ -47,7 +47,7 @@ class SplitRunner:
 
     def start(
         self,
-        policy: Any,
+        policy: Policy | None,
         steps: int,
         *,
         devices: Devices,
@@ -107,7 +107,7 @@ class SplitRunner:
                 finals.append(final)
             batches.append(batch)
             rows += len(batch)
-        return _joined(batches), _joined(finals) if compact else None
+        return _concatenate(batches), _concatenate(finals) if compact else None
 
     def open_ids(self) -> Tensor:
         """Return the ids of trajectories that go on or have transitions that no batch has taken."""
@@ -181,13 +181,13 @@ def _check_alike(parts: Sequence[Runner]) -> None:
         )
 
 
-def _seeds_of_pool(env: Any) -> Iterator[int]:
+def _seeds_of_pool(env: object) -> Iterator[int]:
     """The seeds of an envpool's envs; nothing for any other env."""
     config = getattr(env, "config", None)
     if isinstance(config, dict) and {"seed", "env_seed", "num_envs"} <= set(config):
         yield from config["env_seed"] or range(config["seed"], config["seed"] + config["num_envs"])
 
 
-def _joined(batches: list[TensorDict]) -> TensorDict:
+def _concatenate(batches: list[TensorDict]) -> TensorDict:
     result: Any = TensorDict.cat(batches)
     return result

@@ -6,7 +6,6 @@ number is ``step * E + env``.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
@@ -65,7 +64,7 @@ class Window:
         #: Next observations that the next step does not hold, on the host: key -> (cell numbers, values).
         self._finals: dict[NestedKey, list[tuple[Array, Array]]] = {}
 
-    def put(self, keys: Iterable[NestedKey], values: Iterable[Any]) -> None:
+    def put(self, keys: Iterable[NestedKey], values: Iterable[Array]) -> None:
         """Record values ``[E, ...]`` of the current step, one for each key."""
         columns, step = self.columns, self.steps
         for key, value in zip(keys, values):  # noqa: B905 (strict costs as much as a column)
@@ -74,7 +73,7 @@ class Window:
             except KeyError:
                 self._allocate(key, value)[step] = value
 
-    def put_loose(self, key: NestedKey, value: Any) -> None:
+    def put_loose(self, key: NestedKey, value: Array | None) -> None:
         """Record a value whose dtype may change between steps; None is recorded as 0."""
         column = self.columns.get(key)
         if value is None:
@@ -245,7 +244,7 @@ class Window:
                     self._finals.setdefault(key, []).append((numbers - first, values))
         self.steps, self.taken = 1, surplus_from
 
-    def _allocate(self, key: NestedKey, value: Any) -> Array:
+    def _allocate(self, key: NestedKey, value: Array) -> Array:
         """A new column of zeros for values like this one."""
         if not hasattr(value, "dtype"):
             value = np.asarray(value)
