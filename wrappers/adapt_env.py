@@ -212,10 +212,8 @@ def _declared_mode(env: object) -> AutoresetMode:
         declared = getattr(getattr(env, "cfg", None), "autoreset_mode", None)
     if declared is None:
         raise TypeError(
-            f"autoreset_mode is needed: {type(base).__name__} declares none in "
-            "metadata['autoreset_mode'], and a wrong guess would mix episodes. Pass "
-            "as_vector_env(env, autoreset_mode='NextStep' | 'SameStep' | 'Disabled'); most GPU simulators "
-            "reset in the same step"
+            f"autoreset_mode is needed: {type(base).__name__} declares none in metadata['autoreset_mode']. Pass "
+            "as_vector_env(env, autoreset_mode='NextStep', 'SameStep' (most GPU simulators) or 'Disabled')"
         )
     mode = _mode(declared)
     assert mode is not None

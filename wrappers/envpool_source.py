@@ -153,9 +153,8 @@ class AsyncPoolSource(EnvPoolSource):
         ids = info["env_id"].astype(np.int64)
         if len(ids) != count or not place.under_way[ids].all() or len(reward) != count:
             raise RuntimeError(
-                f"the envpool's recv gave {len(reward)} rows of the envs {ids.tolist()}, expected were {count} of "
-                f"{np.flatnonzero(place.under_way).tolist()}: somebody else has sent actions to it, or it has several "
-                "players in an env. Make a new pool, and give each collector its own"
+                f"the envpool's recv gave {len(reward)} rows of the envs {ids.tolist()}, not {count} of those awaited: "
+                "somebody else has sent actions to it, or an env has several players. Give each collector its own pool"
             )
         place.under_way[ids], place.last, place.torn = False, _trace(self.env), False
         self.ids = ids

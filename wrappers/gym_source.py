@@ -153,10 +153,8 @@ class GymSource(VectorSource):
             self._proven[rows] = True
         if reused:
             raise ValueError(
-                "the env writes each observation into the same array, and autoreset_mode=SAME_STEP then loses "
-                "the final ones (final_obs is the reset observation). Make the vector env with "
-                "autoreset_mode='NextStep' or 'Disabled'; if its final and reset observations really are "
-                "equal, pass own_buffers=False to as_vector_env to skip this check"
+                "the env writes each observation into the same array, so SAME_STEP loses the final ones: make it with "
+                "autoreset_mode='NextStep' or 'Disabled' (as_vector_env(own_buffers=False) skips this check)"
             )
 
 

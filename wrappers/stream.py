@@ -109,9 +109,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             )
         if mode is AutoresetMode.DISABLED and not can.partial_reset:
             raise ValueError(
-                "an env with autoreset_mode=DISABLED must be able to reset chosen envs, and "
-                f"{type(source.env).__name__} takes neither reset(options={{'reset_mask': ...}}) nor "
-                "reset(env_ids=...): use one of its autoresetting modes"
+                "an env with autoreset_mode=DISABLED must be able to reset chosen envs (reset_mask or env_ids), and "
+                f"{type(source.env).__name__} is not: use one of its autoresetting modes"
             )
         self._folds = mode is AutoresetMode.DISABLED  # this stream resets the ended rows in the same step
         self._native_same_step = mode is AutoresetMode.SAME_STEP
@@ -178,11 +177,10 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         limits = max_steps is not None
         asked = f"max_steps={max_steps}" if limits else "autoreset='same_step'"
         if (limits or not self.same_step) and not self.capabilities.partial_reset:
-            way_out = "or give the env itself the limit (gymnasium, envpool: max_episode_steps=...)"
+            way_out = "or with max_episode_steps=..." if limits else "or with autoreset_mode=SAME_STEP"
             raise ValueError(
                 f"{asked} needs an env that can reset chosen envs, and {type(self.source.env).__name__} cannot: make "
-                "it with vectorization_mode='sync' (or 'async' with shared memory)"
-                f"{f', {way_out}' if limits else ', or with autoreset_mode=SAME_STEP if it has that'}"
+                f"it with vectorization_mode='sync', {way_out}"
             )
         if (limits or not self.same_step) and self.at >= 0:
             raise ValueError(f"{asked} must be set before the env's first reset")
@@ -291,8 +289,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             raise RuntimeError(before_reset)
         raise RuntimeError(
             f"{type(self.source.env).__name__} was stepped or reset through another adapted env since this one's last "
-            "step, so the next row would not follow the last one: call env.reset() first, and better give each its "
-            "own env"
+            "step: call env.reset() first, and give each its own env"
         )
 
     def render(self) -> Any:
@@ -369,10 +366,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             if final is None and not self.hides_final_obs and bool(ended.any()):
                 raise ValueError(
                     f"{type(self.source.env or self.source).__name__} resets ended envs in the same step, and "
-                    "info['final_obs'] does not show their last observations, so the next episode's first ones would "
-                    "be taken for them. Let a wrapper that drops the entry pass it on, let the VectorSource's "
-                    "final_obs return them, or say that the env hides them: as_vector_env(env, final_obs=None), "
-                    "Capabilities(hides_final_obs=True)"
+                    "info['final_obs'] does not show their last observations: pass them on, or say that the env hides "
+                    "them, as_vector_env(env, final_obs=None) or Capabilities(hides_final_obs=True)"
                 )
             return final
         given = self._final(info, ended) if callable(self._final) else info.get(self._final)

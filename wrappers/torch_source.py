@@ -76,9 +76,8 @@ class TorchSource(VectorSource):
         if not isinstance(first_leaf(_plain(obs)), Tensor):
             got = type(first_leaf(_plain(obs))).__name__
             raise TypeError(
-                f"{type(self.env).__name__} is no gymnasium.vector.VectorEnv, so it must return tensors, and it "
-                f"returns {got}: derive it from gymnasium.vector.VectorEnv (without a "
-                "device), or write a flatroll.wrappers.VectorSource"
+                f"{type(self.env).__name__} is no gymnasium.vector.VectorEnv, so it must return tensors, got {got}: "
+                "derive it from VectorEnv (without a device), or write a flatroll.wrappers.VectorSource"
             )
         return self._owned(obs), dict(info)
 

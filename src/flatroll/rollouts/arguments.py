@@ -139,9 +139,8 @@ def make_env(
     made = False
     if isinstance(env, (list, tuple)):
         raise TypeError(
-            f"create_env_fn must be one env or one function that makes it, got a list of {len(env)}: "
-            "put them into one gymnasium.vector env (SyncVectorEnv, or AsyncVectorEnv for one process each), or step "
-            f"parts of one pool in turn with splits={len(env)}"
+            f"create_env_fn must be one env or one function that makes it, got a list of {len(env)}: make one "
+            f"gymnasium.vector.SyncVectorEnv of them, or step parts of one pool in turn with splits={len(env)}"
         )
     if isinstance(env, type) or not (hasattr(env, "step") and hasattr(env, "reset")):
         if not callable(env):
@@ -190,8 +189,7 @@ def make_envs(
         if not isinstance(whole, AsyncVectorEnv):
             raise ValueError(
                 f"splits={splits} divides a gymnasium.vector.AsyncVectorEnv, and {type(whole).__name__} is none: give "
-                f"a list of {splits} envs, each a part of the pool, or of functions that make them. (Two envpools "
-                "need seeds of their own: envpool.make_gymnasium(..., num_envs=4, seed=0) and seed=4)"
+                f"a list of {splits} envs, the parts of a pool, or of functions that make them"
             )
         if splits > whole.num_envs:
             raise ValueError(f"splits={splits} needs at least so many envs, and the env has {whole.num_envs}")

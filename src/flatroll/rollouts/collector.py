@@ -325,9 +325,8 @@ class Collector(Facts):
         """Refuse to pickle or copy a collector that has begun."""
         if self._iterator is not None or self._runner.started:
             raise TypeError(
-                "a collector that has begun cannot be pickled or copied: its env is at a place in this process that "
-                "no copy would share. Pickle collector.state_dict(); where you want to go on, make a collector with "
-                "a function that makes the env, Collector(make_env, ...), and give it the state with load_state_dict"
+                "a collector that has begun cannot be pickled or copied, as its env cannot: pickle "
+                "collector.state_dict(), and load it into a new Collector(make_env, ...)"
             )
         return self.__dict__
 

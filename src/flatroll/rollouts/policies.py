@@ -111,9 +111,8 @@ class ModulePolicy:
         for key in self.defaults:
             if next_key(key) not in map(as_tuple, self.writes):
                 raise ValueError(
-                    f"the policy declares the recurrent state {key!r} (make_tensordict_primer) but does not keep "
-                    f"{next_key(key)!r} among its out_keys {list(policy.out_keys)}: it would forget at every step. "
-                    f"Keep it: select_out_keys(..., {next_key(key)!r}); names that begin with '_' are not kept"
+                    f"the policy has the recurrent state {key!r} but not {next_key(key)!r} in its out_keys "
+                    f"{list(policy.out_keys)}: it would forget at every step. Keep it with select_out_keys(...)"
                 )
         self.prime(primed if recurrent and primed else {})
         self._written: list[NestedKey] | None = None  # those of `writes` that it does write
@@ -199,9 +198,8 @@ def refuse_hidden_weights(policy: object) -> None:
     for name, part in held.items():
         if isinstance(part, nn.Module) and part.state_dict():
             raise TypeError(
-                f"the policy is no nn.Module but uses one, {name!r} ({type(part).__name__}), of which each worker has "
-                "a copy: an update would not reach it. Give the module as the policy, or make the policy an nn.Module "
-                "that has it as a part"
+                f"the policy uses the module {name!r} ({type(part).__name__}) but is no nn.Module, so an update would "
+                "not reach the workers' copies: make the policy an nn.Module that has it as a part"
             )
 
 
@@ -218,9 +216,8 @@ def refuse_memory(policy: object, where: str, way_out: str) -> None:
     """Raise ValueError for a callable that remembers something of each env, where it is called for some at a time."""
     if not hasattr(policy, "in_keys") and takes(policy, IS_INIT):
         raise ValueError(
-            f"the policy takes is_init, so it remembers something of each env, and {where} it is called for some of "
-            "the envs at a time: write it as a recurrent module (make_tensordict_primer), whose states the collector "
-            f"keeps for each env, or {way_out}"
+            f"the policy takes is_init, so it has a state of its own for each env, and {where} it is called for some "
+            f"envs at a time: write it as a recurrent module (make_tensordict_primer), or {way_out}"
         )
 
 

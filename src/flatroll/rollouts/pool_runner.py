@@ -283,9 +283,8 @@ class PoolRows(VectorWrapper):
         for layer in layers(env):
             if not isinstance(layer, VectorStream) and getattr(layer, "row_state", None) is None:
                 raise ValueError(
-                    f"{type(layer).__name__} does not go with an envpool in async mode, where each step is one of some "
-                    "of the envs: only flatroll's markers do, and your own with row_state = names of the arrays [E] "
-                    "that it keeps. Do its work in the policy or in postproc, or take a pool in sync mode"
+                    f"{type(layer).__name__} does not go with an envpool in async mode: only flatroll's markers do, "
+                    "and your own if row_state names the arrays [E] they keep. Use postproc, or a pool in sync mode"
                 )
         assert source.capabilities.batch_size is not None
         #: B, the number of rows of a step.

@@ -200,8 +200,7 @@ class Runner:
         if window.same_step != self.stream.same_step:
             raise RuntimeError(
                 f"{type(self.stream.source.stepped).__name__} was given a limit of steps (max_frames_per_traj=, "
-                "StepCounter(max_steps=)) after this collector was made over it: set the limit first, or give each "
-                "collector its own env"
+                "StepCounter(max_steps=)) after this collector was made: set the limit first"
             )
         if window.steps and not self._dense_finals and self._ended is not None:
             # Rows that wait in the window lose the next step, which has held their next observations. (Under
@@ -235,9 +234,8 @@ class Runner:
         base = self.stream.source.env
         if not self.stream.capabilities.overlaps:
             raise ValueError(
-                f"splits= needs envs whose steps can be begun and awaited later, and {base} cannot: an envpool in sync "
-                "mode, or a vector env with step_async and step_wait (gymnasium's AsyncVectorEnv), without gymnasium's "
-                "wrappers around it (put them around the single envs, or take flatroll's)"
+                "splits= needs envs whose steps can be begun and awaited later (AsyncVectorEnv, envpool in sync mode), "
+                f"without gymnasium's wrappers around them, got {base}: put wrappers around the single envs"
             )
         if self._check_actions is not None:
             raise ValueError(
@@ -448,7 +446,6 @@ class InfoColumns:
         if missing:
             names = sorted(key for key in info if not key.startswith("_"))
             raise KeyError(
-                f"info_keys={missing} were in no step's info; the last one had {names}. An entry that comes only "
-                "now and then must come in the first batch: take more frames_per_batch. (For the return of episodes: "
-                "flatroll.wrappers.RewardSum, whose entry comes with every step)"
+                f"info_keys={missing} were in no step's info; the last one had {names}. A rare entry must come in the "
+                "first batch: take more frames_per_batch, or for the return of episodes flatroll.wrappers.RewardSum"
             )
