@@ -50,7 +50,7 @@ def adapt_env(
         adapted = env
     else:
         where = None if device is None else torch.device(device)
-        source, mode = _choose_source(env, where, _mode(autoreset_mode), own_buffers)
+        source, mode = _choose_source(env, where, _parse_mode(autoreset_mode), own_buffers)
         native = source.capabilities.framework
         if device is not None and native == "numpy" and framework != "torch":
             raise ValueError(
@@ -80,7 +80,7 @@ def reset_in_same_step(env: VectorEnv[Any, Any, Any], max_steps: int | None = No
     """`VectorStream.reset_in_same_step` of the adapted env inside a stack of wrappers.
 
     Raises:
-        ValueError: an observation wrapper stands around the adapted env, or see there.
+        ValueError: an observation wrapper is around the adapted env, or see there.
     """
     asked = "autoreset='same_step'" if max_steps is None else f"max_steps={max_steps}"
     for layer in layers(env):
@@ -215,12 +215,12 @@ def _declared_mode(env: object) -> AutoresetMode:
             f"autoreset_mode is needed: {type(base).__name__} declares none in metadata['autoreset_mode']. Pass "
             "as_vector_env(env, autoreset_mode='NextStep', 'SameStep' (most GPU simulators) or 'Disabled')"
         )
-    mode = _mode(declared)
+    mode = _parse_mode(declared)
     assert mode is not None
     return mode
 
 
-def _mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
+def _parse_mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
     """The mode of this name, however it is written: ``"SameStep"``, ``"same_step"``."""
     if mode is None or isinstance(mode, AutoresetMode):
         return mode

@@ -88,7 +88,7 @@ class EnvPoolSource(VectorSource):
 
 
 class AsyncPoolSource(EnvPoolSource):
-    """Adapts envpool in async mode, of which every step returns ``batch_size`` of the E envs, the first that are done.
+    """Adapts envpool in async mode: a step returns the first ``batch_size`` of the E envs that are done.
 
     Whoever leads it (`flatroll.rollouts.pool_runner.PoolRows`) knows which rows these are, by `ids`; it sends with
     `send`, awaits with `receive`, and the `step` that follows returns what has come.
@@ -98,7 +98,7 @@ class AsyncPoolSource(EnvPoolSource):
         super().__init__(env)
         #: Numbers of the envs whose rows came last, int64 ``[batch_size]``.
         self.ids: Array = np.zeros(0, np.int64)
-        #: Whether somebody tells the rows apart. A loop by hand does not.
+        #: Whether the caller keeps the rows of each env apart. A loop by hand does not.
         self.led = False
         self._received: Step | None = None
         if env not in _PLACES:
@@ -124,7 +124,7 @@ class AsyncPoolSource(EnvPoolSource):
         self._send(actions, self.ids)
 
     def receive(self) -> None:
-        """Await the next rows; RuntimeError if so many are not under way (envpool would abort, or wait for ever)."""
+        """Await the next rows; RuntimeError if too few are under way (envpool would abort, or wait for ever)."""
         self._received = self._receive()
 
     @override
@@ -165,7 +165,7 @@ class AsyncPoolSource(EnvPoolSource):
         under_way, count = self._place.under_way, self.capabilities.batch_size
         assert count is not None
         while pending := np.count_nonzero(under_way):
-            if pending < count:  # recv gives so many rows: other envs have to make a step more
+            if pending < count:  # recv gives `count` rows: other envs have to make one more step
                 idle = np.flatnonzero(~under_way)[: count - pending]
                 self._send(batch_space(self.single_action_space, len(idle)).sample(), idle)
             self._receive()

@@ -51,7 +51,7 @@ class GymSource(VectorSource):
             hides_final_obs=mode is AutoresetMode.SAME_STEP and not known_base,
             partial_reset=partial and not (self._keeps_pending and self._next_step),
             reuses_buffers=self._copies,
-            # A wrapper in between could not be told of half a step.
+            # A wrapper in between would not see half a step.
             overlaps=env is base and hasattr(env, "step_async") and hasattr(env, "step_wait"),
         )
         spaces = env.single_observation_space, env.single_action_space
@@ -110,7 +110,7 @@ class GymSource(VectorSource):
             rows = np.flatnonzero(ended)
             if self._checks_reuse:
                 self._refuse_reused(given, obs, rows)
-            return _with_rows(obs, rows, [given[i] for i in rows])
+            return _put_rows(obs, rows, [given[i] for i in rows])
         return map_tree(own, given) if self._copies and given is not None else given
 
     @override
@@ -235,12 +235,12 @@ def _compare(test: Callable[[Array, Array], bool], one: Tree, other: Tree) -> li
     return answers
 
 
-def _with_rows(obs: Tree, rows: Array, values: list[Any]) -> Tree:
+def _put_rows(obs: Tree, rows: Array, values: list[Any]) -> Tree:
     """A copy of the batched tree ``obs`` whose ``rows`` hold the single observations ``values``."""
     if isinstance(obs, dict):
-        return {key: _with_rows(child, rows, [value[key] for value in values]) for key, child in obs.items()}
+        return {key: _put_rows(child, rows, [value[key] for value in values]) for key, child in obs.items()}
     if isinstance(obs, tuple):
-        return tuple(_with_rows(child, rows, [value[i] for value in values]) for i, child in enumerate(obs))
+        return tuple(_put_rows(child, rows, [value[i] for value in values]) for i, child in enumerate(obs))
     dense = np.array(obs)  # a copy, [E, ...]
     if len(rows):
         dense[rows] = np.stack(values)

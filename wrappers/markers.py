@@ -36,7 +36,7 @@ class MarkerWrapper(VectorWrapper):
     * ``_on_reset(obs, info, rows)``: rows of bool ``[E]`` were reset (all, or some): start them afresh.
     * ``step(actions)``: call ``self.env.step(actions)``, add the entry to its info, and return all five.
 
-    What it needs to know of the step stands in ``self.stream`` (a `VectorStream`), bool ``[E]`` each: ``first``, the
+    What it needs to know of the step is in ``self.stream`` (a `VectorStream`), bool ``[E]`` each: ``first``, the
     observation now shown is the first of an episode; ``ended``, the step was the last of one; ``valid``, the step was
     a transition (None: all are). A collector stores the entry under ``key``: ``[E]`` as ``[N, 1]``, ``[E, ...]`` as
     ``[N, ...]``, beside the observation that it came with, or with ``describes_step = True`` under
@@ -169,12 +169,12 @@ class StepCounter(MarkerWrapper):
 
     Args:
         env: anything `as_vector_env` takes.
-        max_steps: truncate every episode after so many steps (``truncated`` is set, ``terminated`` is not touched; the
+        max_steps: truncate every episode after this many steps (``truncated`` is set, ``terminated`` stays; the
             row is reset in the same step, with its last observation in ``info["final_obs"]``). Default None: no limit.
         step_count_key: another key to store it under. Default ``"step_count"``.
 
     Raises:
-        ValueError: ``max_steps`` < 1, the env cannot reset chosen rows, or an observation wrapper stands between
+        ValueError: ``max_steps`` < 1, the env cannot reset chosen rows, or an observation wrapper is between
             it and the adapted env.
 
     >>> import gymnasium as gym
@@ -346,7 +346,7 @@ class RewardSum(MarkerWrapper):
 class RecurrentPrimer(MarkerWrapper):
     """Adds a recurrent policy's initial states to the ``info`` of each reset, ``(E, ...)``.
 
-    A state under a nested key stands in dicts: ``info["agent"]["h"]`` for ``("agent", "h")``.
+    A state under a nested key is in nested dicts: ``info["agent"]["h"]`` for ``("agent", "h")``.
 
     For loops written by hand: the first step reads its states there, and every later one the states that the policy
     wrote under ``"next"``; recurrent modules restart them by themselves where ``is_init`` is set. A collector keeps

@@ -40,6 +40,8 @@ class EnvLike(Protocol):
 class Capabilities:
     """What an adapted env supports: device, framework, partial resets, seeding and more.
 
+    ``reuses_buffers``, ``fork_safe`` and ``both_flags`` are for you to read; nothing here depends on them.
+
     Attributes:
         device: where its arrays live.
         framework: ``"numpy"`` or ``"torch"``.

@@ -167,7 +167,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         return self.source.env.np_random_seed
 
     def reset_in_same_step(self, max_steps: int | None = None) -> None:
-        """Reset ended rows in the step that ended them, and with ``max_steps`` end episodes after so many transitions.
+        """Reset ended rows in the step that ended them; end episodes after ``max_steps`` transitions if given.
 
         Without ``max_steps`` a SAME_STEP env does so by itself, and must show the last observations from now on.
 
@@ -302,7 +302,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
     def call(self, name: str, *args: object, **kwargs: object) -> tuple[Any, ...]:
         """Call a method of every sub-env, or read an attribute, as Gymnasium's Sync and Async envs do.
 
-        An env that steps all its rows itself is asked once, and its answer stands for every row.
+        An env that steps all its rows itself is asked once, and its answer holds for every row.
         """
         if name in ("reset", "step"):
             self.moves.count += 1
@@ -343,11 +343,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             self.known = ~by_env if final is None else None
             if resets is not None and self.any_ended is not False:
                 final = obs if final is None else map_tree(lambda o, f: select(resets, o, f), obs, final)
-        # On a device `any` waits, but only where this stream resets rows: such an env is told which ones.
+        # On a device `any` waits, but only where this stream resets rows: such an env has to know which ones.
         if resets is not None and self.any_ended is not False and bool(resets.any()):
             fresh, reset_info = self.source.reset(None, None, resets)
             obs = map_tree(lambda new, old: select(resets, new, old), fresh, obs)
-            info = _restarted_info(info, reset_info, resets)
+            info = _merge_reset_info(info, reset_info, resets)
         self.has_final = final is not None
         if final is None:
             info.pop("final_obs", None)
@@ -433,7 +433,7 @@ def check_space(space: object, name: str) -> None:
         )
 
 
-def _restarted_info(info: Info, reset_info: Info, rows: Array) -> dict[str, Any]:
+def _merge_reset_info(info: Info, reset_info: Info, rows: Array) -> dict[str, Any]:
     """Gymnasium's SAME_STEP info: in the restarted rows the reset's entries, the step's in ``final_info``.
 
     A restarted row of an entry that only steps give is empty (0, False or None), as Gymnasium leaves it. Rows
@@ -444,7 +444,7 @@ def _restarted_info(info: Info, reset_info: Info, rows: Array) -> dict[str, Any]
     merged = {**info, "final_info": final_info, "_final_info": final_rows}
     for key, value in info.items():
         if key not in reset_info and _has_rows(value, rows):
-            merged[key] = _emptied(value, rows)
+            merged[key] = _clear_rows(value, rows)
     for key, value in reset_info.items():
         old: Any = info.get(key)
         arrays = isinstance(value, np.ndarray | Tensor) and isinstance(old, np.ndarray | Tensor)
@@ -457,7 +457,7 @@ def _has_rows(entry: object, rows: Array) -> bool:
     return isinstance(entry, np.ndarray | Tensor) and entry.shape[:1] == rows.shape
 
 
-def _emptied(entry: Array, rows: Array) -> Array:
+def _clear_rows(entry: Array, rows: Array) -> Array:
     """A copy of an entry of ``info`` with nothing in the given rows (0, False or None)."""
     return fill_rows(own(entry), rows, None if entry.dtype == object else False)
 
@@ -473,8 +473,8 @@ def _final_info(info: Info, rows: Array) -> dict[str, Any]:
         if _has_rows(value, rows):
             old: Any = native.get(key)
             mixes = isinstance(old, np.ndarray | Tensor) and old.shape == value.shape
-            final[key] = select(rows, value, old) if mixes else _emptied(value, ~rows)
+            final[key] = select(rows, value, old) if mixes else _clear_rows(value, ~rows)
     for key in native.keys() - info.keys():
         if _has_rows(native[key], rows):
-            final[key] = _emptied(native[key], rows)
+            final[key] = _clear_rows(native[key], rows)
     return final

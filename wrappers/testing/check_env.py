@@ -28,9 +28,9 @@ _SUSPICION = "suspicion: "
 _STEP_DTYPES = (("reward", np.float32), ("terminated", np.bool_), ("truncated", np.bool_))
 #: Entries of ``info`` that say in some dialect that an episode has ended in a row.
 _SAYS_DONE = ("done", "_final_obs", "_final_observation", "_final_info", "_episode")
-#: At most so many numbers of an observation are looked at (images are large).
+#: At most this many numbers of an observation are looked at (images are large).
 _FEATURES = 64
-#: A step is a jump if it is so many times as long as the median step.
+#: A step is a jump if it is this many times as long as the median step.
 _JUMP = 4.0
 
 
@@ -241,7 +241,7 @@ def _of_tree(
         yield f"{name} must be {space.dtype} {space.shape} as its space says, it is {tree.dtype} {tree.shape}"
     else:
         spec = as_spec(space)
-        if rows is not None:  # what stands in the others does not matter
+        if rows is not None:  # the others do not matter
             tree = np.where(rows.reshape(-1, *(1,) * (tree.ndim - 1)), tree, spec.zero().numpy())
         if not spec.is_in(torch.from_numpy(tree)):
             yield f"{name} has values outside its space {space}"

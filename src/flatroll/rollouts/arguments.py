@@ -99,7 +99,7 @@ def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool, i
     if trajs is not None and not ids:
         raise ValueError("trajs_per_batch needs track_traj_ids=True: trajectories are joined by their ids")
     if split and not ids:
-        raise ValueError("split_trajs=True needs track_traj_ids=True: pieces are told apart by their ids")
+        raise ValueError("split_trajs=True needs track_traj_ids=True: trajectories are found by their ids")
     if split and to_buffer:
         raise ValueError(
             "split_trajs=True cannot go with a replay_buffer: buffers hold flat rows, and their samplers find the "
@@ -167,7 +167,7 @@ def make_envs(
     max_steps: int | None,
     undo: ExitStack,
 ) -> tuple[list[Any], Moves | None, bool]:
-    """Return the env in so many parts, the count of moves of one that was divided, and whether they were made here.
+    """Return the env in ``splits`` parts, the count of moves of one that was divided, and whether they were made here.
 
     For the other arguments see `make_env`.
     """
@@ -192,7 +192,7 @@ def make_envs(
                 f"a list of {splits} envs, the parts of a pool, or of functions that make them"
             )
         if splits > whole.num_envs:
-            raise ValueError(f"splits={splits} needs at least so many envs, and the env has {whole.num_envs}")
+            raise ValueError(f"splits={splits} needs at least as many envs, got {whole.num_envs}")
         moves = moves_of(whole)
         envs = [make_env(part, obs_dtype, max_steps, undo) for part in split_async(whole, splits)]
     return [env for env, _ in envs], moves, made

@@ -82,7 +82,7 @@ class ColumnKeys:
         self.infos = tuple(info_keys)
         self.states: list[NestedKey] = []  # the recurrent states of the policy, once there is one
         self.strided = False  # whether only some rows keep them: ("collector", "has_state") says which
-        # Columns that stand as [N, 1] if they are one number for each row.
+        # Columns of shape [N, 1] if they are one number for each row.
         self.trailing: set[NestedKey] = {REWARD, TERMINATED, TRUNCATED, *self.nexts, *self.roots} - {
             self.traj
         }

@@ -44,13 +44,13 @@ class Interruptor(Protocol):
 class Collector(Facts):
     """Steps an env with a policy and yields flat marked batches of exactly ``frames_per_batch`` rows.
 
-    Each batch is a plain tensordict ``[frames_per_batch]``: the rows of each trajectory stand together in time
+    Each batch is a plain tensordict ``[frames_per_batch]``: the rows of each trajectory follow one another in time
     order, env after env, with the columns that `flatroll.layout.describe` lists. Rows on which an env only
     resets never appear; rows beyond ``frames_per_batch`` come first in the next batch. Cutting the stream into other
     windows changes no row, flag or id of it. Yielded batches own their memory.
 
     InitTracker and TrajId are added where the env's stack lacks them; a recurrent policy (one with parts that
-    have ``make_tensordict_primer()``) gets its states and ``is_init`` without a word.
+    have ``make_tensordict_primer()``) gets its states and ``is_init`` automatically.
 
     Args:
         create_env_fn: an env (anything `flatroll.wrappers.as_vector_env` takes, or wrappers around it), or a
@@ -71,12 +71,12 @@ class Collector(Facts):
         compact_obs: leave ``("next", obs)`` out; `final` then has the observations that no row holds.
         track_traj_ids: write ``("collector", "traj_ids")``. Default True. Without them ``is_init`` also marks
             the first row of each env in the batch, so that cut runs of neighbouring envs stay apart.
-        trajs_per_batch: yield batches of so many complete trajectories instead (``frames_per_batch`` is then
+        trajs_per_batch: yield batches of this many complete trajectories instead (``frames_per_batch`` is then
             how much is collected between looks), in the order in which they end. At the end of
             ``total_frames`` those left over make a smaller batch; trajectories still open are not yielded.
         set_truncated: mark the last row of each run that the batch cuts as truncated and done.
-        max_frames_per_traj: truncate episodes after so many steps (adds a StepCounter).
-        init_random_frames: take random actions in the first so many rows, up to the end of the vector step
+        max_frames_per_traj: truncate episodes after this many steps (adds a StepCounter).
+        init_random_frames: take random actions in the first rows, this many, up to the end of the vector step
             that the last of them is in; the policy's other outputs are recorded as they are. Default 0.
         reset_at_each_iter: reset the env before each batch that it is stepped for.
         split_trajs: yield padded ``[n, T_max]`` batches with a mask. Discouraged: warns. Not with a ``replay_buffer``.
@@ -87,7 +87,7 @@ class Collector(Facts):
             ``trajs_per_batch`` its method ``note_waiting(rows)``, if it has one, hears how many rows wait here for the
             end of their trajectories.
         auto_register_policy_transforms: wire recurrent states. Default True (None is the same).
-        state_stride: keep recurrent states in every so many rows of a trajectory only, counted from its first,
+        state_stride: keep recurrent states only in every ``state_stride``-th row of a trajectory, from its first,
             and in the first row of each run of a batch. ``("collector", "has_state")`` marks these rows, the states
             of others are zeros, and there are none under ``"next"``. Default 1: in every row, unmarked.
         info_keys: entries of ``info`` to store: ``key`` as the policy saw it, ``("next", key)`` as the step
@@ -95,7 +95,7 @@ class Collector(Facts):
         exploration_type: how probabilistic modules choose. Default: they sample.
         splits: number of parts in which the envs are stepped, in turn: while the policy acts for one part, the steps of
             the others are under way. The env is a gymnasium AsyncVectorEnv (or a function that makes one), whose
-            worker processes are divided; or a list of so many envs (or functions), the parts of one pool:
+            worker processes are divided; or a list of ``splits`` envs (or functions), the parts of one pool:
             AsyncVectorEnvs, envpools, other vector envs with ``step_async`` and ``step_wait``. Rows, ids and seeds
             are those of the whole pool. Default 1: all envs at once.
         seed: seeds the env's first reset and the random actions.
@@ -240,7 +240,7 @@ class Collector(Facts):
     @property
     def spec(self) -> Composite:
         """The spec of its batches, shape ``(-1,)``; ``collector.spec.assert_is_in(batch)`` names the first bad row."""
-        # Of several envs, the parts of one pool, the first one stands for all.
+        # The parts of one pool have equal columns.
         return spec_of_columns(self._runner.keys, self._runner.envs[0], self._compact)
 
     @property
@@ -267,7 +267,7 @@ class Collector(Facts):
     def set_recurrent_primers_from(self, policy: Policy) -> None:
         """Carry ``policy``'s recurrent states between steps, if the collector's policy writes them.
 
-        For a policy that hides its recurrent parts; one that shows them is wired by itself, and asking again changes
+        For a policy that hides its recurrent parts; one that shows them is wired automatically. A second call changes
         nothing.
 
         Raises:

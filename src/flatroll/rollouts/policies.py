@@ -55,7 +55,7 @@ def as_function_of_obs(
             f"{type(policy).__name__}"
         )
     one_action = not isinstance(space, spaces.Dict | spaces.Tuple)
-    takes_is_init = takes(policy, IS_INIT)
+    takes_is_init = has_parameter(policy, IS_INIT)
 
     def act(obs: Tree, first: Array) -> Any:
         given = {IS_INIT: to_torch(first).unsqueeze(-1)} if takes_is_init else {}
@@ -203,7 +203,7 @@ def refuse_hidden_weights(policy: object) -> None:
             )
 
 
-def takes(function: object, name: str) -> bool:
+def has_parameter(function: object, name: str) -> bool:
     """Whether a callable (of a module its ``forward``) has a parameter of this name."""
     called: Any = getattr(function, "forward", function)
     try:
@@ -214,7 +214,7 @@ def takes(function: object, name: str) -> bool:
 
 def refuse_memory(policy: object, where: str, way_out: str) -> None:
     """Raise ValueError for a callable that remembers something of each env, where it is called for some at a time."""
-    if not hasattr(policy, "in_keys") and takes(policy, IS_INIT):
+    if not hasattr(policy, "in_keys") and has_parameter(policy, IS_INIT):
         raise ValueError(
             f"the policy takes is_init, so it has a state of its own for each env, and {where} it is called for some "
             f"envs at a time: write it as a recurrent module (make_tensordict_primer), or {way_out}"

@@ -18,7 +18,7 @@ from flatroll.rollouts.random_actions import RandomActions
 from flatroll.rollouts.runner import Runner
 from flatroll.rollouts.window import Window
 from flatroll.wrappers.adapt_env import find_stream
-from flatroll.wrappers.arrays import Array, Tree, map_tree
+from flatroll.wrappers.arrays import Array, Tree, map_tree, select
 from flatroll.wrappers.envpool_source import AsyncPoolSource
 from flatroll.wrappers.markers import MarkerWrapper, TrajId, find_wrapper
 from flatroll.wrappers.source import Info, Seed, Step, layers
@@ -96,10 +96,10 @@ class PoolRunner:
                 self._states[key] = state.new_zeros(self.num_envs, *state.shape[1:])
         part.age = self._ages[ids]
         part.step(random)
-        acted = self._rows.acted  # others than `ids` if the env had to be reset first
+        stepped = self._rows.stepped  # others than `ids` if the env had to be reset first
         for key, state in part.states.items():
-            self._states[key][torch.from_numpy(acted)] = state
-        self._ages[acted] = part.age
+            self._states[key][torch.from_numpy(stepped)] = state
+        self._ages[stepped] = part.age
 
     def lay_out(self, mask: Array, compact: bool) -> tuple[TensorDict, TensorDict | None]:
         """Build a flat batch of the transitions where bool ``mask`` ``[steps, E]`` is True, env after env."""
@@ -292,7 +292,7 @@ class PoolRows(VectorWrapper):
         #: How often the pool was reset here.
         self.resets = 0
         #: The envs that the last step's actions were for, int64 ``[B]``.
-        self.acted: Array = np.zeros(0, np.int64)
+        self.stepped: Array = np.zeros(0, np.int64)
         self._actions: Tree = create_empty_array(env.single_action_space, self.num_envs, np.zeros)
         self._ended = np.zeros(self.num_envs, bool)  # the env's next row is the first of an episode
         self._awaited = np.zeros(self.num_envs, bool)  # ... and the pool's reset has made it
@@ -327,9 +327,9 @@ class PoolRows(VectorWrapper):
         """Step the envs of the rows returned last; return the next B rows that are done."""
         self._give_back()
         stream, source = self.stream, self._source
-        self.acted = acted = source.ids
+        self.stepped = stepped = source.ids
         sent = stream.send(actions)
-        map_tree(lambda whole, part: whole.__setitem__(acted, part), self._actions, sent)
+        map_tree(lambda whole, part: whole.__setitem__(stepped, part), self._actions, sent)
         source.receive()
         ids = source.ids
         stream.ended = self._ended[ids]  # what the stream knows of the step before decides on first rows
@@ -356,7 +356,7 @@ class PoolRows(VectorWrapper):
         for name, whole in self._reset_info.items():
             if isinstance(whole, np.ndarray):
                 rows = whole[ids]
-                info[name] = rows if new.all() else np.where(_like(new, rows), rows, info[name])
+                info[name] = rows if new.all() else select(new, rows, info[name])
         self._awaited[ids] = False
 
     def _give_back(self) -> None:
@@ -364,8 +364,3 @@ class PoolRows(VectorWrapper):
         while self._lent:
             marker, name, whole = self._lent.pop()
             setattr(marker, name, whole)
-
-
-def _like(mask: Array, rows: Array) -> Array:
-    """Bool ``[B]`` as ``[B, 1, ...]``, to go with rows ``[B, ...]``."""
-    return mask.reshape(-1, *(1,) * (rows.ndim - 1))

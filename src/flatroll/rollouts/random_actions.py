@@ -12,7 +12,7 @@ from flatroll.specs import Composite, TensorSpec, as_spec
 from flatroll.specs.spaces import space_leaves
 from flatroll.wrappers.arrays import Tree, leaves_at
 
-#: Actions are drawn in chunks of so many steps; a fixed size, so that windows change no draw.
+#: Actions are drawn in chunks of this many steps; a fixed size, so that windows change no draw.
 _CHUNK = 64
 
 

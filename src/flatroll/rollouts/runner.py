@@ -94,7 +94,7 @@ class Runner:
         #: Whether `step` only begins steps, which `settle` awaits.
         self.sends = False
         self._sent: Tree = None  # the actions of the step under way
-        self._warned = False  # that somebody else has moved the env
+        self._warned = False  # that another user has moved the env
         #: The recurrent states ``[E, ...]`` that the next step starts from.
         self.states: Columns = {}
         self._defaults: Columns = {}
@@ -120,7 +120,7 @@ class Runner:
         devices: Devices,
         seed: int | None = None,  # of random actions
         recurrent: bool = True,  # wire the recurrent states that the policy declares
-        state_stride: int = 1,  # keep them in every so many rows of a trajectory, and in the first rows of runs
+        state_stride: int = 1,  # keep them in every n-th row of a trajectory, and in the first rows of runs
     ) -> None:
         """Set the policy, and create a window with room for ``steps`` vector steps."""
         space = self.env.single_action_space
@@ -214,7 +214,7 @@ class Runner:
         self.started, self._at, self._ended = True, self.stream.at, None
 
     def _restart_moved(self) -> None:
-        """Cut the open episodes and reset an env that somebody else has moved; warn the first time."""
+        """Cut the open episodes and reset an env that another user has moved; warn the first time."""
         if not self._warned:
             self._warned = True
             name = type(self.stream.source.stepped).__name__

@@ -29,7 +29,7 @@ from flatroll.layout.keys import (
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
 from flatroll.wrappers.arrays import Array, select, to_torch
 
-#: NumPy picks so many rows in 1 µs, torch in 10; of more rows torch copies with all cores.
+#: Up to this many rows NumPy is faster (1 µs, torch 10 µs); more rows torch copies with all cores.
 _FEW_ROWS = 1024
 
 
@@ -46,7 +46,7 @@ class Window:
         same_step: bool,  # every cell is a transition; else the column DEAD says which are not
         dense_finals: bool,
     ) -> None:
-        # With dense_finals the true next observations stand in columns of their own (on a device, where picking the
+        # With dense_finals the true next observations have columns of their own (on a device, where picking the
         # ended rows would wait); else they are the observations one step later, but for those given to put_final.
         self.num_envs = num_envs
         #: Vector steps in the window.
@@ -198,7 +198,7 @@ class Window:
             if self._dense_finals:
                 column = self.gather(self._keys.next_of[key], cells, host_cells)
             else:
-                # One step later stands E cells further on; a reset has overwritten it where finals were kept.
+                # One step later is E cells further on; a reset has overwritten it where finals were kept.
                 column = self.gather(key, cells + self.num_envs, host_cells + self.num_envs)
                 if self._finals.get(key):
                     self._patch_finals(self._finals[key], host_cells, column)

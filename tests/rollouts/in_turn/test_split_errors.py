@@ -107,7 +107,7 @@ def test_more_parts_than_envs_close_what_was_made() -> None:
         made.append(cartpoles(2))
         return made[0]
 
-    with pytest.raises(ValueError, match="splits=3 needs at least so many envs, and the env has 2"):
+    with pytest.raises(ValueError, match="splits=3 needs at least as many envs, got 2"):
         collector(make, splits=3)
     assert made[0].closed
 
