@@ -213,7 +213,7 @@ def _declared_mode(env: object) -> AutoresetMode:
     if declared is None:
         raise TypeError(
             f"autoreset_mode is needed: {type(base).__name__} declares none in metadata['autoreset_mode']. Pass "
-            "as_vector_env(env, autoreset_mode='NextStep', 'SameStep' (most GPU simulators) or 'Disabled')"
+            "as_vector_env(env, autoreset_mode='NextStep' | 'SameStep' | 'Disabled') (most GPU simulators: 'SameStep')"
         )
     mode = _parse_mode(declared)
     assert mode is not None

@@ -177,7 +177,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         limits = max_steps is not None
         asked = f"max_steps={max_steps}" if limits else "autoreset='same_step'"
         if (limits or not self.same_step) and not self.capabilities.partial_reset:
-            way_out = "or with max_episode_steps=..." if limits else "or with autoreset_mode=SAME_STEP"
+            way_out = (
+                "or give the env the limit (gymnasium, envpool: max_episode_steps=...)"
+                if limits
+                else "or with autoreset_mode=SAME_STEP"
+            )
             raise ValueError(
                 f"{asked} needs an env that can reset chosen envs, and {type(self.source.env).__name__} cannot: make "
                 f"it with vectorization_mode='sync', {way_out}"

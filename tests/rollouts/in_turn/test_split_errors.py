@@ -91,7 +91,7 @@ class Flipped(gym.vector.VectorActionWrapper):
             lambda: [gym.wrappers.vector.RecordEpisodeStatistics(env) for env in parts(0, 2)],
             by_place,
             ValueError,
-            "without gymnasium's wrappers around it",
+            "without gymnasium's wrappers around them",
         ),
     ],
 )
