@@ -25,7 +25,6 @@ from flatroll.estimators.masked import (
     distance,
     mask_and,
     on_host,
-    one_of,
     zero_masked,
 )
 from flatroll.estimators.values.base import ValueEstimator
@@ -33,7 +32,7 @@ from flatroll.estimators.values.estimators import ValueEstimators, name_of
 from flatroll.estimators.values.evaluate import fill_missing
 from flatroll.kernels.scans.scan import readable
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.fast_call import call_for
+from flatroll.layout.checks import one_of
 from flatroll.layout.keys import (
     NEXT_KNOWN,
     KeyNames,
@@ -43,7 +42,7 @@ from flatroll.layout.keys import (
     next_key,
     require,
 )
-from flatroll.layout.tensordict_seam import get_entry, nest
+from flatroll.layout.tensordict_seam import call_for, get_entry, nest
 
 ActionSpace = Literal["categorical", "one-hot"]
 

@@ -21,12 +21,11 @@ from flatroll.estimators.masked import (
     mask_and,
     masked_mean,
     on_host,
-    one_of,
     without_rubbish,
     zero_masked,
 )
 from flatroll.layout.boundaries import run_starts, steps_into_run
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import one_of, whole_number
 from flatroll.layout.keys import (
     ACTION,
     IS_INIT,

@@ -40,16 +40,15 @@ from flatroll.estimators.masked import (
     distance,
     masked_mean,
     masked_variance,
-    one_of,
     ratio_statistics,
     standardized,
     zero_masked,
 )
 from flatroll.estimators.values.base import ValueEstimator
 from flatroll.estimators.values.estimators import Kind, ValueEstimators, make_estimator
-from flatroll.layout.fast_call import call_for
+from flatroll.layout.checks import one_of
 from flatroll.layout.keys import ACTION, NestedKey, flat_column
-from flatroll.layout.tensordict_seam import get_entry, nest
+from flatroll.layout.tensordict_seam import call_for, get_entry, nest
 from flatroll.modules import set_recurrent_mode
 
 

@@ -11,9 +11,8 @@ from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from flatroll.layout.fast_call import call_policy
 from flatroll.layout.keys import ACTION, IS_INIT, NestedKey, as_tuple, next_key
-from flatroll.layout.tensordict_seam import nest
+from flatroll.layout.tensordict_seam import call_policy, nest
 from flatroll.rollouts.arguments import Devices
 from flatroll.wrappers.arrays import Array, map_tree, to_torch
 from flatroll.wrappers.primers import recurrent_states
