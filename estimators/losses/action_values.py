@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from typing_extensions import override
 
-from flatroll.estimators.functional.returns import (
+from flatroll.estimators.functional import (
     td0_return_estimate,
     td_lambda_return_estimate,
     unit_interval,

@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
 
-from flatroll.estimators.functional.returns import factor_over, unit_interval
+from flatroll.estimators.functional import factor_over, unit_interval
 from flatroll.estimators.masked import (
     WarnOnce,
     expand_mask,
@@ -89,7 +89,7 @@ class EstimatorInputs:
         at: its boundaries.
         value: of each row's observation.
         next_value: of its next one.
-        reward, terminated, ends: as the functions of ``flatroll.estimators.functional.returns`` take them.
+        reward, terminated, ends: as the functions of ``flatroll.estimators.functional`` take them.
         time_dim: likewise.
         factors: what the estimator names in ``factor_names``, by name: numbers, or one number per row in the order
             of these columns.

@@ -13,12 +13,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.estimators.distributions import components, distribution, joint, log_prob_of, require_actor
-from flatroll.estimators.functional.returns import (
+from flatroll.estimators.functional import (
     generalized_advantage_estimate,
     td0_return_estimate,
     td_lambda_return_estimate,
+    vtrace_advantage_estimate,
 )
-from flatroll.estimators.functional.vtrace import vtrace_advantage_estimate
 from flatroll.estimators.values.base import EstimatorInputs, EstimatorOptions, ValueEstimator
 from flatroll.estimators.values.evaluate import NetworkInputs, broadcast_like, flat_rows
 from flatroll.estimators.values.extended_stream import run_stops
