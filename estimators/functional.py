@@ -17,7 +17,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from flatroll.kernels.scans.scan import (
+from flatroll.kernels.scan import (
     is_tracing,
     readable,
     residual_scan,

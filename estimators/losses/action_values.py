@@ -30,7 +30,7 @@ from flatroll.estimators.masked import (
 from flatroll.estimators.values.base import ValueEstimator
 from flatroll.estimators.values.estimators import ValueEstimators, name_of
 from flatroll.estimators.values.evaluate import fill_missing
-from flatroll.kernels.scans.scan import readable
+from flatroll.kernels.scan import readable
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import one_of
 from flatroll.layout.keys import (

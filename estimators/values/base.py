@@ -28,7 +28,7 @@ from flatroll.estimators.values.evaluate import (
     state_values,
 )
 from flatroll.estimators.values.extended_stream import Boundaries
-from flatroll.kernels.scans.scan import zeroed
+from flatroll.kernels.scan import zeroed
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import one_of, whole_number
 from flatroll.layout.keys import (

@@ -22,7 +22,7 @@ from flatroll.estimators.functional import (
 from flatroll.estimators.values.base import EstimatorInputs, EstimatorOptions, ValueEstimator
 from flatroll.estimators.values.evaluate import NetworkInputs, broadcast_like, flat_rows
 from flatroll.estimators.values.extended_stream import run_stops
-from flatroll.kernels.scans.scan import residual_scan
+from flatroll.kernels.scan import residual_scan
 from flatroll.layout.boundaries import starts_from
 from flatroll.layout.checks import one_of
 from flatroll.layout.keys import ACTION, NestedKey, key_list, require

@@ -27,7 +27,7 @@ from flatroll.estimators.values.extended_stream import (
     Interleaved,
     true_indices,
 )
-from flatroll.kernels.scans.scan import is_tracing, zeroed
+from flatroll.kernels.scan import is_tracing, zeroed
 from flatroll.layout.boundaries import starts_from
 from flatroll.layout.checks import whole_number
 from flatroll.layout.final import Final, read_final

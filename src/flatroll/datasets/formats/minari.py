@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from flatroll.datasets.formats.sources import Source, episodes_of
 from flatroll.layout.export import Array, from_numpy, optional_package, to_numpy
 from flatroll.layout.keys import ACTION, NEXT, OBSERVATION, as_tuple, observation_keys
-from flatroll.layout.ted.compact import is_shift
+from flatroll.layout.ted import is_shift
 
 _RECORD = "flatroll"  # entry of the metadata: where each column went
 _SINGLE = {"next.reward": "rewards", "next.terminated": "terminations", "next.truncated": "truncations"}
