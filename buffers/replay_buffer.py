@@ -23,8 +23,7 @@ from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.prefetcher import Prefetcher
-from flatroll.buffers.remote.handle import BufferHandle
-from flatroll.buffers.remote.owner import Service
+from flatroll.buffers.remote import BufferHandle, Service
 from flatroll.buffers.samplers.sampler import RandomSampler, Sampler
 from flatroll.buffers.sharing import check_saved_generator, pickle_by_value, reseed_in_worker
 from flatroll.buffers.steps.writer import StepWriter
@@ -458,7 +457,7 @@ class ReplayBuffer(Facts):
             self.sampler.mark(values, draw)
         values = self._inform(values, info)
         listed = isinstance(storage, ListStorage)
-        data = values if listed else structure.build(values, shape)
+        data = values if structure is None else structure.build(values, shape)
         if self.collate_fn is not None:
             data = self.collate_fn(data)
         elif listed:
@@ -505,7 +504,7 @@ class ReplayBuffer(Facts):
 
     def _gather(self, ring: Ring, draw: Draw) -> Any:
         """The drawn rows as the storage gives them, changed by the transforms that read other rows."""
-        values = self.storage.read_rows(draw.slots, draw.follow, slices=draw.firsts is not None)
+        values = self.storage.read_rows(draw.slots, draw.follow)
         if draw.ahead is None and draw.chosen is None:
             return values
 

@@ -1,13 +1,13 @@
 """The rows of a step writer that are stored: where they are, what their trajectories are, and copies of them."""
 
 from collections.abc import Collection, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flatroll.buffers.columns.column import Columns
+from flatroll.buffers.columns.column import Columns, TensorColumn
 from flatroll.buffers.index.ring import Array, Ring
 from flatroll.buffers.index.trajectory_index import Choose, TrajectoryIndex
 from flatroll.buffers.storages.column_storage import ColumnStorage
@@ -150,7 +150,7 @@ class StepCopies:
         names: tuple[NestedKey, ...] | None,
     ) -> None:
         self.marks = names is None or IS_INIT in names or not {*names} <= {*given}
-        self._of = storage._plain, storage.pool
+        self._of = storage.known, storage.pool
         self.rows = -1
         if not storage.copies_bytes or storage.by_reference:
             return
@@ -163,7 +163,9 @@ class StepCopies:
         self._extra = [key for key in stored if key not in asked]
         if len(found) - len(self._extra) != len(staged if names is None else asked):
             return
-        columns = [storage.columns[key].data for key in (*stored, *self._roots)]
+        # Columns that are copied as bytes are tensors.
+        tensors = cast(dict[NestedKey, TensorColumn], storage.columns)
+        columns = [tensors[key].data for key in (*stored, *self._roots)]
         waiting = [staged.get(key) for key in found]
         kinds = [(one.dtype, one.shape[1:]) for one in columns]
         if any(
@@ -182,7 +184,7 @@ class StepCopies:
 
     def still(self, storage: ColumnStorage) -> bool:
         """Return whether the columns are still those of ``storage``."""
-        return self._of[0] is storage._plain and self._of[1] is storage.pool
+        return self._of[0] is storage.known and self._of[1] is storage.pool
 
     def read(self, places: Tensor, num_envs: int, where: Where, ring: Ring) -> Columns | None:
         """Return copies of the rows at these places by key; None if one was overwritten.
@@ -200,7 +202,8 @@ class StepCopies:
             torch.empty_strided((rows, *shape), stride, dtype=dtype) for shape, stride, dtype in self._forms
         ]
         target = np.array([copy.data_ptr() for copy in copies], np.int64)
-        entries = {} if self._of[1] is None else self._of[1].entries  # which may have grown, and moved
+        pooled = self._of[1]  # whose columns may have grown, and moved
+        entries = {} if pooled is None else cast(dict[NestedKey, TensorColumn], pooled.entries)
         pool: Array = np.array([entries[key].data.data_ptr() for key in self._roots], np.int64)
         state, _, fragments, _ = ring.tables if isinstance(ring, TrajectoryIndex) else _NO_INDEX
         of = state, fragments, self._columns, pool, self._at, target

@@ -28,7 +28,7 @@ from flatroll.buffers import (
     ReplayBuffer,
     SliceSampler,
 )
-from flatroll.buffers.remote.post import LETTER, Post
+from flatroll.buffers.remote import LETTER, Post
 from flatroll.rollouts import Collector
 from flatroll.sharing import Channel, Nursery
 from flatroll.wrappers.testing import Script, ScriptedVectorEnv

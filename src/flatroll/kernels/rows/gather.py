@@ -102,13 +102,13 @@ def scatter(source: Array, target: Array, size: Array, rows: Array, at: Array) -
             copy_bytes(target[k] + at[j] * size[k], source[k] + rows[j] * size[k], size[k])
 
 
-class Block:
+class HostBlock:
     """Equally long columns in host memory that one compiled call reads or writes together.
 
     Args:
         columns: contiguous CPU tensors ``[rows, ...]``; their memory must stay where it is.
 
-    >>> block = Block([torch.arange(10), torch.arange(20.0).view(10, 2)])
+    >>> block = HostBlock([torch.arange(10), torch.arange(20.0).view(10, 2)])
     >>> block.take(torch.tensor([3, 4, 0]))
     [tensor([3, 4, 0]), tensor([[6., 7.],
             [8., 9.],
@@ -142,7 +142,7 @@ class Block:
         Raises:
             IndexError: a slot that is none.
 
-        >>> block = Block([torch.arange(10)])
+        >>> block = HostBlock([torch.arange(10)])
         >>> slots = torch.tensor([3, 4, 5, 8])
         >>> block.take(slots, torch.tensor([4, 5, 6, -1]), block.take(slots))
         [tensor([4, 5, 6, 0])]
@@ -197,7 +197,7 @@ class HostColumns(Generic[K]):
         self.columns = dict(columns)
         self.rows = len(next(iter(self.columns.values()), ()))
         # The addresses of those columns that were asked for together; no key asked for has no block.
-        self._blocks: dict[tuple[K, ...], Block | None] = {(): None}
+        self._blocks: dict[tuple[K, ...], HostBlock | None] = {(): None}
         names = tuple(self.columns)
         plain = names and not any(column.is_complex() for column in self.columns.values())
         self._all = self._new_block(names) if plain else None
@@ -312,7 +312,7 @@ class HostColumns(Generic[K]):
             copy(source, block.address, block.size, fit, 0, rows - fit)
         return True
 
-    def _new_block(self, names: tuple[K, ...]) -> Block:
+    def _new_block(self, names: tuple[K, ...]) -> HostBlock:
         """Remember the addresses of these columns, for the next time they are asked for."""
-        block = self._blocks[names] = Block([self.columns[key] for key in names])
+        block = self._blocks[names] = HostBlock([self.columns[key] for key in names])
         return block
