@@ -18,7 +18,7 @@ Index: TypeAlias = (
 )  # positions of rows, or their coordinates, one entry each
 
 
-def time_first(data: Any, ndim: int, dim: int) -> tuple[Any, torch.Size]:
+def time_first(data: object, ndim: int, dim: int) -> tuple[Any, torch.Size]:
     """``data`` laid flat, its first ``ndim`` dimensions one, ``dim`` (time) first; and the others' sizes, the lanes.
 
     >>> time_first(torch.tensor([[1, 2, 3], [4, 5, 6]]), ndim=2, dim=1)
@@ -26,16 +26,16 @@ def time_first(data: Any, ndim: int, dim: int) -> tuple[Any, torch.Size]:
     """
     sizes: set[torch.Size] = set()
 
-    def flat(leaf: Any) -> Any:
-        leaf = as_tensor(leaf)
-        if (leaf.batch_dims if isinstance(leaf, TensorDictBase) else leaf.ndim) < ndim:
+    def flat(leaf: object) -> Any:
+        values = as_tensor(leaf)
+        if (values.batch_dims if isinstance(values, TensorDictBase) else values.ndim) < ndim:
             raise ValueError(
                 f"the storage has ndim={ndim}: extend it with batches of {ndim} batch dimensions, "
-                f"got {list(leaf.shape)}"
+                f"got {list(values.shape)}"
             )
-        sizes.add(leaf.shape[:ndim])
-        leaf = leaf.permute(dim, *(d for d in range(leaf.ndim) if d != dim))
-        return leaf.reshape(math.prod(leaf.shape[:ndim]), *leaf.shape[ndim:])
+        sizes.add(values.shape[:ndim])
+        values = values.permute(dim, *(d for d in range(values.ndim) if d != dim))
+        return values.reshape(math.prod(values.shape[:ndim]), *values.shape[ndim:])
 
     data = map_rows(data, flat)
     if len(sizes) != 1:
@@ -113,3 +113,14 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
         if isinstance(index, float):
             raise TypeError(f"rows are indexed by integers, slices and masks, got {index!r}") from None
         raise IndexError(f"index {index!r} is out of range: {len(ring)} rows are stored") from None
+
+
+def in_shape(data: Any, slots: Tensor, rows: int, lanes: torch.Size) -> Any:
+    """Return a batch ``[rows]`` in the shape of the ``slots`` that were asked for; one item for a single slot.
+
+    Of a slice, rows that are not stored were left out; its first dimension is time.
+    """
+    if slots.ndim == 0:
+        return map_rows(data, lambda leaf: leaf[0])
+    shape = slots.shape if rows == slots.numel() else torch.Size([-1, *lanes])
+    return data if len(shape) == 1 else map_rows(data, lambda leaf: leaf.unflatten(0, shape))

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,11 +16,13 @@ from torch import Tensor
 from flatroll.buffers.columns.column import After, Column, Columns
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
-from flatroll.buffers.storages.item_kinds import leaves, map_rows, nest, one_row
-from flatroll.buffers.storages.positions import slots_at, time_first
+from flatroll.buffers.storages.item_kinds import Structure, leaves, nest, one_row
+from flatroll.buffers.storages.positions import in_shape, slots_at, time_first
 from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import NestedKey
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)  # not frozen: made for every batch, and freezing costs a µs
@@ -64,6 +66,59 @@ class Links:
         return After(torch.from_numpy(firsts[at]), torch.from_numpy(self.slots[at]))
 
 
+@runtime_checkable
+class StorageOwner(Protocol):
+    """What a storage asks of the buffer that it belongs to: that part of `flatroll.buffers.Buffer`.
+
+    Attributes:
+        ring: counts the rows and names their slots; another object after ``empty`` and ``load_state_dict``.
+        started: whether the buffer has written rows to the storage.
+        lock: protects ``ring`` and what follows it; held for microseconds.
+        write_lock: admits one writer at a time; taken before ``lock``.
+    """
+
+    ring: Ring
+    started: bool
+    lock: threading.Lock
+    write_lock: AbstractContextManager[Any]
+
+    def __len__(self) -> int: ...
+
+    def enter_process(self) -> None:
+        """Get ready in this process, to which the buffer may have come by ``fork``."""
+        ...
+
+    def overwrite(self, index: Any, data: Any) -> None:
+        """Write ``data``, a batch of the shape of ``index``, over stored rows, without the transforms' ``inv``."""
+        ...
+
+
+def read_drawn(
+    owner: StorageOwner,
+    ring: Ring,
+    draw: Draw,
+    draw_again: Callable[[Ring], Draw],
+    read: Callable[[Ring, Draw], T],
+) -> tuple[Draw, T]:
+    """Return ``read(ring, draw)``, called without a lock, and the draw that it belongs to.
+
+    If another thread overwrote one of the rows meanwhile, ``draw_again(ring)`` draws others, under the lock.
+    """
+    for _ in range(8):
+        # Other threads may write meanwhile; what they overwrote shows in the counters afterwards.
+        values = read(ring, draw)
+        with owner.lock:
+            if ring is owner.ring and ring.unchanged_since(draw):
+                return draw, values
+            ring = owner.ring
+            draw = draw_again(ring)
+    with owner.write_lock:  # the ring is small and the writers fast: they wait for once
+        with owner.lock:
+            ring = owner.ring
+            draw = draw_again(ring)
+        return draw, read(ring, draw)
+
+
 class Storage(Facts, ABC):
     """The container of a replay buffer: ``max_size`` slots, written and read by position.
 
@@ -86,7 +141,6 @@ class Storage(Facts, ABC):
         copies_rows: whether the storage keeps nothing of a batch but copies.
         columns: the stored entries by key, each a `Column`; empty before the first batch and without columns.
         loose: root keys whose next values need not be those of the following rows: they are not compared.
-        compared: what :meth:`link` compares; None until that is known.
         compiled: whether compiled kernels copy rows: where there is a trajectory index or a step writer.
         filling: whether the buffer is counting rows that are there already (:meth:`fill`).
         loads_whole: whether :meth:`load_state_dict` puts all rows in the place of the others, or raises and none.
@@ -96,7 +150,7 @@ class Storage(Facts, ABC):
     lanes: torch.Size = torch.Size([])
     compact_obs: bool = False
     shares: bool = False
-    structure: Any = None
+    structure: Structure | None = None
     own_column: str | None = None
     by_reference: bool = False
     copies_rows: bool = False
@@ -104,14 +158,13 @@ class Storage(Facts, ABC):
     filling: bool = False
     loads_whole: bool = False
 
-    def __init__(self, max_size: int, checkpointer: Any = None, compilable: bool = False) -> None:
+    def __init__(self, max_size: int, checkpointer: object = None, compilable: bool = False) -> None:
         self.max_size = whole_number("max_size", max_size)
         self.checkpointer = checkpointer
         self.columns: dict[NestedKey, Column] = {}
         self._attached: list[weakref.ref[Any]] = []
         self._alone: Ring | None = None  # counts the rows while no buffer does
         self.loose: set[NestedKey] = set()
-        self.compared: Any = None
 
     def _facts(self) -> dict[str, str]:
         """What `repr` shows: the room it has, and the options that are switched on."""
@@ -129,17 +182,17 @@ class Storage(Facts, ABC):
     def __bool__(self) -> bool:
         return True  # an empty one is one, too
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         return self.get(index)
 
-    def __setitem__(self, index: Any, data: Any) -> None:
+    def __setitem__(self, index: object, data: object) -> None:
         self.set(index, data)
 
     def __iter__(self) -> Iterator[Any]:
         """One item after the other."""
         return map(self.get, range(len(self)))
 
-    def get(self, index: Any) -> Any:
+    def get(self, index: object) -> Any:
         """Return the rows at ``index`` as they are stored: like ``buffer[index]``, without its transforms.
 
         Args:
@@ -150,21 +203,34 @@ class Storage(Facts, ABC):
             IndexError: no row is stored there.
         """
         owner = self._owner
-        if owner is not None:
-            return owner._rows_at(index, [])
-        if self._alone is None and any(reference() is None for reference in self._attached):
-            raise RuntimeError(
-                "the buffer of this storage is gone, which knew the order of its rows: keep it"
+        if owner is None:
+            if self._alone is None and any(reference() is None for reference in self._attached):
+                raise RuntimeError(
+                    "the buffer of this storage is gone, which knew the order of its rows: keep it"
+                )
+            slots = slots_at(index, Ring(1) if self._alone is None else self._alone, self.lanes)
+            rows = slots.reshape(-1)
+            values = self.read_rows(rows)
+        else:
+            owner.enter_process()
+            slots = slots_at(index, owner.ring, self.lanes)
+            drawn, strict = slots.reshape(-1), not isinstance(index, slice)
+
+            def draw_again(ring: Ring) -> Draw:
+                return ring.draw_slots(drawn, strict, self.compact_obs)
+
+            with owner.lock:
+                ring = owner.ring
+                draw = draw_again(ring)
+            draw, values = read_drawn(
+                owner, ring, draw, draw_again, lambda _, draw: self.read_rows(draw.slots, draw.follow)
             )
-        slots = slots_at(index, Ring(1) if self._alone is None else self._alone, self.lanes)
-        values = self.read_rows(slots.reshape(-1))
+            rows = draw.slots
         if isinstance(values, list):
             return values if slots.ndim else values[0]
-        if slots.ndim:
-            return self.build(values, slots.shape)
-        return map_rows(self.build(values, torch.Size([1])), lambda leaf: leaf[0])
+        return in_shape(self.build(values, rows.shape), slots, len(rows), self.lanes)
 
-    def set(self, index: Any, data: Any) -> None:
+    def set(self, index: object, data: object) -> None:
         """Write ``data`` over the rows at ``index``, as ``buffer[index] = data`` does without the transforms' ``inv``.
 
         A storage that no buffer uses also takes new rows, after those it has. Attached objects are told.
@@ -180,7 +246,7 @@ class Storage(Facts, ABC):
         owner = self._owner
         index, data = (list(given) if isinstance(given, range) else given for given in (index, data))
         if owner is not None:
-            owner._put_at(index, data)
+            owner.overwrite(index, data)
         else:
             self._set_alone(index, data)
         for entity in (reference() for reference in self._attached):
@@ -188,7 +254,7 @@ class Storage(Facts, ABC):
             if mark is not None:
                 mark(index)
 
-    def _set_alone(self, index: Any, data: Any) -> None:
+    def _set_alone(self, index: object, data: object) -> None:
         """Write rows of a storage without a buffer."""
         if self.ndim > 1 or self.compact_obs:
             raise RuntimeError("a storage with ndim > 1 or compact_obs=True is written by a ReplayBuffer")
@@ -211,14 +277,14 @@ class Storage(Facts, ABC):
         ring.publish(len(new))
         self._alone = ring
 
-    def batch_of_one(self, item: Any) -> Any:
+    def batch_of_one(self, item: object) -> Any:
         """Return a batch of one item, for :meth:`prepare`."""
-        if type(item) is not TensorDict:
+        if not isinstance(item, TensorDict):
             return one_row(item)
         rows = {key: leaf.unsqueeze(0) for key, leaf in leaves(item).items()}
         return nest(rows, torch.Size([1, *item.batch_size]), item.device)  # in a third of the time
 
-    def attach(self, buffer: Any) -> None:
+    def attach(self, buffer: object) -> None:
         """Let ``buffer`` know of changes: ``buffer.mark_update(index)``, if it has that, is called by :meth:`set`.
 
         A `ReplayBuffer` attaches itself to its storage. The object is not kept alive.
@@ -227,18 +293,17 @@ class Storage(Facts, ABC):
             self._attached.append(weakref.ref(buffer))
 
     @property
-    def _owner(self) -> Any:
+    def _owner(self) -> StorageOwner | None:
         """The replay buffer of this storage (of several, the one that has written), or None."""
-        return max(self._buffers(), key=lambda buffer: buffer._started, default=None)
+        return max(self._buffers(), key=lambda buffer: buffer.started, default=None)
 
-    def _buffers(self) -> list[Any]:
+    def _buffers(self) -> list[StorageOwner]:
         """The replay buffers that were made with this storage, as far as they are alive."""
         entities = (reference() for reference in self._attached)
-        return [entity for entity in entities if hasattr(entity, "_rows_at")]
+        return [entity for entity in entities if isinstance(entity, StorageOwner)]
 
     def __getstate__(self) -> dict[str, Any]:
-        # A buffer attaches itself in each copy; what is compared has addresses.
-        return self.__dict__ | {"_attached": [], "compared": None}
+        return self.__dict__ | {"_attached": []}  # a buffer attaches itself in each copy
 
     # -- for the buffer --------------------------------------------------------------------------------------------
 
@@ -247,7 +312,7 @@ class Storage(Facts, ABC):
         """Number of rows that fit: ``max_size``, rounded down to a multiple of the number of lanes (envs)."""
         return self.max_size // self.lanes.numel() * self.lanes.numel()
 
-    def lay_flat(self, data: Any, time: int, started: bool) -> Any:
+    def lay_flat(self, data: object, time: int, started: bool) -> Any:
         """Lay the batch dimensions of ``data`` in one, dimension ``time`` first; learn the lanes unless ``started``.
 
         Raises:
@@ -263,19 +328,9 @@ class Storage(Facts, ABC):
         self.lanes = lanes
         return data
 
-    @property
-    def contents(self) -> Any:
-        """The dataset that the storage was created with, its rows stored from the start; or None."""
-        return None
-
     def fill(self, write: Callable[[Any, None], Any]) -> None:
         """Call ``write(batch, None)`` of the buffer for the rows that are there from the start, which it counts."""
-        self.filling = self.contents is not None
-        try:
-            if self.filling:
-                write(self.contents, None)
-        finally:
-            self.filling = False
+        return
 
     def counts(self) -> dict[str, int]:
         """Return what ``stats()`` of the buffer shows besides."""
@@ -301,7 +356,7 @@ class Storage(Facts, ABC):
             ValueError: another buffer, which is alive, writes to this storage, or `set` has; both would write the
                 same slots.
         """
-        if first and (self._alone or any(buffer._started for buffer in self._buffers())):
+        if first and (self._alone or any(buffer.started for buffer in self._buffers())):
             raise ValueError(
                 f"the storage belongs to another buffer already, or storage.set wrote to it: make one "
                 f"{type(self).__name__} per buffer; buffer.extend(other.oldest_first()) copies rows"
@@ -317,7 +372,7 @@ class Storage(Facts, ABC):
 
     @abstractmethod
     def prepare(
-        self, batch: Any, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
+        self, batch: object, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
     ) -> Rows:
         """Check ``batch`` ``[N]`` and lay it out; the first call allocates. Nothing is stored yet.
 
@@ -377,7 +432,7 @@ class Storage(Facts, ABC):
         return False
 
     @abstractmethod
-    def write_drawn(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
+    def write_drawn(self, draw: Draw, data: object, shape: torch.Size, keys: BoundaryKeys | None) -> None:
         """Overwrite the drawn rows with ``data`` of batch shape ``shape``."""
 
     @abstractmethod
@@ -386,7 +441,6 @@ class Storage(Facts, ABC):
         slots: Tensor,
         follow: Follow | None = None,
         *,
-        slices: bool = False,
         keys: frozenset[NestedKey] | None = None,
     ) -> Any:
         """Return copies of stored rows, as columns by key or as items.
@@ -394,12 +448,11 @@ class Storage(Facts, ABC):
         Args:
             slots: int64 ``[N]``, positions of the rows.
             follow: where their next observations stand; a compact storage needs it to give them.
-            slices: whether the slots come in stretches of neighbours (a hint, for speed).
             keys: which columns, default all.
         """
 
     @abstractmethod
-    def build(self, values: Any, shape: torch.Size) -> Any:
+    def build(self, values: Columns | list[Any], shape: torch.Size) -> Any:
         """Turn what :meth:`read_rows` returned into a batch of batch shape ``shape``."""
 
     @property

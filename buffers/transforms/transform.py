@@ -1,7 +1,7 @@
 """The base class of transforms, the interface that any other object or function may have, and how they are applied."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, Self, TypeAlias, cast, runtime_checkable
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
 from tensordict import TensorDictBase
@@ -182,7 +182,7 @@ class Transform(nn.Module):
             td.set(key, value)
 
 
-def batch_of(transform: object, td: Any) -> TensorDictBase:
+def batch_of(transform: object, td: object) -> TensorDictBase:
     """Return ``td`` if it is a tensordict; TypeError that names the transform if it is not."""
     if not isinstance(td, TensorDictBase):
         raise TypeError(f"{name_of(transform)} needs tensordicts, got {type(td).__name__}")
@@ -214,11 +214,11 @@ def apply(transform: TransformLike, td: TensorDictBase, ends: Callable[[], Tenso
                 f"the sample's rows from {list(marks.shape)} to {list(td.batch_size)}: put that one after it"
             )
         changed = forward(td, marks)
-    return changed if changed is not None else _returned(transform, changed)
+    return changed if changed is not None else _check_returned(transform, changed)
 
 
 def apply_inverses(
-    transforms: Sequence[TransformLike], data: Any, final: TensorDictBase | None = None
+    transforms: Sequence[TransformLike], data: object, final: TensorDictBase | None = None
 ) -> Any:
     """Put a batch to store through the ``inv`` of the transforms that have one, the last transform first.
 
@@ -230,8 +230,13 @@ def apply_inverses(
     for transform in reversed(transforms):
         inverse = getattr(transform, "inv", None)
         if inverse is not None:
-            result = _returned(transform, inverse(result))
-    if final is not None and isinstance(result, TensorDictBase) and result is not data:
+            result = _check_returned(transform, inverse(result))
+    if (
+        final is not None
+        and isinstance(result, TensorDictBase)
+        and isinstance(data, TensorDictBase)
+        and result is not data
+    ):
         if result.batch_size != data.batch_size:
             raise ValueError(
                 f"final counts the rows of the batch, {list(data.batch_size)}, and the transforms' inv changed them to "
@@ -247,7 +252,7 @@ def apply_inverses(
     return result
 
 
-def _returned(transform: object, result: Any) -> Any:
+def _check_returned(transform: object, result: object) -> Any:
     """Return ``result``; TypeError if it is None."""
     if result is None:
         raise TypeError(f"{name_of(transform)} returned None: a transform must return the batch")
@@ -276,6 +281,13 @@ def chooser_of(transforms: Iterable[object]) -> RowChooser | None:
 def reads_others(transform: TransformLike) -> bool:
     """Return whether the transform reads other rows of the trajectories of sampled rows."""
     return looks_ahead(transform) > 0 or chooser_of([transform]) is not None
+
+
+def changes_stored(transform: TransformLike) -> bool:
+    """Return whether ``transform`` has an ``inv`` that may change what is stored."""
+    if not isinstance(transform, Transform):
+        return hasattr(transform, "inv")
+    return bool(transform.in_keys_inv) or type(transform).inv is not Transform.inv
 
 
 def read_others(
@@ -307,7 +319,7 @@ def read_others(
     return columns
 
 
-def check_row_count(transforms: Iterable[object], data: Any, rows: int) -> None:
+def check_row_count(transforms: Iterable[object], data: object, rows: int) -> None:
     """ValueError unless ``data``, if it is a tensordict, still has the ``rows`` rows that transforms were given."""
     if isinstance(data, TensorDictBase) and data.batch_size[:1] != (rows,):
         names = ", ".join(map(name_of, transforms))
@@ -343,39 +355,15 @@ class Inverted(Transform):
         return apply(self.transform, td.clone(recurse=False) if isinstance(td, TensorDictBase) else td, None)
 
 
-class Transforming:
-    """The part of a buffer that holds its transforms."""
-
-    _transforms: list[TransformLike]
-
-    def append_transform(self, transform: TransformLike, *, invert: bool = False) -> Self:
-        """Add a transform after those there are: an object with ``forward(td)`` and perhaps ``inv(td)``, or a
-        function. Samples go through ``forward`` in order, batches to store through ``inv`` in reverse order.
-
-        Args:
-            transform: see `Transform`.
-            invert: apply ``forward`` to what is stored, and ``inv`` to samples. So work that is the same every time
-                is done once.
-
-        Raises:
-            TypeError: neither of the two.
-            RuntimeError: a transform that reads ahead (n-step), but the rows stored so far are not indexed.
-            ValueError: ``invert`` with a transform that follows trajectories.
-        """
-        return self.insert_transform(len(self._transforms), transform, invert=invert)
-
-    def insert_transform(self, index: int, transform: TransformLike, *, invert: bool = False) -> Self:
-        """Add a transform before the one at ``index``; the rest as for :meth:`append_transform`.
-
-        Raises:
-            ValueError: fewer than ``index`` transforms, or a second `HindsightTransform`.
-        """
-        check_transform(transform)
-        chooser_of([*self._transforms, transform])
-        if not -len(self._transforms) <= index <= len(self._transforms):
-            raise ValueError(f"index must be within the {len(self._transforms)} transforms, got {index}")
-        self._transforms.insert(index, Inverted(transform) if invert else transform)
-        return self
+def insert_transform(
+    transforms: list[TransformLike], index: int, transform: TransformLike, invert: bool
+) -> None:
+    """Insert a transform before the one at ``index``, the other way round if ``invert``; see `ReplayBuffer`."""
+    check_transform(transform)
+    chooser_of([*transforms, transform])
+    if not -len(transforms) <= index <= len(transforms):
+        raise ValueError(f"index must be within the {len(transforms)} transforms, got {index}")
+    transforms.insert(index, Inverted(transform) if invert else transform)
 
 
 def check_transform(transform: object) -> None:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.specs.arithmetic import Limits, as_double, draw_between, is_whole, ordered, whole_range
-from flatroll.specs.shapes import Shape, grid, shortened
-from flatroll.specs.tensor_spec import Device, DType, Numbers, Ranged, TensorSpec, checked_dtype
+from flatroll.layout.checks import one_of
+from flatroll.specs.arithmetic import Limits, as_double, draw_between, is_whole, to_ordered, whole_range
+from flatroll.specs.shapes import Shape, grid, shorten
+from flatroll.specs.tensor_spec import Device, DType, Numbers, Ranged, TensorSpec, as_dtype
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,16 @@ class NumberSpec(TensorSpec):
     def _set_up(self, shape: Shape, device: Device, dtype: torch.dtype, domain: str | None) -> None:
         """Initialise, and become the class of the domain: that given, or the class's own, or else the dtype's."""
         domain = domain or self._own_domain or ("discrete" if is_whole(dtype) else "continuous")
-        if domain not in self._by_domain:
-            raise ValueError(f"domain must be 'continuous' or 'discrete', got {domain!r}")
-        TensorSpec.__init__(self, shape, None, device, dtype, domain)
+        TensorSpec.__init__(self, shape, None, device, dtype, one_of("domain", domain, self._by_domain))
         if self._own_domain is None:
             self.__class__ = self._by_domain[domain]
 
     def _dtype_or_default(self, dtype: DType) -> torch.dtype:
-        return self._default_dtype or torch.get_default_dtype() if dtype is None else checked_dtype(dtype)
+        return self._default_dtype or torch.get_default_dtype() if dtype is None else as_dtype(dtype)
 
     @override
     def _with_dtype(self, dtype: torch.dtype) -> Self:
-        new = self._changed(dtype=dtype, domain="discrete" if is_whole(dtype) else "continuous")
+        new = self._copy_with(dtype=dtype, domain="discrete" if is_whole(dtype) else "continuous")
         new.__class__ = self._by_domain[new.domain]
         return new
 
@@ -108,9 +107,9 @@ class Bounded(NumberSpec, Ranged):
                 raise ValueError(
                     f"{name} must broadcast to shape {tuple(self.shape)}, got {tuple(bound.shape)}"
                 ) from error
-            self._parameters[name] = shortened(full).clone()  # the caller may write to its own
+            self._parameters[name] = shorten(full).clone()  # the caller may write to its own
         least, most = self.low, self.high
-        wrong = ordered(least) > ordered(most)
+        wrong = to_ordered(least) > to_ordered(most)
         if bool(wrong.any()):
             at = tuple(wrong.nonzero()[0].tolist())
             raise ValueError(
@@ -135,8 +134,8 @@ class Bounded(NumberSpec, Ranged):
             below, above: bool, of the spec's shape: where there is no lower, no upper bound.
         """
         opened = {"open_below": below, "open_above": above}
-        opened = {name: shortened(flags.to(self.device)).clone() for name, flags in opened.items()}
-        return self._changed(_parameters={**self._parameters, **opened})
+        opened = {name: shorten(flags.to(self.device)).clone() for name, flags in opened.items()}
+        return self._copy_with(_parameters={**self._parameters, **opened})
 
     @property
     def open_ends(self) -> tuple[bool, bool]:
