@@ -5,6 +5,8 @@ import signal
 import sys
 import threading
 import time
+from itertools import count
+from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,43 @@ def test_a_killed_worker_is_told_at_once_after_what_it_sent(nursery: Nursery) ->
     worker.send("into nothing")  # no error
     worker.kill()
     assert worker.exitcode == -signal.SIGKILL
+
+
+def let_ends_come_late(nursery: Nursery, workers: list[Worker], patch: pytest.MonkeyPatch) -> None:
+    """The first look at the helper finds nothing, the second one that all these workers have ended. Who waits although
+    that was read waits for nothing: it is an error."""
+    helper, numbers, looks = nursery._helper, {worker._number for worker in workers}, count()
+    feed = helper.feed
+
+    def look() -> None:
+        if next(looks):
+            while not numbers <= helper.exitcodes.keys():
+                helper.control.wait()
+                feed()
+
+    def wait(*arguments: Any) -> Any:
+        assert not numbers <= helper.exitcodes.keys()
+        return wait_for_any(*arguments)
+
+    patch.setattr(helper, "feed", look)
+    patch.setattr("flatroll.sharing.nursery.wait_for_any", wait)
+
+
+def test_an_end_that_is_read_while_another_worker_is_looked_at_is_not_waited_for(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = [nursery.start(echo) for _ in range(3)]
+    for worker in workers:
+        worker.receive("echo")
+    with monkeypatch.context() as patch:
+        workers[0].kill()
+        workers[0].channel.wait()
+        let_ends_come_late(nursery, workers[:1], patch)
+        assert nursery.wait(workers) == workers[:1]
+    with monkeypatch.context() as patch:
+        let_ends_come_late(nursery, workers[1:], patch)
+        nursery.end(workers, timeout=600)
+    assert [worker.exitcode for worker in workers] == [-signal.SIGKILL, 0, 0]
 
 
 def with_child(channel: Channel) -> None:
