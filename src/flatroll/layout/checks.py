@@ -1,7 +1,211 @@
-"""Argument checks shared by several packages."""
+"""The vocabulary of argument checks: each names the argument, says what it must be and what came.
 
+| check | wants |
+|---|---|
+| `whole_number` | an integer within limits |
+| `number` | a real number within limits |
+| `one_of` | one of some choices |
+| `expect` | an instance of a type |
+| `function` | something that can be called |
+| `key_list` | a list of keys, not one string |
+| `floating_dtype` | a floating dtype |
+| `need_rows` | a tensordict of rows |
+| `writer_number` | the number of a writer |
+
+Each returns the checked value, so that it can stand in an assignment: ``self.slots = whole_number("slots", slots)``.
+``hint`` is a way out, added behind a colon. What Python or torch already says well needs no check.
+"""
+
+from collections.abc import Collection, Sequence
 from operator import index
-from typing import SupportsIndex
+from typing import SupportsFloat, SupportsIndex, TypeVar
+
+import torch
+
+T = TypeVar("T")
+Number = TypeVar("Number", bound=SupportsFloat)
+
+
+def _text(name: str, wanted: str, got: object, hint: str = "") -> str:
+    """``name must wanted, got got: hint``."""
+    return f"{name} must {wanted}, got {got}{f': {hint}' if hint else ''}"
+
+
+def whole_number(name: str, value: object, least: int = 1, most: int | None = None, *, hint: str = "") -> int:
+    """Return an argument after checking that it is an integer (no bool) from ``least`` to ``most``.
+
+    Args:
+        name: of the argument, for the error.
+        value: of the argument.
+        least: default 1.
+        most: included; default None, no upper limit.
+        hint: a way out, added to the error.
+
+    Raises:
+        ValueError: it is not.
+
+    >>> whole_number("rows", 3)
+    3
+    >>> whole_number("level", 30, 1, 22)
+    Traceback (most recent call last):
+    ...
+    ValueError: level must be an integer from 1 to 22, got 30
+    """
+    if (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and least <= value
+        and (most is None or value <= most)
+    ):
+        return value
+    limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+    raise ValueError(_text(name, f"be an integer {limits}", repr(value), hint))
+
+
+def number(
+    name: str,
+    value: Number,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    hint: str = "",
+) -> Number:
+    """Return an argument after checking that it is a real number within limits; NaN never is.
+
+    Args:
+        name: of the argument, for the error.
+        value: of the argument: a float, an integer or a tensor with one element.
+        least: smallest value allowed; default None, no lower limit.
+        most: largest value allowed; default None, no upper limit.
+        above: a limit that is not allowed itself, in place of ``least``.
+        below: a limit that is not allowed itself, in place of ``most``; ``math.inf`` wants a finite number.
+        hint: a way out, added to the error.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is outside the limits.
+
+    >>> number("gamma", 0.99, least=0, most=1)
+    0.99
+    >>> number("gamma", 1.5, least=0, most=1)
+    Traceback (most recent call last):
+    ...
+    ValueError: gamma must lie in [0, 1], got 1.5
+    >>> number("fps", 0, above=0)
+    Traceback (most recent call last):
+    ...
+    ValueError: fps must be above 0, got 0
+    """
+    if isinstance(value, bool) or not isinstance(value, SupportsFloat):
+        raise TypeError(_text(name, "be a number", repr(value), hint))
+    real = float(value)
+    low = least if above is None else above
+    high = most if below is None else below
+    fits_low = low is None or (real >= low if above is None else real > low)
+    fits_high = high is None or (real <= high if below is None else real < high)
+    if fits_low and fits_high and real == real:
+        return value
+    if low is not None and high is not None:
+        limits = f"lie in {'[' if above is None else '('}{low}, {high}{']' if below is None else ')'}"
+    elif low is not None:
+        limits = f"be {'at least' if above is None else 'above'} {low}"
+    elif high is not None:
+        limits = f"be {'at most' if below is None else 'below'} {high}"
+    else:
+        limits = "be a number"
+    raise ValueError(_text(name, limits, value, hint))
+
+
+def one_of(name: str, value: T, choices: Collection[T], *, hint: str = "") -> T:
+    """Return an argument after checking that it is one of ``choices``.
+
+    Raises:
+        ValueError: it is not; the text lists the choices.
+
+    >>> one_of("by", "end", ("trajectory", "start"))
+    Traceback (most recent call last):
+    ...
+    ValueError: by must be 'trajectory' or 'start', got 'end'
+    """
+    if value not in choices:
+        *others, last = map(repr, choices)
+        raise ValueError(
+            _text(name, f"be {', '.join(others)}{' or ' * bool(others)}{last}", repr(value), hint)
+        )
+    return value
+
+
+def expect(
+    name: str, value: object, kind: type[T] | tuple[type[T], ...], wanted: str, *, hint: str = ""
+) -> T:
+    """Return an argument after checking that it is an instance of ``kind``.
+
+    Args:
+        name: of the argument, for the error.
+        value: of the argument.
+        kind: one type or several.
+        wanted: says the type in words, with its article.
+        hint: a way out, added to the error.
+
+    Raises:
+        TypeError: it is not.
+
+    >>> expect("space", 4, str, "a gymnasium space", hint="give it env.action_space")
+    Traceback (most recent call last):
+    ...
+    TypeError: space must be a gymnasium space, got int: give it env.action_space
+    """
+    if not isinstance(value, kind):
+        raise TypeError(_text(name, f"be {wanted}", type(value).__name__, hint))
+    return value
+
+
+def function(name: str, value: T, wanted: str = "a function", *, hint: str = "") -> T:
+    """Return an argument after checking that it can be called.
+
+    Raises:
+        TypeError: it cannot; ``wanted`` says which function it should be.
+
+    >>> function("create_env_fn", 3, "a function that makes an env")
+    Traceback (most recent call last):
+    ...
+    TypeError: create_env_fn must be a function that makes an env, got 3
+    """
+    if not callable(value):
+        raise TypeError(_text(name, f"be {wanted}", repr(value), hint))
+    return value
+
+
+def key_list(name: str, keys: Sequence[T]) -> Sequence[T]:
+    """Return keys after checking that they are a list of them, not one string, whose letters would be taken for keys.
+
+    Raises:
+        TypeError: it is a string.
+
+    >>> key_list("in_keys", "observation")
+    Traceback (most recent call last):
+    ...
+    TypeError: in_keys must be a list of keys, got the string 'observation': write ['observation']
+    """
+    if isinstance(keys, str):
+        raise TypeError(f"{name} must be a list of keys, got the string {keys!r}: write [{keys!r}]")
+    return keys
+
+
+def floating_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return a dtype after checking that it is a floating one.
+
+    Raises:
+        ValueError: it is not.
+
+    >>> floating_dtype("dtype", torch.float16)
+    torch.float16
+    """
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(_text(name, "be a floating dtype such as torch.float16", dtype))
+    return dtype
 
 
 def need_rows(batch: object) -> None:
@@ -17,25 +221,6 @@ def need_rows(batch: object) -> None:
             f"batch must be a tensordict of rows, got {type(batch).__name__}; the rows of a buffer are buffer[:], and "
             "those of a trainer's FlatReplayBuffer are buffer.flat[:]"
         )
-
-
-def whole_number(name: str, value: object, least: int = 1) -> int:
-    """Return an argument after checking that it is an integer (no bool) of at least ``least``.
-
-    Args:
-        name: of the argument, for the error.
-        value: of the argument.
-        least: default 1.
-
-    Raises:
-        ValueError: it is not; the text calls it ``name``.
-
-    >>> whole_number("rows", 3)
-    3
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-    return value
 
 
 def writer_number(writer: object) -> int:
