@@ -4,32 +4,21 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import ceil
-from traceback import format_exception
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import psutil
 
-from flatroll.sharing.nursery import WorkerDied
-from flatroll.sharing.worker import WorkerTraceback, portable
+from flatroll.sharing.worker import Failure, WorkerDied
 
 #: Arguments of ``ray.init`` that only the one who starts a cluster may give.
 _OF_STARTERS = {"num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "include_dashboard"}
 _LARGEST_DEFAULT_STORE = 2**30  # bytes
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What an actor answers instead of a result: the error, and its traceback as text."""
-
-    error: BaseException
-    trace: str
-
-    def throw(self, name: str) -> NoReturn:
-        """Raise the error here, as raised in ``name``, with the traceback of there as its cause."""
-        self.error.add_note(f"raised in {name}")
-        raise self.error from WorkerTraceback(f"\n{self.trace}")
+#: Errors of Ray that say that an actor, its node, or a result there is gone. Not every version has all of them.
+_DEATHS = (
+    "RayActorError", "ActorUnschedulableError", "LocalRayletDiedError", "NodeDiedError", "ObjectLostError",
+    "OutOfDiskError", "OutOfMemoryError", "RaySystemError", "WorkerCrashedError",
+)  # fmt: skip
 
 
 def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -37,7 +26,7 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except BaseException as error:
-        return Failure(portable(error), "".join(format_exception(error)))
+        return Failure.of(error)
 
 
 class Calls(Protocol):
@@ -130,13 +119,13 @@ class RayCalls:
         errors = self._ray.exceptions
         try:
             return self._ray.get(reference)
-        except (errors.RayActorError, errors.ObjectLostError, errors.WorkerCrashedError) as error:
+        except tuple(getattr(errors, name) for name in _DEATHS if hasattr(errors, name)) as error:
             raise WorkerDied(f"the actor is gone: {error}") from error
         except (
             errors.RayTaskError
         ) as error:  # outside of `attempt`: arguments or results that cannot be pickled
             cause = error.cause
-            return Failure(cause if isinstance(cause, BaseException) else portable(error), str(error))
+            return Failure.of(cause if isinstance(cause, BaseException) else error, trace=str(error))
 
     def put(self, value: Any) -> Any:
         return self._ray.put(value)

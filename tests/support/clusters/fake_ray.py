@@ -6,7 +6,7 @@ from collections import deque
 
 import cloudpickle
 
-from flatroll.sharing.nursery import WorkerDied
+from flatroll.sharing.worker import WorkerDied
 
 
 class Reference:

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from flatroll.rollouts.workers.messages import END, READY, Note, Signals
 from flatroll.sharing.mailbox import Inbox, Window
-from flatroll.sharing.nursery import Nursery, Worker, WorkerDied
-from flatroll.sharing.worker import WorkerTraceback
+from flatroll.sharing.nursery import Nursery, Worker
+from flatroll.sharing.worker import WorkerDied, WorkerTraceback
 
 _LOG = logging.getLogger("flatroll.rollouts")
 _WITHIN = 60.0  # seconds in which max_failures are counted

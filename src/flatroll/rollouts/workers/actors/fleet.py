@@ -8,7 +8,7 @@ from time import monotonic
 from typing import Any, Literal
 
 from flatroll.layout.checks import writer_number
-from flatroll.sharing.nursery import WorkerDied
+from flatroll.sharing.worker import WorkerDied
 from flatroll.sharing.ray_calls import Calls, Failure
 
 OnFailure = Literal["raise", "drop", "replace"]
