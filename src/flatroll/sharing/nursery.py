@@ -189,8 +189,7 @@ class Nursery:
             left = None if deadline is None else deadline - monotonic()
             if not waiting or (left is not None and left <= 0):
                 break
-            sources: list[Any] = [worker.report for worker in waiting]
-            sources += [worker.channel for worker in waiting if not worker.channel.ended]
+            sources: list[Any] = [source for worker in waiting for source in worker.sources()]
             if set(others) & set(wait_for_any([*sources, *others], left)):
                 return [worker for worker in waiting if worker.has_news()]
         return ready
@@ -266,6 +265,11 @@ class Worker:
         self.channel.feed()
         return self.channel.has_messages() or ended
 
+    def sources(self) -> list[Channel]:
+        """What can be read once it has sent something more, or ended, if `has_news` has said that there is nothing."""
+        # Once its end of the channel is closed, only the helper can still say how it ended.
+        return [self.report] if self.channel.ended else [self.channel, self.report]
+
     def send(self, kind: str, content: Any = None) -> None:
         """Send it a message. That it is gone is no error here: the next `receive` says so."""
         with suppress(Closed):
@@ -297,9 +301,7 @@ class Worker:
                 raise TimeoutError(
                     f"{self.name} (pid {self.pid}) sent no {' or '.join(kinds)} within {timeout} s"
                 )
-            # Once its end of the channel is closed, only the helper can still say how it ended.
-            sources = [self.report] if self.channel.ended else [self.channel, self.report]
-            wait_for_any(sources, left)  # type: ignore[arg-type]
+            wait_for_any(self.sources(), left)  # type: ignore[arg-type]
 
     def _how_it_ended(self) -> str:
         code = self.exitcode

@@ -35,9 +35,12 @@ class Calls(Protocol):
     def make(self, kind: type, options: Mapping[str, Any]) -> Any:
         """Return a new actor ``kind()``; ``options`` are those of ``ray.remote``."""
 
-    def call(self, actor: Any, method: str, *arguments: Any, returns: int = 1) -> Any:
+    def call(
+        self, actor: Any, method: str, *arguments: Any, returns: int = 1, group: str | None = None
+    ) -> Any:
         """Begin a call; return a reference to its result, or a list of them. Arguments that are references come as
-        what they refer to. The calls of one actor run one after the other, in this order."""
+        what they refer to. The calls of one actor run one after the other, in this order; those of a ``group`` that the
+        actor's options name in ``concurrency_groups``, beside the others."""
 
     def wait(self, references: Sequence[Any], timeout: float | None = None) -> list[Any]:
         """Wait for one of these results and return those that are there, none after ``timeout`` seconds."""
@@ -108,9 +111,14 @@ class RayCalls:
         # Ray never restarts an actor: it would come back with the numbers that its rows have already.
         return self._ray.remote(**options, max_restarts=0, max_task_retries=0)(kind).remote()
 
-    def call(self, actor: Any, method: str, *arguments: Any, returns: int = 1) -> Any:
+    def call(
+        self, actor: Any, method: str, *arguments: Any, returns: int = 1, group: str | None = None
+    ) -> Any:
         function = getattr(actor, method)
-        return (function if returns == 1 else function.options(num_returns=returns)).remote(*arguments)
+        options: dict[str, Any] = {} if returns == 1 else {"num_returns": returns}
+        if group is not None:
+            options["concurrency_group"] = group
+        return (function.options(**options) if options else function).remote(*arguments)
 
     def wait(self, references: Sequence[Any], timeout: float | None = None) -> list[Any]:
         return list(self._ray.wait(list(references), num_returns=1, timeout=timeout)[0])
