@@ -11,12 +11,12 @@ from typing_extensions import override
 
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.replay_buffer import ReplayBuffer
-from flatroll.buffers.samplers.base import Sampler
 from flatroll.buffers.samplers.prioritized import PrioritizedSampler
-from flatroll.buffers.storages.base import Rows, Storage
+from flatroll.buffers.samplers.sampler import Sampler
 from flatroll.buffers.storages.item_kinds import TensorDicts
 from flatroll.buffers.storages.list import ListStorage
-from flatroll.buffers.transforms.base import TransformLike
+from flatroll.buffers.storages.storage import Rows, Storage
+from flatroll.buffers.transforms.transform import TransformLike
 from flatroll.buffers.writers import TensorDictRoundRobinWriter, Writer, check_tensordicts, has_priorities
 from flatroll.layout.keys import NestedKey
 
@@ -91,7 +91,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         # Checked before anything is stored.
         priorities = self._given_priorities(rows) if prioritize else []
         slots = super()._store(ring, rows, filled, prioritize)
-        with self._lock:
+        with self.lock:
             for part, priority in priorities:
                 self.sampler.update_priority(ring, slots[part], priority, None)
         return slots
@@ -115,8 +115,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
         return priorities
 
     @override
-    def _put_at(self, index: Any, data: Any) -> None:
-        super()._put_at(index, _without_sample_entries(data))
+    def overwrite(self, index: Any, data: Any) -> None:
+        super().overwrite(index, _without_sample_entries(data))
 
     @override
     def _inform(self, values: Any, info: dict[str, Tensor]) -> Any:

@@ -11,7 +11,7 @@ from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
 from flatroll.layout.keys import OBSERVATION, RESERVED, NestedKey
-from flatroll.specs.space_leaves import space_leaves
+from flatroll.specs.spaces import space_leaves
 from flatroll.wrappers.arrays import (
     ActionCheck,
     Array,
@@ -280,6 +280,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 
         An env that steps all its rows itself is asked once, and its answer stands for every row.
         """
+        if name in ("reset", "step"):
+            self.moves.count += 1
         env = self._with_method("call")
         if env is not None:
             return tuple(env.call(name, *args, **kwargs))

@@ -1,6 +1,8 @@
 """Prioritized experience replay: rows drawn in proportion to their priorities, by a sum tree."""
 
 import math
+from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -9,12 +11,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import check_values
+from flatroll.buffers.columns.column import check_values
 from flatroll.buffers.index.ring import Array, Draw, Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
-from flatroll.buffers.samplers.base import RandomSampler
-from flatroll.layout.checks import whole_number
+from flatroll.buffers.samplers.sampler import RandomSampler
+from flatroll.buffers.samplers.slices import SliceSampler, Span, bounds, indexed, spans
+from flatroll.layout.checks import one_of, whole_number
+from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
 
 REDUCTIONS = ("max", "min", "median", "mean")
 _DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
@@ -47,6 +51,9 @@ class PrioritizedSampler(RandomSampler):
         max_priority_within_buffer: a new row gets the highest priority of the rows stored now.
         max_policy_lag: rows that are older get no weight, see `RandomSampler`. Default: none are too old.
 
+    Attributes:
+        priorities: those of all slots, and the weights that follow from them (a `Priorities`).
+
     Raises:
         ValueError: a number out of range, or an unknown ``reduction`` or ``dtype``.
 
@@ -78,32 +85,32 @@ class PrioritizedSampler(RandomSampler):
     ) -> None:
         RandomSampler.__init__(self, max_policy_lag)
         whole_number("max_capacity", max_capacity)
-        if reduction not in REDUCTIONS:
-            raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-        self.max_capacity, self.reduction, self.dtype = max_capacity, reduction, dtype
+        self.max_capacity, self.dtype = max_capacity, dtype
+        self.reduction = one_of("reduction", reduction, REDUCTIONS)
         self._beta = _number("beta", beta)
-        self._priorities = Priorities(
+        self.priorities = Priorities(
             max_capacity, _number("alpha", alpha), _number("eps", eps), dtype, max_priority_within_buffer
         )
         # The ring's counters up to which the priorities are brought: rows _head ... _written - 1 are in the tree.
         self._head = self._written = 0
         self._changing = False  # True during a change, and after one that was interrupted
+        self._fresh: Tensor | None = None  # max_policy_lag: the slots that weights were left to
 
     @property
     def alpha(self) -> float:
         """Exponent of the priorities. After it is set, the next use recomputes the weights of all slots."""
-        return self._priorities.alpha
+        return self.priorities.alpha
 
     @alpha.setter
     def alpha(self, value: float | Tensor) -> None:
         alpha = _number("alpha", value)
-        most = self._priorities.most(alpha)
-        if self._priorities.ever > most:
+        most = self.priorities.most(alpha)
+        if self.priorities.ever > most:
             raise ValueError(
-                f"alpha={alpha} makes weights too large: priorities up to {self._priorities.ever} were given, and the "
+                f"alpha={alpha} makes weights too large: priorities up to {self.priorities.ever} were given, and the "
                 f"largest possible would be {most:.3g}"
             )
-        self._priorities.alpha = alpha
+        self.priorities.alpha = alpha
 
     @property
     def beta(self) -> float:
@@ -117,12 +124,12 @@ class PrioritizedSampler(RandomSampler):
     @property
     def eps(self) -> float:
         """Constant added to every priority."""
-        return self._priorities.eps
+        return self.priorities.eps
 
     @property
     def default_priority(self) -> float:
         """Priority that the next new row will get."""
-        return self._priorities.top(self._written - self._head)
+        return self.priorities.top(self._written - self._head)
 
     # -- in step with the ring ---------------------------------------------------------------------------------
 
@@ -135,9 +142,9 @@ class PrioritizedSampler(RandomSampler):
 
     @override
     def emptied(self) -> None:
-        self._priorities.keep([])
-        self._priorities.ever = 1.0
-        self._priorities.weigh_all()
+        self.priorities.keep([])
+        self.priorities.ever = 1.0
+        self.priorities.weigh_all()
         self._head = self._written = 0
 
     _saved = "priority"
@@ -155,7 +162,7 @@ class PrioritizedSampler(RandomSampler):
                 f"{type(self).__name__} at least max_capacity={ring.capacity}"
             )
         head, written = ring.head, ring.written
-        in_order = not self._changing and self._priorities.in_step
+        in_order = not self._changing and self.priorities.in_step
         if in_order and (self._head, self._written) == (head, written):
             return
         if not in_order or not self._head <= head <= self._written <= written:
@@ -163,12 +170,12 @@ class PrioritizedSampler(RandomSampler):
             return
         self._changing = True
         for slots in _stretches(self._head, head, ring.capacity):  # rows dropped
-            self._priorities.fill(slots, 0.0, drawable=False)
+            self.priorities.fill(slots, 0.0, drawable=False)
         if head > self._head:
             self._allow_starts(ring, None)
-        default = self._priorities.top(self._written - head)
+        default = self.priorities.top(self._written - head)
         for slots in _stretches(self._written, written, ring.capacity):  # rows written
-            self._priorities.fill(slots, default, drawable=self._every_row)
+            self.priorities.fill(slots, default, drawable=self._every_row)
         if written > self._written:
             self._allow_starts(ring, self._written)
         self._head, self._written = head, written
@@ -178,9 +185,8 @@ class PrioritizedSampler(RandomSampler):
         """Compute all weights anew from the priorities and the ring: after an interrupted change (Ctrl-C), another
         ``alpha``, a state loaded, or rows that were written before the sampler was there."""
         self._changing = True
-        if self.freshness is not None:
-            self.freshness.unbar()
-        head, written, priorities = ring.head, ring.written, self._priorities
+        self._fresh = None
+        head, written, priorities = ring.head, ring.written, self.priorities
         # Rows head ... known - 1 have a priority already, rows known ... written - 1 are new.
         known = min(max(self._written, head), written)
         priorities.keep(_stretches(head, known, ring.capacity))
@@ -214,9 +220,15 @@ class PrioritizedSampler(RandomSampler):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Slots, weights and generations of ``count`` drawable rows, drawn independently; each ``[count]``."""
         ring.check_not_empty()
-        if self.freshness is not None:
-            self.freshness.bar(ring, self._priorities)
-        tree = self._priorities.tree
+        priorities, tree = self.priorities, self.priorities.tree
+        if self.freshness is not None and (fresh := self.freshness.stored(ring)) is not self._fresh:
+            # Another list than at the last draw: rows that became too old get no weight.
+            stale = priorities.drawable.copy()
+            stale[fresh.numpy()] = False
+            slots_out = stale.nonzero()[0]
+            priorities.drawable[slots_out] = False
+            priorities.weigh(slots_out)
+            self._fresh = fresh
         if not tree.total > 0:
             raise RuntimeError(
                 "no row can be drawn: all priorities are 0 and so is eps; update the priorities or give "
@@ -226,7 +238,7 @@ class PrioritizedSampler(RandomSampler):
         uniform = torch.rand(count, dtype=torch.float64, generator=generator).numpy()
         slots, generation = np.empty(count, np.int64), np.empty(count, np.int64)
         ratios = np.empty(count, np.float32)  # P / min P
-        draw, head, capacity = self._priorities.kernels.draw, ring.head, ring.capacity
+        draw, head, capacity = priorities.kernels.draw, ring.head, ring.capacity
         draw(tree.nodes, tree.levels, head, capacity, uniform, slots, ratios, generation)
         weights = torch.from_numpy(ratios).pow_(-self._beta)
         return torch.from_numpy(slots), weights, torch.from_numpy(generation)
@@ -248,17 +260,17 @@ class PrioritizedSampler(RandomSampler):
             ValueError: a negative or infinite priority or NaN, or sizes that do not fit. Nothing has changed then.
         """
         index = _host_integers("index", slots)
-        values = _reduced(priority, len(index), self.reduction)
+        values = _reduce(priority, len(index), self.reduction)
         generations = _NO_GENERATIONS if generation is None else _host_integers("generation", generation)
         if generation is not None and len(generations) != len(index):
             raise ValueError(
                 f"generation must have one entry per index, {len(index)}, got {len(generations)}"
             )
         self._catch_up(ring)
-        most = self._priorities.most(self.alpha)
+        most = self.priorities.most(self.alpha)
         # The kernel moves the slots whose rows are still stored, and their priorities, to the front of both arrays.
         stored, new = index.copy(), values.to(self.dtype, copy=True).numpy()
-        count, outside, bad = self._priorities.kernels.standing(
+        count, outside, bad = self.priorities.kernels.standing(
             ring.head, ring.written, ring.capacity, most, stored, new, generations
         )
         if outside >= 0:
@@ -272,7 +284,7 @@ class PrioritizedSampler(RandomSampler):
                 f"{self.dtype} can hold"
             )
         self._changing = True
-        self._priorities.put(stored[:count], new[:count])
+        self.priorities.put(stored[:count], new[:count])
         self._changing = False
 
     @override
@@ -287,8 +299,8 @@ class PrioritizedSampler(RandomSampler):
         used = min(self._written, self.max_capacity)
         return {
             **super().state_dict(),
-            "priority": torch.from_numpy(self._priorities.values[:used].copy()),
-            "highest": self._priorities.ever,
+            "priority": torch.from_numpy(self.priorities.values[:used].copy()),
+            "highest": self.priorities.ever,
             "head": self._head,
             "written": self._written,
             "alpha": self.alpha,
@@ -303,7 +315,7 @@ class PrioritizedSampler(RandomSampler):
         alpha, _, _ = (_number(name, state[name]) for name in ("alpha", "beta", "eps"))
         count = check_values("priorities", priority, priority.dtype, ())
         self._check_fits(priority)
-        head, written, most = state["head"], state["written"], self._priorities.most(alpha)
+        head, written, most = state["head"], state["written"], self.priorities.most(alpha)
         counted = type(head) is int and type(written) is int and 0 <= head <= written <= ring.written
         if not counted or count != min(written, self.max_capacity):
             raise damaged(f"it has {count} priorities of the rows {head} ... {written}")
@@ -318,9 +330,9 @@ class PrioritizedSampler(RandomSampler):
         priority = state["priority"].detach()
         self._check_fits(priority)
         self._changing = True  # the weights follow at the next use, when the ring is there
-        self._beta, self._priorities.alpha, self._priorities.eps = state["beta"], state["alpha"], state["eps"]
-        self._priorities.values[: len(priority)] = priority.numpy(force=True)
-        self._priorities.ever = state["highest"]
+        self._beta, self.priorities.alpha, self.priorities.eps = state["beta"], state["alpha"], state["eps"]
+        self.priorities.values[: len(priority)] = priority.numpy(force=True)
+        self.priorities.ever = state["highest"]
         self._head, self._written = state["head"], state["written"]
 
     def _check_fits(self, priority: Tensor) -> None:
@@ -330,6 +342,137 @@ class PrioritizedSampler(RandomSampler):
                 f"the state has {len(priority)} priorities of {priority.dtype}, this sampler is of "
                 f"max_capacity={self.max_capacity} and dtype={self.dtype}"
             )
+
+
+class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
+    """Draws slices of trajectories in proportion to the priority of their first row.
+
+    The slices are those of `SliceSampler`, marked as there; the priorities and the info are those of
+    `PrioritizedSampler`. A priority is that of the slices that start at its row: rows that cannot start a slice are
+    never drawn as a start and do not count in the minimum, whatever their priority. Where a slice of
+    ``slice_len`` rows can start is known at each write; a draw costs time in its own rows and the logarithm of the
+    capacity.
+
+    Every row of a slice has the weight of its first row in ``info["priority_weight"]``.
+
+    Args:
+        max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer: see `PrioritizedSampler`.
+        num_slices, slice_len, end_key, end_keys, traj_key, truncated_key, init_key, fill: see `SliceSampler`. With
+            ``num_slices``, the length is ``batch_size // num_slices``; a draw of another length than the last takes
+            time in the capacity.
+        strict_length: a slice starts only where ``slice_len`` rows (less ``span``) are there. Default False: the first
+            stored row of a shorter trajectory starts a slice, too, a short one.
+        cache_values, compile: accepted and without effect.
+        span: the end of a trajectory may cut slices short: to one row with True, by up to ``span`` rows with an
+            integer. Of a pair (before, after), the first must be False: a slice starts at the row that was drawn.
+        max_policy_lag: rows that are older start no slice, see `PrioritizedSampler`; later rows of a trajectory are
+            never older than its first ones.
+
+    Raises:
+        TypeError, ValueError: as `SliceSampler` and `PrioritizedSampler`.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+    >>> sampler = PrioritizedSliceSampler(9, alpha=1.0, beta=1.0, eps=0.0, slice_len=2)
+    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(9), sampler=sampler, batch_size=4)
+    >>> step = torch.arange(9)
+    >>> rows = buffer.extend(TensorDict({"step": step % 3, "episode": step // 3}, [9]))
+    >>> buffer.update_priority(rows, torch.tensor([0.0, 3, 3, 0, 0, 0, 0, 0, 1]))
+    >>> sample, info = buffer.sample(return_info=True)
+    >>> sample["episode"].tolist(), sample["step"].tolist(), info["priority_weight"].tolist()
+    ([0, 0, 0, 0], [1, 2, 1, 2], [1.0, 1.0, 1.0, 1.0])
+    """
+
+    _every_row = False
+    _not_at = "it draws them by the priority of their first row"
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        end_key: NestedKey | None = None,
+        traj_key: NestedKey | None = None,
+        truncated_key: NestedKey | None = TRUNCATED,
+        init_key: NestedKey | None = IS_INIT,
+        strict_length: bool = False,
+        cache_values: bool = False,
+        compile: bool | dict[str, Any] = False,
+        span: Span = False,
+        max_priority_within_buffer: bool = False,
+        end_keys: Sequence[NestedKey] | None = None,
+        fill: bool | None = None,
+        max_policy_lag: int | None = None,
+    ) -> None:
+        before, after = span if isinstance(span, Sequence) and len(span) == 2 else (False, span)
+        if before:
+            raise ValueError(f"span[0] must be False: a slice starts at the row that was drawn, got {span!r}")
+        SliceSampler.__init__(
+            self,
+            num_slices=num_slices,
+            slice_len=slice_len,
+            end_key=end_key,
+            traj_key=traj_key,
+            truncated_key=truncated_key,
+            strict_length=strict_length,
+            init_key=init_key,
+            span=(False, after),  # type: ignore[arg-type]
+            end_keys=end_keys,
+            fill=fill,
+        )
+        PrioritizedSampler.__init__(
+            self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, max_policy_lag
+        )
+        self._least: int | None = None  # rows of its trajectory that must be stored from a start on
+
+    @override
+    def _allow_starts(self, ring: Ring, first: int | None) -> None:
+        # Only rows that can start a slice are drawable. A write changes few of them: the index says which.
+        if self._least is None or not isinstance(ring, TrajectoryIndex):
+            return
+        if first is not None:
+            self.priorities.weigh(ring.new_starts(first, self._least, strict=self.strict_length), allow=True)
+        elif not self.strict_length:
+            self.priorities.weigh(ring.shortened_trajectories(self._least, self._head), allow=True)
+
+    @override
+    def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
+        """Draw slices with ``batch_size`` rows in all, fewer if some slices are short.
+
+        Raises:
+            RuntimeError: nothing is stored, no trajectory is long enough, or all priorities are 0 and so is ``eps``.
+        """
+        index, length = indexed(ring, self), self._length(batch_size)
+        least = length - spans(self.span, length)[1]
+        if least != self._least:  # other starts than before: all are looked for again
+            self._least, self._changing = least, True
+        self._catch_up(ring)
+        if len(ring) and not self.priorities.tree.total > 0 and not self.priorities.drawable.any():
+            raise index.too_short(least)
+        more = partial(self._slices, index, length, generator, follow)
+        draw = more(batch_size // length)
+        return draw if len(draw.slots) == batch_size else self._complete(draw, batch_size, length, ring, more)
+
+    def _slices(
+        self, index: TrajectoryIndex, length: int, generator: torch.Generator | None, follow: bool, count: int
+    ) -> Draw:
+        """Draw ``count`` slices by priority; every row gets the weight of its slice, and its own generation."""
+        starts, weights, _ = self._choose(index, count, generator)
+        draw = index.slices_from(starts, length, follow=follow)
+        firsts, lasts = (ends.numpy() for ends in bounds(draw))
+        row_weights = torch.empty(len(draw.slots), dtype=torch.float32)
+        generation = torch.empty_like(draw.slots)
+        rows = draw.slots.numpy(), row_weights.numpy(), generation.numpy()
+        self.priorities.kernels.spread(index.head, index.capacity, weights.numpy(), firsts, lasts, *rows)
+        draw.info = {"priority_weight": row_weights, "index_generation": generation}
+        return draw
 
 
 class Priorities:
@@ -351,8 +494,7 @@ class Priorities:
     ) -> None:
         from flatroll.kernels.trees.sum_tree import SumTree  # numba: 0.3 s, only where priorities are kept
 
-        if dtype not in _DTYPES:
-            raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+        one_of("dtype", dtype, _DTYPES)
         self.alpha, self.eps, self.within_buffer = alpha, eps, within_buffer
         self.tree = SumTree(capacity)
         # The highest priority of each block of 256 slots, so that a change looks at its blocks only.
@@ -452,7 +594,7 @@ class Priorities:
         self.kernels.weigh_all(tree.nodes, tree.levels, values, self.drawable, self.eps, self._used)
 
 
-def _reduced(priority: Tensor, count: int, reduction: str) -> Tensor:
+def _reduce(priority: Tensor, count: int, reduction: str) -> Tensor:
     """One priority per slot, float64 ``[count]`` in host memory; ``reduction`` makes one of several per slot."""
     if priority.is_complex():
         raise TypeError(f"priority must be real numbers, got {priority.dtype}")

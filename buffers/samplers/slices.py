@@ -11,14 +11,12 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import Columns, TensorColumn
+from flatroll.buffers.columns.column import Columns, TensorColumn
 from flatroll.buffers.index.fragments import BoundaryKeys
-from flatroll.buffers.index.ring import Array, Draw, Ring
-from flatroll.buffers.index.trajectory_index import By, TrajectoryIndex
-from flatroll.buffers.samplers.base import Sampler, StoredColumns
-from flatroll.buffers.samplers.filling import bounds, fill
-from flatroll.buffers.samplers.freshness import freshness
-from flatroll.layout.checks import whole_number
+from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
+from flatroll.buffers.index.trajectory_index import BY, By, TrajectoryIndex
+from flatroll.buffers.samplers.sampler import Sampler, StoredColumns, freshness
+from flatroll.layout.checks import one_of, whole_number
 from flatroll.layout.keys import HAS_STATE, IS_INIT, MASK, TRUNCATED, NestedKey, as_tuple, marker, require
 
 Span: TypeAlias = bool | int | Sequence[bool | int]
@@ -127,8 +125,7 @@ class SliceSampler(Sampler):
         for name, number in (("num_slices", num_slices), ("slice_len", slice_len)):
             if number is not None:
                 whole_number(name, number)
-        if by not in ("trajectory", "start"):
-            raise ValueError(f"by must be 'trajectory' or 'start', got {by!r}")
+        one_of("by", by, BY)
         if pad_output and strict_length:
             raise ValueError(
                 "pad_output=True needs strict_length=False: with strict_length=True no slice is short"
@@ -141,7 +138,7 @@ class SliceSampler(Sampler):
         self.slice_len = slice_len
         self.end_keys = end_keys if end_keys is None else list(end_keys)
         self.fill = fill
-        self._told = fill is False  # whether no warning of short samples is due, or it was given
+        self._warned = fill is False  # whether no warning of short samples is due, or it was given
         self.end_key = end_key
         self.traj_key = traj_key
         self.truncated_key = truncated_key
@@ -188,9 +185,8 @@ class SliceSampler(Sampler):
                 marker(batch, self.start_key)  # TypeError unless bool
                 if why_not:
                     raise ValueError(
-                        f"{type(self).__name__} cannot begin its slices at the rows that {self.start_key!r} marks: "
-                        f"{why_not}. Use SliceSampler(slice_len=...) alone, collect with state_stride=1, or, to begin "
-                        f"anywhere, leave the entry out: batch.exclude({self.start_key!r})"
+                        f"{type(self).__name__} cannot begin slices at rows that {self.start_key!r} marks: {why_not}. "
+                        "Use SliceSampler(slice_len=...), collect with state_stride=1, or exclude the entry"
                     )
         for key in self._flags:
             if batch.get(key, None) is not None:
@@ -240,7 +236,7 @@ class SliceSampler(Sampler):
             draw_slices = partial(self.freshness.slices, index, index.slices_from, draw_slices)
         draw = draw_slices(batch_size // length, length, follow=follow, **way)
         rows = len(draw.slots)
-        enough = rows == batch_size if self.fill else 2 * rows >= batch_size or self._told
+        enough = rows == batch_size if self.fill else 2 * rows >= batch_size or self._warned
         if enough and not self.pad_output:
             return draw
         more = partial(draw_slices, length=length, follow=follow, **way)
@@ -255,13 +251,13 @@ class SliceSampler(Sampler):
             return pad_slices(draw, length, ring)
         if self.fill and more is not None:
             return fill(draw, rows, more)
-        if 2 * len(draw.slots) < rows and not self._told:
-            self._told = True
+        if 2 * len(draw.slots) < rows and not self._warned:
+            self._warned = True
             warnings.warn(
                 f"a sample of {rows} rows has only {len(draw.slots)}: many slices are shorter than slice_len={length}, "
                 f"as their trajectories are. {type(self).__name__}(fill=True) draws on until there are {rows}; or use "
                 "shorter slices, strict_length=True, which leaves short trajectories out, or fill=False, if short "
-                "samples are wanted (told once)",
+                "samples are wanted (this is said once)",
                 stacklevel=7,  # of buffer.sample()
             )
         return draw
@@ -380,3 +376,69 @@ def _mark_on_device(flags: Sequence[Tensor | None], firsts: Tensor, lasts: Tenso
         # of two bools, a <= b is "not a, or b"
         final, cut = terminated.index_select(0, ends), truncated.index_select(0, ends)
         truncated.index_copy_(0, ends, final.le(cut))
+
+
+def fill(first: Draw, rows: int, more: Callable[[int], Draw]) -> Draw:
+    """Draw on until there are ``rows`` rows, and cut the last slice to fit.
+
+    The slices are the first ones of a longer draw: which of them are kept depends on nothing that comes after.
+
+    Args:
+        first: the slices drawn so far, at least one.
+        rows: how many rows there shall be.
+        more: draws so many further slices, each of at least one row.
+    """
+    parts, slices, drawn = [first], len(bounds(first)[0]), len(first.slots)
+    while drawn < rows:
+        # So many slices hold the missing rows at the mean length so far; an eighth more, since that is an estimate.
+        part = more(-(-9 * (rows - drawn) * slices // (8 * drawn)))
+        parts.append(part)
+        slices, drawn = slices + len(bounds(part)[0]), drawn + len(part.slots)
+    return cut(_join(parts), rows)
+
+
+def cut(draw: Draw, rows: int) -> Draw:
+    """Keep the first ``rows`` rows of ``draw``, which has slices, at least so many rows and no padding."""
+    (firsts, lasts), follow = bounds(draw), draw.follow
+    kept = int(torch.searchsorted(firsts, rows))  # slices that begin before row number ``rows``
+    if follow is not None:
+        follow = Follow(follow.slots[:rows], follow.patch[:, follow.patch[0] < rows])
+    return Draw(
+        draw.slots[:rows],
+        firsts[:kept],
+        lasts[:kept].clamp(max=rows - 1),
+        follow,
+        version=draw.version,
+        info={key: entry[:rows] for key, entry in draw.info.items()},
+    )
+
+
+def _join(parts: list[Draw]) -> Draw:
+    """Lay draws with slices end to end."""
+    at, firsts, lasts, follows = 0, [], [], []
+    for part in parts:
+        # ``at`` is the position of the part's first row
+        firsts.append(bounds(part)[0] + at)
+        lasts.append(bounds(part)[1] + at)
+        if part.follow is not None:
+            part.follow.patch[0] += at
+            follows.append(part.follow)
+        at += len(part.slots)
+    follow = None
+    if follows:
+        slots, patches = [each.slots for each in follows], [each.patch for each in follows]
+        follow = Follow(torch.cat(slots), torch.cat(patches, 1))
+    return Draw(
+        torch.cat([part.slots for part in parts]),
+        torch.cat(firsts),
+        torch.cat(lasts),
+        follow,
+        version=parts[0].version,
+        info={key: torch.cat([part.info[key] for part in parts]) for key in parts[0].info},
+    )
+
+
+def bounds(draw: Draw) -> tuple[Tensor, Tensor]:
+    """Return where the slices of ``draw`` begin and end, int64 ``[S]`` each; it must have slices."""
+    assert draw.firsts is not None and draw.lasts is not None
+    return draw.firsts, draw.lasts

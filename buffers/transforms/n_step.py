@@ -7,9 +7,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
-from flatroll.buffers.columns.base import Columns, take_rows
+from flatroll.buffers.columns.column import Columns, take_rows
 from flatroll.buffers.storages.next_pool import check_final_covers, next_columns
-from flatroll.buffers.transforms.base import Get, Transform
+from flatroll.buffers.transforms.transform import Get, Transform
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
 from flatroll.layout.delta import decode_delta
@@ -162,10 +162,8 @@ class NStep(Transform):
         lacking = [next_key(key) for key in roots if next_key(key) not in columns]
         if lacking or not roots:
             raise ValueError(
-                f"n-step transitions need the next observation of every row, and there is no "
-                f"{lacking[0] if lacking else ('next', '<observation>')!r}: store compact batches with "
-                "LazyTensorStorage(..., compact_obs=True) and extend(batch, final=collector.final), or call "
-                "MultiStep.forward(batch, final=collector.final)"
+                f"n-step transitions need {lacking[0] if lacking else ('next', '<observation>')!r} at every row: store "
+                "with compact_obs=True and extend(batch, final=...), or call MultiStep.forward(batch, final=...)"
             )
         self._checked = keys
 

@@ -15,9 +15,9 @@ from flatroll.buffers import (
     ReplayBuffer,
     StepWriter,
 )
-from flatroll.buffers.columns.base import TensorColumn
+from flatroll.buffers.columns.column import TensorColumn
 from flatroll.buffers.index.ring import Ring
-from flatroll.buffers.step_rows import StepPositions
+from flatroll.buffers.steps.stored import StepPositions
 
 ENVS, WINDOW, STEPS, ENTRIES = 3, 4, 22, ["observation", ("next", "observation"), ("next", "terminated")]
 

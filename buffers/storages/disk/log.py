@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatroll.buffers.columns.base import Columns, host_memory
+from flatroll.buffers.columns.column import Columns, host_memory
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.storages.disk.layout import Layout
 from flatroll.buffers.storages.disk.pieces import Piece, Pieces
@@ -71,13 +71,14 @@ class RowLog:
         pieces: the rows that can be read.
         layout: what the folder notes of the rows; None before the first batch.
         notes: what else it notes, by name: JSON.
+        saved: the version of each other folder that :meth:`save` may replace.
     """
 
     def __init__(self, folder: Folder, rule: FlushRule, capacity: int, layout: Layout | None) -> None:
         self.folder, self.rule, self.capacity, self.layout = folder, rule, capacity, layout
         self.end = folder.end
         self.notes: dict[str, Any] = {}
-        self._saved: dict[Path, Version] = {}
+        self.saved: dict[Path, Version] = {}
         self._blocks: tuple[_Block, ...] = ()
         self._mapped: dict[str, Piece] = {}
         self._noted = False  # whether this run has published the layout
@@ -230,11 +231,11 @@ class RowLog:
                 if self.layout is not None:
                     self._note()
                 return
-            with Folder(path, write=True, resume=self._saved.get(path), overwrite=overwrite) as other:
+            with Folder(path, write=True, resume=self.saved.get(path), overwrite=overwrite) as other:
                 other.adopt(segments)
                 layout = {} if self.layout is None else self.layout.to_json()
                 version = other.publish({**layout, **notes}, head=head, extra=_FACTS)
-            self._saved[path] = version
+            self.saved[path] = version
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -14,18 +14,18 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import After, Column, Columns, put_rows
+from flatroll.buffers.columns.column import After, Column, Columns, put_rows
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Draw, Follow, Ring
 from flatroll.buffers.index.top_k_ring import RankedRing
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
-from flatroll.buffers.storages.base import Links, Rows, Storage
 from flatroll.buffers.storages.disk.column import no_edits
 from flatroll.buffers.storages.disk.forms import Form
 from flatroll.buffers.storages.disk.layout import Layout, columns_differ
 from flatroll.buffers.storages.disk.linking import LinkingStorage
 from flatroll.buffers.storages.disk.log import FlushRule, RowLog
 from flatroll.buffers.storages.disk.pieces import Piece
+from flatroll.buffers.storages.storage import Links, Rows, Storage
 from flatroll.buffers.storages.tensors import Encodings
 from flatroll.disk import Folder, Ragged, column_name
 from flatroll.disk.names import dtype_name
@@ -149,6 +149,10 @@ class DiskStorage(LinkingStorage):
         """Flush, and let others write to the folder; rows can still be read. A process that ends normally does it."""
         _close(self._log, self.read_only, self._process)
         self._closing.detach()  # not after an error: who calls again, or the end of the process, tries again
+
+    def close_once(self) -> None:
+        """As :meth:`close`, for a folder that goes with the storage: after an error nobody tries again."""
+        self._closing()
 
     @override
     def counts(self) -> dict[str, int]:
@@ -369,7 +373,6 @@ class DiskStorage(LinkingStorage):
         slots: Tensor,
         follow: Follow | None = None,
         *,
-        slices: bool = False,
         keys: frozenset[NestedKey] | None = None,
     ) -> Columns:
         if follow is None or self.pool is None:

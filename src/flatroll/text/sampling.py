@@ -25,7 +25,7 @@ _PLAIN = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 _REFUSED = ("max_time", "stop_strings", "num_return_sequences", "num_beams")
 
 
-def left_padded(input_ids: Tensor, lengths: Tensor, pad: int) -> tuple[Tensor, Tensor]:
+def pad_left(input_ids: Tensor, lengths: Tensor, pad: int) -> tuple[Tensor, Tensor]:
     """Move the first ``lengths`` tokens of each row to its right end.
 
     Args:
@@ -36,7 +36,7 @@ def left_padded(input_ids: Tensor, lengths: Tensor, pad: int) -> tuple[Tensor, T
     Returns:
         tokens and mask, int64 ``[B, longest]``.
 
-    >>> left_padded(torch.tensor([[5, 6, 7], [8, 9, 9]]), torch.tensor([2, 1]), pad=0)
+    >>> pad_left(torch.tensor([[5, 6, 7], [8, 9, 9]]), torch.tensor([2, 1]), pad=0)
     (tensor([[5, 6],
             [0, 8]]), tensor([[1, 1],
             [0, 1]]))
@@ -128,7 +128,7 @@ def is_end(tokens: Tensor, eos: list[int]) -> Tensor:
     return ends
 
 
-def check_config(config: Any, model: Any, max_new_tokens: int, allow_off_policy: bool) -> None:
+def check_config(config: Any, model: object, max_new_tokens: int, allow_off_policy: bool) -> None:
     """Refuse a generation config with which tokens come from another distribution than the model's.
 
     Args:
@@ -157,7 +157,7 @@ def check_config(config: Any, model: Any, max_new_tokens: int, allow_off_policy:
     refused = {name: value for name, value in unlike.items() if name in _REFUSED}
     if refused:
         raise ValueError(
-            f"generation_config has {_listed(refused)}: a rollout takes one row for each prompt, which ends by EOS or "
+            f"generation_config has {_as_text(refused)}: a rollout takes one row for each prompt, which ends by EOS or "
             "max_new_tokens; repeat prompts to get several"
         )
     if config.max_new_tokens not in (None, max_new_tokens):
@@ -167,7 +167,7 @@ def check_config(config: Any, model: Any, max_new_tokens: int, allow_off_policy:
         )
     if unlike and not allow_off_policy:
         raise ValueError(
-            f"generation_config has {_listed(unlike)}: tokens would come from another distribution than the model's, "
+            f"generation_config has {_as_text(unlike)}: tokens would come from another distribution than the model's, "
             "whose log-probabilities a rollout has. Leave it out (top_k=0, top_p=1.0), or pass allow_off_policy=True"
         )
 
@@ -192,7 +192,7 @@ def token_log_probs(model: Any, tokens: Tensor, mask: Tensor, count: int) -> Ten
 
 
 @contextmanager
-def evaluating(*models: Any) -> Iterator[None]:
+def evaluating(*models: nn.Module) -> Iterator[None]:
     """Turn dropout off in all models, and back on where it was."""
     modules = [module for model in models if isinstance(model, nn.Module) for module in model.modules()]
     training = [module for module in modules if module.training]
@@ -205,5 +205,5 @@ def evaluating(*models: Any) -> Iterator[None]:
             module.training = True
 
 
-def _listed(entries: dict[str, Any]) -> str:
+def _as_text(entries: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in entries.items())

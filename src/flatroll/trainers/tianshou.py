@@ -31,19 +31,13 @@ from flatroll.layout import (
     require,
     run_ends,
 )
-from flatroll.layout.checks import writer_number
+from flatroll.layout.checks import one_of, writer_number
 from flatroll.layout.export import to_numpy
 from flatroll.layout.final import check_final, next_values, read_final
-from flatroll.trainers.versions import require_version
+from flatroll.trainers.versions import trainer_imports
 
-try:
-    require_version("tianshou", "2", "3")
+with trainer_imports("tianshou", "2", "3", "tianshou", ", in an environment of its own"):
     import tianshou.data as peer  # pyright: ignore[reportMissingImports]  # its pins clash with ours
-except ImportError as error:
-    raise ImportError(
-        f"flatroll.trainers.tianshou needs tianshou ({error}): pip install 'flatroll[tianshou]', in an environment "
-        "of its own"
-    ) from error
 
 Cuts = Literal["mark", "refuse"]
 _SEPARATOR = "\0"  # in no entry's name
@@ -76,8 +70,7 @@ def to_batch(batch: TensorDictBase, *, final: TensorDictBase | None = None, cuts
     >>> rows.obs.shape, rows.rew.dtype, rows.truncated.tolist()[-1]
     ((10, 4), dtype('float64'), True)
     """
-    if cuts not in ("mark", "refuse"):
-        raise ValueError(f"cuts must be 'mark' or 'refuse', got {cuts!r}")
+    one_of("cuts", cuts, ("mark", "refuse"))
     if batch.batch_dims != 1:
         raise ValueError(
             f"batch must have batch size [N], got {list(batch.batch_size)}: join() lays rows end to end"

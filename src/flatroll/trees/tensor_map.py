@@ -12,10 +12,10 @@ from torch import Tensor
 from flatroll.buffers import Storage
 from flatroll.kernels.rows.row_index import occurrences
 from flatroll.layout.checks import whole_number
-from flatroll.layout.fast_call import nest
 from flatroll.layout.keys import NestedKey, require
-from flatroll.trees.columns import GrowingColumns, flat_columns
+from flatroll.layout.tensordict_seam import nest
 from flatroll.trees.query import Hash, QueryModule
+from flatroll.trees.rows import GrowingColumns, flat_columns
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -87,11 +87,11 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             raise ValueError(f"storage must be an empty flatroll.buffers.Storage, got {storage!r}")
         if len(query_module):
             raise ValueError("query_module must not have seen any rows, since they have no values")
-        self._read = cast(list[NestedKey], query_module.in_keys)
+        self._read: list[NestedKey] = query_module.in_keys
         self.in_keys = query_module.in_keys  # pyright: ignore[reportAttributeAccessIssue]
         self.query_module, self.index_key = query_module, query_module.index_key
         self.storage = GrowingColumns() if storage is None else storage
-        self.collate_fn, self.write_fn = _stacked if collate_fn is None else collate_fn, write_fn
+        self.collate_fn, self.write_fn = _stack_list if collate_fn is None else collate_fn, write_fn
         self._count, self._stored_keys = 0, list[NestedKey]()
         self._wanted = None if out_keys is None else list(out_keys)
         limits = [
@@ -318,7 +318,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             self._store(torch.arange(self._count), state["values"])
 
 
-def _stacked(values: Any) -> Any:
+def _stack_list(values: Any) -> Any:
     if isinstance(values, list):
         return torch.stack(values) if values else TensorDict({}, [0])
     return values

@@ -37,7 +37,7 @@ def buffer_of(sampler: Any, rows: int = 10, capacity: int = 10, size: int = 1, s
 def leaves(buffer: ReplayBuffer) -> list[float]:
     """Weight of each slot."""
     sampler: Any = buffer.sampler
-    weights: list[float] = sampler._priorities.tree.leaves[: buffer._ring.capacity].tolist()
+    weights: list[float] = sampler.priorities.tree.leaves[: buffer.ring.capacity].tolist()
     return weights
 
 
@@ -237,13 +237,13 @@ class Twins:
 
     def weights_agree(self) -> None:
         sampler: Any = self.buffer.sampler
-        if sampler._changing or not sampler._priorities.in_step or (self.slices and sampler._least is None):
+        if sampler._changing or not sampler.priorities.in_step or (self.slices and sampler._least is None):
             return  # the next use starts over
         if not self.hooks:
-            sampler._catch_up(self.buffer._ring)
+            sampler._catch_up(self.buffer.ring)
         weights = self.drawable()
         capacity = self.model.capacity
-        priorities = sampler._priorities
+        priorities = sampler.priorities
         assert np.flatnonzero(priorities.drawable).tolist() == sorted(weights)
         assert leaves(self.buffer) == [weights.get(slot, 0.0) for slot in range(capacity)]
         assert priorities.values[:capacity].tolist() == [self.priority.get(s, 0.0) for s in range(capacity)]
@@ -385,7 +385,7 @@ def test_rows_that_are_being_overwritten_are_not_drawn(world: Any, monkeypatch: 
 
 
 def test_updates_of_rows_overwritten_since_are_ignored() -> None:
-    """semantics: [BUG] E48, priorities of overwritten rows went to the new ones."""
+    """Priorities of overwritten rows do not go to the new ones."""
     buffer = buffer_of(PrioritizedSampler(4, 1.0, 1.0, eps=0.0), rows=4, capacity=4, size=50)
     _, info = buffer.sample(return_info=True)
     buffer.extend(torch.arange(2))
@@ -424,7 +424,7 @@ def test_priorities_that_are_all_0() -> None:
 
 
 def test_alpha_0_is_uniform_and_keeps_the_priorities() -> None:
-    """semantics: away from 0, the peer cannot tell priorities any more."""
+    """Priorities far from 0 stay apart."""
     buffer = buffer_of(PrioritizedSampler(4, 0.0, 1.0, eps=0.0), rows=4, capacity=4, size=100)
     buffer.update_priority(torch.arange(4), torch.tensor([1.0, 4.0, 9.0, 16.0]))
     assert leaves(buffer) == [1, 1, 1, 1]
@@ -437,7 +437,7 @@ def test_alpha_0_is_uniform_and_keeps_the_priorities() -> None:
 
 @pytest.mark.parametrize("with_generator", [False, True])
 def test_the_torch_seed_decides(with_generator: bool) -> None:
-    """semantics: [BUG] E7, draws came from NumPy's global generator."""
+    """Draws come from the buffer's generator, not from NumPy's global one."""
 
     def drawn(seed: int, other: int) -> list[int]:
         np.random.seed(other)
@@ -455,7 +455,7 @@ def test_the_torch_seed_decides(with_generator: bool) -> None:
 
 
 def test_another_batch_size_draws_slices_of_another_length(world: Any) -> None:
-    """semantics: [BUG] e17, a cache of the first length made slices cross trajectories."""
+    """Slices of another length do not cross trajectories."""
     sampler = PrioritizedSliceSampler(100, 1.0, 1.0, num_slices=4, cache_values=True)
     buffer = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler)
     buffer.extend(world.to_batch([s for e in range(4) for s in world.episode(0, e, 25)]))
@@ -467,7 +467,6 @@ def test_another_batch_size_draws_slices_of_another_length(world: Any) -> None:
 
 
 def test_a_sample_that_fails_changes_nothing(world: Any) -> None:
-    """semantics: [BUG] E5, it left weights at 0."""
     sampler = PrioritizedSliceSampler(20, 1.0, 1.0, num_slices=2, strict_length=True)
     buffer = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler)
     buffer.extend(world.to_batch(world.episode(0, 0, 5) + world.episode(0, 1, 7)))
@@ -590,7 +589,7 @@ def test_mark_update_gives_the_priority_of_new_rows() -> None:
     buffer = buffer_of(PrioritizedSampler(3, 1.0, 1.0, eps=0.0), rows=3, capacity=3)
     buffer.update_priority(torch.arange(3), torch.tensor([0.5, 3.0, 0.25]))
     sampler: Any = buffer.sampler
-    sampler.mark_update(buffer._ring, torch.tensor([0]))
+    sampler.mark_update(buffer.ring, torch.tensor([0]))
     assert leaves(buffer) == [3, 3, 0.25]
 
 
@@ -604,7 +603,7 @@ def test_mark_update_gives_the_priority_of_new_rows() -> None:
         ({"eps": -1e-8}, "eps must be"),
         ({"max_capacity": 0}, "max_capacity must be an integer of at least 1, got 0"),
         ({"max_capacity": 2.0}, "max_capacity must be"),
-        ({"reduction": "sum"}, "reduction must be one of max, min, median, mean, got 'sum'"),
+        ({"reduction": "sum"}, "reduction must be 'max', 'min', 'median' or 'mean', got 'sum'"),
         ({"dtype": torch.float16}, "dtype must be torch.float32 or torch.float64, got torch.float16"),
     ],
 )
@@ -631,7 +630,6 @@ def test_numbers_that_may_be_set_are_checked() -> None:
 
 
 def test_a_buffer_larger_than_max_capacity_is_refused() -> None:
-    """semantics: [BUG] the peer wrote beyond the end of its tree."""
     buffer = buffer_of(PrioritizedSampler(9, 1.0, 1.0), rows=0)
     with pytest.raises(ValueError, match="max_capacity=9 is less than the buffer's 10 rows"):
         buffer.extend(torch.arange(3))
@@ -642,7 +640,6 @@ def test_a_buffer_larger_than_max_capacity_is_refused() -> None:
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_loaded_state_draws_the_same(world: Any, times: int) -> None:
-    """semantics: [BUG] E37, loading twice failed."""
 
     def made() -> ReplayBuffer:
         sampler = PrioritizedSliceSampler(20, 0.7, 0.5, slice_len=3)
@@ -687,7 +684,7 @@ def test_interrupted_change_is_made_good(monkeypatch: pytest.MonkeyPatch) -> Non
 
     for method in ("fill", "put", "weigh_all"):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(sampler._priorities, method, interrupted)
+            patch.setattr(sampler.priorities, method, interrupted)
             sampler.alpha = 2.0 if method == "weigh_all" else sampler.alpha
             if method == "put":
                 buffer.update_priority(0, 1.0)
@@ -710,7 +707,7 @@ def test_rows_written_before_the_sampler_came(world: Any) -> None:
         draw = sampler.draw(index, 30, None, follow=False)
         assert draw.firsts is not None
         assert set(draw.slots[draw.firsts].tolist()) <= set(model.starts(3, strict=True))
-        assert np.flatnonzero(sampler._priorities.drawable).tolist() == sorted(model.starts(3, strict=True))
+        assert np.flatnonzero(sampler.priorities.drawable).tolist() == sorted(model.starts(3, strict=True))
 
 
 @pytest.mark.parametrize("rows", [0, 10])

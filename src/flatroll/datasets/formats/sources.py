@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from flatroll.buffers import ReplayBuffer
 from flatroll.layout.boundaries import run_starts
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import (
@@ -19,11 +20,12 @@ from flatroll.layout.keys import (
     IS_INIT,
     STEP_COUNT,
     TRAJ_IDS,
+    NestedKey,
     next_key,
     observation_keys,
     optional_marker,
 )
-from flatroll.layout.ted.compact import rows_equal
+from flatroll.layout.ted import rows_equal
 
 CHUNK_BYTES = 32 << 20  # of rows that are in memory at a time
 
@@ -51,7 +53,7 @@ class Source(NamedTuple):
             self.advance(end - first)
 
 
-def open_source(source: Any, chunk_rows: int | None = None) -> Source:
+def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = None) -> Source:
     """Return the rows of a flat batch, or those that a buffer stores, in the order in which they were written.
 
     A buffer's rows are read as ``buffer[...]`` gives them, changed by its transforms; of a storage with several lanes
@@ -71,10 +73,10 @@ def open_source(source: Any, chunk_rows: int | None = None) -> Source:
                 f"a batch to be exported must have batch size [N], got {list(source.batch_size)}: "
                 "join() lays rows end to end"
             )
-        rows, lanes, slots = len(source), (), None
-    elif hasattr(source, "storage") and hasattr(source, "_ring"):
+        rows, lanes, slots = len(source), torch.Size([]), None
+    elif isinstance(source, ReplayBuffer):
         lanes = source.storage.lanes
-        slots = source._ring.stored().reshape(-1, lanes.numel()).T.reshape(-1)  # slot = step * lanes + lane
+        slots = source.ring.stored().reshape(-1, lanes.numel()).T.reshape(-1)  # slot = step * lanes + lane
         rows = len(slots)
     else:
         raise TypeError(f"source must be a flat batch or a ReplayBuffer, got {type(source).__name__}")
@@ -101,7 +103,7 @@ def first_rows(source: Source) -> Tensor | None:
     return None if markers is None else run_starts(markers).nonzero().squeeze(-1)
 
 
-def _markers(source: Source, *others: Any) -> TensorDict | None:
+def _markers(source: Source, *others: NestedKey) -> TensorDict | None:
     """The columns of all rows that say where runs begin, and ``others`` as far as they are there."""
     chunks = source._replace(advance=int).chunks()  # they are not written yet
     parts = [chunk.select(IS_INIT, DONE, TRAJ_IDS, *others, strict=False).clone() for chunk in chunks]
@@ -124,13 +126,13 @@ def episodes_of(source: Source) -> Iterator[TensorDictBase]:
     assert markers is not None  # else run_starts has raised
     first = starts.nonzero().squeeze(-1).tolist()
     stops = [*first[1:], source.rows]
-    for runs in _joined(source, markers, first, stops):
+    for runs in _join_runs(source, markers, first, stops):
         numbers = torch.cat([torch.arange(first[run], stops[run]) for run in runs])
         yield source.read(numbers)
         source.advance(len(numbers))
 
 
-def _joined(source: Source, markers: TensorDict, first: list[int], stops: list[int]) -> list[list[int]]:
+def _join_runs(source: Source, markers: TensorDict, first: list[int], stops: list[int]) -> list[list[int]]:
     """Numbers of the runs of each trajectory."""
     ids, done, is_init = (
         markers.get(TRAJ_IDS, None),
@@ -170,7 +172,7 @@ def _continues(source: Source, markers: TensorDict, last: int, first: int) -> bo
 
 
 @contextmanager
-def written_beside(path: str | Path) -> Iterator[Path]:
+def write_beside(path: str | Path) -> Iterator[Path]:
     """Yield a path for a new file or folder, which takes the name ``path`` when it is whole.
 
     On an error, what was written is removed, and ``path`` is as it was.

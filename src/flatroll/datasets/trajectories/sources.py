@@ -15,15 +15,15 @@ from flatroll.datasets.trajectories.rows import (
     LEFT,
     MOST_NUMBERS,
     PLACE,
-    Form,
-    Record,
+    RowForm,
+    TrajectoryRecord,
     check_marks,
     check_numbers,
-    differing,
+    find_differing,
     form_of,
     records_of,
     rows_of,
-    shifted,
+    shift_numbers,
 )
 from flatroll.disk import DamagedFileError, Folder, Ragged, Version, column_key, column_name
 from flatroll.layout.checks import whole_number
@@ -44,7 +44,7 @@ class State(NamedTuple):
         end: number of the row after the last in the folder, by which one knows whether the state is of its rows.
     """
 
-    records: list[Record]
+    records: list[TrajectoryRecord]
     counter: int
     generator: str
     end: int
@@ -58,8 +58,8 @@ class State(NamedTuple):
         """Read a state; DamagedFileError if it is none."""
         try:
             records, counter, generator, end = noted
-            kinds = tuple(Record.__annotations__.values())
-            made = [Record(*record) for record in records]
+            kinds = tuple(TrajectoryRecord.__annotations__.values())
+            made = [TrajectoryRecord(*record) for record in records]
             if any(tuple(map(type, record)) != kinds for record in made) or type(end) is not int:
                 raise ValueError("records")
             check_numbers(made)
@@ -119,11 +119,11 @@ class OwnFolder:
         ):
             self.state, self.records = state, state.records
         else:
-            skipped, self.records = self._found()
+            skipped, self.records = self._find_records()
             self.first += skipped
         self.counter = max([self.counter, *(record.number + 1 for record in self.records)])
 
-    def _found(self) -> tuple[int, list[Record]]:
+    def _find_records(self) -> tuple[int, list[TrajectoryRecord]]:
         """The trajectories by the marks of the rows, which are all that is read."""
         for key, dtype in _MARKS.items():
             column = self.folder.columns.get(column_name(key))
@@ -171,7 +171,7 @@ class RlinfSource(OwnFolder):
     def __init__(self, path: Path, pickled: bool) -> None:
         self._files = RlinfFolder(path, pickled)
         self.records = [
-            Record(number, rows, 1)
+            TrajectoryRecord(number, rows, 1)
             for number, rows in zip(self._files.numbers, self._files.rows, strict=True)
         ]
         self.state, self.counter = None, self._files.counter
@@ -192,7 +192,7 @@ class RlinfSource(OwnFolder):
             yield rows
 
 
-class Checkpoint:
+class SavedTrajectories:
     """What a buffer is to load: a folder of rows, those of several ranks, or one that RLinf has written.
 
     Args:
@@ -270,19 +270,19 @@ class Checkpoint:
         state = self.sources[0].state if len(self.sources) == 1 and self.is_whole else None
         return "" if state is None else state.generator
 
-    def check(self, form: Form) -> None:
+    def check(self, form: RowForm) -> None:
         """Read all that is chosen; ValueError if it is damaged, or its rows are not of one form, ``form`` if any."""
         others = "those of the buffer" if form else "its first ones"
         for rows, _ in self.read():
             found = form_of(rows)
             form = form or found
-            if names := differing(form, found):
+            if names := find_differing(form, found):
                 raise ValueError(
                     f"{self.path} has rows that differ from {others} in the entries {names}: all must have the "
                     "same, of the same dtypes and shapes. Nothing was loaded"
                 )
 
-    def read(self) -> Iterator[tuple[TensorDictBase, list[Record]]]:
+    def read(self) -> Iterator[tuple[TensorDictBase, list[TrajectoryRecord]]]:
         """Yield the rows of the chosen trajectories, and the records of those that begin with them.
 
         Several ranks may have the same numbers: those of a later one are shifted behind those of the others.
@@ -303,7 +303,7 @@ class Checkpoint:
                     for record in source.records[told : told + begun]
                 ]
                 check_numbers(records)  # they may have become too large
-                yield (shifted(rows, shift) if shift else rows), records
+                yield (shift_numbers(rows, shift) if shift else rows), records
                 told += begun
             before += len(source.records)
             free = max([free, source.counter + shift])
@@ -315,7 +315,7 @@ def is_loading(path: Path) -> bool:
     return folder.is_dir() and not folder.is_symlink() and bool(Folder(folder).versions())
 
 
-def rank_versions(noted: Any) -> list[Version] | None:
+def rank_versions(noted: object) -> list[Version] | None:
     """The versions of several ranks that a manifest names; None if it names none.
 
     Raises:

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.buffers import DiskStorage, RandomSampler, ReplayBuffer, SliceSampler
-from flatroll.buffers.columns.base import host_memory
+from flatroll.buffers.columns.column import host_memory
 from flatroll.buffers.storages.disk.log import RowLog
 from flatroll.disk import files
 
@@ -64,7 +64,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 def until_flushed(buffer: ReplayBuffer) -> None:
-    for _ in range(3000):  # bounded
+    for _ in range(30_000):  # bounded
         if not buffer.stats()["rows_unflushed"]:
             return
         time.sleep(0.01)
@@ -237,7 +237,7 @@ def test_whole_blocks_make_files(tmp_path: Path) -> None:
     buffer = make(tmp_path)
     for first in range(0, 60, 3):
         buffer.extend(rows_of(first, 3))
-    for _ in range(3000):  # bounded
+    for _ in range(30_000):  # bounded
         if buffer.stats()["rows_unflushed"] <= 10:
             break
         time.sleep(0.01)
@@ -267,7 +267,7 @@ def test_a_storage_collected_on_its_own_thread_is_closed(tmp_path: Path) -> None
 
     log.folder.append = collected  # type: ignore[method-assign]
     kept[0].extend(rows_of(0, 25))
-    for _ in range(3000):  # bounded
+    for _ in range(30_000):  # bounded
         if log._closed and log.folder._lock is None:
             break
         time.sleep(0.01)
@@ -283,14 +283,14 @@ def test_the_next_buffer_of_a_storage(tmp_path: Path, compact: bool) -> None:
         buffer.extend(rows_of(first, 15))
     with pytest.raises(ValueError, match="belongs to another buffer"):
         make_over(storage)
-    rows = buffer[buffer._ring.slots_by_age(torch.arange(60))]
+    rows = buffer[buffer.ring.slots_by_age(torch.arange(60))]
     assert rows["row"].tolist() == list(range(15, 75))  # as before
     del buffer
     other = make_over(storage)
     check(other, range(15, 75))
     other.extend(rows_of(75, 3))
     assert other.index is not None and other.index.longest == 7
-    rows = other[other._ring.slots_by_age(torch.arange(60))]
+    rows = other[other.ring.slots_by_age(torch.arange(60))]
     assert rows["row"].tolist() == list(range(18, 78))
     storage.close()  # type: ignore[attr-defined]
     again = make(tmp_path, 60)

@@ -1,0 +1,261 @@
+"""`RayReplayBuffer`: a replay buffer in an actor of a Ray cluster, for several trainers."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from flatroll.buffers.replay_buffer import ReplayBuffer
+from flatroll.buffers.transforms.transform import Transform
+from flatroll.layout.checks import whole_number
+from flatroll.layout.inspect.text import Facts
+from flatroll.sharing.packed import pack, unpack
+from flatroll.sharing.ray_calls import Calls, RayCalls, attempt, put_named
+from flatroll.sharing.worker import Failure, WorkerDied
+
+
+class BufferActor:
+    """Holds the buffer. Batches come and go packed, errors as plain values."""
+
+    _buffer: Any = None
+
+    def start(self, kind: Callable[..., Any], parts: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+        """Make the buffer ``kind(**parts(), **options)``; None, or a `Failure`."""
+        return attempt(self._start, kind, parts, dict(options))
+
+    def _start(self, kind: Callable[..., Any], parts: Mapping[str, Any], options: dict[str, Any]) -> None:
+        seed = options.pop("seed")
+        if seed is not None:
+            options["generator"] = torch.Generator().manual_seed(seed)
+        self._buffer = kind(**{name: make() for name, make in parts.items()}, **options)
+
+    def run(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the buffer; its result, packed, or a `Failure`."""
+        return attempt(self._run, method, *arguments)
+
+    def _run(self, method: str, *arguments: Any) -> Any:
+        return pack(getattr(self._buffer, method)(*map(unpack, arguments)))
+
+    def extend(self, rows: Any) -> Any:
+        """Extend the buffer with packed rows and their *final*; the number of rows, or a `Failure`."""
+        return attempt(self._extend, rows)
+
+    def _extend(self, rows: Any) -> int:
+        batch, final = unpack(rows)
+        return len(self._buffer.extend(batch, **({} if final is None else {"final": final})))
+
+
+class RayReplayBuffer(Facts):
+    """A `ReplayBuffer` in an actor, with its methods; any process of the cluster that has it may use it.
+
+    One owner writes: the actor. Each call goes to it and back, which takes many times as long as a call of a buffer in
+    this process, so a single trainer does better with an ordinary `ReplayBuffer` that a `RayCollector` fills. For
+    several trainers, ``prefetch`` samples are kept under way. Ray is needed: ``pip install 'flatroll[ray]'``.
+
+    The parts are given as functions that make them, in the actor. Pickled into a task or an actor of Ray, it is the
+    same buffer there.
+
+    Args:
+        storage: a function that makes the storage, such as ``partial(LazyTensorStorage, 100_000)``.
+        sampler, writer, transform: likewise. Default: those of the buffer.
+        batch_size: rows of a sample.
+        prefetch: samples under way, drawn before the latest ``extend`` or ``update_priority``; needs ``batch_size``.
+            Default None: none.
+        seed: of all draws. Default None: others each time.
+        buffer_cls: the class of the buffer. Default: `ReplayBuffer`.
+        remote_config: options of ``ray.remote`` for the actor. Default: no CPU of its own, and no restart.
+        ray_init_config: see `flatroll.rollouts.RayCollector`.
+        calls: what runs the actor. Default: Ray.
+        options: further arguments of the buffer, such as ``collate_fn``.
+
+    Raises:
+        ImportError: Ray is not installed.
+        TypeError: a part is no function, or cannot be pickled.
+        WorkerDied: the actor is gone; what it held can be had from the last ``state_dict`` that was saved.
+        BaseException: what the buffer raised, with the traceback there as its cause.
+
+    >>> from functools import partial
+    >>> from flatroll.buffers import LazyTensorStorage
+    >>> with RayReplayBuffer(storage=partial(LazyTensorStorage, 100), batch_size=4) as buffer:  # doctest: +SKIP
+    ...     len(buffer)
+    0
+    """
+
+    _actor: Any = None  # until it is there
+
+    def __init__(
+        self,
+        *,
+        storage: Callable[[], Any] | None = None,
+        sampler: Callable[[], Any] | None = None,
+        writer: Callable[[], Any] | None = None,
+        transform: Callable[[], Any] | None = None,
+        batch_size: int | None = None,
+        prefetch: int | None = None,
+        seed: int | None = None,
+        buffer_cls: Callable[..., Any] = ReplayBuffer,
+        remote_config: Mapping[str, Any] | None = None,
+        ray_init_config: Mapping[str, Any] | None = None,
+        calls: Calls | None = None,
+        **options: Any,
+    ) -> None:
+        parts = {
+            "storage": storage,
+            "sampler": sampler,
+            "writer": writer,
+            "transform": transform,
+        }
+        parts = {name: part for name, part in parts.items() if part is not None}
+        for name, part in parts.items():
+            if not callable(part) or isinstance(part, Transform):  # which is callable itself
+                raise TypeError(
+                    f"{name} must be a function that makes one in the actor, such as partial(LazyTensorStorage, 1000) "
+                    f"for a storage, got {type(part).__name__}"
+                )
+        if prefetch:
+            whole_number("prefetch", prefetch)
+            if batch_size is None:
+                raise ValueError(
+                    "prefetch needs a batch_size: samples are drawn before anybody asks for them"
+                )
+        config = {"num_cpus": 0, **(remote_config or {})}
+        if config.pop("max_restarts", 0):
+            raise ValueError(
+                "remote_config must leave max_restarts at 0: a buffer that Ray restarts would be empty, silently"
+            )
+        self.batch_size, self.prefetch = batch_size, prefetch
+        self._under_way: deque[Any] = deque()
+        self._calls = RayCalls(ray_init_config) if calls is None else calls
+        try:
+            put_named(self._calls, **parts, **options)  # one by one, for the error
+            self._actor = self._calls.make(BufferActor, config)
+            settings = {"batch_size": batch_size, "seed": seed, **options}
+            self._result(self._calls.call(self._actor, "start", buffer_cls, parts, settings))
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _result(self, reference: Any) -> Any:
+        """Wait for a result and copy it out."""
+        try:
+            answer = self._calls.get(reference)
+        except WorkerDied as error:
+            raise WorkerDied(
+                f"the replay buffer's actor: {error}. Make a new buffer, and give it the last state_dict that was saved"
+            ) from error
+        if isinstance(answer, Failure):
+            answer.throw("the replay buffer's actor")
+        return unpack(answer)
+
+    def _run(self, method: str, *arguments: Any) -> Any:
+        return self._result(self._begin(method, *arguments))
+
+    def _begin(self, method: str, *arguments: Any) -> Any:
+        if self._actor is None:
+            raise RuntimeError("the buffer is closed (by shutdown): make a new one")
+        return self._calls.call(self._actor, "run", method, *map(pack, arguments))
+
+    # -- writing -----------------------------------------------------------------------------------------------
+
+    def extend(self, data: Any, final: TensorDictBase | None = None) -> Tensor:
+        """As `ReplayBuffer.extend`."""
+        positions: Tensor = self._run("extend", data, *(() if final is None else (final,)))
+        return positions
+
+    def extend_reference(self, rows: Any) -> int:
+        """Store packed rows with their *final* that stand in the object store: they do not come to this process.
+
+        Args:
+            rows: a reference to what `flatroll.sharing.packed.pack` returns for ``(batch, final)``.
+
+        Returns:
+            Number of rows.
+        """
+        if self._actor is None:
+            raise RuntimeError("the buffer is closed (by shutdown): make a new one")
+        count: int = self._result(self._calls.call(self._actor, "extend", rows))
+        return count
+
+    def add(self, data: Any) -> int:
+        """As `ReplayBuffer.add`."""
+        return int(self._run("add", data))
+
+    def update_priority(self, index: Any, priority: Any, generation: Tensor | None = None) -> None:
+        """As `ReplayBuffer.update_priority`; samples under way were drawn before."""
+        self._run("update_priority", index, priority, generation)
+
+    def note_waiting(self, rows: int) -> None:
+        """As `ReplayBuffer.note_waiting`."""
+        self._run("note_waiting", rows)
+
+    def empty(self) -> None:
+        """Remove all rows, and forget the samples under way."""
+        self._run("empty")
+        self._under_way.clear()
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+        """As `ReplayBuffer.sample`; of the samples under way the one that was asked for first, if there are any."""
+        if not self.prefetch or batch_size not in (None, self.batch_size):
+            sample, info = self._run("sample", batch_size, True)
+        else:
+            while len(self._under_way) <= self.prefetch:
+                self._under_way.append(self._begin("sample", None, True))
+            sample, info = self._result(self._under_way.popleft())
+        return (sample, info) if return_info else sample
+
+    def __iter__(self) -> Iterator[Any]:
+        """Samples without end."""
+        while True:
+            yield self.sample()
+
+    def __len__(self) -> int:
+        return int(self._run("__len__"))
+
+    def __getitem__(self, index: Any) -> Any:
+        """As `ReplayBuffer.__getitem__`."""
+        return self._run("__getitem__", index)
+
+    def stats(self) -> dict[str, Any]:
+        """As `ReplayBuffer.stats`."""
+        return dict(self._run("stats"))
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `ReplayBuffer.state_dict`; all rows come to this process."""
+        return dict(self._run("state_dict"))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `ReplayBuffer.load_state_dict`; samples under way are forgotten."""
+        self._run("load_state_dict", state)
+        self._under_way.clear()
+
+    def shutdown(self) -> None:
+        """End the actor, with its rows, and Ray if it was started here; a second call does nothing."""
+        actor, self._actor = self._actor, None
+        self._under_way.clear()
+        if actor is not None:
+            self._calls.kill(actor)
+        self._calls.close()
+
+    def __enter__(self) -> "RayReplayBuffer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_actor": self._actor, "batch_size": self.batch_size, "prefetch": self.prefetch}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._under_way, self._calls = deque(), RayCalls()
+
+    def _facts(self) -> dict[str, Any]:
+        """What `repr` and notebooks show."""
+        return {"": "in an actor" if self._actor is not None else "closed", "prefetch": self.prefetch or 0}

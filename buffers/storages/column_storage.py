@@ -1,0 +1,511 @@
+"""The storage made of columns: checks and flattens batches, writes them and reads rows back."""
+
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from typing_extensions import override
+
+from flatroll.buffers.columns.column import (
+    After,
+    Column,
+    Columns,
+    TensorColumn,
+    differ,
+    plain_columns,
+    put_rows,
+)
+from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
+from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
+from flatroll.buffers.index.trajectory_index import NOTHING, TrajectoryIndex
+from flatroll.buffers.storages import saved_columns
+from flatroll.buffers.storages.continuity import Compared, LinkCheck, find_pairs, state_pairs
+from flatroll.buffers.storages.item_kinds import Structure, check_kinds, like, shown
+from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, next_columns
+from flatroll.buffers.storages.storage import Links, Rows, Storage
+from flatroll.kernels.rows.spans import Spans
+from flatroll.layout.boundaries import run_ends
+from flatroll.layout.checks import whole_number
+from flatroll.layout.final import Final, check_final, read_final
+from flatroll.layout.keys import NestedKey, next_key, without_next
+
+if TYPE_CHECKING:
+    pass
+
+
+class Known:
+    """What holds of a storage's columns while their memory stays where it is; found once, for all batches and samples.
+
+    Attributes:
+        compiled: `Storage.compiled` when it was found.
+        host: the columns that one call copies; None if the storage is not on the host, or not ``compiled``, so that
+            random sampling does without numba.
+        memory: of all columns that are tensors.
+        compared: what :meth:`ColumnStorage.link` compares; None until it is needed.
+    """
+
+    def __init__(self, columns: Mapping[NestedKey, Column], device: torch.device, compiled: bool) -> None:
+        self.compiled = compiled
+        self.host = plain_columns(columns) if compiled and columns and device.type == "cpu" else None
+        self.memory = Spans.of(
+            [column.data for column in columns.values() if isinstance(column, TensorColumn)]
+        )
+        self.compared: Compared | None = None
+
+
+class ColumnStorage(Storage):
+    """A storage with one column per entry of the batches; subclasses decide where a column's memory is.
+
+    Every batch must have the entries, shapes and dtypes of the first one; nothing is dropped or cast silently.
+
+    To keep an entry in a column of your own (see `Column`), subclass `LazyTensorStorage` and override
+    :meth:`make_column`:
+
+    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+    >>> class HalfColumn(TensorColumn):
+    ...     '''Keeps float32 values in two bytes each.'''
+    ...     def __init__(self, rows, shape):
+    ...         super().__init__(torch.zeros(rows, *shape, dtype=torch.float16))
+    ...         self.dtype = torch.float32  # of values as they come and go
+    ...     def put(self, slots, values, after=None):
+    ...         super().put(slots, values.half())
+    ...     def take(self, slots):
+    ...         return super().take(slots).float()
+    ...     def pool(self):
+    ...         return HalfColumn(0, self.shape)
+    >>> class HalfStorage(LazyTensorStorage):
+    ...     def make_column(self, key, dtype, shape):
+    ...         return HalfColumn(self.capacity, shape) if key == "observation" else None
+    >>> buffer = ReplayBuffer(storage=HalfStorage(4))
+    >>> rows = buffer.extend({"observation": torch.tensor([0.1, 2.0]), "action": torch.tensor([1, 2])})
+    >>> buffer[:], buffer.storage.columns["observation"].nbytes
+    ({'observation': tensor([0.1000, 2.0000]), 'action': tensor([1, 2])}, 8)
+    """
+
+    def __init__(
+        self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1, compact_obs: bool = False
+    ) -> None:
+        super().__init__(max_size)
+        self.device = torch.device(device)
+        self.ndim = whole_number("ndim", ndim)
+        self.compact_obs = compact_obs
+        self.pool: NextPool | None = None  # the next observations that no row holds, if compact
+        self.known: Known | None = None
+
+    @abstractmethod
+    def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
+        """Columns of ``capacity`` rows; raises before it takes anything that is not there."""
+
+    def make_column(self, key: NestedKey, dtype: torch.dtype, shape: torch.Size) -> Column | None:
+        """Create the column of an entry of the first batch, or return None for the default. For subclasses.
+
+        Args:
+            key: of the entry, ``"reward"`` or ``("next", "reward")``.
+            dtype: of its values.
+            shape: of one row's value.
+
+        Returns:
+            a column of ``self.capacity`` rows of that dtype and shape, or None for one of the storage's own kind.
+        """
+        return None
+
+    def _make_columns(
+        self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]
+    ) -> dict[NestedKey, Column]:
+        """Columns for entries like these: those of :meth:`make_column`, and the storage's own."""
+        made: dict[NestedKey, Column] = {}
+        if not self.filling:  # what the caller gave stays in its tensors
+            columns = {key: self.make_column(key, *kind) for key, kind in like.items()}
+            made = {key: column for key, column in columns.items() if column is not None}
+            for option in ("frame_stack", "codec", "sparse"):
+                if twice := [key for key in getattr(self, option, ()) if key in made]:
+                    raise ValueError(
+                        f"{option} names {twice[0]!r}, which make_column keeps in a {type(made[twice[0]]).__name__}: "
+                        "leave it out of one of them"
+                    )
+            self.own_column = next((type(column).__name__ for column in made.values()), None)
+            self.loose.update(map(without_next, made))  # they need not give back what they were given
+        made |= self._allocate({key: kind for key, kind in like.items() if key not in made})
+        return {key: made[key] for key in like}
+
+    @property
+    def allocated(self) -> bool:
+        """Whether the columns exist, that is, whether a first batch was stored."""
+        return bool(self.columns)
+
+    @property
+    @override
+    def bytes_per_row(self) -> int:
+        return sum(column.row_bytes for column in self.columns.values())
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        columns = sum(column.nbytes for column in self.columns.values())
+        pool = {} if self.pool is None else self.pool.entries  # free entries included
+        return columns + sum(column.nbytes for column in pool.values())
+
+    @property
+    def bytes_saved(self) -> int:
+        """Bytes saved compared with plain tensors for every entry, next observations included."""
+        if not self.columns:
+            return 0
+        pairs = [] if self.pool is None else self.pool.pairs
+        plain = sum(c.value_bytes * (2 if key in pairs else 1) for key, c in self.columns.items())
+        return plain * self.capacity - self.nbytes
+
+    def _know(self) -> Known:
+        """Find what holds of the columns there are."""
+        known = Known(self.columns, self.device, self.compiled)
+        self.known = known if self.columns else None
+        return known
+
+    @override
+    def prepare(
+        self, batch: object, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
+    ) -> Rows:
+        structure = Structure.of(batch) if self.structure is None else self.structure
+        columns = structure.columns(batch)
+        if not columns:
+            raise ValueError("the batch has no entries to store")
+        if isinstance(batch, TensorDictBase):
+            self.compiled = self.compiled or keys is not None or self.compact_obs
+        elif final is not None:
+            raise ValueError("final comes with a compact tensordict batch only")
+        elif self.compact_obs:
+            raise TypeError(f"compact_obs=True needs tensordict batches, got {type(batch).__name__}")
+        known, count = self.known, next(iter(columns.values())).shape[0]
+        if known is None or known.compiled is not self.compiled:
+            known = self._know()
+        source = None
+        if known.host is not None and final is None and count <= self.max_size and not self.compact_obs:
+            source = known.host.find(columns, count)
+        # Most batches are what one call copies, and nothing else: they need no other checks.
+        usual = source is not None and len(source) == len(columns) == len(self.columns)
+        if not usual:
+            check_kinds(columns, known.memory)
+        # Where lanes make the capacity less than max_size, count is a multiple of them too.
+        skip = 0 if whole or count <= self.max_size else count - self.capacity
+        late = None
+        if final is not None:
+            late = self._late_final(
+                read_final(final), batch, columns, keys or BoundaryKeys.probe(batch), skip
+            )
+        if skip:
+            columns, count = {key: column[skip:] for key, column in columns.items()}, count - skip
+        if self.compact_obs:
+            return self._prepare_compact(structure, columns, count, late, keys or BoundaryKeys.probe(batch))
+        if late is not None:
+            columns |= {next_key(key): obs for key, obs in next_columns(columns, late).items()}
+        marked = columns if keys is None or not self.lanes else self._marked(columns, keys, count)
+        fragments = None if keys is None else Fragments.read(marked, keys)
+        if not usual:
+            self._check_columns(columns, structure)
+        return Rows(count, columns, fragments, source=source)
+
+    @staticmethod
+    def _late_final(
+        final: Final, batch: TensorDictBase, columns: Columns, keys: BoundaryKeys, skip: int
+    ) -> Final:
+        """``final``, checked against the batch, for its rows from number ``skip`` on, counted from there."""
+        row = check_final(final, columns, len(batch))
+        late = row >= skip
+        final = (
+            Final(row[late] - skip, {key: obs[late] for key, obs in final.next.items()}) if skip else final
+        )
+        kept = batch[skip:] if skip else batch
+        ends = run_ends(kept, is_init_key=keys.is_init, done_key=keys.done, traj_key=keys.traj)
+        check_final_covers(row[late] - skip, ends, {key: column[skip:] for key, column in columns.items()})
+        return final
+
+    def _marked(self, columns: Columns, keys: BoundaryKeys, count: int) -> Columns:
+        """The columns by which fragments are found; rows of lanes come step by step, one of each lane, and where they
+        have no ids, the lane's number is the id."""
+        if keys.traj in columns:
+            return columns
+        lanes = self.lanes.numel()
+        return columns | {keys.traj: torch.arange(lanes).repeat(count // lanes)}
+
+    def _prepare_compact(
+        self, structure: Structure, columns: Columns, count: int, final: Final | None, keys: BoundaryKeys
+    ) -> Rows:
+        """Lay a batch of ``count`` rows out with each observation once, but for the tails of fragments."""
+        from_final: Columns = {} if final is None else final.next
+        marked = self._marked(columns, keys, count) if self.lanes else columns
+        pool = self.pool or NextPool(find_pairs(columns, marked, final, keys))
+        for key, next_name in pool.next_keys.items():
+            now, later = columns.get(key), columns.get(next_name)
+            if key in from_final:
+                continue
+            if now is None or later is None or now.dtype is not later.dtype or now.shape != later.shape:
+                raise ValueError(
+                    f"the batch lacks {next_name!r}, which the first extend had: pass it in the batch or in final"
+                )
+        twice = set(pool.next_keys.values())
+        stored = {key: column for key, column in columns.items() if key not in twice}
+        if self.pool is not None and stored.keys() != self.columns.keys():
+            pairs = {*state_pairs(columns), *from_final}
+            new = [key for key in columns if key in pairs and next_key(key) not in {*twice, *self.columns}]
+            if new:
+                raise ValueError(f"the batch has {next_key(new[0])!r}, which the first extend did not have")
+        fragments = Fragments.read(marked, keys, pool.cuts(columns, final))
+        tails = pool.tails(columns, final, fragments.lasts)
+        host = None if self.known is None else self.known.host
+        source = None if host is None else host.find(stored, count)
+        if source is None or not len(source) == len(stored) == len(self.columns):
+            self._check_columns(stored, structure)
+        if self.pool is None:
+            pool.allocate(self.columns)
+            self.pool, self.known = pool, None
+        return Rows(count, stored, fragments, tails, source)
+
+    def _check_columns(self, columns: Columns, structure: Structure) -> None:
+        """ValueError unless ``columns`` are those of the first batch, which allocates."""
+        if not self.columns:
+            self.columns = self._make_columns({key: like(column) for key, column in columns.items()})
+            self.structure, self.known = structure, None
+            return
+        for key, column in columns.items():
+            kept = self.columns.get(key)
+            if kept is None:
+                raise ValueError(
+                    f"the batch has an entry {key!r} that the first extend did not have: "
+                    f"the storage keeps {sorted(map(repr, self.columns))}"
+                )
+            if kept.dtype is not column.dtype or kept.shape != column.shape[1:]:
+                raise ValueError(
+                    f"{shown(key)} is {column.dtype} {tuple(column.shape[1:])} per row, the storage keeps "
+                    f"{kept.dtype} {tuple(kept.shape)} since the first extend"
+                )
+        if len(columns) != len(self.columns):  # all are known: fewer, then
+            missing = next(key for key in self.columns if key not in columns)
+            raise ValueError(f"the batch lacks the entry {missing!r} that the first extend had")
+
+    @override
+    def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
+        host = (self.known or self._know()).host
+        written: Collection[NestedKey] = ()
+        if host is not None and rows.source is not None:
+            written = host.columns if host.write_found(slot, rows.source, rows.count) else ()
+        elif host is not None:
+            written = host.write(slot, rows.columns, rows.count, host.rows)
+        if len(written) == len(rows.columns):
+            return
+        # Up to the last slot; what does not fit is a second stretch, from slot 0 on.
+        fit = min(rows.count, self.capacity - slot)
+        whole = fit == rows.count
+        for first, stop, to in [(0, fit, slot)] if whole else [(0, fit, slot), (fit, rows.count, 0)]:
+            hint = after
+            if after is not None and not whole:
+                among = (after.rows >= first) & (after.rows < stop)
+                hint = After(after.rows[among] - first, after.slots[among])
+            for key, values in rows.columns.items():
+                if key not in written:
+                    self.columns[key].write(to, values if whole else values[first:stop], hint)
+
+    @override
+    def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
+        for key, values in rows.columns.items():
+            chosen = values if at is None else values.index_select(0, at.to(values.device))
+            self.columns[key].put(slots, chosen)
+
+    @override
+    def link(self, ring: Ring, rows: Rows, keys: BoundaryKeys | None) -> Links | None:
+        if not isinstance(ring, TrajectoryIndex):
+            return None
+        assert rows.fragments is not None
+        known, source, pool = self.known or self._know(), rows.source, self.pool
+        compared = known.compared
+        if compared is None or compared.loose != len(self.loose):
+            compared = known.compared = Compared.of(self, pool, known.host)
+        compare = NOTHING
+        if source is not None and compared.pairs is not None:
+            ends: list[Tensor] = []
+            if pool is not None:  # the pool's columns may have grown
+                ends = [rows.tails[key] for key in compared.order]
+                entries: list[Any] = [pool.entries[key] for key in compared.order]
+                compared.pairs[:, 0] = [column.data.data_ptr() for column in entries]
+                heads = [rows.columns[key] for key in compared.order]
+                source = np.array([values.data_ptr() for values in heads + ends], np.int64)
+            if all(end.is_cpu and end.is_contiguous() for end in ends):
+                compare = compared.pairs, source, len(compared.keys), pool is not None
+        found, wrong = ring.link(rows.fragments, compare)
+        if wrong or compare is NOTHING:
+            check = LinkCheck(self, pool, ring, rows, found)
+            if compare is NOTHING:
+                check.compare(compared.keys)
+            check.settle(compared.keys, check.unlike(), keys is not None and keys.traj in rows.columns)
+        return Links(*found)
+
+    @override
+    def keep_next(self, ring: Ring, rows: Rows, links: Links, first: int) -> tuple[Array, Array]:
+        assert self.pool is not None and rows.fragments is not None and isinstance(ring, TrajectoryIndex)
+        return self.pool.place(ring, rows.fragments, links.before, links.agree, rows.tails, first)
+
+    @override
+    def needs_follow(self, keys: Iterable[NestedKey] | None) -> bool:
+        return self.pool is not None and (
+            keys is None or not set(keys).isdisjoint(self.pool.next_keys.values())
+        )
+
+    @override
+    def write_drawn(self, draw: Draw, data: object, shape: torch.Size, keys: BoundaryKeys | None) -> None:
+        # A tensordict may have some of the entries only.
+        assert self.structure is not None
+        columns = self.structure.columns_of_rows(data, shape)
+        check_kinds(columns, (self.known or self._know()).memory)
+        fixed = (
+            set() if keys is None else {keys.is_init, keys.done, *keys.more_done, keys.traj, keys.step_count}
+        )
+        if self.pool is not None:
+            fixed |= {*self.pool.pairs, *self.pool.next_keys.values()}
+        # All entries are checked before one is written: an error changes nothing.
+        kept = self.read_rows(draw.slots, draw.follow, keys=frozenset(columns))
+        for key, values in columns.items():
+            if key not in kept:
+                raise ValueError(
+                    f"the storage has no entry {key!r}: it keeps {sorted(map(repr, self.columns))}"
+                )
+            stored = kept[key]
+            if stored.dtype is not values.dtype or stored.shape != values.shape:
+                raise ValueError(
+                    f"{shown(key)} must be {stored.dtype} {list(stored.shape)} to be written here, "
+                    f"got {values.dtype} {list(values.shape)}"
+                )
+            if key in fixed and bool(differ(stored, values.to(stored.device)).any()):
+                raise ValueError(
+                    f"{shown(key)} cannot be changed in place: other rows or the trajectory index depend on it. "
+                    "Leave the entry out, or extend with new rows"
+                )
+        for key, values in columns.items():
+            if key not in fixed:
+                self.columns[key].put(draw.slots, values)
+                self.loose.add(without_next(key))
+
+    @override
+    def read_rows(
+        self,
+        slots: Tensor,
+        follow: Follow | None = None,
+        *,
+        keys: frozenset[NestedKey] | None = None,
+    ) -> Columns:
+        if follow is None and self.pool is not None and self.needs_follow(keys):
+            raise RuntimeError(
+                "a compact storage reads next observations from the rows that follow: the sampler must set "
+                "Draw(..., follow=ring.follow(slots)) where draw is called with follow=True"
+            )
+        known, pool = self.known, None if follow is None else self.pool
+        if known is None or known.compiled is not self.compiled:
+            known = self._know()
+        # First the columns that one call copies, then each of the others by itself.
+        columns: Columns = {} if known.host is None else known.host.take(slots, keys)
+        later: Columns = {}  # the rows that follow, of the entries that are kept once
+        names = {} if pool is None else pool.next_keys
+        pairs = [key for key, name in names.items() if keys is None or name in keys]
+        if known.host is not None and follow is not None and pairs:
+            later = known.host.take_next(slots, follow.slots, columns, pairs)
+        if len(columns) < len(self.columns if keys is None else self.columns.keys() & keys):
+            slots = slots.to(self.device)
+            columns = {
+                key: columns[key] if key in columns else column.take(slots)
+                for key, column in self.columns.items()
+                if keys is None or key in keys
+            }
+        # Last the next observations: those of the rows that follow, and from the pool those that no row holds.
+        if pool is not None and follow is not None:
+            for key in pairs:
+                rows = later[key] if key in later else self.columns[key].take(follow.slots.clamp(min=0))
+                if follow.patch.shape[1]:
+                    at, entries = follow.patch
+                    put_rows(rows, at.to(rows.device), pool.entries[key].take(entries))
+                columns[names[key]] = rows
+        return columns
+
+    @property
+    @override
+    def copies_bytes(self) -> bool:
+        host = None if self.known is None else self.known.host
+        rows = host is not None and len(host.columns) == len(self.columns)
+        return rows and (self.pool is None or self.pool.plain)
+
+    @override
+    def build(self, values: Columns | list[Any], shape: torch.Size) -> Any:
+        assert self.structure is not None and isinstance(values, dict)
+        return self.structure.build(values, shape)
+
+    @override
+    def state_dict(self, rows: int, pool_rows: int = 0) -> dict[str, Any]:
+        columns = {key: column.state_dict(rows) for key, column in self.columns.items()}
+        return self.tables(pool_rows) | {"columns": columns}
+
+    @override
+    def tables(self, pool_rows: int) -> dict[str, Any]:
+        return saved_columns.tables(self, pool_rows)
+
+    def columns_like(self, state: dict[str, Any]) -> dict[NestedKey, Column]:
+        """The columns, or, before the first batch, blank ones of the form that ``state`` has, to check it by."""
+        saved_columns.check_like(state["like"], state["structure"])
+        return self.columns or {
+            key: self.make_column(key, *kind) or self._blank_column(key, *kind)
+            for key, kind in state["like"].items()
+        }
+
+    @override
+    def check_tables(self, state: dict[str, Any], ring: Ring) -> None:
+        if "like" not in state:
+            raise ValueError(f"the state is of a ListStorage, this is a {type(self).__name__}")
+        saved_columns.check_lanes(
+            state["lanes"], self.lanes if self.columns else None, self.ndim, ring.capacity, self.max_size
+        )
+        if state["like"] and bool(state["pool"]) != self.compact_obs:
+            raise ValueError(
+                f"the state is of a storage with compact_obs={bool(state['pool'])}, this one has "
+                f"compact_obs={self.compact_obs}"
+            )
+        saved_columns.check_same_kinds(state, self.columns_like(state))
+
+    @override
+    def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
+        self.check_tables(state, ring)
+        entries = ring.pool_size if isinstance(ring, TrajectoryIndex) else 0
+        saved_columns.check_columns(state, self.columns_like(state), ring.used, entries)
+
+    def _blank_column(self, key: NestedKey, dtype: torch.dtype, shape: torch.Size) -> Column:
+        """A column without rows in the form that `_allocate` gives this entry, to check a state by."""
+        return TensorColumn(torch.empty((0, *shape), dtype=dtype))
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not state["like"]:
+            return
+        new = not self.columns
+        if new:
+            before, self.lanes = self.lanes, torch.Size(state["lanes"])
+            try:
+                self.columns = self._make_columns(state["like"])
+            finally:
+                self.lanes = self.lanes if self.columns else before
+            self.structure, self.known = state["structure"], None
+        saved_columns.load(self.columns, state["columns"], new and self.own_column is None)
+        if self.compact_obs:
+            self.pool, self.known = NextPool(list(state["pool"])), None
+            self.pool.allocate(self.columns)
+            for key, column in self.pool.entries.items():
+                column.load_state_dict(state["pool"][key])
+
+    def enter_process(self) -> None:
+        """Raise RuntimeError if the tensors are shared with the parent process, as the counters are not."""
+        for column in self.columns.values():
+            if isinstance(column, TensorColumn) and bool(column.data.is_shared()):  # type: ignore[no-untyped-call]
+                raise RuntimeError(
+                    "the storage's tensors are shared with the process that made the buffer, which does not see "
+                    "what is written here: use LazyMemmapStorage for a buffer of several processes"
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"known": None}  # a copy has other memory

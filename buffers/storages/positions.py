@@ -1,0 +1,126 @@
+"""Storages of several dimensions: flattens steps of parallel lanes (envs), time first, and maps positions.
+
+With L lanes, step t of lane l is in slot ``t * L + l``: all lanes of a step side by side, then the next step.
+"""
+
+import math
+from typing import Any, TypeAlias
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from flatroll.buffers.index.ring import Ring
+from flatroll.buffers.storages.item_kinds import as_tensor, map_rows
+
+Index: TypeAlias = (
+    Tensor | int | tuple[Tensor, ...]
+)  # positions of rows, or their coordinates, one entry each
+
+
+def time_first(data: object, ndim: int, dim: int) -> tuple[Any, torch.Size]:
+    """``data`` laid flat, its first ``ndim`` dimensions one, ``dim`` (time) first; and the others' sizes, the lanes.
+
+    >>> time_first(torch.tensor([[1, 2, 3], [4, 5, 6]]), ndim=2, dim=1)
+    (tensor([1, 4, 2, 5, 3, 6]), torch.Size([2]))
+    """
+    sizes: set[torch.Size] = set()
+
+    def flat(leaf: object) -> Any:
+        values = as_tensor(leaf)
+        if (values.batch_dims if isinstance(values, TensorDictBase) else values.ndim) < ndim:
+            raise ValueError(
+                f"the storage has ndim={ndim}: extend it with batches of {ndim} batch dimensions, "
+                f"got {list(values.shape)}"
+            )
+        sizes.add(values.shape[:ndim])
+        values = values.permute(dim, *(d for d in range(values.ndim) if d != dim))
+        return values.reshape(math.prod(values.shape[:ndim]), *values.shape[ndim:])
+
+    data = map_rows(data, flat)
+    if len(sizes) != 1:
+        raise ValueError(f"all leaves must have the same first {ndim} sizes, got {sorted(map(list, sizes))}")
+    size = sizes.pop()
+    return data, torch.Size([*size[:dim], *size[dim + 1 :]])
+
+
+def positions(slots: Tensor, lanes: torch.Size) -> Tensor:
+    """Convert ``slots`` (int64 ``[N]``) to positions ``[N, ndim]``; unchanged if there is one dimension.
+
+    >>> positions(torch.tensor([0, 5]), torch.Size([2]))
+    tensor([[0, 0],
+            [2, 1]])
+    """
+    if not lanes:
+        return slots
+    # As digits of a number: the last dimension first, what is left over is the step.
+    places: list[Tensor] = []
+    for size in reversed(lanes):
+        places.insert(0, slots.remainder(size))
+        slots = slots.div(size, rounding_mode="floor")
+    return torch.stack([slots, *places], -1)
+
+
+def slots_of(places: Index, lanes: torch.Size) -> Tensor:
+    """Slots of positions, the inverse of `positions`; -1 where a position is negative.
+
+    A tuple holds the coordinates apart, one entry per dimension. IndexError if there is no such lane.
+
+    >>> slots_of(torch.tensor([[0, 0], [2, 1]]), torch.Size([2]))
+    tensor([0, 5])
+    """
+    parted = [torch.as_tensor(part) for part in places] if isinstance(places, tuple) else []
+    places = torch.stack(parted, -1) if parted else torch.as_tensor(places)
+    if not lanes or places.ndim == 0 or places.shape[-1] != len(lanes) + 1:
+        return places  # slots already
+    slots = places[..., 0]
+    for i, size in enumerate(lanes):
+        if bool((places[..., i + 1] >= size).any()):
+            raise IndexError(
+                f"index has {int(places[..., i + 1].max())} in dimension {i + 1}, of {size} lanes"
+            )
+        slots = slots * size + places[..., i + 1]
+    return torch.where((places < 0).any(-1), -1, slots)
+
+
+def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
+    """Return the slots that ``index`` selects from the used slots, viewed as ``[steps, *lanes]``.
+
+    IndexError if there is no such position, TypeError if ``index`` is no position.
+    """
+    if any(isinstance(part, str) for part in (index if isinstance(index, tuple) else [index])):
+        raise TypeError(
+            f"rows are written by position, got {index!r}: buffer[:] = TensorDict({{{index!r}: ...}}, ...) "
+            "writes one entry of all rows"
+        )
+    used, width = ring.used, lanes.numel()
+    # Integers and slices are computed; masks, and the rare rest, select among all slots.
+    if isinstance(index, slice):
+        chosen = range(used // width)[index]
+        steps = torch.arange(len(chosen)) * chosen.step + chosen.start
+        return (steps.unsqueeze(1) * width + torch.arange(width)).view(-1, *lanes) if lanes else steps
+    places = index
+    if type(index) is int or (isinstance(index, list) and all(type(part) is int for part in index)):
+        places = torch.tensor(index, dtype=torch.int64)
+    if isinstance(places, Tensor) and places.dtype in (torch.int64, torch.int32) and not lanes:
+        places = places.to("cpu", torch.int64)
+        if bool(((places >= -used) & (places < used)).all()):
+            return torch.where(places < 0, places + used, places)
+    slots = torch.arange(used).view(-1, *lanes)
+    try:
+        return slots[index]
+    except IndexError:
+        if isinstance(index, float):
+            raise TypeError(f"rows are indexed by integers, slices and masks, got {index!r}") from None
+        raise IndexError(f"index {index!r} is out of range: {len(ring)} rows are stored") from None
+
+
+def in_shape(data: Any, slots: Tensor, rows: int, lanes: torch.Size) -> Any:
+    """Return a batch ``[rows]`` in the shape of the ``slots`` that were asked for; one item for a single slot.
+
+    Of a slice, rows that are not stored were left out; its first dimension is time.
+    """
+    if slots.ndim == 0:
+        return map_rows(data, lambda leaf: leaf[0])
+    shape = slots.shape if rows == slots.numel() else torch.Size([-1, *lanes])
+    return data if len(shape) == 1 else map_rows(data, lambda leaf: leaf.unflatten(0, shape))

@@ -1,0 +1,491 @@
+"""The base class of storages, which hold the rows of a replay buffer."""
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from flatroll.buffers.columns.column import After, Column, Columns
+from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
+from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
+from flatroll.buffers.storages.item_kinds import Structure, leaves, nest, one_row
+from flatroll.buffers.storages.positions import in_shape, slots_at, time_first
+from flatroll.layout.checks import whole_number
+from flatroll.layout.inspect.text import Facts
+from flatroll.layout.keys import NestedKey
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)  # not frozen: made for every batch, and freezing costs a µs
+class Rows:
+    """A checked batch, ready to be copied into a storage.
+
+    Attributes:
+        count: number of rows.
+        columns: what the storage keeps per row, by key, ``[count, ...]``.
+        fragments: the F fragments of the batch; None where no trajectory index is kept.
+        tails: compact storage: next observation of each fragment's last row, by root key, ``[F, *obs]``.
+        source: addresses of the columns that are copied by one call, from `HostColumns.find`; None if they are not.
+        items: the items of a storage without columns.
+    """
+
+    count: int
+    columns: Columns = field(default_factory=dict)
+    fragments: Fragments | None = None
+    tails: Columns = field(default_factory=dict)
+    source: Array | None = None
+    items: list[Any] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Links:
+    """What the F fragments of a batch continue, as `TrajectoryIndex.link` found it.
+
+    Attributes:
+        before: int64 ``[F]``, a stored trajectory, -2 - i for fragment i of the batch, -1 for nothing.
+        slots: int64 ``[F]``, the slot of the stored row that a fragment continues, -1 for none.
+        agree: compact storage: 1 where a fragment begins, bit by bit, with what the row before it says; int64 ``[F]``.
+    """
+
+    before: Array
+    slots: Array
+    agree: Array
+
+    def after(self, firsts: Array) -> After:
+        """Return which rows of the batch (``firsts`` are those of the fragments) continue stored ones."""
+        at = np.flatnonzero(self.before >= 0)
+        return After(torch.from_numpy(firsts[at]), torch.from_numpy(self.slots[at]))
+
+
+@runtime_checkable
+class StorageOwner(Protocol):
+    """What a storage asks of the buffer that it belongs to: that part of `flatroll.buffers.Buffer`.
+
+    Attributes:
+        ring: counts the rows and names their slots; another object after ``empty`` and ``load_state_dict``.
+        started: whether the buffer has written rows to the storage.
+        lock: protects ``ring`` and what follows it; held for microseconds.
+        write_lock: admits one writer at a time; taken before ``lock``.
+    """
+
+    ring: Ring
+    started: bool
+    lock: threading.Lock
+    write_lock: AbstractContextManager[Any]
+
+    def __len__(self) -> int: ...
+
+    def enter_process(self) -> None:
+        """Get ready in this process, to which the buffer may have come by ``fork``."""
+        ...
+
+    def overwrite(self, index: Any, data: Any) -> None:
+        """Write ``data``, a batch of the shape of ``index``, over stored rows, without the transforms' ``inv``."""
+        ...
+
+
+def read_drawn(
+    owner: StorageOwner,
+    ring: Ring,
+    draw: Draw,
+    draw_again: Callable[[Ring], Draw],
+    read: Callable[[Ring, Draw], T],
+) -> tuple[Draw, T]:
+    """Return ``read(ring, draw)``, called without a lock, and the draw that it belongs to.
+
+    If another thread overwrote one of the rows meanwhile, ``draw_again(ring)`` draws others, under the lock.
+    """
+    for _ in range(8):
+        # Other threads may write meanwhile; what they overwrote shows in the counters afterwards.
+        values = read(ring, draw)
+        with owner.lock:
+            if ring is owner.ring and ring.unchanged_since(draw):
+                return draw, values
+            ring = owner.ring
+            draw = draw_again(ring)
+    with owner.write_lock:  # the ring is small and the writers fast: they wait for once
+        with owner.lock:
+            ring = owner.ring
+            draw = draw_again(ring)
+        return draw, read(ring, draw)
+
+
+class Storage(Facts, ABC):
+    """The container of a replay buffer: ``max_size`` slots, written and read by position.
+
+    One storage belongs to one buffer, which knows the order of the rows and which of them may be read. By itself it
+    is a container of rows by position: ``storage[i]``, ``storage[i] = item``, ``len(storage)``, iteration.
+
+    Args:
+        max_size: number of slots.
+        checkpointer: in what form ``buffer.dumps`` writes the rows, a `StorageCheckpointerBase`; None for the default.
+        compilable: taken for the sake of scripts that give it; a storage needs no such mode.
+
+    Attributes:
+        ndim: number of batch dimensions; with 2 or more, slots are steps of several parallel lanes.
+        lanes: sizes of the batch dimensions after the first.
+        compact_obs: whether ``("next", observation)`` is read from the following row.
+        shares: whether columns want to know which rows continue stored ones (`After`).
+        structure: what kind of data there is (a `Structure`), known from the first batch on.
+        own_column: class name of a column that the caller's code made, whose memory other processes may not see.
+        by_reference: whether other processes may read and write the rows: a pickle names where they are.
+        copies_rows: whether the storage keeps nothing of a batch but copies.
+        columns: the stored entries by key, each a `Column`; empty before the first batch and without columns.
+        loose: root keys whose next values need not be those of the following rows: they are not compared.
+        compiled: whether compiled kernels copy rows: where there is a trajectory index or a step writer.
+        filling: whether the buffer is counting rows that are there already (:meth:`fill`).
+        loads_whole: whether :meth:`load_state_dict` puts all rows in the place of the others, or raises and none.
+    """
+
+    ndim: int = 1
+    lanes: torch.Size = torch.Size([])
+    compact_obs: bool = False
+    shares: bool = False
+    structure: Structure | None = None
+    own_column: str | None = None
+    by_reference: bool = False
+    copies_rows: bool = False
+    compiled: bool = False
+    filling: bool = False
+    loads_whole: bool = False
+
+    def __init__(self, max_size: int, checkpointer: object = None, compilable: bool = False) -> None:
+        self.max_size = whole_number("max_size", max_size)
+        self.checkpointer = checkpointer
+        self.columns: dict[NestedKey, Column] = {}
+        self._attached: list[weakref.ref[Any]] = []
+        self._alone: Ring | None = None  # counts the rows while no buffer does
+        self.loose: set[NestedKey] = set()
+
+    def _facts(self) -> dict[str, str]:
+        """What `repr` shows: the room it has, and the options that are switched on."""
+        switches = [name for name in ("compact_obs", "frame_stack", "codec") if getattr(self, name, None)]
+        return {"": f"{self.max_size} rows"} | {name: repr(getattr(self, name)) for name in switches}
+
+    # -- rows by position ------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        owner = self._owner
+        if owner is not None:
+            return len(owner)
+        return 0 if self._alone is None else len(self._alone)
+
+    def __bool__(self) -> bool:
+        return True  # an empty one is one, too
+
+    def __getitem__(self, index: object) -> Any:
+        return self.get(index)
+
+    def __setitem__(self, index: object, data: object) -> None:
+        self.set(index, data)
+
+    def __iter__(self) -> Iterator[Any]:
+        """One item after the other."""
+        return map(self.get, range(len(self)))
+
+    def get(self, index: object) -> Any:
+        """Return the rows at ``index`` as they are stored: like ``buffer[index]``, without its transforms.
+
+        Args:
+            index: an integer for one item; a slice, a list, an integer tensor or a mask for a batch (with
+                `ListStorage` a list of items).
+
+        Raises:
+            IndexError: no row is stored there.
+        """
+        owner = self._owner
+        if owner is None:
+            if self._alone is None and any(reference() is None for reference in self._attached):
+                raise RuntimeError(
+                    "the buffer of this storage is gone, which knew the order of its rows: keep it"
+                )
+            slots = slots_at(index, Ring(1) if self._alone is None else self._alone, self.lanes)
+            rows = slots.reshape(-1)
+            values = self.read_rows(rows)
+        else:
+            owner.enter_process()
+            slots = slots_at(index, owner.ring, self.lanes)
+            drawn, strict = slots.reshape(-1), not isinstance(index, slice)
+
+            def draw_again(ring: Ring) -> Draw:
+                return ring.draw_slots(drawn, strict, self.compact_obs)
+
+            with owner.lock:
+                ring = owner.ring
+                draw = draw_again(ring)
+            draw, values = read_drawn(
+                owner, ring, draw, draw_again, lambda _, draw: self.read_rows(draw.slots, draw.follow)
+            )
+            rows = draw.slots
+        if isinstance(values, list):
+            return values if slots.ndim else values[0]
+        return in_shape(self.build(values, rows.shape), slots, len(rows), self.lanes)
+
+    def set(self, index: object, data: object) -> None:
+        """Write ``data`` over the rows at ``index``, as ``buffer[index] = data`` does without the transforms' ``inv``.
+
+        A storage that no buffer uses also takes new rows, after those it has. Attached objects are told.
+
+        Args:
+            index: see :meth:`get`; also a range.
+            data: one item for an integer, else a batch (with `ListStorage` a list of items).
+
+        Raises:
+            IndexError: a position that holds no row and is none of the next ones.
+            RuntimeError: new rows for a storage with ``ndim`` > 1 or ``compact_obs``, which a buffer must write.
+        """
+        owner = self._owner
+        index, data = (list(given) if isinstance(given, range) else given for given in (index, data))
+        if owner is not None:
+            owner.overwrite(index, data)
+        else:
+            self._set_alone(index, data)
+        for entity in (reference() for reference in self._attached):
+            mark = getattr(entity, "mark_update", None)
+            if mark is not None:
+                mark(index)
+
+    def _set_alone(self, index: object, data: object) -> None:
+        """Write rows of a storage without a buffer."""
+        if self.ndim > 1 or self.compact_obs:
+            raise RuntimeError("a storage with ndim > 1 or compact_obs=True is written by a ReplayBuffer")
+        ring = self._alone or Ring(self.max_size)
+        slots = torch.arange(self.max_size)[index] if isinstance(index, slice) else torch.as_tensor(index)
+        if slots.dtype is torch.bool:
+            slots = slots.nonzero().squeeze(1)
+        rows = self.prepare(data if slots.ndim else self.batch_of_one(data), None, None)
+        slots = slots.reshape(-1)
+        if len(slots) != rows.count:
+            raise ValueError(f"index has {len(slots)} positions, data {rows.count} rows")
+        new = torch.from_numpy(np.unique(slots[slots >= len(ring)].numpy()))  # in order
+        expected = torch.arange(len(ring), len(ring) + len(new))
+        if bool((slots < 0).any()) or not torch.equal(new, expected) or len(ring) + len(new) > self.max_size:
+            raise IndexError(
+                f"positions {slots.tolist()} are not all among the {len(ring)} stored rows and those right after "
+                f"them, of {self.max_size}"
+            )
+        self.put(slots, rows)
+        ring.publish(len(new))
+        self._alone = ring
+
+    def batch_of_one(self, item: object) -> Any:
+        """Return a batch of one item, for :meth:`prepare`."""
+        if not isinstance(item, TensorDict):
+            return one_row(item)
+        rows = {key: leaf.unsqueeze(0) for key, leaf in leaves(item).items()}
+        return nest(rows, torch.Size([1, *item.batch_size]), item.device)  # in a third of the time
+
+    def attach(self, buffer: object) -> None:
+        """Let ``buffer`` know of changes: ``buffer.mark_update(index)``, if it has that, is called by :meth:`set`.
+
+        A `ReplayBuffer` attaches itself to its storage. The object is not kept alive.
+        """
+        if all(reference() is not buffer for reference in self._attached):
+            self._attached.append(weakref.ref(buffer))
+
+    @property
+    def _owner(self) -> StorageOwner | None:
+        """The replay buffer of this storage (of several, the one that has written), or None."""
+        return max(self._buffers(), key=lambda buffer: buffer.started, default=None)
+
+    def _buffers(self) -> list[StorageOwner]:
+        """The replay buffers that were made with this storage, as far as they are alive."""
+        entities = (reference() for reference in self._attached)
+        return [entity for entity in entities if isinstance(entity, StorageOwner)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_attached": []}  # a buffer attaches itself in each copy
+
+    # -- for the buffer --------------------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Number of rows that fit: ``max_size``, rounded down to a multiple of the number of lanes (envs)."""
+        return self.max_size // self.lanes.numel() * self.lanes.numel()
+
+    def lay_flat(self, data: object, time: int, started: bool) -> Any:
+        """Lay the batch dimensions of ``data`` in one, dimension ``time`` first; learn the lanes unless ``started``.
+
+        Raises:
+            ValueError: the lanes are not those of the first batch, or too many.
+        """
+        data, lanes = time_first(data, self.ndim, time)
+        if started and lanes != self.lanes:
+            raise ValueError(
+                f"every batch must have the lanes of the first, {list(self.lanes)}, got {list(lanes)}"
+            )
+        if lanes.numel() > self.max_size:
+            raise ValueError(f"max_size={self.max_size} holds no step of {list(lanes)} lanes")
+        self.lanes = lanes
+        return data
+
+    def fill(self, write: Callable[[Any, None], Any]) -> None:
+        """Call ``write(batch, None)`` of the buffer for the rows that are there from the start, which it counts."""
+        return
+
+    def counts(self) -> dict[str, int]:
+        """Return what ``stats()`` of the buffer shows besides."""
+        return {}
+
+    def held(self) -> AbstractContextManager[Any]:
+        """Return a context in which the files of the rows stay as they are; writers wait while it is entered."""
+        return nullcontext()
+
+    def write_lock(self) -> AbstractContextManager[Any]:
+        """Return a lock that admits one writer at a time, across processes if other processes can write."""
+        return threading.Lock()
+
+    def use_ring(self, ring: Ring, alone: str | None, first: bool = False) -> None:
+        """Set the ``ring`` that counts the rows; its counters are shared if other processes share the rows.
+
+        Args:
+            ring: the ring.
+            alone: name of the component whose state other processes cannot see; None if the buffer can be shared.
+            first: whether the buffer begins to use this storage.
+
+        Raises:
+            ValueError: another buffer, which is alive, writes to this storage, or `set` has; both would write the
+                same slots.
+        """
+        if first and (self._alone or any(buffer.started for buffer in self._buffers())):
+            raise ValueError(
+                f"the storage belongs to another buffer already, or storage.set wrote to it: make one "
+                f"{type(self).__name__} per buffer; buffer.extend(other.oldest_first()) copies rows"
+            )
+
+    def reattach(self, ring: Ring) -> None:
+        """Connect an unpickled ``ring`` to the original's counters, if processes share the rows."""
+        return
+
+    def enter_process(self) -> None:
+        """React to a ``fork``, in the child process; RuntimeError if the storage does not work there."""
+        return
+
+    @abstractmethod
+    def prepare(
+        self, batch: object, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
+    ) -> Rows:
+        """Check ``batch`` ``[N]`` and lay it out; the first call allocates. Nothing is stored yet.
+
+        Args:
+            batch: its last `capacity` rows are taken, or all if ``whole``, for a writer that chooses among them.
+            final: the final observations that come with a compact batch.
+            keys: markers by which to find the fragments; None to leave them out.
+            whole: see ``batch``.
+
+        Raises:
+            ValueError: entries, shapes or dtypes that differ from the first batch, or no ``final`` where it is needed.
+            MemoryError: what the columns need is not there.
+        """
+
+    @abstractmethod
+    def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
+        """Copy ``rows`` to the slots from ``slot`` on, wrapping around from the last slot to slot 0."""
+
+    @abstractmethod
+    def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
+        """Copy the rows ``at`` (default: all) of ``rows`` to ``slots``, in any order."""
+
+    def link(self, ring: Ring, rows: Rows, keys: BoundaryKeys | None) -> Links | None:
+        """Find what the fragments of ``rows`` continue; called before slots are claimed for them.
+
+        Args:
+            ring: the trajectory index in which the rows will be entered; for another ring the result is None.
+            rows: those to be written.
+            keys: names of the markers.
+
+        Raises:
+            ValueError: a fragment is not what the row before it says comes next.
+        """
+        return None
+
+    def keep_next(self, ring: Ring, rows: Rows, links: Links, first: int) -> tuple[Array, Array]:
+        """Store the next observations that no row holds; called after :meth:`write` with ``compact_obs``.
+
+        Args:
+            ring: the trajectory index in which the rows will be entered.
+            rows: those written.
+            links: what :meth:`link` returned.
+            first: number of the first row.
+
+        Returns:
+            pool entry per fragment, -1 for none, int64 ``[F]``; chains whose last entry is now spare, int64.
+        """
+        raise NotImplementedError
+
+    @property
+    def copies_bytes(self) -> bool:
+        """Whether all columns that :meth:`read_rows` gives are copied as bytes: contiguous, in host memory."""
+        return False
+
+    def needs_follow(self, keys: Iterable[NestedKey] | None) -> bool:
+        """Return whether reading the columns ``keys`` (None: all) requires `Ring.follow`."""
+        return False
+
+    @abstractmethod
+    def write_drawn(self, draw: Draw, data: object, shape: torch.Size, keys: BoundaryKeys | None) -> None:
+        """Overwrite the drawn rows with ``data`` of batch shape ``shape``."""
+
+    @abstractmethod
+    def read_rows(
+        self,
+        slots: Tensor,
+        follow: Follow | None = None,
+        *,
+        keys: frozenset[NestedKey] | None = None,
+    ) -> Any:
+        """Return copies of stored rows, as columns by key or as items.
+
+        Args:
+            slots: int64 ``[N]``, positions of the rows.
+            follow: where their next observations stand; a compact storage needs it to give them.
+            keys: which columns, default all.
+        """
+
+    @abstractmethod
+    def build(self, values: Columns | list[Any], shape: torch.Size) -> Any:
+        """Turn what :meth:`read_rows` returned into a batch of batch shape ``shape``."""
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes of one stored row; 0 before the first extend, or where that is not known."""
+        return 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole storage; 0 if unknown."""
+        return 0
+
+    @property
+    def bytes_saved(self) -> int:
+        """Bytes saved compared with plain tensors; 0 if the storage is neither compact nor encoded."""
+        return 0
+
+    @abstractmethod
+    def state_dict(self, rows: int, pool_rows: int = 0) -> dict[str, Any]:
+        """Return the first ``rows`` slots and ``pool_rows`` pool entries for :meth:`load_state_dict`."""
+
+    @abstractmethod
+    def tables(self, pool_rows: int) -> dict[str, Any]:
+        """Return the part of :meth:`state_dict` that is not rows, with ``pool_rows`` pool entries."""
+
+    @abstractmethod
+    def check_tables(self, state: dict[str, Any], ring: Ring) -> None:
+        """Raise ValueError if the :meth:`tables` in ``state``, whose rows ``ring`` counts, are of another storage."""
+
+    @abstractmethod
+    def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
+        """Raise an error if ``state``, whose rows ``ring`` counts, cannot be loaded; nothing changes either way."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the rows from a checked :meth:`state_dict`."""

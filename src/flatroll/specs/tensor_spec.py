@@ -1,0 +1,652 @@
+"""`TensorSpec`, the base of all specs: a shape, a dtype, a device, and shape operations that copy nothing."""
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, DTypeLike
+from torch import Tensor
+from typing_extensions import override
+
+from flatroll.layout.keys import NestedKey
+from flatroll.specs.arithmetic import as_double, from_ordered, is_whole, to_ordered
+from flatroll.specs.shapes import (
+    ANY_LENGTH,
+    Gather,
+    Operation,
+    Shape,
+    as_shape,
+    dims_used,
+    frame_of,
+    shorten,
+    with_any,
+)
+
+Device: TypeAlias = torch.device | str | int | None
+DType: TypeAlias = torch.dtype | DTypeLike | None
+#: Numbers or flags as users give them: one, a list or array of them, or a tensor.
+Numbers: TypeAlias = ArrayLike | Tensor
+_FIXED = {"shape", "dtype", "device"}  # set once; shape operations and `to` make another spec
+#: torch function -> what it does to specs; filled by `implements`.
+TORCH_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+class OutsideSpec(AssertionError, ValueError):
+    """A value is not in the domain of a spec."""
+
+
+def implements(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register what a function of torch, such as ``torch.stack``, does to specs."""
+
+    def register(own: Callable[..., Any]) -> Callable[..., Any]:
+        TORCH_FUNCTIONS[function] = own
+        return own
+
+    return register
+
+
+def as_dtype(dtype: DType) -> torch.dtype:
+    """A torch dtype, or the one of this name or of a NumPy dtype."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+    if isinstance(named, torch.dtype):
+        return named
+    try:
+        return torch.from_numpy(np.zeros(0, dtype)).dtype
+    except TypeError as error:
+        raise TypeError(f"dtype must be a torch dtype, such as torch.float32, got {dtype!r}") from error
+
+
+class TensorSpec(ABC):
+    """Says which tensors are allowed: their shape, dtype, device and values.
+
+    A spec's shape has the dims of a batch first, then those of one value. It takes the shape operations of tensors
+    (`expand`, `reshape`, `flatten`, `unflatten`, `squeeze`, `unsqueeze`, indexing, `unbind`, ``torch.stack``), which
+    return views of its parameters: nothing is copied. The last dims of some classes, such as the categories of
+    `OneHot`, belong to one value and cannot be indexed or reshaped.
+
+    Args:
+        shape: shape of the tensors. A dim of -1 takes any length.
+        space: what subclasses show as `space`.
+        device: device of the tensors that are drawn; None is the CPU.
+        dtype: dtype of the tensors.
+        domain: ``"continuous"``, ``"discrete"`` or empty.
+    """
+
+    shape: torch.Size
+    device: torch.device | None
+    dtype: torch.dtype | None
+    domain: str
+    value_dims: int = 0  # how many of the last dims belong to one value
+    _default_device: torch.device | None = torch.device("cpu")
+    _frame: Tensor  # one number in memory with the batch dims: operations on it give the new shape
+    _parameters: dict[str, Tensor]  # each broadcasts to [*batch dims, ...]; see `shorten`
+    _kept: int = 0  # how many of a parameter's last dims belong to one value
+    _cache: dict[str, Any]  # computed from the parameters when first needed
+
+    def __init__(
+        self,
+        shape: Shape,
+        space: Any = None,
+        device: Device = None,
+        dtype: DType = torch.float32,
+        domain: str = "",
+    ) -> None:
+        self.shape = as_shape(shape)
+        self._space = space
+        self.device = self._default_device if device is None else torch.device(device)
+        self.dtype = None if dtype is None else as_dtype(dtype)
+        self.domain = domain
+        self._frame = frame_of(self.shape[: len(self.shape) - self.value_dims])
+        self._parameters = {}
+        self._cache = {}
+
+    @property
+    def space(self) -> Any:
+        """The domain of the values: an object with ``low`` and ``high``, or with ``n``."""
+        return self._space
+
+    # --- shape ----------------------------------------------------------------------------------------------------
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    def ndimension(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    @property
+    def batch_ndim(self) -> int:
+        """Number of dims in front of those of one value."""
+        return self._frame.ndim
+
+    def _copy_with(self, **attributes: Any) -> Self:
+        new = object.__new__(type(self))
+        state = new.__dict__
+        state.update(self.__dict__)
+        state["_cache"], state["_parameters"] = {}, self._parameters.copy()  # in which a mask is replaced
+        state.update(attributes)
+        return new
+
+    def _map_shape(self, operation: Operation, dims: int) -> tuple[torch.Size, Tensor]:
+        """The shape, and the frame, after an operation on the first ``dims`` dims."""
+        frame = self._frame
+        if isinstance(operation, Gather):  # on the first dims only, so that one number stays one in memory
+            sizes = operation(frame.as_strided(frame.shape[:dims], (0,) * dims)).shape + frame.shape[dims:]
+            frame = frame.as_strided(sizes, (0,) * len(sizes))
+        else:
+            frame = operation(frame)
+        shape = frame.shape
+        if -1 in self.shape or ANY_LENGTH in shape:
+            shape = with_any(shape)
+        if self.value_dims:
+            shape = shape + self.shape[self.ndim - self.value_dims :]
+        return shape, frame
+
+    def map_dims(self, operation: Operation, dims: int) -> Self:
+        """The spec after an operation on its first ``dims`` dims, which leaves those after them alone."""
+        shape, frame = self._map_shape(operation, dims)
+        parameters: dict[str, Tensor] = {}
+        behind = self._frame.ndim - dims
+        for name, parameter in self._parameters.items():
+            own = parameter.ndim - self._kept
+            if own > behind:  # else it is the same for all of these dims, so also afterwards
+                full = parameter.expand((*self._frame.shape, *parameter.shape[own:]))
+                parameter = shorten(operation(full), self._kept)
+            parameters[name] = parameter
+        return self._copy_with(_frame=frame, shape=shape, _parameters=parameters)
+
+    def _full(self, name: str) -> Tensor:
+        """A parameter with all dims of the spec; those of any length have size 1."""
+        parameter = self._parameters[name]
+        sizes = [1 if size == ANY_LENGTH else size for size in self._frame.shape]
+        return parameter.expand((*sizes, *parameter.shape[parameter.ndim - self._kept :]))
+
+    def _outer(self, what: str, *dims: int) -> list[int]:
+        """Dims counted from the front, all of them in front of a value's own dims."""
+        outer = self.ndim - self.value_dims
+        counted = [dim + self.ndim if dim < 0 else dim for dim in dims]
+        if any(not 0 <= dim < outer for dim in counted):
+            own = f", and its last {self.value_dims} belong to one value" if self.value_dims else ""
+            raise IndexError(
+                f"{what} is not possible: {type(self).__name__} has shape {tuple(self.shape)}{own}"
+            )
+        return counted
+
+    def _split(self, shape: torch.Size, what: str) -> torch.Size:
+        """The batch part of a new shape, whose last dims must stay those of one value."""
+        cut = len(shape) - self.value_dims
+        own = self.shape[self.ndim - self.value_dims :]
+        if cut < 0 or any(new not in (-1, old) for new, old in zip(shape[cut:], own, strict=True)):
+            raise ValueError(
+                f"{what} to {tuple(shape)} is not possible: the last dims of {type(self).__name__} with shape "
+                f"{tuple(self.shape)} belong to one value and stay {tuple(own)}"
+            )
+        return shape[:cut]
+
+    def expand(self, *shape: Shape) -> Self:
+        """Repeat along new leading dims, or along dims of size 1. Nothing is copied."""
+        outer, dims = self._split(as_shape(*shape), "expand"), self._frame.ndim
+        new = len(outer) - dims  # in these -1 is any length, in those that there are it keeps them
+        outer = torch.Size([ANY_LENGTH if size == -1 and d < new else size for d, size in enumerate(outer)])
+        try:
+            return self.map_dims(lambda tensor: tensor.expand((*outer, *tensor.shape[dims:])), dims)
+        except RuntimeError as error:
+            raise ValueError(
+                f"expand to {tuple(as_shape(*shape))} is not possible for {type(self).__name__} with shape "
+                f"{tuple(self.shape)}: its dims must be the last ones, or have size 1"
+            ) from error
+
+    def reshape(self, *shape: Shape) -> Self:
+        """Give the batch dims another shape of as many elements."""
+        outer, dims = self._split(as_shape(*shape), "reshape"), self._frame.ndim
+        try:
+            sizes = self._frame.reshape(outer).shape
+            return self.map_dims(lambda tensor: tensor.reshape((*sizes, *tensor.shape[dims:])), dims)
+        except RuntimeError as error:
+            raise ValueError(
+                f"reshape to {tuple(as_shape(*shape))} is not possible for {type(self).__name__} with shape "
+                f"{tuple(self.shape)}"
+            ) from error
+
+    view = reshape
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Self:
+        """Make one dim of several; ``end_dim=-1`` is the last one in front of a value's own dims."""
+        end_dim = end_dim - self.value_dims if end_dim < 0 else end_dim
+        start, end = self._outer("flatten", start_dim, end_dim)
+        return self.map_dims(lambda tensor: tensor.flatten(start, end), self._frame.ndim)
+
+    def unflatten(self, dim: int, sizes: Shape) -> Self:
+        """Make several dims of one."""
+        (dim,), parts = self._outer("unflatten", dim), as_shape(sizes)
+        return self.map_dims(lambda tensor: tensor.unflatten(dim, parts), self._frame.ndim)
+
+    def squeeze(self, dim: int | None = None) -> Self:
+        """Drop a dim, or all dims, of size 1 in front of a value's own dims."""
+        if dim is None:
+            drop = tuple(d for d, size in enumerate(self._frame.shape) if size == 1)
+        else:
+            drop = tuple(self._outer("squeeze", dim))
+        full = tuple(
+            0 if d in drop and size == 1 else slice(None) for d, size in enumerate(self._frame.shape)
+        )
+        return self.map_dims(lambda tensor: tensor[full], self._frame.ndim)
+
+    def unsqueeze(self, dim: int) -> Self:
+        """Insert a dim of size 1."""
+        at = dim + self.ndim + 1 if dim < 0 else dim
+        if not 0 <= at <= self._frame.ndim:
+            self._outer("unsqueeze", at)
+            raise IndexError(f"unsqueeze({dim}) is not possible for a spec of {self.ndim} dims")
+        return self.map_dims(lambda tensor: tensor.unsqueeze(at), at)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Index the dims in front of a value's own, as a tensor of these dims is indexed."""
+        full = self._full_index(index)
+        dims = sum(map(dims_used, full))
+        if any(isinstance(item, Tensor) for item in full):
+            return self.map_dims(Gather(full), dims)
+        return self.map_dims(lambda tensor: tensor[full], dims)
+
+    def _full_index(self, index: Any) -> tuple[Any, ...]:
+        """The index as a tuple without ``...``, so that dims behind the batch's do not shift it."""
+        items = list(index) if isinstance(index, tuple) else [index]
+        items = [
+            torch.as_tensor(item) if isinstance(item, list | tuple | range | np.ndarray) else item
+            for item in items
+        ]
+        free = self._frame.ndim - sum(map(dims_used, items))
+        places = [place for place, item in enumerate(items) if item is Ellipsis]
+        if free < 0 or len(places) > 1:
+            self._outer(f"the index {index}", self.ndim)
+        for place in places:
+            items[place : place + 1] = [slice(None)] * free
+        return tuple(items)
+
+    def unbind(self, dim: int = 0) -> tuple[Self, ...]:
+        """One spec for each index along a dim."""
+        (dim,) = self._outer("unbind", dim)
+        return tuple(self[(*(slice(None),) * dim, i)] for i in range(self._frame.shape[dim]))
+
+    def __len__(self) -> int:
+        """Size of the first dim."""
+        if not self.shape:
+            raise TypeError(f"a {type(self).__name__} without dims has no length")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.unbind(0))
+
+    # --- device, dtype, copies ----------------------------------------------------------------------------------
+
+    def to(self, dest: torch.dtype | Device) -> Self:
+        """The spec with another dtype, or on another device. None changes nothing."""
+        if dest is None:
+            return self
+        if isinstance(dest, torch.dtype):
+            return self if dest == self.dtype else self._with_dtype(dest)
+        device = torch.device(dest)
+        return self if device == self.device else self._with_device(device)
+
+    def _with_dtype(self, dtype: torch.dtype) -> Self:
+        return self._copy_with(dtype=dtype)
+
+    def _with_device(self, device: torch.device) -> Self:
+        moved = {name: parameter.to(device) for name, parameter in self._parameters.items()}
+        return self._copy_with(device=device, _parameters=moved)
+
+    def cpu(self) -> Self:
+        """The spec on the CPU."""
+        return self.to("cpu")
+
+    def cuda(self, device: Device = None) -> Self:
+        """The spec on a GPU."""
+        return self.to("cuda" if device is None else device)
+
+    def clone(self) -> Self:
+        """A copy whose mask can be changed by itself; the parameters are shared."""
+        return self._copy_with()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIXED and name in self.__dict__:
+            raise AttributeError(
+                f"{name} of a {type(self).__name__} cannot be set: make another spec of it, by expand, reshape or to"
+            )
+        object.__setattr__(self, name, value)
+
+    # --- values -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Any:
+        """Draw random values ``[*shape, *self.shape]``."""
+
+    @abstractmethod
+    def zero(self, shape: Shape = ()) -> Any:
+        """Values ``[*shape, *self.shape]`` of zero, or of what is closest to it in the domain."""
+
+    @abstractmethod
+    def one(self, shape: Shape = ()) -> Any:
+        """Values ``[*shape, *self.shape]`` of one, or of what is closest to it in the domain."""
+
+    def sample(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Any:
+        """Draw random values, as `rand`."""
+        return self.rand(shape, generator=generator)
+
+    def zeros(self, shape: Shape = ()) -> Any:
+        """Values closest to zero, as `zero`."""
+        return self.zero(shape)
+
+    def ones(self, shape: Shape = ()) -> Any:
+        """Values closest to one, as `one`."""
+        return self.one(shape)
+
+    def _full_shape(self, shape: Shape) -> torch.Size:
+        """``[*shape, *self.shape]``, with 1 for dims of any length."""
+        front = () if shape is None else as_shape(shape)
+        return torch.Size([*front, *(1 if size == -1 else size for size in self.shape)])
+
+    def allowed(self, value: Tensor) -> Tensor:
+        """Which entries of a value of the right shape, dtype and device are in the domain: bool, one for each."""
+        raise NotImplementedError(f"{type(self).__name__} holds no single tensors")
+
+    def all_allowed(self, value: Tensor) -> bool:
+        """Whether all entries of a value of the right shape, dtype and device are in the domain."""
+        return bool(self.allowed(value).all())
+
+    def _misfit(self, value: object) -> str | None:
+        """What is wrong with the type, dtype or shape of a value, if anything."""
+        if not isinstance(value, Tensor):
+            return f"a tensor was expected, got {type(value).__name__}"
+        if value.is_meta:
+            return "a tensor with values was expected, got one on the device meta"
+        if value.dtype is not self.dtype:
+            return f"dtype {self.dtype} was expected, got {value.dtype}"
+        if not self._fits(value.shape):
+            return f"shape {tuple(self.shape)} was expected, after any batch dims, got {tuple(value.shape)}"
+        return None
+
+    def _fits(self, shape: torch.Size) -> bool:
+        """Whether a shape ends with that of the spec, whose dims of size -1 take any length."""
+        last = shape[len(shape) - self.ndim :] if self.ndim <= len(shape) else shape
+        return last == self.shape or (
+            len(last) == self.ndim
+            and all(mine in (-1, size) for mine, size in zip(self.shape, last, strict=True))
+        )
+
+    def is_in(self, value: object) -> bool:
+        """Whether a value has this dtype, this shape (behind any batch dims), and lies in the domain. Never raises.
+
+        The value may be on any device.
+        """
+        return (
+            isinstance(value, Tensor)
+            and self._misfit(value) is None
+            and self.to(value.device).all_allowed(value)
+        )
+
+    def __contains__(self, item: object) -> bool:
+        return self.is_in(item)
+
+    def contains(self, item: object) -> bool:
+        """Whether a value is in the domain, as `is_in`."""
+        return self.is_in(item)
+
+    def assert_is_in(self, value: object) -> None:
+        """Raise an error that names the first row that does not fit, what was expected and what came.
+
+        Raises:
+            OutsideSpec: an AssertionError and a ValueError.
+        """
+        problem = self.problem(value)
+        if problem is not None:
+            raise OutsideSpec(problem)
+
+    def problem(self, value: object) -> str | None:
+        """Say what is wrong with a value, or return None if it is in the domain."""
+        text = self._misfit(value)
+        if text is not None:
+            return text
+        assert isinstance(value, Tensor)
+        allowed = self.to(value.device).allowed(value)
+        if bool(allowed.all()):
+            return None
+        first = tuple((~allowed).nonzero()[0].tolist())
+        where = f"at index {first[0] if len(first) == 1 else first} " if first else ""
+        return f"{where}a value of {self._domain_text(first)} was expected, got {_short(value[first])}"
+
+    def _domain_text(self, index: tuple[int, ...]) -> str:
+        """The domain of the entry at an index of a value, in words."""
+        return repr(self)
+
+    def type_check(self, value: Any, key: NestedKey | None = None) -> None:
+        """Raise a TypeError if a value has another dtype."""
+        if getattr(value, "dtype", None) is not self.dtype:
+            named = "" if key is None else f" of {key!r}"
+            raise TypeError(
+                f"the dtype{named} must be {self.dtype}, got {getattr(value, 'dtype', type(value))}"
+            )
+
+    def project(self, value: Any) -> Any:
+        """Return a value that is inside as it is, or else the closest one inside. It never leaves NaN."""
+        if self.is_in(value):
+            return value
+        if not isinstance(value, Tensor) or not self._fits(value.shape):
+            raise ValueError(
+                f"a tensor of shape {tuple(self.shape)}, after any batch dims, was expected, got "
+                f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}"
+            )
+        return self.closest(value)
+
+    def closest(self, value: Tensor) -> Tensor:
+        """The closest values inside, of this dtype."""
+        raise NotImplementedError(f"{type(self).__name__} holds no single tensors")
+
+    def encode(self, value: Any, *, ignore_device: bool = False) -> Any:
+        """Make a tensor in the domain of an array, a list, a number or a tensor; sizes of 1 may be left out.
+
+        Args:
+            value: what the env or a user gives.
+            ignore_device: leave it where it is.
+
+        Raises:
+            OutsideSpec: the value is outside, or would change in this dtype.
+            ValueError: it has another shape.
+        """
+        if not isinstance(value, Tensor):
+            # In float64, where torch rounds a list to float32; a copy, because torch takes no negative strides.
+            value = np.ascontiguousarray(value).reshape(np.shape(value))
+        given = torch.as_tensor(value)
+        if not ignore_device:
+            given = given.to(self.device)
+        tensor = self._fit_shape(self._cast(given))
+        self.assert_is_in(tensor)
+        return tensor
+
+    def _cast(self, given: Tensor) -> Tensor:
+        """The same numbers in this dtype."""
+        assert self.dtype is not None
+        if given.dtype is self.dtype:
+            return given
+        tensor = given.to(self.dtype)
+        changed = not torch.equal(tensor.to(given.dtype), given) if is_whole(self.dtype) else None
+        if changed is None:  # floats are rounded, but what is finite stays so
+            changed = bool((tensor.isinf() & ~given.isinf()).any())
+        if changed:
+            raise OutsideSpec(f"{_short(given)} cannot be written as {self.dtype} without changing it")
+        return tensor
+
+    def _fit_shape(self, tensor: Tensor) -> Tensor:
+        if self._fits(tensor.shape) and tensor.ndim == self.ndim:
+            return tensor
+        if [size for size in tensor.shape if size != 1] != [size for size in self.shape if size != 1]:
+            raise ValueError(
+                f"a value of shape {tuple(self.shape)} was expected, got {tuple(tensor.shape)}: expand the spec for a "
+                "batch"
+            )
+        return tensor.reshape(self.shape)
+
+    def to_numpy(self, value: Any, safe: bool | None = None) -> Any:
+        """The array of a value, the inverse of `encode`; ``safe=True`` checks the value first."""
+        if safe:
+            self.assert_is_in(value)
+        return value.detach().cpu().numpy()
+
+    def index(self, index: Tensor, tensor_to_index: Tensor) -> Tensor:
+        """Pick from the last dim of a tensor by category; only specs of categories can.
+
+        Args:
+            index: values of this spec.
+            tensor_to_index: ``[..., n]``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no categories to pick by")
+
+    def cardinality(self) -> int | float:
+        """Number of values, batch dims left aside; ``inf`` where there is no end to them."""
+        return float("inf")
+
+    def enumerate(self, use_mask: bool = False) -> Any:
+        """All values ``[cardinality, *shape]``; the batch has the same one everywhere.
+
+        Args:
+            use_mask: leave out what the mask forbids.
+        """
+        raise NotImplementedError(f"the values of {type(self).__name__} cannot be listed")
+
+    # --- the rest -----------------------------------------------------------------------------------------------
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if type(self) is not type(other) or not isinstance(other, TensorSpec):
+            return False
+        mine, its = self._parameters, other._parameters
+        return (
+            self.shape == other.shape
+            and self.dtype == other.dtype
+            and self.device == other.device
+            and self.domain == other.domain
+            and self._settings() == other._settings()
+            and mine.keys() == its.keys()
+            and all(_equal(mine[name], its[name]) for name in mine)
+        )
+
+    def _settings(self) -> tuple[Any, ...]:
+        """What makes two specs of one class and shape different, besides the tensors in ``_parameters``."""
+        return ()
+
+    __hash__ = None  # type: ignore[assignment]  # compared by value, and its mask can change
+
+    def __repr__(self) -> str:
+        parts = [f"shape={tuple(self.shape)}", *self._repr_parts(), f"dtype={self.dtype}"]
+        if self.device is not None and self.device.type != "cpu":
+            parts.append(f"device={self.device}")
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    def _repr_parts(self) -> list[str]:
+        return []
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        own = TORCH_FUNCTIONS.get(func)
+        if own is None:
+            return NotImplemented
+        return own(*args, **(kwargs or {}))
+
+
+class Ranged(TensorSpec):
+    """Base of specs whose entries lie between two numbers, both included."""
+
+    _whole = True  # only whole numbers are allowed, also in a dtype of floats
+    _range_text = "{} to {}"
+
+    @abstractmethod
+    def _limits(self) -> tuple[Tensor, Tensor]:
+        """The least and the largest value: tensors of this dtype that broadcast to the shape."""
+
+    def _get_limits(self) -> tuple[Tensor, Tensor]:
+        limits: tuple[Tensor, Tensor] | None = self._cache.get("limits")
+        if limits is None:
+            low, high = self._limits()
+            limits = self._cache["limits"] = to_ordered(low), to_ordered(high)
+        return limits
+
+    @override
+    def all_allowed(self, value: Tensor) -> bool:
+        low, high = self._get_limits()
+        numbers = to_ordered(value)
+        if not torch.equal(numbers.clamp(low, high), numbers):  # NaN is equal to nothing
+            return False
+        return not (self._whole and numbers.is_floating_point()) or torch.equal(numbers.round(), numbers)
+
+    @override
+    def allowed(self, value: Tensor) -> Tensor:
+        low, high = self._get_limits()
+        numbers = to_ordered(value)
+        inside = (numbers >= low) & (numbers <= high)
+        return (
+            inside & (numbers == numbers.round()) if self._whole and numbers.is_floating_point() else inside
+        )
+
+    def _clamp(self, value: Tensor) -> Tensor:
+        """The closest values inside to values of this dtype."""
+        assert self.dtype is not None
+        return from_ordered(to_ordered(value).clamp(*self._get_limits()), self.dtype)
+
+    @override
+    def closest(self, value: Tensor) -> Tensor:
+        assert self.dtype is not None
+        value = value.to(self.device)
+        if is_whole(value.dtype) and is_whole(self.dtype) and torch.uint64 not in (value.dtype, self.dtype):
+            low, high = (limit.long() for limit in self._limits())
+            numbers = value.long().clamp(low, high)
+        else:
+            low, high = (as_double(limit) for limit in self._limits())
+            numbers = value.double().nan_to_num(0.0, torch.inf, -torch.inf)
+            numbers = numbers.round() if self._whole or is_whole(self.dtype) else numbers
+            numbers = numbers.clamp(low, high)  # in float64, for what the dtype cannot hold
+        return self._clamp(numbers.to(self.dtype))
+
+    @override
+    def zero(self, shape: Shape = ()) -> Tensor:
+        return self.closest(torch.zeros(self._full_shape(shape), dtype=torch.int64, device=self.device))
+
+    @override
+    def one(self, shape: Shape = ()) -> Tensor:
+        return self.closest(torch.ones(self._full_shape(shape), dtype=torch.int64, device=self.device))
+
+    @override
+    def _domain_text(self, index: tuple[int, ...]) -> str:
+        sizes = self._full_shape(())
+        at = tuple(
+            0 if size == 1 else i for i, size in zip(index[len(index) - self.ndim :], sizes, strict=True)
+        )
+        return self._range_text.format(*(limit.expand(sizes)[at].item() for limit in self._limits()))
+
+
+for _name in ("squeeze", "unsqueeze", "reshape", "flatten", "unflatten", "unbind"):
+    implements(getattr(torch, _name))(
+        functools.partial(
+            lambda spec, *rest, name, **options: getattr(spec, name)(*rest, **options), name=_name
+        )
+    )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one is other or bool((one == other).all())
+
+
+def _short(value: Tensor) -> str:
+    """A few numbers of a value, for an error."""
+    numbers = value.detach().reshape(-1)[:8].tolist()
+    if value.numel() == 1:
+        return str(numbers[0])
+    return f"[{', '.join(map(str, numbers))}{', ...' if value.numel() > 8 else ''}]"

@@ -1,0 +1,203 @@
+"""Rows of columns: `RowNumbers` numbers the distinct ones, `GrowingColumns` keeps them."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from flatroll.kernels.rows.row_index import RowIndex
+from flatroll.kernels.rows.words import hash_words, pack_rows, view_rows
+from flatroll.layout.keys import NestedKey, as_tuple, plain_key
+from flatroll.layout.tensordict_seam import get_entry, nest
+
+Kind = tuple[torch.dtype, torch.Size]
+
+
+class RowNumbers:
+    """Numbers the distinct rows of some columns; their dtypes and shapes are fixed by the first insertion.
+
+    >>> rows = RowNumbers(["x"])
+    >>> rows.insert([torch.tensor([3.0, 5.0, 3.0])])
+    tensor([0, 1, 0])
+    """
+
+    def __init__(self, names: Sequence[NestedKey]) -> None:
+        self.names = names
+        self.index: RowIndex | None = None
+        self.kinds: list[Kind] | None = None
+
+    def __len__(self) -> int:
+        return 0 if self.index is None else len(self.index)
+
+    def insert(self, columns: Sequence[Tensor]) -> Tensor:
+        """The number of each row, int64 ``[N]``; new rows get new numbers."""
+        return self.number(columns)[0]
+
+    def find(self, columns: Sequence[Tensor]) -> Tensor:
+        """The number of each row, int64 ``[N]``; -1 for unknown rows."""
+        return self.number(columns, extend=False)[0]
+
+    def number(self, columns: Sequence[Tensor], extend: bool = True) -> tuple[Tensor, Tensor]:
+        """Numbers and hashes, int64 ``[N]`` each, of the rows of columns ``[N, *F]``.
+
+        Unknown rows get new numbers if ``extend``, else -1.
+
+        Raises:
+            TypeError: a column is of another dtype or shape than in the rows before.
+        """
+        for name, column, kind in zip(self.names, columns, self.kinds or (), strict=False):
+            if (column.dtype, column.shape[1:]) != kind:
+                raise TypeError(
+                    f"{name!r} must be {kind[0]} {tuple(kind[1])} per row as in the rows before, "
+                    f"got {column.dtype} {tuple(column.shape[1:])}"
+                )
+        words, floats = view_rows(columns)
+        if self.index is None:
+            if not extend:
+                return torch.full((len(words),), -1, dtype=torch.int64, device=words.device), hash_words(
+                    pack_rows(columns)
+                )
+            self.index = RowIndex(words.shape[1], words.device)
+            self.kinds = [(column.dtype, column.shape[1:]) for column in columns]
+        return self.index.number(words, floats=floats, extend=extend)
+
+    def truncate(self, count: int) -> None:
+        """Forget the rows with numbers from ``count`` on; with 0, also what kinds of columns they had."""
+        if self.index is not None:
+            self.index.truncate(count)
+        if not count:
+            self.index = self.kinds = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows, by number."""
+        return {"words": None if self.index is None else self.index.words.clone(), "kinds": self.kinds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the numbers from :meth:`state_dict`."""
+        self.index, self.kinds = None, state["kinds"]
+        if state["words"] is not None:
+            self.index = RowIndex(state["words"].shape[1], state["words"].device)
+            self.index.insert(state["words"])
+
+
+class GrowingColumns:
+    """Rows of named columns in memory that doubles when it is full. The first rows fix names, dtypes and shapes.
+
+    >>> rows = GrowingColumns()
+    >>> rows.set(torch.tensor([0, 1]), {"x": torch.tensor([5.0, 6.0])})
+    >>> rows.set(torch.tensor([1, 2]), {"x": torch.tensor([7.0, 8.0])})
+    >>> rows.get(torch.tensor([2, 1, 0]))["x"]
+    tensor([8., 7., 5.])
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._columns: dict[NestedKey, Tensor] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def keys(self) -> list[NestedKey]:
+        """Names of the columns; empty before the first row."""
+        return list(self._columns)
+
+    def check(self, columns: Mapping[NestedKey, Tensor]) -> None:
+        """Raise unless ``columns`` are of the names, dtypes and shapes of the rows before.
+
+        Raises:
+            KeyError: a column is missing.
+            TypeError: a column has another dtype or shape.
+        """
+        for key, stored in self._columns.items():
+            if key not in columns:
+                raise KeyError(
+                    f"no entry {key!r}, which the rows before have; got {sorted(map(str, columns))}"
+                )
+            column = columns[key]
+            if column.dtype != stored.dtype or column.shape[1:] != stored.shape[1:]:
+                raise TypeError(
+                    f"{key!r} must be {stored.dtype} {tuple(stored.shape[1:])} per row as in the rows before, "
+                    f"got {column.dtype} {tuple(column.shape[1:])}"
+                )
+
+    def set(self, at: Tensor, columns: Mapping[NestedKey, Tensor]) -> None:
+        """Write rows ``[N, *F]`` at the positions ``at`` (int64 ``[N]``, none twice), of old rows or right after them.
+
+        Columns that the rows before do not have are left out. Call :meth:`check` first.
+        """
+        if not at.shape[0]:
+            return
+        # Whether they are the next positions, in order: then a slice is written, in a fraction of the time.
+        rows = int(at.max()) + 1
+        if rows - self._count == len(at) and int(at[0]) == self._count and bool((at[1:] > at[:-1]).all()):
+            self.append(columns, len(at))
+            return
+        self._reserve(columns, rows)
+        for key, stored in self._columns.items():
+            stored.index_copy_(0, at, columns[key].detach())
+        self._count = max(self._count, rows)
+
+    def append(self, columns: Mapping[NestedKey, Tensor], new: int) -> None:
+        """Write ``new`` rows ``[new, *F]`` after the last one, as :meth:`set` does."""
+        if not new:
+            return
+        before, rows = self._count, self._count + new
+        self._reserve(columns, rows)
+        for key, stored in self._columns.items():
+            stored[before:rows] = columns[key].detach()
+        self._count = rows
+
+    def _reserve(self, columns: Mapping[NestedKey, Tensor], rows: int) -> None:
+        """Have room for so many rows of columns like these."""
+        if not self._columns:
+            self._columns = {key: column.new_empty(0, *column.shape[1:]) for key, column in columns.items()}
+        for key, stored in self._columns.items():
+            if rows > stored.shape[0]:
+                larger = stored.new_empty(max(64, 1 << (rows - 1).bit_length()), *stored.shape[1:])
+                larger[: self._count] = stored[: self._count]
+                self._columns[key] = larger
+
+    def get(self, at: Tensor) -> TensorDict:
+        """The rows at positions ``at`` (int64 ``[N]``), copied, as a tensordict ``[N]``."""
+        return nest({key: column[at] for key, column in self._columns.items()}, len(at))
+
+    def column(self, key: NestedKey) -> Tensor:
+        """One column of all rows, ``[len, *F]``: a view, which the next :meth:`set` may leave behind."""
+        return self._columns[plain_key(key)][: self._count]
+
+    def clear(self) -> None:
+        """Forget all rows, their names, dtypes and shapes."""
+        self._count, self._columns = 0, {}
+
+    def load(self, rows: TensorDictBase) -> None:
+        """Replace all rows by those of ``rows`` (``[N]``)."""
+        self.clear()
+        self.set(torch.arange(len(rows)), flat_columns(rows))
+
+
+def flat_columns(rows: TensorDictBase, keys: Iterable[NestedKey] | None = None) -> dict[NestedKey, Tensor]:
+    """The entries of a tensordict ``[*B]``, or those at ``keys``, as columns ``[N, *F]`` of all its rows.
+
+    >>> flat_columns(TensorDict({"next": {"x": torch.zeros(2, 3, 4)}}, [2, 3]))["next", "x"].shape
+    torch.Size([6, 4])
+    """
+    dims, count = rows.batch_dims, rows.batch_size.numel()
+    named = (
+        _leaves(rows) if keys is None else ((plain_key(as_tuple(key)), get_entry(rows, key)) for key in keys)
+    )
+    columns = dict(named)
+    if dims == 1:
+        return columns
+    return {key: column.reshape(count, *column.shape[dims:]) for key, column in columns.items()}
+
+
+def _leaves(rows: TensorDictBase, *parents: str) -> Iterator[tuple[NestedKey, Tensor]]:
+    """All tensors with their keys; ``rows.items(True, True)`` takes three times as long."""
+    for name, value in rows.items():
+        if isinstance(value, TensorDictBase):
+            yield from _leaves(value, *parents, name)
+        elif isinstance(value, Tensor):
+            yield (*parents, name) if parents else name, value
