@@ -28,7 +28,7 @@ from flatroll.datasets.formats.tables import MAX_BYTES, row_groups
 from flatroll.layout import checks
 from flatroll.layout.export import Array, from_arrow, from_numpy, optional_package, to_arrow, to_numpy
 from flatroll.layout.keys import NEXT, OBSERVATION, as_tuple, observation_keys
-from flatroll.layout.ted.compact import is_shift
+from flatroll.layout.ted import is_shift
 
 _FILE_BYTES, _FILES_IN_CHUNK, _FINALS_AT_ONCE = 100 << 20, 1000, 256
 DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"

@@ -18,7 +18,7 @@ from flatroll.datasets.formats.sources import Source, episodes_of
 from flatroll.disk import Folder
 from flatroll.layout.export import Array, from_numpy, optional_package, to_numpy
 from flatroll.layout.keys import ACTION, NEXT, OBSERVATION, as_tuple, observation_keys
-from flatroll.layout.ted.compact import is_shift
+from flatroll.layout.ted import is_shift
 
 if TYPE_CHECKING:
     from minari import EpisodeData, MinariDataset

@@ -25,7 +25,7 @@ from flatroll.layout.keys import (
     observation_keys,
     optional_marker,
 )
-from flatroll.layout.ted.compact import rows_equal
+from flatroll.layout.ted import rows_equal
 
 CHUNK_BYTES = 32 << 20  # of rows that are in memory at a time
 
