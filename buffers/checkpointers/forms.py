@@ -12,11 +12,11 @@ from flatroll.buffers.checkpointers.base import Span, StorageCheckpointerBase, T
 from flatroll.buffers.columns.column import check_values, differ, put_rows
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.saved_tables import damaged
-from flatroll.buffers.storages.item_kinds import nest
 from flatroll.disk.columns import Column, Ragged
 from flatroll.disk.names import column_name
 from flatroll.layout.boundaries import run_starts
 from flatroll.layout.keys import NestedKey, next_key, plain_key
+from flatroll.layout.tensordict_seam import nest
 
 _STARTS = "#starts"  # bool per row: a run begins here
 _AFTER = "#after"  # next values that are not those of the row after
@@ -107,7 +107,7 @@ class NestedStorageCheckpointer(FlatStorageCheckpointer):
                 f"{type(self).__name__} needs rows with a marker of trajectories, one of {markers}: use "
                 "FlatStorageCheckpointer"
             )
-        batch = nest(columns, slots.shape)
+        batch = nest(columns, *slots.shape)
         keys = BoundaryKeys.probe(batch)
         starts = run_starts(batch, is_init_key=keys.is_init, done_key=keys.done, traj_key=keys.traj)
         return {**super().dump(storage, slots), _STARTS: starts}
