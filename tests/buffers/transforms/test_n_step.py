@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatroll.buffers import LazyTensorStorage, MultiStep, MultiStepTransform, ReplayBuffer, SliceSampler
-from flatroll.kernels.scans.scan import segmented_scan
+from flatroll.kernels.scan import segmented_scan
 from flatroll.layout import encode_delta, run_ends
 
 CAPACITY = 61
