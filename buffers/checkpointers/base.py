@@ -16,7 +16,7 @@ from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.saved_tables import check_rows, damaged
 from flatroll.buffers.index.top_k_ring import RankedRing
 from flatroll.disk import Folder, LoadedVersion, Ragged, Version, column_key, column_name
-from flatroll.disk.columns import Column as FileColumn
+from flatroll.disk.segments import Column as FileColumn
 from flatroll.disk.state_tree import from_text, pack, to_text, unpack
 from flatroll.layout.keys import NestedKey
 

@@ -13,8 +13,8 @@ from flatroll.buffers.columns.base import check_values, differ, put_rows
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.storages.item_kinds import nest
-from flatroll.disk.columns import Column, Ragged
-from flatroll.disk.names import column_name
+from flatroll.disk.segments import Column, Ragged
+from flatroll.disk.segments import column_name
 from flatroll.layout.boundaries import run_starts
 from flatroll.layout.keys import NestedKey, next_key, plain_key
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from flatroll.buffers.checkpointers.forms import FlatStorageCheckpointer
 from flatroll.disk import DamagedFileError, LoadedVersion, Version, files
-from flatroll.disk.columns import Column, Ragged
+from flatroll.disk.segments import Column, Ragged
 from flatroll.disk.state_tree import from_text, to_text
 from flatroll.layout.hdf5 import h5_columns
 from flatroll.layout.keys import NestedKey

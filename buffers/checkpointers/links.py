@@ -16,8 +16,8 @@ from flatroll.buffers.checkpointers.base import (
 )
 from flatroll.buffers.index.ring import Ring
 from flatroll.disk import Folder, LoadedVersion, Version
-from flatroll.disk.columns import Column as FileColumn
-from flatroll.disk.names import MOST_ROWS
+from flatroll.disk.segments import Column as FileColumn
+from flatroll.disk.segments import MOST_ROWS
 
 
 class DiskStorageCheckpointer(StorageCheckpointerBase):

@@ -24,7 +24,7 @@ from flatroll.buffers.storages.disk.pieces import Piece
 from flatroll.buffers.storages.item_kinds import TensorDicts
 from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.disk import LoadedVersion, Segment
-from flatroll.disk.names import MOST_ROWS
+from flatroll.disk.segments import MOST_ROWS
 from flatroll.layout.keys import NestedKey
 
 

@@ -18,7 +18,7 @@ from flatroll.buffers.storages.disk.layout import Layout
 from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.datasets.pieces import Piece
 from flatroll.disk import Folder, Ragged, column_name
-from flatroll.disk.listing import Listing
+from flatroll.disk.folder import Listing
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, next_key
 
 _ROWS_LOOKED_AT = 1024  # to find out which next observations are those of the row after
