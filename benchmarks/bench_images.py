@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure.timing import Timing, ratio, table, take_turns
-from flatroll.buffers.columns.base import After, Column, TensorColumn
+from flatroll.buffers.columns.column import After, Column, TensorColumn
 from flatroll.buffers.columns.frame_stack import FrameColumn
 from flatroll.buffers.columns.zstd import ZstdColumn
 

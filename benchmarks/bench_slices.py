@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.measure.timing import Timing, ratio, table, take_turns
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler, TrajectoryIndex
-from flatroll.buffers.columns.base import TensorColumn
+from flatroll.buffers.columns.column import TensorColumn
 
 SLICES, LENGTH, EPISODE = 32, 64, 1000
 OBS, ACT = 17, 6

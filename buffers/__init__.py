@@ -14,7 +14,7 @@ from flatroll.buffers.checkpointers.forms import (
 from flatroll.buffers.checkpointers.h5 import H5StorageCheckpointer
 from flatroll.buffers.checkpointers.links import DiskStorageCheckpointer
 from flatroll.buffers.collate import collate
-from flatroll.buffers.columns.base import After, Column, TensorColumn
+from flatroll.buffers.columns.column import After, Column, TensorColumn
 from flatroll.buffers.ensemble.buffer import ReplayBufferEnsemble
 from flatroll.buffers.ensemble.members import SamplerEnsemble, StorageEnsemble, WriterEnsemble
 from flatroll.buffers.index.fragments import BoundaryKeys
@@ -22,9 +22,8 @@ from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.remote.handle import BufferHandle, OwnerGone
 from flatroll.buffers.replay_buffer import ReplayBuffer
-from flatroll.buffers.samplers.base import RandomSampler, Sampler
-from flatroll.buffers.samplers.prioritized import PrioritizedSampler
-from flatroll.buffers.samplers.prioritized_slices import PrioritizedSliceSampler
+from flatroll.buffers.samplers.prioritized import PrioritizedSampler, PrioritizedSliceSampler
+from flatroll.buffers.samplers.sampler import RandomSampler, Sampler
 from flatroll.buffers.samplers.slices import SliceSampler
 from flatroll.buffers.samplers.without_replacement import (
     SamplerWithoutReplacement,
@@ -38,18 +37,17 @@ from flatroll.buffers.schedulers import (
     StepScheduler,
 )
 from flatroll.buffers.step_writer import StepWriter
-from flatroll.buffers.storages.base import Storage
-from flatroll.buffers.storages.columns import ColumnStorage
+from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.disk.storage import DiskStorage
 from flatroll.buffers.storages.list import LazyStackStorage, ListStorage
 from flatroll.buffers.storages.memmap import LazyMemmapStorage
+from flatroll.buffers.storages.storage import Storage
 from flatroll.buffers.storages.tensors import LazyTensorStorage, TensorStorage
 from flatroll.buffers.tensordict_buffers import (
     PrioritizedReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from flatroll.buffers.transforms.base import Transform
 from flatroll.buffers.transforms.compose import Compose
 from flatroll.buffers.transforms.entries import ExcludeTransform, RenameTransform, SelectTransform
 from flatroll.buffers.transforms.hindsight import HindsightTransform
@@ -57,6 +55,7 @@ from flatroll.buffers.transforms.images import Resize, ToTensorImage
 from flatroll.buffers.transforms.n_step import MultiStep, MultiStepTransform
 from flatroll.buffers.transforms.next_state import NextStateReconstructor
 from flatroll.buffers.transforms.random_crop import RandomCropTensorDict
+from flatroll.buffers.transforms.transform import Transform
 from flatroll.buffers.writers import (
     ImmutableDatasetWriter,
     RoundRobinWriter,

@@ -19,10 +19,10 @@ from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
-from flatroll.buffers.samplers.base import Sampler
+from flatroll.buffers.samplers.sampler import Sampler
 from flatroll.buffers.sharing import Shareable
 from flatroll.buffers.storages.saved_columns import other_capacity
-from flatroll.buffers.transforms.base import TransformLike, reads_others
+from flatroll.buffers.transforms.transform import TransformLike, reads_others
 from flatroll.buffers.writers import Writer
 from flatroll.disk import LoadedVersion, Version
 from flatroll.disk.checkpoint import SaveOptions, read_tree, tree_of

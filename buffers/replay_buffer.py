@@ -17,14 +17,13 @@ from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.remote.owner import Served
-from flatroll.buffers.samplers.base import RandomSampler, Sampler
+from flatroll.buffers.samplers.sampler import RandomSampler, Sampler
 from flatroll.buffers.step_writer import StepWriting
-from flatroll.buffers.storages.base import Rows, Storage
-from flatroll.buffers.storages.by_position import slots_at
 from flatroll.buffers.storages.item_kinds import TensorDicts, batched, dense, entry, map_rows, not_flat
 from flatroll.buffers.storages.list import ListStorage
-from flatroll.buffers.storages.parallel_lanes import Index, lay_flat, positions, slots_of
-from flatroll.buffers.transforms.base import (
+from flatroll.buffers.storages.positions import Index, positions, slots_at, slots_of
+from flatroll.buffers.storages.storage import Rows, Storage
+from flatroll.buffers.transforms.transform import (
     Transforming,
     TransformLike,
     apply,
@@ -180,7 +179,7 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
         if isinstance(data, TensorDictBase) and (not data.batch_dims or data.get(MASK, None) is not None):
             check_rows(data, self.storage.ndim)
         if self.storage.ndim > 1:
-            data = lay_flat(self.storage, data, self.dim_extend, self._started)
+            data = self.storage.lay_flat(data, self.dim_extend, self._started)
         return self._write(data, final, update_priority is not False)
 
     def add(self, data: Any) -> int:

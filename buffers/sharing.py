@@ -14,8 +14,8 @@ from torch.utils.data import get_worker_info
 
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.prefetcher import Prefetcher
-from flatroll.buffers.samplers.base import Sampler
-from flatroll.buffers.storages.base import Storage
+from flatroll.buffers.samplers.sampler import Sampler
+from flatroll.buffers.storages.storage import Storage
 
 #: Attributes that are made anew in another process and in a copy.
 _PER_PROCESS = ("_lock", "_write_lock", "_prefetcher", "_process", "_failure", "_step_writers", "_owner")

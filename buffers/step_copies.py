@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatroll.buffers.columns.base import Columns
+from flatroll.buffers.columns.column import Columns
 from flatroll.buffers.index.ring import Array, Ring
-from flatroll.buffers.index.trajectory_rows import TrajectoryRows
+from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.kernels.rows.records import FRAGMENT, STATE
 from flatroll.layout.keys import IS_INIT, NestedKey
 
@@ -91,7 +91,7 @@ class StepCopies:
         target = np.array([copy.data_ptr() for copy in copies], np.int64)
         entries = {} if self._of[1] is None else self._of[1].entries  # which may have grown, and moved
         pool: Array = np.array([entries[key].data.data_ptr() for key in self._roots], np.int64)
-        state, _, fragments, _ = ring.tables if isinstance(ring, TrajectoryRows) else _NO_INDEX
+        state, _, fragments, _ = ring.tables if isinstance(ring, TrajectoryIndex) else _NO_INDEX
         of = state, fragments, self._columns, pool, self._at, target
         if not read_steps(asked, num_envs, *where, *of):
             return None

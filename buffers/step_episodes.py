@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from flatroll.buffers.columns.base import differ
+from flatroll.buffers.columns.column import differ
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.step_rows import FLAGS, StagedColumn
 from flatroll.layout.keys import (

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flatroll.buffers.index.ring import Array, Ring
-from flatroll.buffers.index.trajectory_rows import Choose, TrajectoryRows
+from flatroll.buffers.index.trajectory_index import Choose, TrajectoryIndex
 from flatroll.kernels.rows.records import CHAIN, FRAGMENT, STATE
 
 
@@ -37,7 +37,7 @@ class StepTables(NamedTuple):
 def choose_places(
     places: Tensor, num_envs: int, choose: Choose, tables: StepTables, ring: Ring
 ) -> Tensor | None:
-    """Let ``choose`` choose another row of the same trajectory for some rows; see `TrajectoryRows.choose`.
+    """Let ``choose`` choose another row of the same trajectory for some rows; see `TrajectoryIndex.choose`.
 
     An env's steps of one trajectory follow each other, the stored ones and then the waiting ones. So a trajectory is
     known by its first step and the one after its last: of stored rows the trajectory index says them, of waiting rows
@@ -46,7 +46,7 @@ def choose_places(
     Args:
         places: int64 ``[N]``, step * E + env of each row.
         num_envs: E.
-        choose: see `TrajectoryRows.choose`.
+        choose: see `TrajectoryIndex.choose`.
         tables: where the rows are.
         ring: that of the buffer, whose lock is held.
 
@@ -58,7 +58,7 @@ def choose_places(
 
     # A buffer without rows has no index yet.
     nothing = np.zeros(1, STATE), 1, np.zeros(1, FRAGMENT), np.zeros(1, CHAIN)
-    index = ring.tables if isinstance(ring, TrajectoryRows) else nothing
+    index = ring.tables if isinstance(ring, TrajectoryIndex) else nothing
     asked, spans = np.ascontiguousarray(places.numpy()), np.empty((2, len(places)), np.int64)
     if not step_spans(asked, num_envs, *tables, *index, spans):
         return None

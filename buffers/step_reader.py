@@ -10,15 +10,15 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.buffers.columns.base import Columns, put_rows, take_rows
+from flatroll.buffers.columns.column import Columns, put_rows, take_rows
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Array, Draw, Ring
 from flatroll.buffers.step_copies import StepCopies
 from flatroll.buffers.step_goals import StepTables, choose_places
 from flatroll.buffers.step_rows import StagedColumn, StepPositions
-from flatroll.buffers.storages.base import Storage
 from flatroll.buffers.storages.item_kinds import leaves, nest
-from flatroll.buffers.transforms.base import (
+from flatroll.buffers.storages.storage import Storage
+from flatroll.buffers.transforms.transform import (
     Transform,
     TransformLike,
     apply,

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import TensorColumn
+from flatroll.buffers.columns.column import TensorColumn
 from flatroll.buffers.step_episodes import Episodes
 from flatroll.buffers.step_reader import Buffer, StepReader, changes_stored
 from flatroll.buffers.step_rows import StagedColumn, StepPositions, entries, window_of

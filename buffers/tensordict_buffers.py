@@ -11,12 +11,12 @@ from typing_extensions import override
 
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.replay_buffer import ReplayBuffer
-from flatroll.buffers.samplers.base import Sampler
 from flatroll.buffers.samplers.prioritized import PrioritizedSampler
-from flatroll.buffers.storages.base import Rows, Storage
+from flatroll.buffers.samplers.sampler import Sampler
 from flatroll.buffers.storages.item_kinds import TensorDicts
 from flatroll.buffers.storages.list import ListStorage
-from flatroll.buffers.transforms.base import TransformLike
+from flatroll.buffers.storages.storage import Rows, Storage
+from flatroll.buffers.transforms.transform import TransformLike
 from flatroll.buffers.writers import TensorDictRoundRobinWriter, Writer, check_tensordicts, has_priorities
 from flatroll.layout.keys import NestedKey
 

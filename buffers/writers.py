@@ -11,9 +11,9 @@ from typing_extensions import override
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.top_k_ring import RankedRing
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
-from flatroll.buffers.samplers.base import Sampler, overrides
-from flatroll.buffers.storages.base import Rows, Storage
-from flatroll.buffers.transforms.base import TransformLike, apply_inverses
+from flatroll.buffers.samplers.sampler import Sampler, overrides
+from flatroll.buffers.storages.storage import Rows, Storage
+from flatroll.buffers.transforms.transform import TransformLike, apply_inverses
 from flatroll.layout.keys import MASK, REWARD, NestedKey, marker, require, without_next
 
 

@@ -11,7 +11,7 @@ from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
 from flatroll.layout.keys import OBSERVATION, RESERVED, NestedKey
-from flatroll.specs.space_leaves import space_leaves
+from flatroll.specs.spaces import space_leaves
 from flatroll.wrappers.arrays import (
     ActionCheck,
     Array,

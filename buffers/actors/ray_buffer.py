@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers.replay_buffer import ReplayBuffer
-from flatroll.buffers.transforms.base import Transform
+from flatroll.buffers.transforms.transform import Transform
 from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.sharing.nursery import WorkerDied

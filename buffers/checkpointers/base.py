@@ -11,7 +11,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import Column, Part, host_memory, put_rows, scatter
+from flatroll.buffers.columns.column import Column, Part, host_memory, put_rows, scatter
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.saved_tables import check_rows, damaged
 from flatroll.buffers.index.top_k_ring import RankedRing

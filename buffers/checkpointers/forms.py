@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.buffers.checkpointers.base import Span, StorageCheckpointerBase, TensorStorageCheckpointer
-from flatroll.buffers.columns.base import check_values, differ, put_rows
+from flatroll.buffers.columns.column import check_values, differ, put_rows
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.storages.item_kinds import nest

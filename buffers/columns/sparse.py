@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import (
+from flatroll.buffers.columns.column import (
     After,
     Column,
     Dumped,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import After, Column, Dumped, Part, check_dumped, check_values
+from flatroll.buffers.columns.column import After, Column, Dumped, Part, check_dumped, check_values
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.saved_tables import damaged
 

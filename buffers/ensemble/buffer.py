@@ -29,7 +29,7 @@ from flatroll.buffers.ensemble.members import (
 from flatroll.buffers.remote.owner import Served
 from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.sharing import reseed_in_worker
-from flatroll.buffers.transforms.base import Transforming, TransformLike, apply
+from flatroll.buffers.transforms.transform import Transforming, TransformLike, apply
 from flatroll.buffers.writers import check_tensordicts, has_priorities
 from flatroll.disk import Version
 from flatroll.disk.checkpoint import SaveOptions

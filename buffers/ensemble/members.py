@@ -11,10 +11,10 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from flatroll.buffers.samplers.base import Sampler
-from flatroll.buffers.storages.base import Storage
+from flatroll.buffers.samplers.sampler import Sampler
 from flatroll.buffers.storages.item_kinds import leaves, nest
-from flatroll.buffers.transforms.base import TransformLike
+from flatroll.buffers.storages.storage import Storage
+from flatroll.buffers.transforms.transform import TransformLike
 from flatroll.buffers.writers import Writer
 from flatroll.layout.checks import whole_number
 

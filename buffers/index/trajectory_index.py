@@ -11,19 +11,23 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.buffers.index.fragments import Fragments
-from flatroll.buffers.index.ring import Array, Draw, Follow
+from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.saved_fragments import SavedFragments
-from flatroll.buffers.index.trajectory_rows import NO_PATCH, NONE, TrajectoryRows
 from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, STATE
 
 By = Literal["trajectory", "start"]
 Compare: TypeAlias = tuple[Array, Array, int, bool]
 Way: TypeAlias = tuple[int, bool, bool, int]  # length, by start, strict, span
 
+#: ``choose(at, count)``: see `TrajectoryIndex.choose`.
+Choose: TypeAlias = Callable[[Array, Array], tuple[Array, Array]]
+
+NONE: Array = np.zeros(0, np.int64)
+NO_PATCH: Array = np.zeros((2, 0), np.int64)
 NOTHING: Compare = (np.zeros((0, 4), np.int64), NONE, 0, False)
 
 
-class TrajectoryIndex(TrajectoryRows):
+class TrajectoryIndex(Ring):
     """A ring that also tracks which trajectory each stored row belongs to, and draws slices.
 
     A table of fragments (stretches of consecutive rows of one trajectory, linked in time order) is kept as rows
@@ -385,6 +389,92 @@ class TrajectoryIndex(TrajectoryRows):
     def next_row(self, slots: Tensor) -> Tensor:
         """Return the slot (int64) of the row after each of ``slots`` in its trajectory, -1 for none."""
         return self.follow(slots).slots
+
+    # -- other rows of the trajectories of stored rows --------------------------------------------------------------
+
+    def ahead(self, slots: Tensor, n: int) -> Tensor:
+        """Return the slots of the stored rows ``slots`` and of the n - 1 rows after each; int64 ``[N, n]``.
+
+        Column 0 is ``slots``, column j the row j steps later in the same trajectory, -1 where none is stored.
+        """
+        asked = np.ascontiguousarray(slots.numpy(force=True))
+        ahead = np.empty((len(asked), n), np.int64)
+        self._drawing.ahead_rows(self._state, self.capacity, self._fragments, asked, ahead)
+        return torch.from_numpy(ahead)
+
+    def extents(self, slots: Tensor) -> Array:
+        """Return where the stored rows ``slots`` stand in their trajectories; int64 ``[3, N]``.
+
+        Line 0 is each row's position among the stored rows of its trajectory, from 0; line 1 their number; line 2 the
+        trajectory, as a number for :meth:`rows_at`.
+        """
+        asked = np.ascontiguousarray(slots.numpy(force=True))
+        found = np.empty((3, len(asked)), np.int64)
+        self._drawing.extents(*self.tables, asked, found)
+        return found
+
+    def rows_at(self, chains: Array, positions: Array) -> Tensor:
+        """Return the slots (int64 ``[N]``) of rows, given their trajectories and positions as of :meth:`extents`."""
+        records = self._chains[chains]
+        slots, count = np.empty(len(chains), np.int64), len(chains)
+        # One row of each: it begins at its offset in the chain, and goes to its place in the result.
+        stretches = (
+            records["last"],
+            records["dropped"] + positions,
+            np.ones(count, np.int64),
+            np.arange(count),
+        )
+        self._drawing.walk(self._state, self.capacity, self._fragments, *stretches, slots, NONE, NO_PATCH)
+        return torch.from_numpy(slots)
+
+    @property
+    def tables(self) -> tuple[Array, int, Array, Array]:
+        """The tables ``state, capacity, fragments, chains`` that kernels take."""
+        return self._state, self.capacity, self._fragments, self._chains
+
+    def choose(self, draw: Draw, choose: Choose) -> Tensor:
+        """Let ``choose`` choose another row for some of the rows or slices of a draw; see `Draw.chosen`.
+
+        Args:
+            draw: single rows, each of which counts for itself, or slices, each of which counts as its first row.
+            choose: given the positions of S rows among the stored rows of their trajectories and the numbers of these,
+                both int64 ``[S]``, returns which of the S, ascending, and the position chosen for each, int64 ``[M]``.
+        """
+        heads = draw.slots if draw.firsts is None else draw.slots[draw.firsts]
+        at, count, chains = self.extents(heads)
+        which, positions = choose(at, count)
+        slots = self.rows_at(chains[which], positions)
+        if draw.firsts is None:
+            return torch.stack([torch.from_numpy(which), slots])
+        # The rows up to the first one of the next slice, padding among them, are those of a slice.
+        of_slice = torch.full((len(heads),), -1).index_copy_(0, torch.from_numpy(which), slots)
+        bounds = torch.cat([draw.firsts, torch.tensor([len(draw.slots)])])
+        of_row = of_slice.repeat_interleave(bounds.diff())
+        rows = (of_row >= 0).nonzero().squeeze(1)
+        return torch.stack([rows, of_row[rows]])
+
+    def rows_of(self, traj: int) -> Tensor:
+        """Return the slots (int64) of the stored rows of trajectory ``traj`` in time order; if several
+        trajectories used this id, one after the other. Without ids, they are numbered as they begin.
+
+        Raises:
+            KeyError: no row of it is stored.
+        """
+        chains = self._chains[: int(self._state["slots"][0])]
+        length = chains["total"] - chains["dropped"]
+        chosen = np.flatnonzero((chains["id"] == traj) & (length > 0))  # several, if the id was used again
+        if not len(chosen):
+            raise KeyError(f"no row of trajectory {traj} is stored")
+        chosen = chosen[np.argsort(chains["last"][chosen])]  # in the order in which they were written
+        rows = length[chosen]
+        slots = np.empty(rows.sum(), np.int64)
+        # From the first stored row on of each, to the position behind the rows of those before it.
+        stretches = chains["last"][chosen], chains["dropped"][chosen], rows, np.cumsum(rows) - rows
+        tables = self._state, self.capacity, self._fragments
+        self._drawing.walk(*tables, *stretches, slots, NONE, NO_PATCH)
+        return torch.from_numpy(slots)
+
+    # -- state -----------------------------------------------------------------------------------------------------
 
     _TABLES = ("_state", "_fragments", "_chains", "_table", "_spare")
 

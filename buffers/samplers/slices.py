@@ -11,13 +11,11 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import Columns, TensorColumn
+from flatroll.buffers.columns.column import Columns, TensorColumn
 from flatroll.buffers.index.fragments import BoundaryKeys
-from flatroll.buffers.index.ring import Array, Draw, Ring
+from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.trajectory_index import By, TrajectoryIndex
-from flatroll.buffers.samplers.base import Sampler, StoredColumns
-from flatroll.buffers.samplers.filling import bounds, fill
-from flatroll.buffers.samplers.freshness import freshness
+from flatroll.buffers.samplers.sampler import Sampler, StoredColumns, freshness
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import HAS_STATE, IS_INIT, MASK, TRUNCATED, NestedKey, as_tuple, marker, require
 
@@ -380,3 +378,69 @@ def _mark_on_device(flags: Sequence[Tensor | None], firsts: Tensor, lasts: Tenso
         # of two bools, a <= b is "not a, or b"
         final, cut = terminated.index_select(0, ends), truncated.index_select(0, ends)
         truncated.index_copy_(0, ends, final.le(cut))
+
+
+def fill(first: Draw, rows: int, more: Callable[[int], Draw]) -> Draw:
+    """Draw on until there are ``rows`` rows, and cut the last slice to fit.
+
+    The slices are the first ones of a longer draw: which of them are kept depends on nothing that comes after.
+
+    Args:
+        first: the slices drawn so far, at least one.
+        rows: how many rows there shall be.
+        more: draws so many further slices, each of at least one row.
+    """
+    parts, slices, drawn = [first], len(bounds(first)[0]), len(first.slots)
+    while drawn < rows:
+        # So many slices hold the missing rows at the mean length so far; an eighth more, since that is an estimate.
+        part = more(-(-9 * (rows - drawn) * slices // (8 * drawn)))
+        parts.append(part)
+        slices, drawn = slices + len(bounds(part)[0]), drawn + len(part.slots)
+    return cut(_join(parts), rows)
+
+
+def cut(draw: Draw, rows: int) -> Draw:
+    """Keep the first ``rows`` rows of ``draw``, which has slices, at least so many rows and no padding."""
+    (firsts, lasts), follow = bounds(draw), draw.follow
+    kept = int(torch.searchsorted(firsts, rows))  # slices that begin before row number ``rows``
+    if follow is not None:
+        follow = Follow(follow.slots[:rows], follow.patch[:, follow.patch[0] < rows])
+    return Draw(
+        draw.slots[:rows],
+        firsts[:kept],
+        lasts[:kept].clamp(max=rows - 1),
+        follow,
+        version=draw.version,
+        info={key: entry[:rows] for key, entry in draw.info.items()},
+    )
+
+
+def _join(parts: list[Draw]) -> Draw:
+    """Lay draws with slices end to end."""
+    at, firsts, lasts, follows = 0, [], [], []
+    for part in parts:
+        # ``at`` is the position of the part's first row
+        firsts.append(bounds(part)[0] + at)
+        lasts.append(bounds(part)[1] + at)
+        if part.follow is not None:
+            part.follow.patch[0] += at
+            follows.append(part.follow)
+        at += len(part.slots)
+    follow = None
+    if follows:
+        slots, patches = [each.slots for each in follows], [each.patch for each in follows]
+        follow = Follow(torch.cat(slots), torch.cat(patches, 1))
+    return Draw(
+        torch.cat([part.slots for part in parts]),
+        torch.cat(firsts),
+        torch.cat(lasts),
+        follow,
+        version=parts[0].version,
+        info={key: torch.cat([part.info[key] for part in parts]) for key in parts[0].info},
+    )
+
+
+def bounds(draw: Draw) -> tuple[Tensor, Tensor]:
+    """Return where the slices of ``draw`` begin and end, int64 ``[S]`` each; it must have slices."""
+    assert draw.firsts is not None and draw.lasts is not None
+    return draw.firsts, draw.lasts

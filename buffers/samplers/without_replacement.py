@@ -7,14 +7,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import Columns
+from flatroll.buffers.columns.column import Columns
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import By
-from flatroll.buffers.samplers.base import Sampler, mark_single_rows
-from flatroll.buffers.samplers.filling import cut
-from flatroll.buffers.samplers.freshness import freshness
-from flatroll.buffers.samplers.slices import SliceSampler, indexed
+from flatroll.buffers.samplers.sampler import Sampler, freshness, mark_single_rows
+from flatroll.buffers.samplers.slices import SliceSampler, cut, indexed
 from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatroll.buffers.columns.base import Column, Columns, differ, put_rows, take_rows
+from flatroll.buffers.columns.column import Column, Columns, differ, put_rows, take_rows
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Follow
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
-from flatroll.buffers.storages.base import Rows, Storage
+from flatroll.buffers.storages.storage import Rows, Storage
 from flatroll.layout.final import Final
 from flatroll.layout.keys import NEXT, NEXT_KNOWN, OBSERVATION, STEP_COUNT, NestedKey, as_tuple, next_key
 

@@ -7,18 +7,17 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import After
+from flatroll.buffers.columns.column import After
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Follow, Ring
 from flatroll.buffers.index.saved_tables import damaged
-from flatroll.buffers.storages.base import Rows
-from flatroll.buffers.storages.by_position import ByPosition
 from flatroll.buffers.storages.item_kinds import apart, stacked
 from flatroll.buffers.storages.saved_columns import other_capacity
+from flatroll.buffers.storages.storage import Rows, Storage
 from flatroll.layout.keys import NestedKey
 
 
-class ListStorage(ByPosition):
+class ListStorage(Storage):
     """Stores any Python objects in a list. By far the slowest storage: for tensors use `LazyTensorStorage`.
 
     A sample is a list of items, or, where all of them are tensors, tensordicts or trees of tensors of one form and

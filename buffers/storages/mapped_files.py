@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import TensorColumn
+from flatroll.buffers.columns.column import TensorColumn
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.storages.free_space import shown_size
 from flatroll.layout.keys import NestedKey, as_tuple

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import Column, Columns, TensorColumn
+from flatroll.buffers.columns.column import Column, Columns, TensorColumn
 from flatroll.buffers.columns.frame_stack import FrameColumn
 from flatroll.buffers.index.ring import Array, Follow, Ring
-from flatroll.buffers.storages.columns import ColumnStorage
+from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.free_space import check_disk, check_memory, free_memory, refusal
 from flatroll.buffers.storages.mapped_files import (
     FULL,

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatroll.buffers.columns.base import After, Column, Columns, TensorColumn, differ, put_rows
+from flatroll.buffers.columns.column import After, Column, Columns, TensorColumn, differ, put_rows
 from flatroll.buffers.index.fragments import Fragments
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex

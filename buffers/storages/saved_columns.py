@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from flatroll.buffers.columns.base import Column, TensorColumn
+from flatroll.buffers.columns.column import Column, TensorColumn
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.storages.item_kinds import Structure, like, shown
 from flatroll.layout.keys import NestedKey, next_key

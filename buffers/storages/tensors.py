@@ -10,15 +10,15 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import Column, TensorColumn, host_memory
+from flatroll.buffers.columns.column import Column, TensorColumn, host_memory
 from flatroll.buffers.columns.frame_stack import FrameColumn, check_stack
 from flatroll.buffers.columns.sparse import SparseColumn
 from flatroll.buffers.columns.zstd import ZstdColumn
 from flatroll.buffers.index.fragments import BoundaryKeys
-from flatroll.buffers.storages.base import Rows
-from flatroll.buffers.storages.columns import ColumnStorage
+from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.free_space import check_memory
 from flatroll.buffers.storages.item_kinds import Structure, map_rows
+from flatroll.buffers.storages.storage import Rows
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import NestedKey, as_tuple, next_key, plain_key
 

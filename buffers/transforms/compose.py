@@ -6,8 +6,8 @@ from typing import Any, overload
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from flatroll.buffers.columns.base import Columns
-from flatroll.buffers.transforms.base import (
+from flatroll.buffers.columns.column import Columns
+from flatroll.buffers.transforms.transform import (
     RowChooser,
     Transform,
     TransformLike,

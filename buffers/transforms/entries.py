@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from tensordict import TensorDictBase
 
-from flatroll.buffers.transforms.base import Transform, batch_of
+from flatroll.buffers.transforms.transform import Transform, batch_of
 from flatroll.layout.keys import DONE, REWARD, TERMINATED, TRUNCATED, NestedKey, plain_key, without_next
 
 

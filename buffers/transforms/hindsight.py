@@ -10,9 +10,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import Columns, put_rows, take_rows
+from flatroll.buffers.columns.column import Columns, put_rows, take_rows
 from flatroll.buffers.index.ring import Array
-from flatroll.buffers.transforms.base import Get, Transform, batch_of, key_list
+from flatroll.buffers.transforms.transform import Get, Transform, batch_of, key_list
 from flatroll.layout.boundaries import run_ends, starts_from, steps_into_run
 from flatroll.layout.keys import (
     DONE,

@@ -8,7 +8,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from flatroll.buffers.transforms.base import Transform
+from flatroll.buffers.transforms.transform import Transform
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import NestedKey
 

@@ -7,9 +7,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
-from flatroll.buffers.columns.base import Columns, take_rows
+from flatroll.buffers.columns.column import Columns, take_rows
 from flatroll.buffers.storages.next_pool import check_final_covers, next_columns
-from flatroll.buffers.transforms.base import Get, Transform
+from flatroll.buffers.transforms.transform import Get, Transform
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
 from flatroll.layout.delta import decode_delta

@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.transforms.base import Transform, key_list
+from flatroll.buffers.transforms.transform import Transform, key_list
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.delta import signed
 from flatroll.layout.keys import DONE, TRAJ_IDS, NestedKey, flat_column, next_key, require

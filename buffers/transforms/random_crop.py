@@ -6,8 +6,8 @@ import torch
 from tensordict import TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
-from flatroll.buffers.columns.base import take_rows
-from flatroll.buffers.transforms.base import Transform
+from flatroll.buffers.columns.column import take_rows
+from flatroll.buffers.transforms.transform import Transform
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import IS_INIT, NestedKey, marker
 

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler, TensorColumn
-from flatroll.buffers.storages.base import Storage
+from flatroll.buffers.storages.storage import Storage
 
 
 def steps(writer: int, first: int, count: int, **options: Any) -> TensorDict:

@@ -15,7 +15,7 @@ from flatroll.buffers import (
     ReplayBuffer,
     StepWriter,
 )
-from flatroll.buffers.columns.base import TensorColumn
+from flatroll.buffers.columns.column import TensorColumn
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.step_rows import StepPositions
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import After, Column, Columns, TensorColumn
+from flatroll.buffers.columns.column import After, Column, Columns, TensorColumn
 from flatroll.buffers.storages.disk.forms import Form
 from flatroll.layout.keys import NestedKey
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import Column, Columns
+from flatroll.buffers.columns.column import Column, Columns
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.saved_tables import check_rows, damaged
-from flatroll.buffers.storages.columns import ColumnStorage
+from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.disk.column import DiskColumn
 from flatroll.buffers.storages.disk.forms import Form, FrameForm, ZstdForm
 from flatroll.buffers.storages.disk.layout import Layout, columns_differ

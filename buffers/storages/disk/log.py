@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatroll.buffers.columns.base import Columns, host_memory
+from flatroll.buffers.columns.column import Columns, host_memory
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.storages.disk.layout import Layout
 from flatroll.buffers.storages.disk.pieces import Piece, Pieces

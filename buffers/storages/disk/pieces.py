@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatroll.buffers.columns.base import Columns, take_rows
+from flatroll.buffers.columns.column import Columns, take_rows
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.storages.disk.forms import Form
 from flatroll.disk import Ragged, Segment, column_name

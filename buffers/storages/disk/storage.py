@@ -14,18 +14,18 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import After, Column, Columns, put_rows
+from flatroll.buffers.columns.column import After, Column, Columns, put_rows
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Draw, Follow, Ring
 from flatroll.buffers.index.top_k_ring import RankedRing
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
-from flatroll.buffers.storages.base import Links, Rows, Storage
 from flatroll.buffers.storages.disk.column import no_edits
 from flatroll.buffers.storages.disk.forms import Form
 from flatroll.buffers.storages.disk.layout import Layout, columns_differ
 from flatroll.buffers.storages.disk.linking import LinkingStorage
 from flatroll.buffers.storages.disk.log import FlushRule, RowLog
 from flatroll.buffers.storages.disk.pieces import Piece
+from flatroll.buffers.storages.storage import Links, Rows, Storage
 from flatroll.buffers.storages.tensors import Encodings
 from flatroll.disk import Folder, Ragged, column_name
 from flatroll.disk.tensor_file import dtype_name

@@ -24,7 +24,7 @@ from flatroll.buffers import (
 )
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.replay_buffer import Made
-from flatroll.buffers.transforms.base import TransformLike
+from flatroll.buffers.transforms.transform import TransformLike
 from flatroll.datasets.convert import convert
 from flatroll.datasets.ids import unknown_id
 from flatroll.datasets.pieces import Batch

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.buffers.columns.base import Columns
+from flatroll.buffers.columns.column import Columns
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.storages.continuity import find_pairs, state_pairs

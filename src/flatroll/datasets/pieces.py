@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.columns.base import Columns, differ, put_rows, take_rows
+from flatroll.buffers.columns.column import Columns, differ, put_rows, take_rows
 from flatroll.buffers.storages.continuity import state_pairs
 from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.layout.export import Array

@@ -21,7 +21,7 @@ from flatroll.layout.keys import (
     next_key,
     plain_key,
 )
-from flatroll.specs.space_leaves import space_leaves
+from flatroll.specs.spaces import space_leaves
 from flatroll.wrappers.markers import InitTracker, MarkerWrapper, RewardSum, StepCounter, TrajId
 from flatroll.wrappers.source import layers
 from flatroll.wrappers.stream import observation_leaves

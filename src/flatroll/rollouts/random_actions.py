@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 
 from flatroll.layout.keys import ACTION, NestedKey, as_tuple
 from flatroll.specs import Composite, TensorSpec, as_spec
-from flatroll.specs.space_leaves import space_leaves
+from flatroll.specs.spaces import space_leaves
 from flatroll.wrappers.arrays import leaves_at
 
 #: Actions are drawn in chunks of so many steps; a fixed size, so that windows change no draw.

@@ -3,7 +3,6 @@
 import warnings
 from typing import Any
 
-from flatroll.specs.binary import Binary
 from flatroll.specs.bounded import (
     Bounded,
     BoundedContinuous,
@@ -13,18 +12,18 @@ from flatroll.specs.bounded import (
     UnboundedDiscrete,
 )
 from flatroll.specs.composite import Composite
-from flatroll.specs.discrete import Categorical, OneHot
-from flatroll.specs.leaf import OutsideSpec, TensorSpec
-from flatroll.specs.multi import MultiCategorical, MultiOneHot
+from flatroll.specs.discrete import Binary, Categorical, MultiCategorical, MultiOneHot, OneHot
 from flatroll.specs.non_tensor import NonTensor
-from flatroll.specs.spaces import as_space, as_spec
-from flatroll.specs.stacked import Stacked, StackedComposite, stack
-from flatroll.specs.tools import (
+from flatroll.specs.spaces import as_space, as_spec, make_composite_from_td
+from flatroll.specs.stacked import (
+    Stacked,
+    StackedComposite,
     check_no_exclusive_keys,
     consolidate_spec,
     contains_lazy_spec,
-    make_composite_from_td,
+    stack,
 )
+from flatroll.specs.tensor_spec import OutsideSpec, TensorSpec
 
 __all__ = [
     "Binary",

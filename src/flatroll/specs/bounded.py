@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.specs.draws import Limits, draw_between
-from flatroll.specs.leaf import Device, Ranged, TensorSpec, checked_dtype
-from flatroll.specs.ranges import as_double, is_whole, ordered, whole_range
+from flatroll.specs.arithmetic import Limits, as_double, draw_between, is_whole, ordered, whole_range
 from flatroll.specs.shapes import Shape, grid, shortened
+from flatroll.specs.tensor_spec import Device, DType, Numbers, Ranged, TensorSpec, checked_dtype
 
 
 @dataclass(frozen=True)
@@ -23,14 +22,18 @@ class Interval:
     high: Tensor
 
 
-class Numbers(TensorSpec):
+class NumberSpec(TensorSpec):
     """Base of specs of numbers, whose class is one for real or one for whole numbers."""
 
     _by_domain: ClassVar[dict[str, type]]  # the class for each domain
-    _own_domain: str | None = None
+    _own_domain: ClassVar[str | None] = None
     _default_dtype: torch.dtype | None = None
 
-    def _set_up(self, shape: Shape, device: Device, dtype: Any, domain: str | None) -> None:
+    def __init_subclass__(cls) -> None:
+        if cls._own_domain is not None:
+            cls._by_domain[cls._own_domain] = cls
+
+    def _set_up(self, shape: Shape, device: Device, dtype: torch.dtype, domain: str | None) -> None:
         """Initialise, and become the class of the domain: that given, or the class's own, or else the dtype's."""
         domain = domain or self._own_domain or ("discrete" if is_whole(dtype) else "continuous")
         if domain not in self._by_domain:
@@ -39,7 +42,7 @@ class Numbers(TensorSpec):
         if self._own_domain is None:
             self.__class__ = self._by_domain[domain]
 
-    def _dtype_or_default(self, dtype: Any) -> torch.dtype:
+    def _dtype_or_default(self, dtype: DType) -> torch.dtype:
         return self._default_dtype or torch.get_default_dtype() if dtype is None else checked_dtype(dtype)
 
     @override
@@ -49,7 +52,7 @@ class Numbers(TensorSpec):
         return new
 
 
-class Bounded(Numbers, Ranged):
+class Bounded(NumberSpec, Ranged):
     """Numbers between two bounds, both included.
 
     The class of the result is `BoundedContinuous` or `BoundedDiscrete`, as ``domain`` says, or else the dtype.
@@ -73,16 +76,17 @@ class Bounded(Numbers, Ranged):
     torch.Size([1000, 3])
     """
 
+    _by_domain: ClassVar[dict[str, type]] = {}
     _whole = False
     _range_text = "[{}, {}]"
 
     def __init__(
         self,
-        low: Any = None,
-        high: Any = None,
+        low: Numbers | None = None,
+        high: Numbers | None = None,
         shape: Shape = None,
         device: Device = None,
-        dtype: Any = None,
+        dtype: DType = None,
         domain: str | None = None,
     ) -> None:
         dtype = self._dtype_or_default(dtype)
@@ -213,10 +217,7 @@ class BoundedDiscrete(Bounded):
     _own_domain = "discrete"
 
 
-Bounded._by_domain = {"continuous": BoundedContinuous, "discrete": BoundedDiscrete}
-
-
-class Unbounded(Numbers):
+class Unbounded(NumberSpec):
     """Any numbers that the dtype holds; NaN is none.
 
     The class of the result is `UnboundedContinuous` or `UnboundedDiscrete`, as ``domain`` says, or else the dtype.
@@ -231,8 +232,10 @@ class Unbounded(Numbers):
     (True, torch.Size([1]))
     """
 
+    _by_domain: ClassVar[dict[str, type]] = {}
+
     def __init__(
-        self, shape: Shape = (1,), device: Device = None, dtype: Any = None, domain: str | None = None
+        self, shape: Shape = (1,), device: Device = None, dtype: DType = None, domain: str | None = None
     ) -> None:
         self._set_up(shape, device, self._dtype_or_default(dtype), domain)
 
@@ -252,11 +255,11 @@ class Unbounded(Numbers):
         return self.dtype.is_signed, self.dtype.is_signed
 
     @override
-    def _all_allowed(self, value: Tensor) -> bool:
+    def all_allowed(self, value: Tensor) -> bool:
         return is_whole(value.dtype) or torch.equal(value, value)  # NaN is equal to nothing
 
     @override
-    def _allowed(self, value: Tensor) -> Tensor:
+    def allowed(self, value: Tensor) -> Tensor:
         return value == value  # all but NaN
 
     @override
@@ -284,7 +287,7 @@ class Unbounded(Numbers):
         return torch.ones(self._full_shape(shape), dtype=self.dtype, device=self.device)
 
     @override
-    def _projected(self, value: Tensor) -> Tensor:
+    def closest(self, value: Tensor) -> Tensor:
         assert self.dtype is not None
         value = value.to(self.device)
         if not is_whole(value.dtype):
@@ -292,9 +295,9 @@ class Unbounded(Numbers):
         if not is_whole(self.dtype):
             return value.to(self.dtype)
         space = self.space
-        return BoundedDiscrete(
-            space.low, space.high, dtype=self.dtype, shape=self._full_shape(())
-        )._projected(value)
+        return BoundedDiscrete(space.low, space.high, dtype=self.dtype, shape=self._full_shape(())).closest(
+            value
+        )
 
 
 class UnboundedContinuous(Unbounded):
@@ -315,10 +318,7 @@ class UnboundedDiscrete(Unbounded):
     _default_dtype = torch.int64
 
 
-Unbounded._by_domain = {"continuous": UnboundedContinuous, "discrete": UnboundedDiscrete}
-
-
-def _bound(name: str, value: Any, dtype: torch.dtype, device: Device) -> Tensor:
+def _bound(name: str, value: Numbers | None, dtype: torch.dtype, device: Device) -> Tensor:
     """A bound as a tensor of the dtype, which must be able to hold it."""
     if value is None:
         raise ValueError(f"{name} must be given: a number, an array or a tensor")

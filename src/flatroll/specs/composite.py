@@ -1,17 +1,20 @@
 """`Composite`: specs by key, as a tensordict has tensors by key."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self, TypeAlias, TypeGuard
 
 import torch
 from tensordict import TensorDict, is_tensor_collection
 from typing_extensions import override
 
 from flatroll.layout.keys import NestedKey, as_tuple, plain_key
-from flatroll.specs.leaf import Device, OutsideSpec, TensorSpec
+from flatroll.specs.non_tensor import NonTensor
 from flatroll.specs.shapes import Operation, Shape, grid
+from flatroll.specs.tensor_spec import Device, OutsideSpec, TensorSpec
 
+#: What an entry can be set to: a spec, a dict of them, or None.
+SpecLike: TypeAlias = "TensorSpec | Mapping[Any, Any] | None"
 _MISSING: Any = object()
 _ABSENT: Any = object()
 
@@ -43,14 +46,14 @@ class Composite(TensorSpec):
 
     def __init__(
         self,
-        *args: Any,
+        *args: "Mapping[Any, SpecLike] | Composite",
         shape: Shape = None,
         batch_size: Shape = None,
         device: Device = None,
-        data_cls: Any = None,
+        data_cls: type[Any] | None = None,
         step_mdp_static: bool = False,
-        names: Any = None,
-        **specs: Any,
+        names: Sequence[str | None] | None = None,
+        **specs: "SpecLike",
     ) -> None:
         if shape is not None and batch_size is not None:
             raise TypeError("shape and batch_size are two names of one argument: give one of them")
@@ -80,12 +83,12 @@ class Composite(TensorSpec):
         return [None] * self.ndim if self._names is None else self._names
 
     @names.setter
-    def names(self, names: Any) -> None:
+    def names(self, names: Sequence[str | None] | None) -> None:
         self._names: list[str | None] | None = None if names is None else list(names)
         if len(self.names) != self.ndim:
             raise ValueError(f"names must be one for each of {self.ndim} batch dims, got {names!r}")
 
-    def __setitem__(self, key: NestedKey, spec: Any) -> None:
+    def __setitem__(self, key: NestedKey, spec: SpecLike) -> None:
         if not is_key(key):
             raise TypeError(f"keys are strings or tuples of strings, got {key!r}")
         first, *rest = as_tuple(key)
@@ -100,7 +103,7 @@ class Composite(TensorSpec):
         if self._locked:
             raise RuntimeError(f"this {type(self).__name__} is locked: call unlock_() to change it")
 
-    def _fitting(self, key: str, spec: Any) -> "TensorSpec | None":
+    def _fitting(self, key: str, spec: SpecLike) -> "TensorSpec | None":
         """The spec as an entry: with the batch's dims in front, on its device."""
         if isinstance(spec, Mapping):
             spec = Composite(spec, shape=self.shape, device=self.device)
@@ -115,21 +118,21 @@ class Composite(TensorSpec):
                 )
             spec = spec.to(self.device)
         checked: TensorSpec = spec
-        if spec.shape[: self.ndim] == self.shape and spec._frame.ndim >= self.ndim:
+        if spec.shape[: self.ndim] == self.shape and spec.batch_ndim >= self.ndim:
             return checked
         if spec.shape == self.shape[: spec.ndim]:
             if type(spec) is Composite:  # what it holds must have all of the dims
-                wider = spec._changed(shape=self.shape, _frame=self._frame, _specs={}, _names=None)
-                wider._specs.update(
-                    {name: wider._fitting(name, inner) for name, inner in spec._specs.items()}
+                wider = Composite(
+                    dict(spec.items()), shape=self.shape, device=spec.device, data_cls=spec.data_cls
                 )
-                return wider
-            if spec._any_batch:
+                wider.step_mdp_static, wider.of_tuple = spec.step_mdp_static, spec.of_tuple
+                return wider.lock_(recurse=False) if spec.locked else wider
+            if isinstance(spec, NonTensor):
                 checked = spec[(..., *(None,) * (self.ndim - spec.ndim))].expand(self.shape)
                 return checked
         raise ValueError(
             f"the shape of {key!r} must begin with that of the Composite, {tuple(self.shape)}, got {tuple(spec.shape)}"
-            f"{f', of which the last {spec._own_dims} belong to one value' if spec._own_dims else ''}: write "
+            f"{f', of which the last {spec.value_dims} belong to one value' if spec.value_dims else ''}: write "
             "spec.expand(...)"
         )
 
@@ -144,10 +147,12 @@ class Composite(TensorSpec):
         return entry[tuple(rest)] if rest else entry  # type: ignore[index]
 
     def __delitem__(self, key: NestedKey) -> None:
-        *front, last = as_tuple(key)
-        parent = self[tuple(front)] if front else self
-        parent._check_unlocked()
-        del parent._specs[last]
+        first, *rest = as_tuple(key)
+        if rest:
+            del self[first][tuple(rest)]
+            return
+        self._check_unlocked()
+        del self._specs[first]
 
     def get(self, key: NestedKey, default: Any = _MISSING) -> Any:
         """An entry, or the default; KeyError without one."""
@@ -158,7 +163,7 @@ class Composite(TensorSpec):
                 raise
             return default
 
-    def set(self, name: NestedKey, spec: Any) -> Self:
+    def set(self, name: NestedKey, spec: SpecLike) -> Self:
         """Set an entry."""
         self[name] = spec
         return self
@@ -170,7 +175,7 @@ class Composite(TensorSpec):
             del self[key]
         return spec
 
-    def update(self, other: Any) -> Self:
+    def update(self, other: "Mapping[NestedKey, Any] | Composite") -> Self:
         """Set the entries of a dict or a Composite; those that are Composites in both are merged."""
         for key, spec in other.items():
             mine = self.get(key, None)
@@ -180,7 +185,7 @@ class Composite(TensorSpec):
             self[key] = spec  # also what was merged: a stack gives a copy of it
         return self
 
-    def __contains__(self, key: Any) -> bool:
+    def __contains__(self, key: object) -> bool:
         return is_key(key) and self.get(key, _ABSENT) is not _ABSENT
 
     def __iter__(self) -> Iterator[str]:
@@ -197,7 +202,7 @@ class Composite(TensorSpec):
         """Whether there are no entries; with ``recurse``, none but Composites without entries."""
         if not recurse:
             return not self._specs
-        return all(isinstance(spec, Composite) and spec.is_empty(True) for spec in self._present().values())
+        return all(isinstance(spec, Composite) and spec.is_empty(True) for spec in self.present().values())
 
     def items(
         self,
@@ -260,16 +265,16 @@ class Composite(TensorSpec):
 
     def lock_(self, recurse: bool | None = True) -> Self:
         """Refuse changes from now on, also of nested entries."""
-        return self._lock(True, recurse)
+        for spec in () if recurse is False else self._composites():
+            spec.lock_(recurse)
+        self._locked = True
+        return self
 
     def unlock_(self, recurse: bool | None = True) -> Self:
         """Allow changes again."""
-        return self._lock(False, recurse)
-
-    def _lock(self, locked: bool, recurse: bool | None) -> Self:
-        self._locked = locked
         for spec in () if recurse is False else self._composites():
-            spec._lock(locked, recurse)
+            spec.unlock_(recurse)
+        self._locked = False
         return self
 
     def _composites(self) -> "list[Composite]":
@@ -278,7 +283,7 @@ class Composite(TensorSpec):
 
     # --- shape, device ------------------------------------------------------------------------------------------
 
-    def _present(self) -> dict[str, TensorSpec]:
+    def present(self) -> dict[str, TensorSpec]:
         """The entries that are not None."""
         return {name: spec for name, spec in self._specs.items() if spec is not None}
 
@@ -287,19 +292,19 @@ class Composite(TensorSpec):
         return self._changed(_specs=specs, _locked=False, **attributes)
 
     @override
-    def _map(self, operation: Operation, dims: int) -> Self:
-        own = super()._map(operation, dims)
+    def map_dims(self, operation: Operation, dims: int) -> Self:
+        shape, frame = self._map_shape(operation, dims)
         names = self._names
         if names is not None:  # a tensordict knows where names go
             sizes = [1 if size == -1 else size for size in self.shape]
             named: Any = names
             names = operation(TensorDict({}, sizes, names=named)).names
         return self._each(
-            lambda spec: spec._map(operation, dims), shape=own.shape, _frame=own._frame, _names=names
+            lambda spec: spec.map_dims(operation, dims), shape=shape, _frame=frame, _names=names
         )
 
     @override
-    def to(self, dest: Any) -> Self:
+    def to(self, dest: torch.dtype | Device) -> Self:
         if dest is None:
             return self
         moved = {} if isinstance(dest, torch.dtype) else {"device": torch.device(dest)}
@@ -319,7 +324,7 @@ class Composite(TensorSpec):
     # --- values -------------------------------------------------------------------------------------------------
 
     def _values(self, shape: Shape, make: Callable[[TensorSpec], Any]) -> Any:
-        return self._filled(shape, {name: make(spec) for name, spec in self._present().items()})
+        return self._filled(shape, {name: make(spec) for name, spec in self.present().items()})
 
     def _filled(self, shape: Shape, values: dict[str, Any]) -> Any:
         size = self._full_shape(shape)
@@ -359,7 +364,7 @@ class Composite(TensorSpec):
         """Say which entry of a value is wrong, or return None."""
         if not _is_mapping(value):
             return f"a tensordict or a dict was expected, got {type(value).__name__}"
-        for name, spec in self._present().items():
+        for name, spec in self.present().items():
             entry = value.get(name, None)
             if entry is None:
                 return f"{name!r}: the key is missing"
@@ -376,7 +381,7 @@ class Composite(TensorSpec):
         Raises:
             KeyError: an entry is missing.
         """
-        for name, spec in self._present().items():
+        for name, spec in self.present().items():
             entry = value.get(name, None)
             if entry is None:
                 raise KeyError(
@@ -394,7 +399,7 @@ class Composite(TensorSpec):
             KeyError: an entry is missing, or none of the spec's.
             OutsideSpec, ValueError: see `TensorSpec.encode`; the text names the key.
         """
-        present, given = self._present(), set(value.keys())
+        present, given = self.present(), set(value.keys())
         wrong = sorted(given - self._specs.keys() | present.keys() - given)
         if wrong:
             raise KeyError(f"the keys must be {sorted(present)}, got {sorted(given)}: see {wrong}")
@@ -409,12 +414,12 @@ class Composite(TensorSpec):
         return self._filled((), encoded)
 
     @override
-    def type_check(self, value: Any, key: Any = None) -> None:
+    def type_check(self, value: Any, key: NestedKey | None = None) -> None:
         """Raise a TypeError if an entry of a tensordict, or the value of one entry, has another dtype."""
         if key is not None:
             self[key].type_check(value, key)
             return
-        for name, spec in self._present().items():
+        for name, spec in self.present().items():
             spec.type_check(value.get(name), None if isinstance(spec, Composite) else name)
 
     @override
@@ -422,16 +427,16 @@ class Composite(TensorSpec):
         """A dict of arrays; ``safe=True`` checks the value first."""
         if safe:
             self.assert_is_in(value)
-        return {name: spec.to_numpy(value.get(name)) for name, spec in self._present().items()}
+        return {name: spec.to_numpy(value.get(name)) for name, spec in self.present().items()}
 
     @override
     def cardinality(self) -> int | float:
-        counts = [spec.cardinality() for spec in self._present().values()]
+        counts = [spec.cardinality() for spec in self.present().values()]
         return math.prod(counts) if counts else 0
 
     @override
     def enumerate(self, use_mask: bool = False) -> Any:
-        listed = {name: spec.enumerate(use_mask) for name, spec in self._present().items()}
+        listed = {name: spec.enumerate(use_mask) for name, spec in self.present().items()}
         rows = grid([torch.arange(values.shape[0]) for values in listed.values()])
         chosen = {name: values[rows[:, k]] for k, (name, values) in enumerate(listed.items())}
         return TensorDict(chosen, (len(rows), *self._full_shape(())), device=self.device)
@@ -450,14 +455,14 @@ class Composite(TensorSpec):
         return f"{type(self).__name__}(\n{inside}    shape={tuple(self.shape)}{head})"
 
 
-def is_key(index: Any) -> bool:
+def is_key(index: object) -> "TypeGuard[NestedKey]":
     """Whether an index is a key: a string or a tuple of strings."""
     return isinstance(index, str) or (
         isinstance(index, tuple) and bool(index) and all(isinstance(name, str) for name in index)
     )
 
 
-def _is_mapping(value: Any) -> bool:
+def _is_mapping(value: object) -> bool:
     return isinstance(value, Mapping) or (is_tensor_collection(value) and hasattr(value, "items"))
 
 

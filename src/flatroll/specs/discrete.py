@@ -1,9 +1,11 @@
-"""`Categorical` and `OneHot`: one of n categories, as a number or as flags."""
+"""Specs of discrete values: categories as numbers (`Categorical`, `MultiCategorical`), as flags (`OneHot`,
+`MultiOneHot`), and flags that are independent (`Binary`)."""
 
+import math
 import operator
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
 
 import numpy as np
 import torch
@@ -11,10 +13,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.layout.checks import whole_number
-from flatroll.specs.draws import draw_categories, draw_masked
-from flatroll.specs.leaf import Device, OutsideSpec, Ranged, TensorSpec
-from flatroll.specs.ranges import check_holds
-from flatroll.specs.shapes import Operation, Shape, as_shape, shortened
+from flatroll.specs.arithmetic import check_holds, draw_categories, draw_masked, is_whole
+from flatroll.specs.shapes import Operation, Shape, as_shape, grid, shortened
+from flatroll.specs.tensor_spec import Device, DType, Numbers, OutsideSpec, Ranged, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Numbered(Ranged):
         """Which categories are allowed, bool: batch dims, then all categories, part after part. None for all."""
         return self._full("mask") if "mask" in self._parameters else None
 
-    def update_mask(self, mask: Any) -> None:
+    def update_mask(self, mask: Numbers | None) -> None:
         """Set which categories are allowed: bool, it broadcasts to the batch dims and all categories. None allows all.
 
         Raises:
@@ -62,8 +63,8 @@ class Numbered(Ranged):
         self._parameters["mask"] = short
 
     @override
-    def _all_allowed(self, value: Tensor) -> bool:
-        return super()._all_allowed(value) if self.mask is None else bool(self._allowed(value).all())
+    def all_allowed(self, value: Tensor) -> bool:
+        return super().all_allowed(value) if self.mask is None else bool(self.allowed(value).all())
 
     @override
     def _domain_text(self, index: tuple[int, ...]) -> str:
@@ -115,8 +116,8 @@ class Categorical(Numbered):
         n: int,
         shape: Shape = (),
         device: Device = None,
-        dtype: Any = torch.int64,
-        mask: Any = None,
+        dtype: DType = torch.int64,
+        mask: Numbers | None = None,
         *,
         start: int = 0,
     ) -> None:
@@ -140,8 +141,8 @@ class Categorical(Numbered):
         return ends[0], ends[1]
 
     @override
-    def _allowed(self, value: Tensor) -> Tensor:
-        allowed, mask = super()._allowed(value), self.mask
+    def allowed(self, value: Tensor) -> Tensor:
+        allowed, mask = super().allowed(value), self.mask
         if mask is None:
             return allowed
         counted = (value.long() - self.start).clamp(0, self.n - 1).unsqueeze(-1)
@@ -152,22 +153,22 @@ class Categorical(Numbered):
         """Draw categories ``[*shape, *self.shape]`` uniformly among the allowed ones."""
         mask = self.mask
         if mask is None:
-            return self._valued(draw_categories(self.n, self._full_shape(shape), self.device, generator))
-        return self._valued(draw_masked(mask, as_shape(() if shape is None else shape), generator))
+            return self.nth(draw_categories(self.n, self._full_shape(shape), self.device, generator))
+        return self.nth(draw_masked(mask, as_shape(() if shape is None else shape), generator))
 
-    def _valued(self, counted: Tensor) -> Tensor:
+    def nth(self, counted: Tensor) -> Tensor:
         """The values of categories counted from 0."""
         assert self.dtype is not None
         return (counted + self.start if self.start else counted).to(self.dtype)
 
     @override
-    def _projected(self, value: Tensor) -> Tensor:
+    def closest(self, value: Tensor) -> Tensor:
         """The closest allowed category; of two equally close the smaller one."""
-        closest, mask = super()._projected(value), self.mask
+        closest, mask = super().closest(value), self.mask
         if mask is None:
             return closest
         away = (torch.arange(self.n, device=self.device) - (closest.long() - self.start).unsqueeze(-1)).abs()
-        return self._valued(away.masked_fill(~mask.expand(away.shape), self.n).argmin(-1))
+        return self.nth(away.masked_fill(~mask.expand(away.shape), self.n).argmin(-1))
 
     @override
     def index(self, index: Tensor, tensor_to_index: Tensor) -> Tensor:
@@ -189,7 +190,7 @@ class Categorical(Numbered):
                     "the mask differs within the batch: index the spec first, then list its values"
                 )
             counted = counted[rows[0]]
-        return self._valued(counted).reshape(-1, *(1,) * self.ndim).expand(-1, *self._full_shape(()))
+        return self.nth(counted).reshape(-1, *(1,) * self.ndim).expand(-1, *self._full_shape(()))
 
     def to_one_hot(self, value: Tensor, safe: bool | None = None) -> Tensor:
         """Flags ``[..., n]``, bool, of categories ``[...]``; ``safe=True`` checks them first."""
@@ -199,7 +200,9 @@ class Categorical(Numbered):
 
     def to_one_hot_spec(self) -> "OneHot":
         """The same categories as flags."""
-        return OneHot._of(self, torch.bool)
+        spec = OneHot(self.n, (*self.shape, self.n), self.device)
+        spec.categories = self.to(torch.int64).clone()
+        return spec
 
     @override
     def _settings(self) -> tuple[Any, ...]:
@@ -215,23 +218,18 @@ class Encoded(TensorSpec):
     """Base of specs whose last dim holds flags: one True for each category of another spec."""
 
     categories: Any  # the spec of the categories as numbers
-    _own_dims = 1
+    value_dims = 1
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         check_holds(self.dtype, 0, 1)
-
-    @classmethod
-    def _of(cls, categories: Any, dtype: torch.dtype) -> Self:
-        """The one-hot spec of these categories."""
-        raise NotImplementedError
 
     @property
     def mask(self) -> Tensor | None:
         """Which categories are allowed, bool, of the spec's shape; None for all."""
         return self.categories.mask  # type: ignore[no-any-return]
 
-    def update_mask(self, mask: Any) -> None:
+    def update_mask(self, mask: Numbers | None) -> None:
         """Set which categories are allowed, bool, broadcastable to the spec's shape; None allows all.
 
         Raises:
@@ -244,9 +242,9 @@ class Encoded(TensorSpec):
         return super()._changed(**{"categories": self.categories.clone(), **attributes})
 
     @override
-    def _map(self, operation: Operation, dims: int) -> Self:
-        new = super()._map(operation, dims)
-        new.categories = self.categories._map(operation, dims)
+    def map_dims(self, operation: Operation, dims: int) -> Self:
+        new = super().map_dims(operation, dims)
+        new.categories = self.categories.map_dims(operation, dims)
         return new
 
     @override
@@ -282,11 +280,12 @@ class Encoded(TensorSpec):
         return self._flags(self.categories.encode(value, ignore_device=ignore_device))
 
     @override
-    def problem(self, value: Any) -> str | None:
+    def problem(self, value: object) -> str | None:
         text = self._misfit(value)
         if text is not None or self.is_in(value):
             return text
-        row = tuple((~self._beside(value)._allowed(value).all(-1)).nonzero()[0].tolist())
+        assert isinstance(value, Tensor)
+        row = tuple((~self.to(value.device).allowed(value).all(-1)).nonzero()[0].tolist())
         where = f"at index {row[0] if len(row) == 1 else row} " if row else ""
         return f"{where}{self._domain_text(row)} was expected, got {value[row].tolist()}"
 
@@ -357,9 +356,9 @@ class OneHot(Encoded):
         n: int,
         shape: Shape = None,
         device: Device = None,
-        dtype: Any = torch.bool,
+        dtype: DType = torch.bool,
         use_register: bool = False,
-        mask: Any = None,
+        mask: Numbers | None = None,
     ) -> None:
         n = as_count("n", n)
         sizes = as_shape((n,) if shape is None else shape)
@@ -370,20 +369,13 @@ class OneHot(Encoded):
         self.use_register = use_register
         self._register: dict[Any, int] = {}
 
-    @classmethod
-    @override
-    def _of(cls, categories: Categorical, dtype: torch.dtype) -> Self:
-        new = cls(categories.n, (*categories.shape, categories.n), categories.device, dtype)
-        new.categories = categories.to(torch.int64).clone()
-        return new
-
     @property
     def n(self) -> int:
         """Number of categories."""
         return self.categories.n
 
     @override
-    def _allowed(self, value: Tensor) -> Tensor:
+    def allowed(self, value: Tensor) -> Tensor:
         """One answer for each one-hot vector ``[..., 1]``."""
         flags = value == 1
         right = flags.sum(-1, keepdim=True) == 1
@@ -423,18 +415,328 @@ class OneHot(Encoded):
     def to_categorical(self, value: Tensor, safe: bool | None = None) -> Tensor:
         if safe:
             self.assert_is_in(value)
-        return self.categories._valued(value.to(torch.uint8).argmax(-1))
+        return self.categories.nth(value.to(torch.uint8).argmax(-1))
 
     @override
-    def _projected(self, value: Tensor) -> Tensor:
+    def closest(self, value: Tensor) -> Tensor:
         """The flag of the largest number; with a mask, of the largest allowed one."""
         scores = value.to(self.device).double().nan_to_num(0.0)
         mask = self.mask
         if mask is not None:
             scores = scores.masked_fill(~mask.expand(scores.shape), -torch.inf)
-        return self._flags(self.categories._valued(scores.argmax(-1)))
+        return self._flags(self.categories.nth(scores.argmax(-1)))
 
 
-def as_count(name: str, value: Any, least: int = 1) -> int:
+class MultiCategorical(Numbered):
+    """k categories ``[..., k]``, the i-th of ``nvec[i]``, such as a `gymnasium.spaces.MultiDiscrete`.
+
+    Args:
+        nvec: numbers of categories ``[k]``, or ``[..., k]`` where they differ within the tensors.
+        shape: shape of the tensors; its last dims are those of nvec, or broadcast from them. Default that of nvec.
+        device: default the CPU.
+        dtype: default int64.
+        mask: bool, broadcastable to ``[*shape[:-1], sum(nvec)]``: which categories are allowed, part after part.
+        remove_singleton: accepted for scripts that give it, without effect: ``nvec=[n]`` has values ``[..., 1]``.
+        start: the first category of each part, a number or as nvec. Values are the env's own.
+
+    >>> spec = MultiCategorical([2, 3], start=[0, 5])
+    >>> spec.is_in(torch.tensor([1, 7])), spec.problem(torch.tensor([[0, 5], [2, 5]]))
+    (True, 'at index (1, 0) a value of 0 to 1 was expected, got 2')
+    """
+
+    value_dims = 1
+
+    def __init__(
+        self,
+        nvec: Numbers,
+        shape: Shape = None,
+        device: Device = None,
+        dtype: DType = torch.int64,
+        mask: Numbers | None = None,
+        remove_singleton: bool = True,
+        *,
+        start: Numbers = 0,
+    ) -> None:
+        counts = torch.as_tensor(nvec, device=device)
+        counts = counts.reshape(1) if counts.ndim == 0 else counts
+        if counts.numel() == 0 or not is_whole(counts.dtype) or bool((counts < 1).any()):
+            raise ValueError(f"nvec must hold whole numbers of at least 1, got {nvec!r}")
+        counts = counts.long()
+        sizes = as_shape(counts.shape if shape is None else shape)
+        if sizes[-1:] != counts.shape[-1:]:
+            raise ValueError(
+                f"the last dim of the shape must be that of nvec, {counts.shape[-1]}, got shape {tuple(sizes)}"
+            )
+        super().__init__(sizes, None, device, dtype, "discrete")
+        self.remove_singleton = remove_singleton
+        full = (*self._frame.shape, sizes[-1])
+        try:
+            first = torch.as_tensor(start, device=device).long().expand(full)
+            self._parameters = {
+                "nvec": shortened(counts.expand(full), 1).clone(),
+                "start": shortened(first, 1).clone(),
+            }
+        except RuntimeError as error:
+            raise ValueError(
+                f"nvec and start must broadcast to shape {tuple(sizes)}, got {tuple(counts.shape)} and {start!r}"
+            ) from error
+        self._check_dtype(self.dtype)
+        self.update_mask(mask)
+
+    @property
+    def nvec(self) -> Tensor:
+        """Numbers of categories, int64, of the spec's shape."""
+        return self._full("nvec")
+
+    @property
+    def start(self) -> Tensor:
+        """The first categories, int64, of the spec's shape."""
+        return self._full("start")
+
+    @property
+    @override
+    def space(self) -> list[Categories]:
+        """The domain of each part."""
+        return [Categories(n) for n in self._counts()]
+
+    @override
+    def _counts(self) -> list[int]:
+        """The numbers of categories of one value, which must be the same in the whole batch."""
+        return self._one_row("nvec").tolist()
+
+    def _rows(self, name: str) -> Tensor:
+        """The different rows ``[r, k]`` of a parameter, as far as its memory tells."""
+        return self._parameters[name].reshape(-1, self.shape[-1])
+
+    def _one_row(self, name: str) -> Tensor:
+        rows = self._rows(name)
+        if not bool((rows == rows[0]).all()):
+            raise ValueError(f"{name} differs within the batch: index the spec first")
+        return rows[0]
+
+    def parts(self) -> list[Categorical]:
+        """The spec of each part, of shape ``shape[:-1]``."""
+        counts, starts = self._counts(), self._one_row("start").tolist()
+        masks = [None] * len(counts) if self.mask is None else self.mask.split_with_sizes(counts, -1)
+        return [
+            Categorical(n, self.shape[:-1], self.device, self.dtype, mask, start=first)
+            for n, first, mask in zip(counts, starts, masks, strict=True)
+        ]
+
+    @override
+    def _limits(self) -> tuple[Tensor, Tensor]:
+        assert self.dtype is not None
+        low, counts = self._parameters["start"], self._parameters["nvec"]
+        return low.to(self.dtype), (low + counts - 1).to(self.dtype)
+
+    @override
+    def allowed(self, value: Tensor) -> Tensor:
+        if self.mask is not None:
+            parts = zip(self.parts(), value.unbind(-1), strict=True)
+            return torch.stack([part.allowed(column) for part, column in parts], -1)
+        return super().allowed(value)
+
+    @override
+    def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Tensor:
+        """Draw categories ``[*shape, *self.shape]`` uniformly among the allowed ones."""
+        assert self.dtype is not None
+        if self.mask is not None:
+            return torch.stack([part.rand(shape, generator=generator) for part in self.parts()], -1)
+        drawn = draw_categories(self._parameters["nvec"], self._full_shape(shape), self.device, generator)
+        return (drawn + self._parameters["start"]).to(self.dtype)
+
+    @override
+    def closest(self, value: Tensor) -> Tensor:
+        assert self.dtype is not None
+        if self.mask is not None:
+            parts = zip(self.parts(), value.unbind(-1), strict=True)
+            return torch.stack([part.closest(column) for part, column in parts], -1)
+        return super().closest(value)
+
+    @override
+    def index(self, index: Tensor, tensor_to_index: Tensor) -> Tensor:
+        """Pick from the last dim of ``[..., sum(nvec)]`` by category, part after part: ``[..., k]``."""
+        columns = tensor_to_index.split_with_sizes(self._counts(), -1)
+        parts = zip(self.parts(), index.unbind(-1), columns, strict=True)
+        return torch.stack([part.index(chosen, column) for part, chosen, column in parts], -1)
+
+    @override
+    def cardinality(self) -> int:
+        return math.prod(self._counts())
+
+    @override
+    def enumerate(self, use_mask: bool = False) -> Tensor:
+        assert self.dtype is not None
+        parts = [
+            part.enumerate(use_mask).flatten(1)[:, 0] if part.ndim else part.enumerate(use_mask)
+            for part in self.parts()
+        ]
+        values = grid(parts).to(self.dtype)
+        shape = self._full_shape(())
+        return values.reshape(-1, *(1,) * (self.ndim - 1), shape[-1]).expand(-1, *shape)
+
+    def to_one_hot(self, value: Tensor, safe: bool | None = None) -> Tensor:
+        """Flags ``[..., sum(nvec)]``, bool, of categories ``[..., k]``; ``safe=True`` checks them first."""
+        if safe:
+            self.assert_is_in(value)
+        parts = zip(self.parts(), value.unbind(-1), strict=True)
+        return torch.cat([part.to_one_hot(column) for part, column in parts], -1)
+
+    def to_one_hot_spec(self) -> "MultiOneHot":
+        """The same categories as flags."""
+        counts = self._counts()
+        spec = MultiOneHot(counts, (*self.shape[:-1], sum(counts)), self.device)
+        spec.categories = self.to(torch.int64).clone()
+        return spec
+
+    @override
+    def _check_dtype(self, dtype: torch.dtype | None) -> None:
+        assert dtype is not None
+        low, counts = self._parameters["start"], self._parameters["nvec"]
+        least, most = int(low.min()), int((low + counts - 1).max())
+        check_holds(dtype, least, most)
+
+    @override
+    def _repr_parts(self) -> list[str]:
+        rows = self._rows("nvec")
+        same = bool((rows == rows[0]).all())
+        parts = [f"nvec={rows[0].tolist() if same else rows.tolist()}"]
+        return parts if self.mask is None else [*parts, "masked"]
+
+
+class MultiOneHot(Encoded):
+    """k categories as flags ``[..., sum(nvec)]``, part after part, one set in each.
+
+    Args:
+        nvec: numbers of categories ``[k]``.
+        shape: shape of the tensors; its last dim is ``sum(nvec)``. Default ``(sum(nvec),)``.
+        device: default the CPU.
+        dtype: default bool.
+        use_register: not possible for several categories; False.
+        mask: bool, broadcastable to the shape: which categories are allowed.
+
+    >>> spec = MultiOneHot([2, 3])
+    >>> spec.encode([1, 0]).tolist(), spec.to_numpy(spec.encode([1, 2])).tolist(), spec.cardinality()
+    ([False, True, True, False, False], [1, 2], 6)
+    """
+
+    categories: MultiCategorical
+
+    def __init__(
+        self,
+        nvec: Numbers,
+        shape: Shape = None,
+        device: Device = None,
+        dtype: DType = torch.bool,
+        use_register: bool = False,
+        mask: Numbers | None = None,
+    ) -> None:
+        if use_register:
+            raise ValueError("use_register=True is for one category: take OneHot")
+        counts = torch.as_tensor(nvec).long().reshape(-1)
+        total = int(counts.sum())
+        self._counts: list[int] = counts.tolist()
+        sizes = as_shape((total,) if shape is None else shape)
+        if not sizes or sizes[-1] != total:
+            raise ValueError(f"the last dim of the shape must be sum(nvec)={total}, got shape {tuple(sizes)}")
+        super().__init__(sizes, None, device, dtype, "discrete")
+        self.categories = MultiCategorical(counts, (*sizes[:-1], len(counts)), device, mask=mask)
+
+    @property
+    def nvec(self) -> Tensor:
+        """Numbers of categories ``[k]``."""
+        return torch.tensor(self._counts)
+
+    @property
+    @override
+    def space(self) -> list[Categories]:
+        """The domain of each part."""
+        return self.categories.space
+
+    def _parts(self, value: Tensor) -> list[tuple[Any, Tensor]]:
+        """The one-hot spec and the flags of each part."""
+        columns = value.split_with_sizes(self._counts, -1)
+        return [
+            (part.to_one_hot_spec().to(self.dtype), column)
+            for part, column in zip(self.categories.parts(), columns, strict=True)
+        ]
+
+    @override
+    def allowed(self, value: Tensor) -> Tensor:
+        """One answer for each flag, the same within a part."""
+        return torch.cat([spec.allowed(flags).expand(flags.shape) for spec, flags in self._parts(value)], -1)
+
+    @override
+    def _domain_text(self, index: tuple[int, ...]) -> str:
+        return f"one set flag in each part of {self._counts}"
+
+    @override
+    def to_categorical(self, value: Tensor, safe: bool | None = None) -> Tensor:
+        if safe:
+            self.assert_is_in(value)
+        return torch.stack([spec.to_categorical(flags) for spec, flags in self._parts(value)], -1)
+
+    @override
+    def closest(self, value: Tensor) -> Tensor:
+        return torch.cat([spec.project(flags) for spec, flags in self._parts(value)], -1)
+
+
+class Binary(Ranged):
+    """n flags ``[..., n]``, each 0 or 1, such as a `gymnasium.spaces.MultiBinary`.
+
+    Args:
+        n: number of flags, at least 1; default the last dim of the shape.
+        shape: shape of the tensors; its last dim is n, without dims it is one flag. Default ``(n,)``.
+        device: default the CPU.
+        dtype: default int8.
+
+    >>> spec = Binary(2)
+    >>> spec.cardinality(), spec.enumerate().tolist()
+    (4, [[0, 0], [0, 1], [1, 0], [1, 1]])
+    """
+
+    def __init__(
+        self, n: int | None = None, shape: Shape = None, device: Device = None, dtype: DType = torch.int8
+    ) -> None:
+        if n is None and shape is None:
+            raise TypeError("n or shape must be given")
+        sizes = as_shape((n or 0,) if shape is None else shape)
+        last = sizes[-1] if sizes else 1
+        self.n = as_count("n", last if n is None else n)
+        if last != self.n:
+            raise ValueError(f"the last dim of the shape must be n={n}, got shape {tuple(sizes)}")
+        self.value_dims = min(1, len(sizes))
+        self.by_shape = False  # whether the Gymnasium space names its shape, not n
+        super().__init__(sizes, Categories(2), device, dtype, "discrete")
+        check_holds(self.dtype, 0, 1)
+
+    @override
+    def _limits(self) -> tuple[Tensor, Tensor]:
+        low, high = torch.tensor([0, 1], device=self.device).to(self.dtype).unbind()
+        return low, high
+
+    @override
+    def rand(self, shape: Shape = (), *, generator: torch.Generator | None = None) -> Tensor:
+        """Draw flags ``[*shape, *self.shape]``, each 0 or 1 with the same probability."""
+        assert self.dtype is not None
+        return draw_categories(2, self._full_shape(shape), self.device, generator).to(self.dtype)
+
+    @override
+    def cardinality(self) -> int:
+        return 1 << self.n
+
+    @override
+    def enumerate(self, use_mask: bool = False) -> Tensor:
+        assert self.dtype is not None
+        shape = self._full_shape(())
+        values = grid([torch.arange(2, device=self.device)] * self.n).to(self.dtype)
+        return values.reshape(-1, *(1,) * (self.ndim - 1), *shape[-1:]).expand(-1, *shape)
+
+    @override
+    def _repr_parts(self) -> list[str]:
+        return [f"n={self.n}"]
+
+
+def as_count(name: str, value: SupportsIndex, least: int = 1) -> int:
     """A whole number of at least ``least``, also one of NumPy or torch, such as the ``n`` of a Gymnasium space."""
     return whole_number(name, operator.index(value) if hasattr(value, "dtype") else value, least)

@@ -1,5 +1,6 @@
 """`NonTensor`: data that are no tensors, such as text."""
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -8,8 +9,8 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase, lazy_stack
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.specs.leaf import Device, TensorSpec
 from flatroll.specs.shapes import Shape
+from flatroll.specs.tensor_spec import Device, TensorSpec
 
 
 class NonTensor(TensorSpec):
@@ -32,7 +33,6 @@ class NonTensor(TensorSpec):
     """
 
     _default_device = None
-    _any_batch = True
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class NonTensor(TensorSpec):
         return self.ndim if self._feature_dims is None else min(self._feature_dims, self.ndim)
 
     @override
-    def is_in(self, value: Any) -> bool:
+    def is_in(self, value: object) -> bool:
         return self.problem(value) is None
 
     @override
@@ -103,7 +103,7 @@ class NonTensor(TensorSpec):
         """The same as `zero`."""
         return self.zero(shape)
 
-    def _filled(self, shape: Shape, make: Any) -> Any:
+    def _filled(self, shape: Shape, make: Callable[[], Any]) -> Any:
         sizes = self._full_shape(shape)
         cut = len(sizes) - self.feature_dims
 

@@ -1,20 +1,20 @@
-"""Specs of Gymnasium spaces, and back."""
+"""Specs of Gymnasium spaces, and back; specs of the data in a tensordict."""
 
 from typing import Any
 
 import numpy as np
 import torch
 from gymnasium import spaces
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase, is_tensor_collection
 
-from flatroll.specs.binary import Binary
+from flatroll.layout.keys import is_entry
+from flatroll.specs.arithmetic import is_whole
 from flatroll.specs.bounded import Bounded, Unbounded
 from flatroll.specs.composite import Composite
-from flatroll.specs.discrete import Categorical, Encoded
-from flatroll.specs.leaf import Device, TensorSpec, checked_dtype
-from flatroll.specs.multi import MultiCategorical
+from flatroll.specs.discrete import Binary, Categorical, Encoded, MultiCategorical
 from flatroll.specs.non_tensor import NonTensor
-from flatroll.specs.ranges import is_whole
 from flatroll.specs.shapes import Shape, as_shape
+from flatroll.specs.tensor_spec import Device, TensorSpec, checked_dtype
 
 
 def as_spec(space: "spaces.Space[Any]", batch_size: Shape = (), device: Device = None) -> TensorSpec:
@@ -100,7 +100,7 @@ def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
     if getattr(spec, "mask", None) is not None:
         raise ValueError("no Gymnasium space keeps a mask: call spec.update_mask(None) first")
     if type(spec) is Composite:
-        children = {key: as_space(child) for key, child in spec._present().items()}
+        children = {key: as_space(child) for key, child in spec.present().items()}
         return spaces.Tuple(list(children.values())) if spec.of_tuple else spaces.Dict(children)
     if spec.dtype is torch.bfloat16:
         raise TypeError(
@@ -130,3 +130,53 @@ def _repeated(bound: Any, dtype: torch.dtype, device: Device) -> Any:
     """A bound as a tensor; one number where all are the same, to be repeated without memory."""
     same = bound.size > 0 and bool((bound == bound.flat[0]).all())
     return torch.as_tensor(np.array(bound.flat[0] if same else bound), dtype=dtype, device=device)
+
+
+def make_composite_from_td(
+    data: TensorDictBase, *, unsqueeze_null_shapes: bool = True, dynamic_shape: bool = False
+) -> Composite:
+    """Return the Composite of a tensordict's shapes, dtypes and devices, with any values.
+
+    Args:
+        data: the tensordict.
+        unsqueeze_null_shapes: tensors without dims count as ``[1]``.
+        dynamic_shape: the last dim of each tensor, if it is no batch dim, takes any length.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> make_composite_from_td(TensorDict({"a": torch.zeros(4, 3)}, [4]))["a"]
+    UnboundedContinuous(shape=(4, 3), dtype=torch.float32)
+    """
+    specs: dict[str, TensorSpec] = {}
+    value: Any
+    for key, value in data.items(is_leaf=is_entry):
+        if isinstance(value, NonTensorData | NonTensorStack):
+            first = value.reshape(-1)[0].data if value.numel() else None
+            dims = value.ndim - data.ndim
+            specs[key] = NonTensor(value.shape, value.device, example_data=first, feature_dims=dims)
+        elif is_tensor_collection(value):
+            specs[key] = make_composite_from_td(
+                value, unsqueeze_null_shapes=unsqueeze_null_shapes, dynamic_shape=dynamic_shape
+            )
+        else:
+            shape = tuple(value.shape) or ((1,) if unsqueeze_null_shapes else ())
+            shape = (*shape[:-1], -1) if dynamic_shape and value.ndim > data.ndim else shape
+            specs[key] = Unbounded(shape, value.device, value.dtype)
+    return Composite(specs, shape=data.shape)
+
+
+def space_leaves(
+    space: "spaces.Space[Any]", key: tuple[str, ...], path: tuple[Any, ...] = ()
+) -> list[tuple[str | tuple[str, ...], tuple[Any, ...]]]:
+    """List the batch key (starting with ``key``) and the tree path (with ``path``) of each leaf of a space.
+
+    >>> space_leaves(spaces.Tuple((spaces.Discrete(2), spaces.Dict(a=spaces.Discrete(3)))), ("action",))
+    [(('action', '0'), (0,)), (('action', '1', 'a'), (1, 'a'))]
+    """
+    if isinstance(space, spaces.Dict):
+        items: Any = space.spaces.items()
+    elif isinstance(space, spaces.Tuple):
+        items = enumerate(space.spaces)
+    else:
+        return [(key[0] if len(key) == 1 else key, path)]
+    return [leaf for name, child in items for leaf in space_leaves(child, (*key, str(name)), (*path, name))]

@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -11,9 +11,10 @@ from tensordict import lazy_stack
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.specs.composite import Composite, is_key
-from flatroll.specs.leaf import TensorSpec, implements
+from flatroll.layout.keys import NestedKey
+from flatroll.specs.composite import Composite, SpecLike, is_key
 from flatroll.specs.shapes import ANY_LENGTH, Operation, Shape, as_shape
+from flatroll.specs.tensor_spec import Device, TensorSpec, implements
 
 
 @implements(torch.stack)
@@ -45,7 +46,7 @@ class Parallel(TensorSpec):
     dim: int
 
     @abstractmethod
-    def __init__(self, *specs: Any, dim: int) -> None: ...
+    def __init__(self, *specs: TensorSpec, dim: int) -> None: ...
 
     @property
     def stack_dim(self) -> int:
@@ -66,11 +67,51 @@ class Parallel(TensorSpec):
         return type(self)(*map(change, self.specs), dim=self.dim)
 
     @override
-    def _map(self, operation: Operation, dims: int) -> Any:
-        return mapped(self, operation, dims)
+    def map_dims(self, operation: Operation, dims: int) -> Any:
+        # The operation is a closure, so what it does to the stacked dim is read off a probe: a tensor that holds the
+        # number of the spec at each place.
+        specs, dim = self.specs, self.dim
+        if dim >= dims:  # behind the dims of the operation, which may change how many there are
+            done: Any = [spec.map_dims(operation, dims) for spec in specs]
+            return type(self)(*done, dim=dim + done[0].ndim - specs[0].ndim)
+        sizes = [1 if size == ANY_LENGTH else size for size in self._frame.shape[:dims]]
+        numbers = torch.arange(len(specs)).reshape([-1 if d == dim else 1 for d in range(dims)])
+        probe = operation(numbers.expand(sizes))
+        # Along which dim of the result the number of the spec changes.
+        along = [
+            d
+            for d in range(probe.ndim)
+            if probe.shape[d] > 1 and bool((probe != probe.narrow(d, 0, 1)).any())
+        ]
+        if len(along) > 1 or probe.numel() == 0:
+            raise ValueError(
+                f"a {type(self).__name__} of shape {tuple(self.shape)}, stacked along dim {dim}, cannot be reshaped "
+                "or indexed so: its specs would not be along one dim any more, or nothing would be left of them"
+            )
+
+        def place(number: int, at: int | None) -> Any:
+            """The spec of a number after the operation, without the dim along which the numbers change."""
+            alone = specs[number]
+            filled = alone.map_dims(lambda t: t.unsqueeze(dim), dims - 1)
+            wide = filled.map_dims(
+                lambda t: t.expand(*t.shape[:dim], len(specs), *t.shape[dim + 1 :]), dims
+            ).map_dims(operation, dims)
+            if at is None:
+                return wide
+            index = (*(slice(None),) * along[0], at)
+            return wide.map_dims(lambda t: t[index], probe.ndim)
+
+        if not along:
+            number = int(probe.reshape(-1)[0])
+            alone = place(number, None)
+            return (
+                specs[number] if alone == specs[number] else alone
+            )  # itself, so that changes of it are kept
+        order = probe.movedim(along[0], 0).reshape(probe.shape[along[0]], -1)[:, 0].tolist()
+        return stack([place(number, at) for at, number in enumerate(order)], along[0])
 
     @override
-    def to(self, dest: Any) -> Self:
+    def to(self, dest: torch.dtype | Device) -> Self:
         return self if dest is None else self._each_spec(lambda spec: spec.to(dest))
 
     @override
@@ -95,7 +136,7 @@ class Parallel(TensorSpec):
         return self._drawn(shape, lambda spec: spec.one(shape))
 
     @override
-    def is_in(self, value: Any) -> bool:
+    def is_in(self, value: object) -> bool:
         return self.problem(value) is None
 
     @override
@@ -183,7 +224,7 @@ class Stacked(Parallel):
 
     def __init__(self, *specs: TensorSpec, dim: int) -> None:
         shape, dim = _stacked_shape(specs, dim)
-        self._own_dims = specs[0]._own_dims
+        self.value_dims = specs[0].value_dims
         TensorSpec.__init__(self, shape, None, specs[0].device, specs[0].dtype, specs[0].domain)
         self.specs, self.dim = specs, dim
 
@@ -253,14 +294,16 @@ class StackedComposite(Parallel, Composite):
         return None if None in entries else stack(entries, self.dim)
 
     @override
-    def __setitem__(self, key: Any, spec: Any) -> None:
+    def __setitem__(self, key: NestedKey, spec: SpecLike) -> None:
         self._check_unlocked()
+        if isinstance(spec, Mapping):
+            spec = Composite(spec, shape=self.shape, device=self.device)
         parts = [None] * len(self.specs) if spec is None else spec.unbind(self.dim)
         for own, part in zip(self.specs, parts, strict=True):
             own[key] = part
 
     @override
-    def __delitem__(self, key: Any) -> None:
+    def __delitem__(self, key: NestedKey) -> None:
         self._check_unlocked()
         holders = [spec for spec in self.specs if key in spec]
         if not holders:
@@ -269,7 +312,7 @@ class StackedComposite(Parallel, Composite):
             del spec[key]
 
     @override
-    def type_check(self, value: Any, key: Any = None) -> None:
+    def type_check(self, value: Any, key: NestedKey | None = None) -> None:
         if key is not None:
             super().type_check(value, key)
             return
@@ -289,12 +332,8 @@ class StackedComposite(Parallel, Composite):
         return self._each_spec(lambda spec: spec.empty())
 
     @override
-    def _present(self) -> dict[str, TensorSpec]:
+    def present(self) -> dict[str, TensorSpec]:
         return {key: spec for key in self if (spec := self[key]) is not None}
-
-    @override
-    def _each(self, change: Callable[[TensorSpec], Any], **attributes: Any) -> Self:
-        return self._each_spec(lambda spec: spec._each(change))
 
     @override
     def _joined(self, parts: list[Any], dim: int) -> Any:
@@ -319,50 +358,92 @@ def _stacked_shape(specs: Sequence[Any], dim: int) -> tuple[list[int], int]:
                 f"specs to stack must have one class, dtype, device and number of dims, got {first!r} and {spec!r}"
             )
     at = dim + first.ndim + 1 if dim < 0 else dim
-    if not 0 <= at <= first._frame.ndim:
-        raise IndexError(f"dim must be in [0, {first._frame.ndim}] for specs of {first.ndim} dims, got {dim}")
+    if not 0 <= at <= first.batch_ndim:
+        raise IndexError(f"dim must be in [0, {first.batch_ndim}] for specs of {first.ndim} dims, got {dim}")
     sizes = [size if all(s.shape[d] == size for s in specs) else -1 for d, size in enumerate(first.shape)]
     return [*sizes[:at], len(specs), *sizes[at:]], at
 
 
-def mapped(stacked: "Parallel", operation: Operation, dims: int) -> Any:
-    """The stack after an operation on its first ``dims`` dims.
+def contains_lazy_spec(spec: TensorSpec) -> bool:
+    """Whether a spec is, or holds, a stack of different specs."""
+    if isinstance(spec, Stacked | StackedComposite):
+        return True
+    return isinstance(spec, Composite) and any(map(contains_lazy_spec, spec.present().values()))
 
-    The operation is a closure, so what it does to the stacked dim is read off a probe: a tensor that holds the number
-    of the spec at each place.
+
+def check_no_exclusive_keys(spec: TensorSpec, recurse: bool = True) -> bool:
+    """Whether all Composites of each stack have the same keys; ``recurse`` looks into nested ones."""
+    if isinstance(spec, StackedComposite) and any(len(part) > len(spec) for part in spec.specs):
+        return False
+    if isinstance(spec, Composite) and recurse:
+        return all(map(check_no_exclusive_keys, spec.present().values()))
+    return True
+
+
+def consolidate_spec(
+    spec: TensorSpec, recurse_through_entries: bool = True, recurse_through_stack: bool = True
+) -> TensorSpec:
+    """Return a spec whose stacks have the same keys throughout: a key that is missing gets a spec of size 0.
+
+    Args:
+        spec: any spec; it stays as it is.
+        recurse_through_entries: nested Composites, too.
+        recurse_through_stack: the Composites of a stack, too.
+
+    Raises:
+        ValueError: specs of one key are of different classes.
+
+    >>> from flatroll.specs import Unbounded
+    >>> one, two = Composite(a=Unbounded((3,))), Composite(a=Unbounded((3,)), b=Unbounded((2,)))
+    >>> consolidate_spec(torch.stack([one, two]))["b"].shape
+    torch.Size([2, -1])
     """
-    specs, dim = stacked.specs, stacked.dim
-    if dim >= dims:  # behind the dims of the operation, which may change how many there are
-        done: Any = [spec._map(operation, dims) for spec in specs]
-        return type(stacked)(*done, dim=dim + done[0].ndim - specs[0].ndim)
-    sizes = [1 if size == ANY_LENGTH else size for size in stacked._frame.shape[:dims]]
-    numbers = torch.arange(len(specs)).reshape([-1 if d == dim else 1 for d in range(dims)])
-    probe = operation(numbers.expand(sizes))
-    # Along which dim of the result the number of the spec changes.
-    along = [
-        d for d in range(probe.ndim) if probe.shape[d] > 1 and bool((probe != probe.narrow(d, 0, 1)).any())
+    settings: Any = (recurse_through_entries, recurse_through_stack)
+    if isinstance(spec, StackedComposite):
+        parts: list[Any] = [
+            consolidate_spec(part, *settings) if recurse_through_stack else part.clone()
+            for part in spec.specs
+        ]
+        examples: dict[str, list[TensorSpec]] = {}
+        for part in parts:
+            for key, entry in part.present().items():
+                examples.setdefault(key, []).append(entry)
+        for part in parts:
+            for key, entries in examples.items():
+                if key not in part:
+                    part[key] = _empty_like(entries, part.shape)
+        spec = stack(parts, spec.dim)
+    else:
+        spec = spec.clone()
+    if isinstance(spec, Composite) and recurse_through_entries:
+        for key, entry in spec.present().items():
+            if isinstance(entry, Composite):
+                spec[key] = consolidate_spec(entry, *settings)
+    return spec
+
+
+def _empty_like(specs: list[TensorSpec], batch: torch.Size) -> TensorSpec:
+    """A spec of size 0 for data that are not there, with as many dims."""
+    first = specs[0]
+    if any(type(spec) is not type(first) for spec in specs):
+        raise ValueError(f"specs of one key must be of one class, got {first!r} and others")
+    if isinstance(first, Composite):
+        return first.empty()
+    outer = first.batch_ndim
+    # Size 0 where the others differ, or else behind the batch's dims.
+    sizes = [
+        0 if size == -1 or any(spec.shape[d] != size for spec in specs) else size
+        for d, size in enumerate(first.shape[:outer])
     ]
-    if len(along) > 1 or probe.numel() == 0:
-        raise ValueError(
-            f"a {type(stacked).__name__} of shape {tuple(stacked.shape)}, stacked along dim {dim}, cannot be reshaped "
-            "or indexed so: its specs would not be along one dim any more, or nothing would be left of them"
-        )
+    if 0 not in sizes:
+        sizes = [size if d < len(batch) else 0 for d, size in enumerate(sizes)]
+    if isinstance(first, Stacked):
+        rest = [size for d, size in enumerate(sizes) if d != first.dim]
+        return Stacked(*(_of_sizes(spec, rest) for spec in first.specs), dim=first.dim)
+    return _of_sizes(first, sizes)
 
-    def place(number: int, at: int | None) -> Any:
-        """The spec of a number after the operation, without the dim along which the numbers change."""
-        alone = specs[number]
-        filled = alone._map(lambda t: t.unsqueeze(dim), dims - 1)
-        wide = filled._map(lambda t: t.expand(*t.shape[:dim], len(specs), *t.shape[dim + 1 :]), dims)._map(
-            operation, dims
-        )
-        if at is None:
-            return wide
-        index = (*(slice(None),) * along[0], at)
-        return wide._map(lambda t: t[index], probe.ndim)
 
-    if not along:
-        number = int(probe.reshape(-1)[0])
-        alone = place(number, None)
-        return specs[number] if alone == specs[number] else alone  # itself, so that changes of it are kept
-    order = probe.movedim(along[0], 0).reshape(probe.shape[along[0]], -1)[:, 0].tolist()
-    return stack([place(number, at) for at, number in enumerate(order)], along[0])
+def _of_sizes(spec: TensorSpec, sizes: list[int]) -> TensorSpec:
+    """A spec of the first of a spec's values, repeated."""
+    one = spec[(0,) * len(sizes)]
+    return one.expand(*sizes, *one.shape)  # type: ignore[no-any-return]

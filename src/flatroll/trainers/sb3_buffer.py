@@ -13,9 +13,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll import buffers
-from flatroll.buffers.columns.base import Columns
+from flatroll.buffers.columns.column import Columns
 from flatroll.buffers.step_rows import window_of
-from flatroll.buffers.transforms.base import TransformLike
+from flatroll.buffers.transforms.transform import TransformLike
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import (
     ACTION,

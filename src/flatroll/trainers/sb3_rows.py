@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.columns.base import Columns
+from flatroll.buffers.columns.column import Columns
 from flatroll.layout.keys import NEXT, REWARD, as_tuple
 
 DISCOUNTS = "discounts"  # entry of n-step rows

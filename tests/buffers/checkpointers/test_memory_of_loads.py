@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from flatroll.buffers import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from flatroll.buffers.checkpointers import base
 from flatroll.buffers.checkpointers.base import Span, TensorStorageCheckpointer
-from flatroll.buffers.columns.base import Column, TensorColumn, host_memory
+from flatroll.buffers.columns.column import Column, TensorColumn, host_memory
 
 
 class OwnMemory(LazyTensorStorage):

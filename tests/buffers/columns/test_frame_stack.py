@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flatroll.buffers.columns.base import After, differ
+from flatroll.buffers.columns.column import After, differ
 from flatroll.buffers.columns.frame_stack import FrameColumn, check_stack, match, match_by_torch
 from flatroll.buffers.columns.zstd import ZstdColumn
 

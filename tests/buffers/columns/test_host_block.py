@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from flatroll.buffers.columns.base import After, TensorColumn, plain_columns
+from flatroll.buffers.columns.column import After, TensorColumn, plain_columns
 from flatroll.kernels.rows import gather as block
 
 

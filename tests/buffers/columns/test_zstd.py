@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flatroll.buffers.columns import zstd as codec
-from flatroll.buffers.columns.base import differ
+from flatroll.buffers.columns.column import differ
 from flatroll.buffers.columns.zstd import ZstdColumn
 
 

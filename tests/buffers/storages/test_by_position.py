@@ -25,8 +25,8 @@ from flatroll.buffers import (
     TensorStorage,
 )
 from flatroll.buffers.index.ring import Ring
-from flatroll.buffers.storages.base import Storage
-from flatroll.buffers.storages.by_position import slots_at
+from flatroll.buffers.storages.positions import slots_at
+from flatroll.buffers.storages.storage import Storage
 
 KINDS = [LazyTensorStorage, LazyMemmapStorage]
 

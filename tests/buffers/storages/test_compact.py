@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.buffers import LazyTensorStorage, RandomSampler, ReplayBuffer, SliceSampler
-from flatroll.buffers.columns.base import differ
+from flatroll.buffers.columns.column import differ
 
 KINDS = [
     "float32",

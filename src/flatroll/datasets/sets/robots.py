@@ -19,7 +19,7 @@ from flatroll.buffers import (
     TensorDictReplayBuffer,
 )
 from flatroll.buffers.replay_buffer import Made
-from flatroll.buffers.transforms.base import apply, reads_others
+from flatroll.buffers.transforms.transform import apply, reads_others
 from flatroll.datasets import ids
 from flatroll.datasets.base import BaseDatasetExperienceReplay, DatasetOptions, slices
 from flatroll.datasets.formats.lerobot.reading import read_lerobot

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.buffers import DiskStorage, RandomSampler, ReplayBuffer, SliceSampler
-from flatroll.buffers.columns.base import host_memory
+from flatroll.buffers.columns.column import host_memory
 from flatroll.buffers.storages.disk.log import RowLog
 from flatroll.disk import files
 

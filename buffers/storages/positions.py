@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.storages.base import Storage
+from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.storages.item_kinds import as_tensor, map_rows
 
 Index: TypeAlias = (
@@ -42,24 +42,6 @@ def time_first(data: Any, ndim: int, dim: int) -> tuple[Any, torch.Size]:
         raise ValueError(f"all leaves must have the same first {ndim} sizes, got {sorted(map(list, sizes))}")
     size = sizes.pop()
     return data, torch.Size([*size[:dim], *size[dim + 1 :]])
-
-
-def lay_flat(storage: Storage, data: Any, time: int, started: bool) -> Any:
-    """Lay the batch dimensions of ``data`` for ``storage`` in one, dimension ``time`` first; learn the lanes unless
-    ``started``.
-
-    Raises:
-        ValueError: the lanes are not those of the first batch, or too many.
-    """
-    data, lanes = time_first(data, storage.ndim, time)
-    if started and lanes != storage.lanes:
-        raise ValueError(
-            f"every batch must have the lanes of the first, {list(storage.lanes)}, got {list(lanes)}"
-        )
-    if lanes.numel() > storage.max_size:
-        raise ValueError(f"max_size={storage.max_size} holds no step of {list(lanes)} lanes")
-    storage.lanes = lanes
-    return data
 
 
 def positions(slots: Tensor, lanes: torch.Size) -> Tensor:
@@ -99,3 +81,35 @@ def slots_of(places: Index, lanes: torch.Size) -> Tensor:
             )
         slots = slots * size + places[..., i + 1]
     return torch.where((places < 0).any(-1), -1, slots)
+
+
+def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
+    """Return the slots that ``index`` selects from the used slots, viewed as ``[steps, *lanes]``.
+
+    IndexError if there is no such position, TypeError if ``index`` is no position.
+    """
+    if any(isinstance(part, str) for part in (index if isinstance(index, tuple) else [index])):
+        raise TypeError(
+            f"rows are written by position, got {index!r}: buffer[:] = TensorDict({{{index!r}: ...}}, ...) "
+            "writes one entry of all rows"
+        )
+    used, width = ring.used, lanes.numel()
+    # Integers and slices are computed; masks, and the rare rest, select among all slots.
+    if isinstance(index, slice):
+        chosen = range(used // width)[index]
+        steps = torch.arange(len(chosen)) * chosen.step + chosen.start
+        return (steps.unsqueeze(1) * width + torch.arange(width)).view(-1, *lanes) if lanes else steps
+    places = index
+    if type(index) is int or (isinstance(index, list) and all(type(part) is int for part in index)):
+        places = torch.tensor(index, dtype=torch.int64)
+    if isinstance(places, Tensor) and places.dtype in (torch.int64, torch.int32) and not lanes:
+        places = places.to("cpu", torch.int64)
+        if bool(((places >= -used) & (places < used)).all()):
+            return torch.where(places < 0, places + used, places)
+    slots = torch.arange(used).view(-1, *lanes)
+    try:
+        return slots[index]
+    except IndexError:
+        if isinstance(index, float):
+            raise TypeError(f"rows are indexed by integers, slices and masks, got {index!r}") from None
+        raise IndexError(f"index {index!r} is out of range: {len(ring)} rows are stored") from None

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.base import (
+from flatroll.buffers.columns.column import (
     After,
     Column,
     Columns,
@@ -23,11 +23,10 @@ from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.trajectory_index import NOTHING, TrajectoryIndex
 from flatroll.buffers.storages import saved_columns
-from flatroll.buffers.storages.base import Links, Rows
-from flatroll.buffers.storages.by_position import ByPosition
 from flatroll.buffers.storages.continuity import Compared, LinkCheck, find_pairs, state_pairs
 from flatroll.buffers.storages.item_kinds import Structure, check_kinds, like, shown
 from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, next_columns
+from flatroll.buffers.storages.storage import Links, Rows, Storage
 from flatroll.kernels.rows.spans import Spans
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
 
 
-class ColumnStorage(ByPosition):
+class ColumnStorage(Storage):
     """A storage with one column per entry of the batches; subclasses decide where a column's memory is.
 
     Every batch must have the entries, shapes and dtypes of the first one; nothing is dropped or cast silently.

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.columns.base import After, Column, Columns
+from flatroll.buffers.columns.column import After, Column, Columns
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
+from flatroll.buffers.storages.item_kinds import leaves, map_rows, nest, one_row
+from flatroll.buffers.storages.positions import slots_at, time_first
 from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import NestedKey
@@ -137,7 +139,6 @@ class Storage(Facts, ABC):
         """One item after the other."""
         return map(self.get, range(len(self)))
 
-    @abstractmethod
     def get(self, index: Any) -> Any:
         """Return the rows at ``index`` as they are stored: like ``buffer[index]``, without its transforms.
 
@@ -148,8 +149,21 @@ class Storage(Facts, ABC):
         Raises:
             IndexError: no row is stored there.
         """
+        owner = self._owner
+        if owner is not None:
+            return owner._rows_at(index, [])
+        if self._alone is None and any(reference() is None for reference in self._attached):
+            raise RuntimeError(
+                "the buffer of this storage is gone, which knew the order of its rows: keep it"
+            )
+        slots = slots_at(index, Ring(1) if self._alone is None else self._alone, self.lanes)
+        values = self.read_rows(slots.reshape(-1))
+        if isinstance(values, list):
+            return values if slots.ndim else values[0]
+        if slots.ndim:
+            return self.build(values, slots.shape)
+        return map_rows(self.build(values, torch.Size([1])), lambda leaf: leaf[0])
 
-    @abstractmethod
     def set(self, index: Any, data: Any) -> None:
         """Write ``data`` over the rows at ``index``, as ``buffer[index] = data`` does without the transforms' ``inv``.
 
@@ -163,10 +177,46 @@ class Storage(Facts, ABC):
             IndexError: a position that holds no row and is none of the next ones.
             RuntimeError: new rows for a storage with ``ndim`` > 1 or ``compact_obs``, which a buffer must write.
         """
+        owner = self._owner
+        index, data = (list(given) if isinstance(given, range) else given for given in (index, data))
+        if owner is not None:
+            owner._put_at(index, data)
+        else:
+            self._set_alone(index, data)
+        for entity in (reference() for reference in self._attached):
+            mark = getattr(entity, "mark_update", None)
+            if mark is not None:
+                mark(index)
 
-    @abstractmethod
+    def _set_alone(self, index: Any, data: Any) -> None:
+        """Write rows of a storage without a buffer."""
+        if self.ndim > 1 or self.compact_obs:
+            raise RuntimeError("a storage with ndim > 1 or compact_obs=True is written by a ReplayBuffer")
+        ring = self._alone or Ring(self.max_size)
+        slots = torch.arange(self.max_size)[index] if isinstance(index, slice) else torch.as_tensor(index)
+        if slots.dtype is torch.bool:
+            slots = slots.nonzero().squeeze(1)
+        rows = self.prepare(data if slots.ndim else self.batch_of_one(data), None, None)
+        slots = slots.reshape(-1)
+        if len(slots) != rows.count:
+            raise ValueError(f"index has {len(slots)} positions, data {rows.count} rows")
+        new = torch.from_numpy(np.unique(slots[slots >= len(ring)].numpy()))  # in order
+        expected = torch.arange(len(ring), len(ring) + len(new))
+        if bool((slots < 0).any()) or not torch.equal(new, expected) or len(ring) + len(new) > self.max_size:
+            raise IndexError(
+                f"positions {slots.tolist()} are not all among the {len(ring)} stored rows and those right after "
+                f"them, of {self.max_size}"
+            )
+        self.put(slots, rows)
+        ring.publish(len(new))
+        self._alone = ring
+
     def batch_of_one(self, item: Any) -> Any:
         """Return a batch of one item, for :meth:`prepare`."""
+        if type(item) is not TensorDict:
+            return one_row(item)
+        rows = {key: leaf.unsqueeze(0) for key, leaf in leaves(item).items()}
+        return nest(rows, torch.Size([1, *item.batch_size]), item.device)  # in a third of the time
 
     def attach(self, buffer: Any) -> None:
         """Let ``buffer`` know of changes: ``buffer.mark_update(index)``, if it has that, is called by :meth:`set`.
@@ -196,6 +246,22 @@ class Storage(Facts, ABC):
     def capacity(self) -> int:
         """Number of rows that fit: ``max_size``, rounded down to a multiple of the number of lanes (envs)."""
         return self.max_size // self.lanes.numel() * self.lanes.numel()
+
+    def lay_flat(self, data: Any, time: int, started: bool) -> Any:
+        """Lay the batch dimensions of ``data`` in one, dimension ``time`` first; learn the lanes unless ``started``.
+
+        Raises:
+            ValueError: the lanes are not those of the first batch, or too many.
+        """
+        data, lanes = time_first(data, self.ndim, time)
+        if started and lanes != self.lanes:
+            raise ValueError(
+                f"every batch must have the lanes of the first, {list(self.lanes)}, got {list(lanes)}"
+            )
+        if lanes.numel() > self.max_size:
+            raise ValueError(f"max_size={self.max_size} holds no step of {list(lanes)} lanes")
+        self.lanes = lanes
+        return data
 
     @property
     def contents(self) -> Any:

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from flatroll.buffers.columns.base import Columns
+from flatroll.buffers.columns.column import Columns
 from flatroll.buffers.index.ring import Array
 from flatroll.layout.keys import NestedKey, missing_marker, plain_key, without_next
 
@@ -40,7 +40,7 @@ class RowChooser(Protocol):
     """The transform of a buffer that reads a chosen row of the same trajectory for some rows: `HindsightTransform`."""
 
     def choose(self, at: Array, count: Array, generator: torch.Generator | None) -> tuple[Array, Array]:
-        """Choose rows when a sample is drawn, see `TrajectoryRows.choose`."""
+        """Choose rows when a sample is drawn, see `TrajectoryIndex.choose`."""
         ...
 
     def relabel(self, columns: Columns, chosen: Tensor, read: Get, get: Get) -> tuple[Columns, Get]:

@@ -1,19 +1,34 @@
-"""What all specs share: a shape, a dtype, a device, and shape operations that copy nothing."""
+"""`TensorSpec`, the base of all specs: a shape, a dtype, a device, and shape operations that copy nothing."""
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, DTypeLike
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.specs.ranges import as_double, is_whole, ordered, unordered
-from flatroll.specs.shapes import Shape, Shaped, as_shape, frame_of
+from flatroll.layout.keys import NestedKey
+from flatroll.specs.arithmetic import as_double, is_whole, ordered, unordered
+from flatroll.specs.shapes import (
+    ANY_LENGTH,
+    Gather,
+    Operation,
+    Shape,
+    as_shape,
+    dims_used,
+    frame_of,
+    shortened,
+    with_any,
+)
 
 Device: TypeAlias = torch.device | str | int | None
+DType: TypeAlias = torch.dtype | DTypeLike | None
+#: Numbers or flags as users give them: one, a list or array of them, or a tensor.
+Numbers: TypeAlias = ArrayLike | Tensor
 _FIXED = {"shape", "dtype", "device"}  # set once; shape operations and `to` make another spec
 #: torch function -> what it does to specs; filled by `implements`.
 TORCH_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -33,7 +48,7 @@ def implements(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], C
     return register
 
 
-def checked_dtype(dtype: Any) -> torch.dtype:
+def checked_dtype(dtype: DType) -> torch.dtype:
     """A torch dtype, or the one of this name or of a NumPy dtype."""
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -46,7 +61,7 @@ def checked_dtype(dtype: Any) -> torch.dtype:
         raise TypeError(f"dtype must be a torch dtype, such as torch.float32, got {dtype!r}") from error
 
 
-class TensorSpec(Shaped, ABC):
+class TensorSpec(ABC):
     """Says which tensors are allowed: their shape, dtype, device and values.
 
     A spec's shape has the dims of a batch first, then those of one value. It takes the shape operations of tensors
@@ -62,18 +77,23 @@ class TensorSpec(Shaped, ABC):
         domain: ``"continuous"``, ``"discrete"`` or empty.
     """
 
+    shape: torch.Size
     device: torch.device | None
     dtype: torch.dtype | None
     domain: str
+    value_dims: int = 0  # how many of the last dims belong to one value
     _default_device: torch.device | None = torch.device("cpu")
-    _any_batch = False  # whether a Composite gives it the batch dims that it has not
+    _frame: Tensor  # one number in memory with the batch dims: operations on it give the new shape
+    _parameters: dict[str, Tensor]  # each broadcasts to [*batch dims, ...]; see `shortened`
+    _kept: int = 0  # how many of a parameter's last dims belong to one value
+    _cache: dict[str, Any]  # computed from the parameters when first needed
 
     def __init__(
         self,
         shape: Shape,
         space: Any = None,
         device: Device = None,
-        dtype: Any = torch.float32,
+        dtype: DType = torch.float32,
         domain: str = "",
     ) -> None:
         self.shape = as_shape(shape)
@@ -81,7 +101,7 @@ class TensorSpec(Shaped, ABC):
         self.device = self._default_device if device is None else torch.device(device)
         self.dtype = None if dtype is None else checked_dtype(dtype)
         self.domain = domain
-        self._frame = frame_of(self.shape[: len(self.shape) - self._own_dims])
+        self._frame = frame_of(self.shape[: len(self.shape) - self.value_dims])
         self._parameters = {}
         self._cache = {}
 
@@ -90,9 +110,183 @@ class TensorSpec(Shaped, ABC):
         """The domain of the values: an object with ``low`` and ``high``, or with ``n``."""
         return self._space
 
+    # --- shape ----------------------------------------------------------------------------------------------------
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    def ndimension(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    @property
+    def batch_ndim(self) -> int:
+        """Number of dims in front of those of one value."""
+        return self._frame.ndim
+
+    def _changed(self, **attributes: Any) -> Self:
+        new = object.__new__(type(self))
+        state = new.__dict__
+        state.update(self.__dict__)
+        state["_cache"], state["_parameters"] = {}, self._parameters.copy()  # in which a mask is replaced
+        state.update(attributes)
+        return new
+
+    def _map_shape(self, operation: Operation, dims: int) -> tuple[torch.Size, Tensor]:
+        """The shape, and the frame, after an operation on the first ``dims`` dims."""
+        frame = self._frame
+        if isinstance(operation, Gather):  # on the first dims only, so that one number stays one in memory
+            sizes = operation(frame.as_strided(frame.shape[:dims], (0,) * dims)).shape + frame.shape[dims:]
+            frame = frame.as_strided(sizes, (0,) * len(sizes))
+        else:
+            frame = operation(frame)
+        shape = frame.shape
+        if -1 in self.shape or ANY_LENGTH in shape:
+            shape = with_any(shape)
+        if self.value_dims:
+            shape = shape + self.shape[self.ndim - self.value_dims :]
+        return shape, frame
+
+    def map_dims(self, operation: Operation, dims: int) -> Self:
+        """The spec after an operation on its first ``dims`` dims, which leaves those after them alone."""
+        shape, frame = self._map_shape(operation, dims)
+        parameters: dict[str, Tensor] = {}
+        behind = self._frame.ndim - dims
+        for name, parameter in self._parameters.items():
+            own = parameter.ndim - self._kept
+            if own > behind:  # else it is the same for all of these dims, so also afterwards
+                full = parameter.expand((*self._frame.shape, *parameter.shape[own:]))
+                parameter = shortened(operation(full), self._kept)
+            parameters[name] = parameter
+        return self._changed(_frame=frame, shape=shape, _parameters=parameters)
+
+    def _full(self, name: str) -> Tensor:
+        """A parameter with all dims of the spec; those of any length have size 1."""
+        parameter = self._parameters[name]
+        sizes = [1 if size == ANY_LENGTH else size for size in self._frame.shape]
+        return parameter.expand((*sizes, *parameter.shape[parameter.ndim - self._kept :]))
+
+    def _outer(self, what: str, *dims: int) -> list[int]:
+        """Dims counted from the front, all of them in front of a value's own dims."""
+        outer = self.ndim - self.value_dims
+        counted = [dim + self.ndim if dim < 0 else dim for dim in dims]
+        if any(not 0 <= dim < outer for dim in counted):
+            own = f", and its last {self.value_dims} belong to one value" if self.value_dims else ""
+            raise IndexError(
+                f"{what} is not possible: {type(self).__name__} has shape {tuple(self.shape)}{own}"
+            )
+        return counted
+
+    def _split(self, shape: torch.Size, what: str) -> torch.Size:
+        """The batch part of a new shape, whose last dims must stay those of one value."""
+        cut = len(shape) - self.value_dims
+        own = self.shape[self.ndim - self.value_dims :]
+        if cut < 0 or any(new not in (-1, old) for new, old in zip(shape[cut:], own, strict=True)):
+            raise ValueError(
+                f"{what} to {tuple(shape)} is not possible: the last dims of {type(self).__name__} with shape "
+                f"{tuple(self.shape)} belong to one value and stay {tuple(own)}"
+            )
+        return shape[:cut]
+
+    def expand(self, *shape: Shape) -> Self:
+        """Repeat along new leading dims, or along dims of size 1. Nothing is copied."""
+        outer, dims = self._split(as_shape(*shape), "expand"), self._frame.ndim
+        new = len(outer) - dims  # in these -1 is any length, in those that there are it keeps them
+        outer = torch.Size([ANY_LENGTH if size == -1 and d < new else size for d, size in enumerate(outer)])
+        try:
+            return self.map_dims(lambda tensor: tensor.expand((*outer, *tensor.shape[dims:])), dims)
+        except RuntimeError as error:
+            raise ValueError(
+                f"expand to {tuple(as_shape(*shape))} is not possible for {type(self).__name__} with shape "
+                f"{tuple(self.shape)}: its dims must be the last ones, or have size 1"
+            ) from error
+
+    def reshape(self, *shape: Shape) -> Self:
+        """Give the batch dims another shape of as many elements."""
+        outer, dims = self._split(as_shape(*shape), "reshape"), self._frame.ndim
+        try:
+            sizes = self._frame.reshape(outer).shape
+            return self.map_dims(lambda tensor: tensor.reshape((*sizes, *tensor.shape[dims:])), dims)
+        except RuntimeError as error:
+            raise ValueError(
+                f"reshape to {tuple(as_shape(*shape))} is not possible for {type(self).__name__} with shape "
+                f"{tuple(self.shape)}"
+            ) from error
+
+    view = reshape
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Self:
+        """Make one dim of several; ``end_dim=-1`` is the last one in front of a value's own dims."""
+        end_dim = end_dim - self.value_dims if end_dim < 0 else end_dim
+        start, end = self._outer("flatten", start_dim, end_dim)
+        return self.map_dims(lambda tensor: tensor.flatten(start, end), self._frame.ndim)
+
+    def unflatten(self, dim: int, sizes: Shape) -> Self:
+        """Make several dims of one."""
+        (dim,), parts = self._outer("unflatten", dim), as_shape(sizes)
+        return self.map_dims(lambda tensor: tensor.unflatten(dim, parts), self._frame.ndim)
+
+    def squeeze(self, dim: int | None = None) -> Self:
+        """Drop a dim, or all dims, of size 1 in front of a value's own dims."""
+        if dim is None:
+            drop = tuple(d for d, size in enumerate(self._frame.shape) if size == 1)
+        else:
+            drop = tuple(self._outer("squeeze", dim))
+        full = tuple(
+            0 if d in drop and size == 1 else slice(None) for d, size in enumerate(self._frame.shape)
+        )
+        return self.map_dims(lambda tensor: tensor[full], self._frame.ndim)
+
+    def unsqueeze(self, dim: int) -> Self:
+        """Insert a dim of size 1."""
+        at = dim + self.ndim + 1 if dim < 0 else dim
+        if not 0 <= at <= self._frame.ndim:
+            self._outer("unsqueeze", at)
+            raise IndexError(f"unsqueeze({dim}) is not possible for a spec of {self.ndim} dims")
+        return self.map_dims(lambda tensor: tensor.unsqueeze(at), at)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Index the dims in front of a value's own, as a tensor of these dims is indexed."""
+        full = self._resolved(index)
+        dims = sum(map(dims_used, full))
+        if any(isinstance(item, Tensor) for item in full):
+            return self.map_dims(Gather(full), dims)
+        return self.map_dims(lambda tensor: tensor[full], dims)
+
+    def _resolved(self, index: Any) -> tuple[Any, ...]:
+        """The index as a tuple without ``...``, so that dims behind the batch's do not shift it."""
+        items = list(index) if isinstance(index, tuple) else [index]
+        items = [
+            torch.as_tensor(item) if isinstance(item, list | tuple | range | np.ndarray) else item
+            for item in items
+        ]
+        free = self._frame.ndim - sum(map(dims_used, items))
+        places = [place for place, item in enumerate(items) if item is Ellipsis]
+        if free < 0 or len(places) > 1:
+            self._outer(f"the index {index}", self.ndim)
+        for place in places:
+            items[place : place + 1] = [slice(None)] * free
+        return tuple(items)
+
+    def unbind(self, dim: int = 0) -> tuple[Self, ...]:
+        """One spec for each index along a dim."""
+        (dim,) = self._outer("unbind", dim)
+        return tuple(self[(*(slice(None),) * dim, i)] for i in range(self._frame.shape[dim]))
+
+    def __len__(self) -> int:
+        """Size of the first dim."""
+        if not self.shape:
+            raise TypeError(f"a {type(self).__name__} without dims has no length")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.unbind(0))
+
     # --- device, dtype, copies ----------------------------------------------------------------------------------
 
-    def to(self, dest: Any) -> Self:
+    def to(self, dest: torch.dtype | Device) -> Self:
         """The spec with another dtype, or on another device. None changes nothing."""
         if dest is None:
             return self
@@ -158,15 +352,15 @@ class TensorSpec(Shaped, ABC):
         front = () if shape is None else as_shape(shape)
         return torch.Size([*front, *(1 if size == -1 else size for size in self.shape)])
 
-    def _allowed(self, value: Tensor) -> Tensor:
+    def allowed(self, value: Tensor) -> Tensor:
         """Which entries of a value of the right shape, dtype and device are in the domain: bool, one for each."""
         raise NotImplementedError(f"{type(self).__name__} holds no single tensors")
 
-    def _all_allowed(self, value: Tensor) -> bool:
+    def all_allowed(self, value: Tensor) -> bool:
         """Whether all entries of a value of the right shape, dtype and device are in the domain."""
-        return bool(self._allowed(value).all())
+        return bool(self.allowed(value).all())
 
-    def _misfit(self, value: Any) -> str | None:
+    def _misfit(self, value: object) -> str | None:
         """What is wrong with the type, dtype or shape of a value, if anything."""
         if not isinstance(value, Tensor):
             return f"a tensor was expected, got {type(value).__name__}"
@@ -186,25 +380,25 @@ class TensorSpec(Shaped, ABC):
             and all(mine in (-1, size) for mine, size in zip(self.shape, last, strict=True))
         )
 
-    def is_in(self, value: Any) -> bool:
+    def is_in(self, value: object) -> bool:
         """Whether a value has this dtype, this shape (behind any batch dims), and lies in the domain. Never raises.
 
         The value may be on any device.
         """
-        return self._misfit(value) is None and self._beside(value)._all_allowed(value)
+        return (
+            isinstance(value, Tensor)
+            and self._misfit(value) is None
+            and self.to(value.device).all_allowed(value)
+        )
 
-    def _beside(self, value: Tensor) -> Self:
-        """The spec on the device of a value."""
-        return self if value.device == self.device else self._with_device(value.device)
-
-    def __contains__(self, item: Any) -> bool:
+    def __contains__(self, item: object) -> bool:
         return self.is_in(item)
 
-    def contains(self, item: Any) -> bool:
+    def contains(self, item: object) -> bool:
         """Whether a value is in the domain, as `is_in`."""
         return self.is_in(item)
 
-    def assert_is_in(self, value: Any) -> None:
+    def assert_is_in(self, value: object) -> None:
         """Raise an error that names the first row that does not fit, what was expected and what came.
 
         Raises:
@@ -214,12 +408,13 @@ class TensorSpec(Shaped, ABC):
         if problem is not None:
             raise OutsideSpec(problem)
 
-    def problem(self, value: Any) -> str | None:
+    def problem(self, value: object) -> str | None:
         """Say what is wrong with a value, or return None if it is in the domain."""
         text = self._misfit(value)
         if text is not None:
             return text
-        allowed = self._beside(value)._allowed(value)
+        assert isinstance(value, Tensor)
+        allowed = self.to(value.device).allowed(value)
         if bool(allowed.all()):
             return None
         first = tuple((~allowed).nonzero()[0].tolist())
@@ -230,7 +425,7 @@ class TensorSpec(Shaped, ABC):
         """The domain of the entry at an index of a value, in words."""
         return repr(self)
 
-    def type_check(self, value: Any, key: Any = None) -> None:
+    def type_check(self, value: Any, key: NestedKey | None = None) -> None:
         """Raise a TypeError if a value has another dtype."""
         if getattr(value, "dtype", None) is not self.dtype:
             named = "" if key is None else f" of {key!r}"
@@ -247,9 +442,9 @@ class TensorSpec(Shaped, ABC):
                 f"a tensor of shape {tuple(self.shape)}, after any batch dims, was expected, got "
                 f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}"
             )
-        return self._projected(value)
+        return self.closest(value)
 
-    def _projected(self, value: Tensor) -> Tensor:
+    def closest(self, value: Tensor) -> Tensor:
         """The closest values inside, of this dtype."""
         raise NotImplementedError(f"{type(self).__name__} holds no single tensors")
 
@@ -385,7 +580,7 @@ class Ranged(TensorSpec):
         return limits
 
     @override
-    def _all_allowed(self, value: Tensor) -> bool:
+    def all_allowed(self, value: Tensor) -> bool:
         low, high = self._ordered_limits()
         numbers = ordered(value)
         if not torch.equal(numbers.clamp(low, high), numbers):  # NaN is equal to nothing
@@ -393,7 +588,7 @@ class Ranged(TensorSpec):
         return not (self._whole and numbers.is_floating_point()) or torch.equal(numbers.round(), numbers)
 
     @override
-    def _allowed(self, value: Tensor) -> Tensor:
+    def allowed(self, value: Tensor) -> Tensor:
         low, high = self._ordered_limits()
         numbers = ordered(value)
         inside = (numbers >= low) & (numbers <= high)
@@ -407,7 +602,7 @@ class Ranged(TensorSpec):
         return unordered(ordered(value).clamp(*self._ordered_limits()), self.dtype)
 
     @override
-    def _projected(self, value: Tensor) -> Tensor:
+    def closest(self, value: Tensor) -> Tensor:
         assert self.dtype is not None
         value = value.to(self.device)
         if is_whole(value.dtype) and is_whole(self.dtype) and torch.uint64 not in (value.dtype, self.dtype):
@@ -422,11 +617,11 @@ class Ranged(TensorSpec):
 
     @override
     def zero(self, shape: Shape = ()) -> Tensor:
-        return self._projected(torch.zeros(self._full_shape(shape), dtype=torch.int64, device=self.device))
+        return self.closest(torch.zeros(self._full_shape(shape), dtype=torch.int64, device=self.device))
 
     @override
     def one(self, shape: Shape = ()) -> Tensor:
-        return self._projected(torch.ones(self._full_shape(shape), dtype=torch.int64, device=self.device))
+        return self.closest(torch.ones(self._full_shape(shape), dtype=torch.int64, device=self.device))
 
     @override
     def _domain_text(self, index: tuple[int, ...]) -> str:
