@@ -214,8 +214,7 @@ class Folder:
             files.make_folder(self.path, synced=sync)
             self._lock = _lock(self.path), os.getpid()
         try:
-            if resume is not None:
-                self._resume(resume)
+            self._resume(resume)
         except BaseException:
             self.close()
             raise
@@ -627,8 +626,9 @@ class Folder:
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    def _resume(self, before: "Version | Folder") -> None:
-        """Go on from the newest version, if this run has loaded or published it."""
+    def _resume(self, before: "Version | Folder | None") -> None:
+        """Go on from the newest version, if this run has loaded or published it; ValueError if a later version of the
+        package wrote it."""
         listing = Listing.of(self.path)
         if isinstance(before, Folder):
             self._known = before._known
@@ -645,7 +645,7 @@ class Folder:
                     named = [Segment(self.path, segment.name, segment.header) for segment in before._named]
                     self._take(newest, named, kept)
                     return
-        else:
+        elif before is not None:
             self._known = {before}
         newest = next(iter(self._whole_manifests(listing.versions, 1)), None)
         if newest is None or newest.version not in self._known:

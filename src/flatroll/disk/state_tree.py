@@ -259,7 +259,7 @@ class _Unpacker:
         except DamagedState:
             raise
         except (ValueError, TypeError, LookupError, OverflowError, RuntimeError) as error:
-            raise damaged(f"its tree has a {value[0][:40]!r} that is none ({error})") from None
+            raise damaged(f"its tree has a {value[0][:40]} that is none ({error})") from None
 
     def _make(self, value: list[Any], depth: int) -> Any:
         """The value of ``[kind, ...]``; parts of it are ``depth`` deep."""
@@ -320,7 +320,7 @@ class _Unpacker:
                 return LazyStackedTensorDict.lazy_stack(stacked, dim)
             case ["non_tensor", shape, data]:
                 return NonTensorData(self.value(data, depth), batch_size=_shape(shape))
-        raise damaged(f"its tree has {str(value)[:40]!r}, a value of no known kind")
+        raise ValueError(f"{str(value[1:])[:40]!r}, or an unknown kind")
 
     def _dict(self, pairs: list[Any], depth: int, made: Any) -> Any:
         for key, item in pairs:
