@@ -1,0 +1,568 @@
+"""Checkpointers that copy rows: they turn rows of a storage into columns of files, and such columns into a state."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+from typing_extensions import override
+
+from flatroll.buffers.columns.column import (
+    Column,
+    Part,
+    check_values,
+    differ,
+    host_memory,
+    put_rows,
+    scatter,
+)
+from flatroll.buffers.index.fragments import BoundaryKeys
+from flatroll.buffers.index.ring import Ring
+from flatroll.buffers.index.saved_tables import check_rows, damaged
+from flatroll.buffers.checkpointers.saving import (
+    RowCopy,
+    RowWriter,
+    SavedFolder,
+    open_folder,
+    rows_of_a_segment,
+)
+from flatroll.buffers.storages.column_storage import ColumnStorage
+from flatroll.buffers.storages.disk.storage import DiskStorage
+from flatroll.buffers.storages.item_kinds import nest, structure_from_plain
+from flatroll.buffers.storages.list import ListStorage
+from flatroll.buffers.storages.storage import Storage
+from flatroll.disk import Folder, LoadedVersion, Ragged, Segment, Version, column_key, column_name
+from flatroll.disk.checkpoint import SaveOptions
+from flatroll.disk.segments import Column as FileColumn
+from flatroll.disk.state_tree import Packer, from_text, to_text, unpack
+from flatroll.layout.boundaries import run_starts
+from flatroll.layout.keys import NestedKey, next_key, plain_key
+
+T = TypeVar("T")
+#: The checkpointers whose columns have these parts, which others do not read.
+_WRITERS = {"after": "FlatStorageCheckpointer", "starts": "NestedStorageCheckpointer"}
+_STARTS = "#starts"  # bool per row: a run begins here
+_AFTER = "#after"  # next values that are not those of the row after
+#: A hook takes rows (a batch of the stored kind, or a list of items) and returns as many.
+Hook: TypeAlias = Callable[..., Any]
+
+
+class Span(NamedTuple):
+    """Rows in a file, to be read.
+
+    Attributes:
+        slots: int64 ``[N]``, where each row belongs; -1 for rows that are no longer stored, which come first.
+        read: reads them: what :meth:`StorageCheckpointerBase.dump` gave, given targets by name, tensors ``[N, ...]``
+            to read a column into where its dtype and shape are those of the file (else it comes in new memory).
+    """
+
+    slots: Tensor
+    read: Callable[[Mapping[str, Tensor]], Mapping[str, FileColumn]]
+
+    @classmethod
+    def of(cls, slots: Tensor, segment: Any) -> "Span":
+        """The rows of a file."""
+
+        def read(targets: Mapping[str, Tensor]) -> Mapping[str, FileColumn]:
+            schema = segment.schema
+            fits = {
+                name: target
+                for name, target in targets.items()
+                if name in schema and schema[name] == (str(target.dtype)[6:], tuple(target.shape[1:]), False)
+            }
+            columns: Mapping[str, FileColumn] = segment.read(fits)
+            return columns
+
+        return cls(slots, read)
+
+
+class StorageCheckpointerBase(ABC):
+    """Base class of checkpointers, which say in what form ``buffer.dumps`` writes the rows of a storage.
+
+    ``storage.checkpointer = …``, or ``ReplayBuffer(checkpointer=…)``, chooses one; without, a storage of tensors has a
+    `TensorStorageCheckpointer`, one of items a `ListStorageCheckpointer`, one on disk a `DiskStorageCheckpointer`,
+    which links files and copies no rows. The same kind reads what was written.
+    Subclasses implement :meth:`dump` and :meth:`restore`.
+    """
+
+    def __init__(self) -> None:
+        self._save_hooks: list[Hook] = []
+        self._load_hooks: list[Hook] = []
+
+    def register_save_hook(self, hook: Hook) -> None:
+        """Call ``hook(rows, path=path)`` before rows are written; what it returns, as many rows, is written instead."""
+        self._save_hooks.append(hook)
+
+    def register_load_hook(self, hook: Hook) -> None:
+        """Call ``hook(rows)`` on rows that were read, before they are stored: it undoes what the save hooks did."""
+        self._load_hooks.append(hook)
+
+    @abstractmethod
+    def dump(self, storage: Any, slots: Tensor) -> dict[str, FileColumn]:
+        """Return the rows in ``slots`` (int64 ``[N]``) as columns of a file by name: a tensor ``[N, ...]`` or `Ragged`.
+
+        The names, dtypes and shapes are the same for all rows. Nobody overwrites these rows meanwhile.
+        """
+
+    @abstractmethod
+    def restore(
+        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
+    ) -> dict[str, Any]:
+        """Return the storage's ``state_dict`` of ``rows`` slots; nothing changes.
+
+        Args:
+            storage: the one that will be asked to load it.
+            tables: its state without the rows, not to be trusted.
+            spans: the rows, oldest first.
+            rows: how many slots have been used.
+
+        Raises:
+            ValueError: they do not fit together.
+        """
+
+    def check(self, storage: Any) -> None:
+        """Raise an error if this is no checkpointer for ``storage``."""
+        return
+
+    def dump_rows(self, storage: Any, slots: Tensor, path: Path) -> dict[str, FileColumn]:
+        """Return what :meth:`dump` gives, or what the save hooks make of these rows."""
+        if not self._save_hooks:
+            return self.dump(storage, slots)
+        rows = self.rows_for_hooks(storage, slots)
+        for hook in self._save_hooks:
+            rows = hook(rows, path=path)
+        return self.dump_given(storage.structure, rows, len(slots))
+
+    def restore_rows(
+        self,
+        storage: Any,
+        tables: dict[str, Any],
+        spans: Iterable[tuple[Tensor, Any]],
+        rows: int,
+    ) -> dict[str, Any]:
+        """Return what :meth:`restore` gives of rows that the load hooks have changed back.
+
+        ``spans`` are slots as in `Span`, and files that have ``read(targets)`` and ``schema``.
+        """
+        if not self._load_hooks:
+            return self.restore(storage, tables, (Span.of(*span) for span in spans), rows)
+        changed = []
+        for slots, segment in spans:
+            given = self.given_from(storage, tables, segment.read({}))
+            for hook in self._load_hooks:
+                given = hook(given)
+            dumped = self.dump_given(tables.get("structure"), given, len(slots))
+            changed.append(Span(slots, lambda targets, dumped=dumped: dumped))  # type: ignore[misc]
+        return self.restore(storage, tables, changed, rows)
+
+    def rows_for_hooks(self, storage: Any, slots: Tensor) -> Any:
+        """Return the rows in ``slots`` as hooks take them."""
+        raise TypeError(f"{type(self).__name__} takes no hooks")
+
+    def dump_given(self, structure: Any, rows: Any, count: int) -> dict[str, FileColumn]:
+        """Return ``count`` rows that a hook gave as columns of a file; ValueError if they are more or fewer.
+
+        ``structure`` is what kind of rows the storage keeps.
+        """
+        raise TypeError(f"{type(self).__name__} takes no hooks")
+
+    def given_from(self, storage: Any, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
+        """Return the rows of which :meth:`dump_given` made ``tensors``."""
+        raise TypeError(f"{type(self).__name__} takes no hooks")
+
+    def open(self, saved: SavedFolder, options: SaveOptions, ring: Ring, segment_rows: int) -> RowWriter:
+        """Return a writer of a folder for the rows that ``ring`` counts; it has those that ``saved`` tells of."""
+        return open_folder(saved, options, ring, segment_rows)
+
+    def save(self, storage: Any, ring: Ring, saved: SavedFolder, options: SaveOptions) -> RowCopy:
+        """Return a save of the rows that ``ring`` counts."""
+        segment_rows = rows_of_a_segment(storage.bytes_per_row, ring.capacity)
+        writer = self.open(saved, options, ring, segment_rows)
+        return RowCopy(
+            saved, writer, lambda slots: self.dump_rows(storage, slots, saved.path), ring, segment_rows
+        )
+
+    def load_with(
+        self, saved: SavedFolder, use: Callable[[LoadedVersion], T], number: int | None, strict: bool
+    ) -> T:
+        """Return ``use(version)`` of the newest version that is whole, or of the one of this number."""
+        return load_from(saved, use, number, strict)
+
+    def restore_version(
+        self, storage: Any, tables: dict[str, Any], version: LoadedVersion, ring: Ring
+    ) -> dict[str, Any]:
+        """Return what :meth:`restore_rows` gives of a version whose rows ``ring`` counts."""
+        return self.restore_rows(storage, tables, spans(ring, version), ring.used)
+
+    def versions(self, path: Path) -> list[int]:
+        """Return the numbers of the versions in a folder, the newest first."""
+        return Folder(path).versions() if path.is_dir() else []
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class TensorStorageCheckpointer(StorageCheckpointerBase):
+    """The checkpointer of storages made of tensors, in memory or in files: the rows of each column as they are.
+
+    Frame stacks are written as single frames, compressed rows compressed and sparse ones sparse; a compact storage
+    writes each observation once. A save after the first one writes the new rows only.
+
+    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(4), checkpointer=TensorStorageCheckpointer())
+    >>> buffer.storage.checkpointer
+    TensorStorageCheckpointer()
+    """
+
+    @override
+    def check(self, storage: Any) -> None:
+        if not isinstance(storage, ColumnStorage):
+            raise TypeError(
+                f"{type(self).__name__} writes storages of tensors, this is a {type(storage).__name__}: use "
+                "ListStorageCheckpointer"
+            )
+        if isinstance(storage, DiskStorage):
+            raise TypeError(
+                f"{type(self).__name__} copies rows, those of a {type(storage).__name__} are files already: use "
+                "DiskStorageCheckpointer, its default"
+            )
+        for key, column in storage.columns.items():
+            kind = type(column)
+            if kind.restore is Column.restore and kind.load_state_dict is not Column.load_state_dict:
+                raise TypeError(
+                    f"{kind.__name__}, which keeps {key!r}, has a load_state_dict of its own: override dump and "
+                    "restore, too"
+                )
+
+    @override
+    def dump(self, storage: Any, slots: Tensor) -> dict[str, FileColumn]:
+        dumped: dict[str, FileColumn] = {}
+        for key, column in storage.columns.items():
+            name = column_name(key)
+            for part, values in column.dump(slots).items():
+                at = name if part == "values" else f"{name}#{part}"
+                dumped[at] = Ragged(*values) if isinstance(values, tuple) else values
+        return dumped
+
+    @override
+    def restore(
+        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
+    ) -> dict[str, Any]:
+        columns = storage.columns_like(tables)
+        names: dict[str, NestedKey] = {column_name(key): key for key in columns}
+        parts: dict[NestedKey, list[Part]] = {key: [] for key in columns}
+        # Plain rows go to their place as they come, so that one file at a time is in memory twice.
+        plain = {
+            key: host_memory(rows, column.dtype, column.shape)
+            for key, column in columns.items()
+            if type(column).restore is Column.restore
+        }
+        blank = torch.ones(rows, dtype=torch.bool)  # slots of no file: rows that the ring has given up
+        for slots, read in spans:
+            first, count = int(slots[0]) if len(slots) else -1, len(slots)
+            in_place = first >= 0 and int(slots[-1]) - first == count - 1  # slots that follow each other
+            if in_place:
+                blank[first : first + count] = False
+            else:
+                blank[slots[slots >= 0]] = False
+            targets = {column_name(key): values[first : first + count] for key, values in plain.items()}
+            tensors = read(targets if in_place else {})
+            found: dict[NestedKey, dict[str, FileColumn]] = {key: {} for key in columns}
+            for name, values in tensors.items():
+                column, _, part = name.partition("#")
+                if writer := _WRITERS.get(part):
+                    raise ValueError(
+                        f"the rows were written by a {writer}: make that the storage's checkpointer"
+                    )
+                if column not in names:
+                    raise damaged(f"its rows have an entry {column!r}, expected {sorted(names)}")
+                found[names[column]][part or "values"] = values
+            for key, dumped in found.items():
+                if key in plain:
+                    values = columns[key].check_dump(dumped)
+                    if not in_place or values.data_ptr() != targets[column_name(key)].data_ptr():
+                        scatter(plain[key], slots, values)
+                else:
+                    parts[key].append(Part(slots, dumped))
+        empty = blank.nonzero().squeeze(1)
+        if len(empty):  # zeros, whatever was in that memory
+            for values in plain.values():
+                put_rows(values, empty, values.new_zeros((len(empty), *values.shape[1:])))
+        restored: dict[NestedKey, Any] = {
+            key: {"values": values, "unshared": True} for key, values in plain.items()
+        }
+        for key in columns.keys() - plain.keys():
+            try:
+                restored[key] = columns[key].restore(parts[key], rows)
+            except ValueError as error:
+                raise ValueError(f"the entry {key!r}: {error}") from None
+        return {**tables, "columns": restored}
+
+    @override
+    def rows_for_hooks(self, storage: Any, slots: Tensor) -> Any:
+        if own := [key for key, column in storage.columns.items() if type(column).dump is not Column.dump]:
+            raise TypeError(
+                f"hooks take rows of plain tensors, the storage keeps {own[0]!r} in another form: leave it out of "
+                "frame_stack, codec and sparse"
+            )
+        return storage.build(
+            {key: column.take(slots) for key, column in storage.columns.items()}, slots.shape
+        )
+
+    @override
+    def dump_given(self, structure: Any, rows: Any, count: int) -> dict[str, FileColumn]:
+        columns = structure.columns(rows)
+        if {len(values) for values in columns.values()} != {count}:
+            raise ValueError(f"a hook was given {count} rows and must return as many, got other numbers")
+        return {column_name(key): values for key, values in columns.items()}
+
+    @override
+    def given_from(self, storage: Any, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
+        columns = {column_key(name): values for name, values in tensors.items() if isinstance(values, Tensor)}
+        return tables["structure"].build(columns, torch.Size({len(values) for values in columns.values()}))
+
+
+class ListStorageCheckpointer(StorageCheckpointerBase):
+    """The checkpointer of `ListStorage`: items are written as JSON and tensors, without pickle.
+
+    Items may be numbers, strings, bytes, tensors, arrays, tensordicts, and dicts, lists and tuples of them; saving
+    others is a TypeError that names them.
+    """
+
+    @override
+    def check(self, storage: Any) -> None:
+        if isinstance(storage, ColumnStorage):
+            raise TypeError(f"ListStorageCheckpointer writes items, this is a {type(storage).__name__}")
+
+    @override
+    def dump(self, storage: Any, slots: Tensor) -> dict[str, FileColumn]:
+        return self.dump_given(None, storage.read_rows(slots), len(slots))
+
+    @override
+    def restore(
+        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
+    ) -> dict[str, Any]:
+        items: list[Any] = [None] * rows
+        for slots, read in spans:
+            tensors = read({})
+            column = tensors.get("items")
+            if (
+                not isinstance(column, Ragged)
+                or tensors.keys() != {"items"}
+                or column.values.dtype is not torch.uint8
+            ):
+                raise damaged("a part has no items")
+            memory, end = column.values.numpy().tobytes(), 0
+            for slot, size in zip(slots.tolist(), column.lengths.tolist(), strict=True):
+                end += size
+                if slot >= 0:
+                    items[slot] = _from_bytes(memory[end - size : end])
+        return {"items": items}
+
+    @override
+    def rows_for_hooks(self, storage: Any, slots: Tensor) -> Any:
+        return storage.read_rows(slots)
+
+    @override
+    def dump_given(self, structure: Any, rows: Any, count: int) -> dict[str, FileColumn]:
+        if len(rows) != count:
+            raise ValueError(f"a hook was given {count} items and must return as many, got {len(rows)}")
+        return {"items": _end_to_end([_to_bytes(item, i) for i, item in enumerate(rows)])}
+
+    @override
+    def given_from(self, storage: Any, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
+        column = tensors.get("items")
+        count = len(column.lengths) if isinstance(column, Ragged) else 0
+        return self.restore(storage, tables, [Span(torch.arange(count), lambda targets: tensors)], count)[
+            "items"
+        ]
+
+
+class FlatStorageCheckpointer(TensorStorageCheckpointer):
+    """Writes a next observation only where it is not, bit by bit, the observation of the row after it.
+
+    So rows in the TED format take little more than half of the space. Nothing is assumed of them: observations that are
+    not the shift of each other, as n-step ones, are written in full, and what comes back is bit-equal. All entries are
+    written, markers at the root too.
+
+    Args:
+        done_keys, reward_keys: entries that must be among the rows, as torchrl's scripts name them; default none.
+
+    >>> import tempfile
+    >>> from tensordict import TensorDict
+    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(4), checkpointer=FlatStorageCheckpointer())
+    >>> rows = torch.arange(4.0)
+    >>> at = buffer.extend(TensorDict({"observation": rows[:3], "next": {"observation": rows[1:]}}, [3]))
+    >>> dumped = buffer.storage.checkpointer.dump(buffer.storage, torch.arange(3))
+    >>> dumped["next/observation#after"].values
+    tensor([3.])
+    """
+
+    def __init__(
+        self,
+        done_keys: Iterable[NestedKey] | None = None,
+        reward_keys: Iterable[NestedKey] | None = None,
+    ) -> None:
+        super().__init__()
+        self.done_keys, self.reward_keys = (
+            [plain_key(key) for key in keys or ()] for keys in (done_keys, reward_keys)
+        )
+
+    @override
+    def check(self, storage: Any) -> None:
+        super().check(storage)
+        for name, keys in (("done_keys", self.done_keys), ("reward_keys", self.reward_keys)):
+            for key in keys:
+                if storage.columns and key not in storage.columns and next_key(key) not in storage.columns:
+                    present = sorted(map(repr, storage.columns))
+                    raise KeyError(f"{name} names {key!r}, which the rows do not have: {present}")
+
+    @override
+    def dump(self, storage: Any, slots: Tensor) -> dict[str, Column]:
+        dumped = super().dump(storage, slots)
+        for key in storage.columns:
+            name, later = column_name(key), column_name(next_key(key))
+            now, after = dumped.get(name), dumped.get(later)
+            if not isinstance(now, Tensor) or not isinstance(after, Tensor) or now.dtype is not after.dtype:
+                continue
+            if now.shape != after.shape or not len(now):
+                continue
+            kept = torch.ones(len(now), dtype=torch.bool, device=now.device)  # the last row's always
+            kept[:-1] = differ(after[:-1], now[1:])
+            del dumped[later]
+            dumped[later + _AFTER] = Ragged(after[kept], kept.long())
+        return dumped
+
+    @override
+    def restore(
+        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
+    ) -> dict[str, Any]:
+        return super().restore(
+            storage, tables, (Span(slots, partial(_filled, read)) for slots, read in spans), rows
+        )
+
+
+class NestedStorageCheckpointer(FlatStorageCheckpointer):
+    """A `FlatStorageCheckpointer` that also writes where trajectories begin: the column ``#starts``, bool per row.
+
+    A reader of the files finds the trajectories by it, as `layout.run_starts` does; each file begins one. Loading does
+    not need it.
+
+    Args:
+        done_keys, reward_keys: see `FlatStorageCheckpointer`.
+    """
+
+    @override
+    def dump(self, storage: Any, slots: Tensor) -> dict[str, Column]:
+        names = BoundaryKeys()
+        markers = [names.is_init, names.done, names.traj, "episode"]
+        columns = {key: storage.columns[key].take(slots) for key in markers if key in storage.columns}
+        if not columns:
+            raise KeyError(
+                f"{type(self).__name__} needs rows with a marker of trajectories, one of {markers}: use "
+                "FlatStorageCheckpointer"
+            )
+        batch = nest(columns, slots.shape)
+        keys = BoundaryKeys.probe(batch)
+        starts = run_starts(batch, is_init_key=keys.is_init, done_key=keys.done, traj_key=keys.traj)
+        return {**super().dump(storage, slots), _STARTS: starts}
+
+    @override
+    def restore(
+        self, storage: Any, tables: dict[str, Any], spans: Iterable[Span], rows: int
+    ) -> dict[str, Any]:
+        kept = (Span(slots, partial(_without_starts, read)) for slots, read in spans)
+        return super().restore(storage, tables, kept, rows)
+
+
+def load_from(
+    saved: SavedFolder, use: Callable[[LoadedVersion], T], number: int | None, strict: bool
+) -> T:
+    """Return ``use(version)`` of the newest version in a folder that is whole, or of the one of this number."""
+    if not saved.path.is_dir():
+        raise FileNotFoundError(
+            f"there is no folder {saved.path}: buffer.dumps(path) or Checkpoint.save() makes one"
+        )
+    folder = Folder(saved.path)
+    result = folder.load_with(use, number, strict=strict)
+    saved.folder = folder
+    return result
+
+
+def spans(ring: Ring, version: LoadedVersion) -> Iterator[tuple[Tensor, Any]]:
+    """The rows that ``ring`` counts in a version's files: their slots, -1 for rows that are gone, and the file.
+
+    ValueError if the version has others.
+    """
+    head, end = ring.saved_rows
+    check_rows((head, end), (version.head, version.end))
+    for segment in version.segments:
+        if segment.rows > ring.capacity:
+            raise damaged(f"one of its files has {segment.rows} rows, of {ring.capacity}")
+        start = segment.first % ring.capacity
+        slots = torch.arange(start, start + segment.rows)
+        slots[ring.capacity - start :] -= ring.capacity  # after the end of the ring comes its beginning
+        slots[: max(0, head - segment.first)] = -1
+        yield slots, segment
+
+
+def _to_bytes(item: Any, number: int) -> bytes:
+    """An item as bytes: the length of its JSON in 8 bytes, the JSON, and its tensors as a safetensors file."""
+    try:
+        packer = Packer()
+        value = packer.value(item, "state", 0)
+    except TypeError as error:
+        raise TypeError(
+            f"item {number}: {error}. ListStorage keeps any object in memory, and these on disk"
+        ) from None
+    text = to_text(value).encode()
+    return len(text).to_bytes(8, "little") + text + save(packer.tensors)
+
+
+def _from_bytes(memory: bytes) -> Any:
+    size = int.from_bytes(memory[:8], "little")
+    if size > len(memory) - 8:
+        raise damaged("an item is cut short")
+    try:
+        tensors = load(memory[8 + size :])
+    except SafetensorError as error:
+        raise damaged(f"the tensors of an item cannot be read ({error})") from None
+    return unpack(from_text(memory[8 : 8 + size]), tensors)
+
+
+def _end_to_end(pieces: list[bytes]) -> Ragged:
+    values = (
+        torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8) if pieces else torch.zeros(0).byte()
+    )
+    return Ragged(values, torch.tensor([len(piece) for piece in pieces], dtype=torch.int64))
+
+
+def _without_starts(read: Callable[[Any], Any], targets: Any) -> dict[str, Column]:
+    """The columns of a span but for where runs begin."""
+    return {name: values for name, values in read(targets).items() if name != _STARTS}
+
+
+def _filled(read: Callable[[Any], Any], targets: Any) -> dict[str, Column]:
+    """The columns of a span with all next values."""
+    tensors = read(targets)
+    filled = {name: values for name, values in tensors.items() if not name.endswith(_AFTER)}
+    for name, kept in tensors.items():
+        if not name.endswith(_AFTER):
+            continue
+        later = name.removesuffix(_AFTER)
+        now = tensors.get(later.partition("/")[2])
+        if not isinstance(kept, Ragged) or not isinstance(now, Tensor):
+            raise damaged(f"its rows lack what the entry {later!r} is the next value of")
+        check_values("next values", kept.values, now.dtype, now.shape[1:])
+        if bool((kept.lengths > 1).any()) or (len(now) and int(kept.lengths[-1]) != 1):
+            raise damaged(f"the next values of {later!r} are not one a row, or lack the last")
+        after = now.roll(-1, 0)
+        put_rows(after, kept.lengths.nonzero().squeeze(1), kept.values)
+        filled[later] = after
+    return filled
