@@ -1,48 +1,72 @@
 """The replay buffer: stores batches and draws samples."""
 
+import copy
 import os
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, overload
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
-from typing_extensions import override
 
-from flatroll.buffers.checkpoint import BufferState
 from flatroll.buffers.checkpointers.base import StorageCheckpointerBase
+from flatroll.buffers.checkpointers.links import checkpointer_of
+from flatroll.buffers.checkpointers.plain_state import from_plain, to_plain
+from flatroll.buffers.checkpointers.saveable import Apply, Others, Saves
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
+from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
-from flatroll.buffers.remote.owner import Served
+from flatroll.buffers.prefetcher import Prefetcher
+from flatroll.buffers.remote.handle import BufferHandle
+from flatroll.buffers.remote.owner import Service
 from flatroll.buffers.samplers.sampler import RandomSampler, Sampler
-from flatroll.buffers.step_writer import StepWriting
+from flatroll.buffers.sharing import check_saved_generator, pickle_by_value, reseed_in_worker
+from flatroll.buffers.step_writer import StepWriter
 from flatroll.buffers.storages.item_kinds import TensorDicts, batched, dense, entry, map_rows, not_flat
 from flatroll.buffers.storages.list import ListStorage
 from flatroll.buffers.storages.positions import Index, positions, slots_at, slots_of
+from flatroll.buffers.storages.saved_columns import other_capacity
 from flatroll.buffers.storages.storage import Rows, Storage
 from flatroll.buffers.transforms.transform import (
-    Transforming,
     TransformLike,
     apply,
     check_row_count,
     check_transform,
     chooser_of,
+    insert_transform,
     looks_ahead,
     read_others,
     reads_others,
 )
 from flatroll.buffers.writers import RoundRobinWriter, Writer, before_storing, check_rows
+from flatroll.disk import LoadedVersion, Version
+from flatroll.disk.checkpoint import SaveOptions, read_tree, tree_of
 from flatroll.layout.checks import whole_number
+from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import MASK, NestedKey
+from flatroll.specs import Composite, make_composite_from_td
 
 Informed: TypeAlias = tuple[Any, dict[str, Tensor]]  # a sample and its info
 Made: TypeAlias = tuple[Any, dict[str, Tensor], bool]  # and whether a pass over the rows ended with it
 
+#: Attributes that are made anew in another process and in a copy.
+_PER_PROCESS = ("lock", "write_lock", "_prefetcher", "_process", "_ready_in", "_failure", "step_writers")
+#: Attributes that a write changes, one after the other.
+_WRITTEN = ("storage", "sampler", "writer", "ring", "markers", "started")
+#: Entries of a saved state.
+_ENTRIES = {"storage", "ring", "keys", "sampler", "writer", "generator"}
 
-class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
+#: The buffer that began to use a sampler or a writer last.
+_USERS: weakref.WeakKeyDictionary[Any, "weakref.ref[ReplayBuffer]"] = weakref.WeakKeyDictionary()
+
+
+class ReplayBuffer(Facts):
     """Stores rows in a ring and samples from it.
 
     Rows are those of flat tensordict batches; tensors and trees of tensors (tuples, dicts, nested) will do, and with
@@ -125,24 +149,46 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
             whole_number("batch_size", batch_size)
         if batch_size is not None or prefetch:
             self.sampler.check(batch_size)
-        self._keys, self._started = None, False
-        self._ring = Ring(self.storage.max_size)
-        self._transforms: list[TransformLike] = []
+        self.markers: BoundaryKeys | None = None
+        self.ring, self.started = Ring(self.storage.max_size), False
+        self.transforms: list[TransformLike] = []
+        self._saves, self._service = Saves(), Service()
         if transform is not None:
             self.append_transform(transform)
         self._make_locks()
         self.writer.fits(self.storage, self.sampler)
         self.storage.fill(self._write)
 
-    @override
+    def append_transform(self, transform: TransformLike, *, invert: bool = False) -> Self:
+        """Add a transform after those there are: an object with ``forward(td)`` and perhaps ``inv(td)``, or a
+        function. Samples go through ``forward`` in order, batches to store through ``inv`` in reverse order.
+
+        Args:
+            transform: see `Transform`.
+            invert: apply ``forward`` to what is stored, and ``inv`` to samples. So work that is the same every time
+                is done once.
+
+        Raises:
+            TypeError: neither of the two.
+            RuntimeError: a transform that reads ahead (n-step), but the rows stored so far are not indexed.
+            ValueError: ``invert`` with a transform that follows trajectories.
+        """
+        return self.insert_transform(len(self.transforms), transform, invert=invert)
+
     def insert_transform(self, index: int, transform: TransformLike, *, invert: bool = False) -> Self:
+        """Add a transform before the one at ``index``; the rest as for :meth:`append_transform`.
+
+        Raises:
+            ValueError: fewer than ``index`` transforms, or a second `HindsightTransform`.
+        """
         check_transform(transform)
-        if not invert and reads_others(transform) and self._started and self.index is None:
+        if not invert and reads_others(transform) and self.started and self.index is None:
             raise RuntimeError(
                 f"{type(transform).__name__} follows trajectories, which the rows stored so far cannot: append it "
                 "before the first extend, or give it to ReplayBuffer(transform=...)"
             )
-        return super().insert_transform(index, transform, invert=invert)
+        insert_transform(self.transforms, index, transform, invert)
+        return self
 
     # -- writing -----------------------------------------------------------------------------------------------
 
@@ -172,14 +218,14 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
             if not data:
                 return torch.zeros(0, dtype=torch.int64)
             data = batched(data)
-        if self._transforms:
-            data = before_storing(data, self._transforms, self.storage.loose, final)
+        if self.transforms:
+            data = before_storing(data, self.transforms, self.storage.loose, final)
         if isinstance(data, LazyStackedTensorDict) and not listed:
             data = dense(data)
         if isinstance(data, TensorDictBase) and (not data.batch_dims or data.get(MASK, None) is not None):
             check_rows(data, self.storage.ndim)
         if self.storage.ndim > 1:
-            data = self.storage.lay_flat(data, self.dim_extend, self._started)
+            data = self.storage.lay_flat(data, self.dim_extend, self.started)
         return self._write(data, final, update_priority is not False)
 
     def add(self, data: Any) -> int:
@@ -195,45 +241,45 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
 
     def _write(self, data: Any, final: TensorDictBase | None, prioritize: bool = True) -> Tensor:
         """Store a batch whose batch dimensions are one; positions of its rows."""
-        if self._process != os.getpid():
-            self._after_fork()
+        if self._ready_in != os.getpid():
+            self._enter_process()
         filled = self.storage.filling
         if self.writer.checks and not filled:
             self.writer.check(data)
-        with self._write_lock:
+        with self.write_lock:
             # The first batch says whether trajectories are followed, so the ring is made with it.
-            ring = self._ring if self._started else self._first_ring(data)
+            ring = self.ring if self.started else self._first_ring(data)
             if isinstance(data, (TensorDictBase, list)) and not len(data):
                 slots = torch.zeros(0, dtype=torch.int64)
             else:
-                rows = self.storage.prepare(data, final, self._keys, whole=self.writer.chooses)
-                if not self._started:
+                rows = self.storage.prepare(data, final, self.markers, whole=self.writer.chooses)
+                if not self.started:
                     # Only after the batch was found to fit: an error leaves the buffer as it was.
                     self._own_parts()
                     self.storage.use_ring(ring, self._unshareable_part(ring), first=True)
-                    with self._lock:
-                        self._ring, self._started = ring, True
+                    with self.lock:
+                        self.ring, self.started = ring, True
                 slots = self._store(ring, rows, filled, prioritize)
         return positions(slots, self.storage.lanes) if self.storage.lanes else slots
 
     def _first_ring(self, data: Any) -> Ring:
         """Counters for what is to come; known when the first batch is."""
         needs_index = self._needs_index()
-        self._keys = None
+        self.markers = None
         if isinstance(data, TensorDictBase):
-            self._keys = self.sampler.boundary_keys(data)
-            if self._keys is None and needs_index is not None:
+            self.markers = self.sampler.boundary_keys(data)
+            if self.markers is None and needs_index is not None:
                 # Where compact_obs alone needs the index, trajectories are not followed: any order of rows will do.
-                followed = self.sampler.needs_index or any(map(looks_ahead, self._transforms))
-                self._keys = replace(BoundaryKeys.probe(data), in_order=followed)
-            if self._keys is not None and data.batch_dims != 1:
+                followed = self.sampler.needs_index or any(map(looks_ahead, self.transforms))
+                self.markers = replace(BoundaryKeys.probe(data), in_order=followed)
+            if self.markers is not None and data.batch_dims != 1:
                 raise not_flat(data)
         elif (needs_index is not None and not self.storage.compact_obs) or self.sampler.freshness:
             raise TypeError(
                 f"{needs_index or 'max_policy_lag'} follows {'trajectories' if needs_index else 'policy versions'}, "
                 f"which needs tensordict batches, got {type(data).__name__}"
             )
-        return self.writer.ring(self.storage.capacity, self._keys is not None)
+        return self.writer.ring(self.storage.capacity, self.markers is not None)
 
     def _store(self, ring: Ring, rows: Rows, filled: bool, prioritize: bool) -> Tensor:
         """Claim slots, copy the rows (unless the storage is ``filled`` with them), publish them; int64 ``[N]``.
@@ -242,8 +288,10 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
         before is drawn again if it had one of them.
         """
         storage, sampler, count, fragments = self.storage, self.sampler, rows.count, rows.fragments
-        links = storage.link(ring, rows, self._keys)  # may refuse the rows, so before any others are given up
-        with self._lock:  # from here on nobody draws the rows that will be overwritten
+        links = storage.link(
+            ring, rows, self.markers
+        )  # may refuse the rows, so before any others are given up
+        with self.lock:  # from here on nobody draws the rows that will be overwritten
             chosen = self.writer.choose(ring, rows) if self.writer.stateful else None
             first = ring.claim(count) if chosen is None else 0
             if chosen is None and sampler.follows_writes:
@@ -251,7 +299,7 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
         if chosen is not None:  # the writer has taken the rows out of the draw whose slots it gives away
             at, slots = chosen
             storage.put(slots, rows, at)
-            with self._lock:
+            with self.lock:
                 ring.publish(len(slots))
             return torch.full((count,), -1).index_copy_(0, at, slots)
         slot = first % ring.capacity  # row r takes slot r modulo the capacity
@@ -261,14 +309,14 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
             entries = released = None
             if storage.compact_obs:
                 entries, released = storage.keep_next(ring, rows, links, first)
-            with self._lock:
+            with self.lock:
                 ring.enter(fragments, links.before, entries, released)
                 if sampler.follows_writes:
                     sampler.entered(ring, first, count)
         else:
             if not filled:
                 storage.write(slot, rows)
-            with self._lock:
+            with self.lock:
                 ring.publish(count)
                 if sampler.follows_writes:
                     sampler.entered(ring, first, count)
@@ -286,24 +334,24 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
             ValueError: an entry by which trajectories are told apart, or one that a compact storage reads twice,
                 would change.
         """
-        self._put_at(index, before_storing(data, self._transforms, self.storage.loose))
+        self._put_at(index, before_storing(data, self.transforms, self.storage.loose))
 
     def _put_at(self, index: Any, data: Any) -> None:
-        self._after_fork()
+        self._enter_process()
         self.writer.check_change(data)
-        with self._write_lock:
-            slots = slots_at(index, self._ring, self.storage.lanes)
-            draw = self._ring.draw_slots(slots.reshape(-1), strict=True, follow=self.storage.compact_obs)
+        with self.write_lock:
+            slots = slots_at(index, self.ring, self.storage.lanes)
+            draw = self.ring.draw_slots(slots.reshape(-1), strict=True, follow=self.storage.compact_obs)
             self._note_edit(draw.slots)
-            self.storage.write_drawn(draw, data, slots.shape, self._keys)
+            self.storage.write_drawn(draw, data, slots.shape, self.markers)
 
     def empty(self) -> None:
         """Remove all rows and prefetched samples. The storage keeps its memory and its columns."""
-        self._after_fork()
+        self._enter_process()
         if self._prefetcher is not None:
             self._prefetcher.wait()
-        with self._write_lock:
-            with self._lock:
+        with self.write_lock:
+            with self.lock:
                 self._count_by(self._empty_ring())
                 self.sampler.emptied()
             if self._prefetcher is not None:
@@ -325,13 +373,13 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
             IndexError: a position outside the storage.
         """
         slots = slots_of(index, self.storage.lanes)
-        with self._lock:
-            self.sampler.update_priority(self._ring, slots, torch.as_tensor(priority), generation)
+        with self.lock:
+            self.sampler.update_priority(self.ring, slots, torch.as_tensor(priority), generation)
 
     def mark_update(self, index: Index) -> None:
         """Reset the priorities of rows to that of new rows; nothing happens with a sampler without priorities."""
-        with self._lock:
-            self.sampler.mark_update(self._ring, slots_of(index, self.storage.lanes))
+        with self.lock:
+            self.sampler.mark_update(self.ring, slots_of(index, self.storage.lanes))
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -365,8 +413,8 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
 
     def _next_sample(self, batch_size: int | None) -> Made:
         """The oldest sample made ahead, or one made now."""
-        if self._process != os.getpid():
-            self._after_fork()
+        if self._ready_in != os.getpid():
+            self._enter_process()
         size = self.batch_size if batch_size is None else batch_size
         if size is not None and (type(size) is not int or size < 1):
             whole_number("batch_size", size)
@@ -379,8 +427,8 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
 
     def _draw_sample(self, size: int) -> Callable[[], Made]:
         """Draw rows in this thread; what is left to do, on any thread."""
-        with self._lock:
-            ring = self._ring
+        with self.lock:
+            ring = self.ring
             draw = self._draw(ring, size)
             ended = self.sampler.ran_out
         return partial(self._finish_sample, ring, draw, size, ended)
@@ -393,11 +441,11 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
             draw = self.sampler.draw(ring, size, self.generator, self.storage.compact_obs)
         else:
             draw = ring.draw_slots(slots, strict, self.storage.compact_obs)
-        if ahead and self._transforms and isinstance(ring, TrajectoryIndex):
-            steps = max(map(looks_ahead, self._transforms))
+        if ahead and self.transforms and isinstance(ring, TrajectoryIndex):
+            steps = max(map(looks_ahead, self.transforms))
             if steps:
                 draw.ahead = ring.ahead(draw.slots, steps)
-            chooser = chooser_of(self._transforms)
+            chooser = chooser_of(self.transforms)
             if chooser is not None:
                 draw.chosen = ring.choose(draw, partial(chooser.choose, generator=self.generator))
         return draw
@@ -417,7 +465,7 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
             data = self.collate_fn(data)
         elif listed:
             data = storage.build(values, shape)
-        for transform in self._transforms:
+        for transform in self.transforms:
             data = apply(transform, data, draw.ends)
         return data, info, ended
 
@@ -434,16 +482,16 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
         if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
             names = (index,) if isinstance(index, str) else index
             return entry(self[:], names[1:] if names[0] == "_data" and len(names) > 1 else names)
-        return self._rows_at(index, self._transforms)
+        return self._rows_at(index, self.transforms)
 
     def _rows_at(self, index: Any, transforms: list[TransformLike]) -> Any:
         """The rows at these positions, changed by ``transforms``."""
-        self._after_fork()
-        slots = slots_at(index, self._ring, self.storage.lanes)
+        self._enter_process()
+        slots = slots_at(index, self.ring, self.storage.lanes)
         strict, ahead = not isinstance(index, slice), bool(transforms)
         draw_again = partial(self._draw, slots=slots.reshape(-1), strict=strict, ahead=ahead)
-        with self._lock:
-            ring = self._ring
+        with self.lock:
+            ring = self.ring
             draw = draw_again(ring)
         draw, values = self._read(ring, draw, draw_again)
         rows, listed = draw.slots, isinstance(self.storage, ListStorage)
@@ -458,7 +506,7 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
         if listed:
             return data
         if slots.ndim != 1:
-            check_row_count(self._transforms, data, len(rows))
+            check_row_count(self.transforms, data, len(rows))
         if slots.ndim == 0:
             return map_rows(data, lambda leaf: leaf[0])
         # Rows were left out of slices only, whose first dimension is time.
@@ -470,15 +518,15 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
         for _ in range(8):
             # Other threads may write meanwhile; what they overwrote shows in the counters afterwards.
             values = self._gather(ring, draw)
-            with self._lock:
-                if ring is self._ring and ring.unchanged_since(draw):
+            with self.lock:
+                if ring is self.ring and ring.unchanged_since(draw):
                     return draw, values
-                ring = self._ring
+                ring = self.ring
                 draw = draw_again(ring)
-        with self._write_lock:  # the ring is small and the writers fast: they wait for once
-            with self._lock:
-                draw = draw_again(self._ring)
-            return draw, self._gather(self._ring, draw)
+        with self.write_lock:  # the ring is small and the writers fast: they wait for once
+            with self.lock:
+                draw = draw_again(self.ring)
+            return draw, self._gather(self.ring, draw)
 
     def _gather(self, ring: Ring, draw: Draw) -> Any:
         """The drawn rows as the storage gives them, changed by the transforms that read other rows."""
@@ -490,8 +538,496 @@ class ReplayBuffer(Transforming, StepWriting, BufferState, Served):
             asked = None if keys is None else frozenset(keys)
             follow = None
             if self.storage.needs_follow(asked):
-                with self._lock:
+                with self.lock:
                     follow = ring.follow(slots)
             return self.storage.read_rows(slots, follow, keys=asked)
 
-        return read_others(self._transforms, values, draw.ahead, draw.chosen, get)
+        return read_others(self.transforms, values, draw.ahead, draw.chosen, get)
+
+    # -- what it holds -------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self.ring)
+
+    @property
+    def index(self) -> TrajectoryIndex | None:
+        """The trajectory index; None before the first extend, or if no part of the buffer needs one."""
+        return self.ring if isinstance(self.ring, TrajectoryIndex) else None
+
+    @property
+    def spec(self) -> Composite:
+        """The shapes and dtypes of its rows, as they are read: a spec of shape ``(-1,)``; RuntimeError if empty."""
+        if not len(self):
+            raise RuntimeError("an empty buffer has no spec yet: extend it first")
+        row: Any = make_composite_from_td(self[:1], unsqueeze_null_shapes=False)[0]
+        return row.expand(-1)  # type: ignore[no-any-return]
+
+    def oldest_first(self) -> Any:
+        """Return all stored rows in the order in which they were written, as ``buffer[:]`` gives them in that of the
+        slots: what `extend` of another buffer takes.
+
+        >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+        >>> buffer = ReplayBuffer(storage=LazyTensorStorage(3))
+        >>> slots = buffer.extend(torch.tensor([0, 1])), buffer.extend(torch.tensor([2, 3]))
+        >>> buffer[:], buffer.oldest_first()
+        (tensor([3, 1, 2]), tensor([1, 2, 3]))
+        """
+        lanes = self.storage.lanes.numel()
+        with self.lock:
+            slots = self.ring.stored()
+        return self[slots[::lanes] // lanes]  # slot = step * lanes + lane
+
+    def stats(self) -> dict[str, int]:
+        """Return statistics to log: rows, capacity, rows ever written, bytes and, with an index, its counts.
+
+        ``bytes`` are those of the storage and the index, ``bytes_saved`` what ``compact_obs``, ``frame_stack`` and
+        ``codec`` save of it.
+        """
+        storage = self.storage
+        with self.lock:
+            ring = self.ring
+            numbers = {
+                "rows": len(ring),
+                "capacity": ring.capacity,
+                "rows_written": ring.written,
+                "bytes_per_row": storage.bytes_per_row,
+                "bytes": storage.nbytes,
+                "bytes_saved": storage.bytes_saved,
+                **storage.counts(),
+            }
+            if isinstance(ring, TrajectoryIndex):
+                numbers["bytes"] += ring.nbytes
+                numbers["trajectories"] = ring.trajectories
+                numbers["open_trajectories"] = ring.open_trajectories
+        return numbers
+
+    def __repr__(self) -> str:
+        name, kind, sampler = (type(part).__name__ for part in (self, self.storage, self.sampler))
+        return f"{name}({len(self)} of {self.ring.capacity} rows, {kind}, {sampler})"
+
+    def _facts(self) -> dict[str, Any]:
+        """What a notebook shows: the statistics, and the parts with their options."""
+        parts = {"storage": self.storage, "sampler": self.sampler, "writer": type(self.writer).__name__}
+        transforms = ", ".join(map(repr, self.transforms)) or None
+        facts = {**self.stats(), **parts, "transforms": transforms, "batch_size": self.batch_size}
+        rows = f"{facts.pop('rows'):,} of {facts.pop('capacity'):,}"
+        unknown = {name for name in ("bytes", "bytes_per_row", "bytes_saved") if not facts[name]}
+        shown = {name: facts[name] for name in facts if facts[name] is not None and name not in unknown}
+        return {"": f"{rows} rows"} | {n: f"{f:,}" if isinstance(f, int) else f for n, f in shown.items()}
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state of the buffer, prefetched samples included, for :meth:`load_state_dict`.
+
+        It owns its memory, and goes through ``torch.save`` and ``torch.load(..., weights_only=False)``. Transforms
+        are not in it.
+        """
+        self._enter_process()
+        ahead = self.made_ahead()
+        with self.write_lock, self.lock:
+            rows = self.storage.state_dict(self.ring.used, self._pool_rows)
+            return {**self.tables(ahead), "storage": rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore rows and random state from a :meth:`state_dict`, so that the same samples follow.
+
+        Rows stored before are gone. Trajectories that were open are cut: rows written from now on do not continue
+        them, since the envs that wrote them are not in the state. A state that does not fit changes nothing.
+
+        Args:
+            state: of a buffer with a storage, a sampler and a writer made with the same arguments; the storage may
+                be in memory here and in files there. Samples made ahead are taken over if both buffers prefetch.
+
+        Raises:
+            ValueError: a storage of another capacity, kind or other entries; no trajectory index where one is
+                needed; a generator on one side only; a damaged state, such as one whose columns, counters, tables or
+                priorities do not fit together.
+            MemoryError, OSError: the storage had no rows yet, and they do not fit in memory or on the disk.
+        """
+        self._enter_process()
+        if self._prefetcher is not None:
+            self._prefetcher.wait()  # its threads read the rows that are about to be overwritten
+        with self.write_lock, self.lock:
+            ring = self._check_state(state)
+            ahead = copy.deepcopy(state.get("ahead", []))
+            # Sampler and writer go first, since a user's own can refuse; the rows cannot be brought back.
+            before = self.sampler.state_dict(), self.writer.state_dict()
+            try:
+                if state["ring"] is None:
+                    self.sampler.emptied()
+                self.sampler.load_state_dict(state["sampler"])
+                self.writer.load_state_dict(state["writer"])
+                if state["ring"] is None:
+                    self._count_by(ring)
+                else:
+                    self._load_rows(ring, state)
+            except BaseException:
+                self.sampler.load_state_dict(before[0])
+                self.writer.load_state_dict(before[1])
+                if not len(self.ring):  # interrupted while rows were copied
+                    self.sampler.emptied()
+                raise
+            if self.generator is not None:
+                self.generator.set_state(state["generator"])
+            if self._prefetcher is not None:
+                self._prefetcher.replace(ahead)
+
+    def dumps(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        wait: bool = True,
+        sync: bool = True,
+        keep: int = 2,
+        overwrite: bool = False,
+    ) -> None:
+        """Save rows, sampler, writer and random state to a folder, for :meth:`loads`; transforms are not in it.
+
+        A second save to the same folder writes the rows that are new since, and the tables. It is there as a whole or
+        not at all: whatever the process is killed by, the folder holds the version before or this one. Other threads
+        write and sample meanwhile. No pickle is written or read. Which form the rows have says
+        ``storage.checkpointer``.
+
+        Args:
+            path: of the folder, which is made.
+            wait: return when all is written, default True. With False a thread does it, one at a time; its error comes
+                with the next call of `dumps` or `loads`, which waits for it.
+            sync: return when the data are on the disk, safe from a power loss, default True.
+            keep: versions that stay in the folder, default 2.
+            overwrite: begin anew in a folder with a version that this buffer has neither saved nor loaded, default
+                False.
+
+        Raises:
+            FileExistsError: the folder holds such a version.
+            BlockingIOError: somebody else saves to it right now.
+            TypeError: the state holds something that is no data, such as an object in a `ListStorage`.
+            OSError: the disk is full, or failed; the version before stays.
+
+        >>> import tempfile, torch
+        >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+        >>> buffer, other = (ReplayBuffer(storage=LazyTensorStorage(4)) for _ in range(2))
+        >>> rows = buffer.extend(torch.arange(6))
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     buffer.dumps(path)
+        ...     other.loads(path)
+        >>> other[:]
+        tensor([2, 3, 4, 5])
+        """
+        options = SaveOptions(sync, keep, overwrite)
+        self._saves.dumps(lambda: self.save_version(Path(path), dict, options), wait)
+
+    def loads(
+        self, path: str | os.PathLike[str], *, version: int | None = None, strict: bool = False
+    ) -> None:
+        """Restore what :meth:`dumps` saved, so that the same samples follow, as `load_state_dict` does.
+
+        Nothing in the folder is trusted: checksums, sizes and tables are checked, and what does not fit changes
+        nothing.
+
+        Args:
+            path: of the folder.
+            version: number of a version that is kept, default the newest.
+            strict: raise if the newest version is damaged; by default a warning says what is lost, and the version
+                before it is loaded.
+
+        Raises:
+            FileNotFoundError: there is no folder, or no version in it, or not this one (the text lists them).
+            ValueError: a storage of another capacity, kind or other entries (the text says how to load it all the
+                same), or damaged files, named; a folder of a later version of the package.
+        """
+        self._saves.loads(lambda: self.load_version(Path(path), version, strict))
+
+    def dump(self, path: str | os.PathLike[str], **options: Any) -> None:
+        """See :meth:`dumps`."""
+        self.dumps(path, **options)
+
+    def load(self, path: str | os.PathLike[str], **options: Any) -> None:
+        """See :meth:`loads`."""
+        self.loads(path, **options)
+
+    def register_save_hook(self, hook: Callable[..., Any]) -> None:
+        """Call ``hook(rows, path=path)`` before rows are written; what it returns, as many rows, is written instead.
+
+        The rows are a batch of the kind that is stored (a compact storage gives each observation once), or a list of
+        items.
+        """
+        checkpointer_of(self.storage).register_save_hook(hook)
+
+    def register_load_hook(self, hook: Callable[..., Any]) -> None:
+        """Call ``hook(rows)`` on rows that were read, before they are stored: it undoes what the save hooks did."""
+        checkpointer_of(self.storage).register_load_hook(hook)
+
+    def save_version(self, path: Path, others: Others, options: SaveOptions) -> Version:
+        self._enter_process()
+        self._store_steps()
+        return self._saves.log(path).save(self, lambda state: tree_of(to_plain(state), others), options)
+
+    def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[dict[str, Any], Apply]:
+        checkpointer = checkpointer_of(self.storage)
+        checkpointer.check_path(self.storage, path)
+
+        def read(version: LoadedVersion) -> tuple[dict[str, Any], dict[str, Any], Version]:
+            tree = read_tree(version, self.storage.max_size)
+            state = from_plain(tree["buffer"])
+            with self.write_lock, self.lock:
+                ring = self._saved_ring(state)
+            if state["ring"] is not None:
+                tables = state["storage"]
+                state["storage"] = checkpointer.restore_version(self.storage, tables, version, ring)
+            return tree["others"], state, version.version
+
+        def apply() -> None:
+            self.load_state_dict(state)
+            self._saves.log(path).note(version, self.ring)
+
+        try:
+            others, state, version = checkpointer.load_with(path, read, number, strict)
+            with self.write_lock, self.lock:
+                self._check_state(state)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise damaged(f"its tables lack something, or hold something else ({error!r})") from error
+        return others, apply
+
+    def tables(self, ahead: list[Any]) -> dict[str, Any]:
+        """The state without the rows; ``ahead`` are samples made ahead. The caller holds both locks."""
+        return {
+            "storage": self.storage.tables(self._pool_rows),
+            "ring": self.ring.state_dict() if self.started else None,
+            "keys": self.markers,
+            "sampler": self.sampler.state_dict(),
+            "writer": self.writer.state_dict(),
+            "generator": None if self.generator is None else self.generator.get_state(),
+            "ahead": ahead,
+        }
+
+    def made_ahead(self) -> list[Any]:
+        """Copies of the samples made ahead; waits for those that are being made."""
+        return [] if self._prefetcher is None else copy.deepcopy(self._prefetcher.results())
+
+    @property
+    def _pool_rows(self) -> int:
+        return self.ring.pool_size if isinstance(self.ring, TrajectoryIndex) else 0
+
+    def _check_state(self, state: dict[str, Any]) -> Ring:
+        """The ring that will count the rows of ``state``; an error if any part of it cannot be loaded. The caller
+        holds both locks, and nothing changes."""
+        if missing := _ENTRIES - set(state):
+            raise ValueError(
+                f"state is none of a ReplayBuffer: it lacks {sorted(missing)}, and has {sorted(state)}"
+            )
+        check_saved_generator(state["generator"], self.generator, "buffer")
+        for made in state.get("ahead", []):
+            if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[1], dict)):
+                raise damaged("its samples made ahead are none")
+        keys = state["keys"]
+        if not isinstance(keys, BoundaryKeys | None):
+            raise damaged(f"its markers are named by {type(keys).__name__}")
+        ring = self._saved_ring(state)
+        if state["ring"] is not None:
+            self.storage.check_state_dict(state["storage"], ring)
+        self.sampler.check_state_dict(state["sampler"], ring)
+        return ring
+
+    def _saved_ring(self, state: dict[str, Any]) -> Ring:
+        """The ring that will count the rows of ``state``; an error if it is none for this buffer."""
+        if state["ring"] is None:
+            return self._empty_ring()
+        needs_index = self._needs_index()
+        if needs_index is not None and state["keys"] is None:
+            raise ValueError(
+                f"the state was saved without a trajectory index, which {needs_index} needs: load it into a buffer "
+                "like the saved one, and extend this buffer with other.oldest_first()"
+            )
+        capacity = whole_number("capacity", state["ring"]["capacity"])
+        if capacity > self.storage.max_size:  # before tables of that size are made
+            raise other_capacity(capacity, self.storage.max_size)
+        ring = self.writer.ring(capacity, state["keys"] is not None)
+        ring.load_state_dict(state["ring"])
+        self.storage.check_tables(state["storage"], ring)
+        return ring
+
+    def _empty_ring(self) -> Ring:
+        """A ring for the rows after all that were written: the next one takes slot 0."""
+        ring, capacity = self.ring, self.ring.capacity
+        # That row has a number that no row had: written, rounded up to whole rounds.
+        return self.writer.ring(capacity, self.index is not None, -(-ring.written // capacity) * capacity)
+
+    def _count_by(self, ring: Ring) -> None:
+        """Let ``ring`` count the rows, in other processes too."""
+        self.ring = ring
+        if self.started:
+            self.storage.use_ring(ring, self._unshareable_part(ring))
+
+    def _load_rows(self, ring: Ring, state: dict[str, Any]) -> None:
+        """Copy the rows of ``state`` into the storage, and let ``ring`` count them."""
+        first = not self.started
+        if first:
+            self._own_parts()
+        if self.started and not self.storage.loads_whole:
+            # Nobody reads a mixture of old and new rows, in other processes neither.
+            self._count_by(self.writer.ring(ring.capacity, state["keys"] is not None))
+        self.storage.load_state_dict(state["storage"])
+        self.storage.use_ring(ring, self._unshareable_part(ring), first)
+        self.ring, self.markers, self.started = ring, state["keys"], True
+
+    def _note_edit(self, slots: Tensor) -> None:
+        """Let the next save write the rows in ``slots`` again. The caller holds the lock of writers."""
+        for log in self._saves.logs.values():
+            log.edited(self.ring.numbers(slots, self.ring.head))
+
+    def _needs_index(self) -> str | None:
+        """Name of what needs a trajectory index (for errors); None for nothing."""
+        if self.sampler.needs_index:
+            return type(self.sampler).__name__
+        ahead = (type(transform).__name__ for transform in self.transforms if reads_others(transform))
+        return next(ahead, "compact_obs=True" if self.storage.compact_obs else None)
+
+    def _unshareable_part(self, ring: Ring) -> str | None:
+        """Name of the component whose state other processes cannot see (for the error); None if the buffer can be
+        shared: the rows, if they are in files, and the counters of a plain ring can be put where others see them."""
+        if isinstance(ring, TrajectoryIndex):
+            return "a trajectory index"
+        names = [type(part).__name__ for part in (self.sampler, self.writer) if part.stateful]
+        if type(ring) is not Ring:
+            names.append(type(ring).__name__)
+        name = next(iter(names), self.storage.own_column)
+        return None if name is None else f"a {name}"
+
+    # -- other threads, processes and copies ---------------------------------------------------------------------
+
+    def writer_for(self, num_envs: int, *, window: int | None = None, writer: int = 0) -> StepWriter:
+        """Return a `StepWriter`, which stores single steps of ``num_envs`` envs as cheaply as long batches.
+
+        Args:
+            num_envs: number E of envs that each step comes from.
+            window: steps that are stored at a time; E times as many rows must divide the capacity. By default the
+                largest divisor up to 64, and up to 8,192 rows.
+            writer: number of this writer, for the ids of trajectories, 0 to 2**23 - 1: everything that writes to a
+                buffer needs a number of its own (see `TrajId`).
+
+        Raises:
+            ValueError: a capacity that ``num_envs`` and ``window`` do not divide, or a ``writer`` out of range.
+            TypeError: a storage without columns (`ListStorage`), with ``ndim`` of 2 or more, or a writer that
+                chooses among rows.
+        """
+        return StepWriter(self, num_envs, window=window, writer=writer)
+
+    def handle(self) -> BufferHandle:
+        """Return a `BufferHandle`, by which other processes extend and sample this buffer.
+
+        This process is the owner: a thread of it does what handles ask for, as long as the buffer lives. All handles of
+        a buffer are one. (Pickling the buffer itself makes a copy of it.)
+
+        Raises:
+            RuntimeError: this buffer is a copy, made by pickle or fork, of one that a living process owns.
+        """
+        return self._service.handle(self)
+
+    def note_waiting(self, rows: int) -> None:
+        """Note how many rows a collector keeps back until their trajectories end, for the error of an empty buffer."""
+        self.ring.waiting = rows
+
+    @property
+    def copies_rows(self) -> bool:
+        """Whether `extend` will keep nothing of its batch but copies, so that its memory may be written again."""
+        storage = self.storage
+        plain = not self.transforms and not self.writer.stateful
+        return self.started and storage.copies_rows and storage.own_column is None and plain
+
+    def _make_locks(self) -> None:
+        self.lock = threading.Lock()  # bookkeeping: held for microseconds
+        # One writer at a time, of all processes; taken before ``lock``, never after it.
+        self.write_lock = self.storage.write_lock()
+        self._prefetcher: Prefetcher[Any] | None = Prefetcher(self.prefetch) if self.prefetch else None
+        self._process = self._ready_in = (
+            os.getpid()
+        )  # with these locks; where nothing is left to do before a use
+        # Raises what ended a thread that writes into the buffer.
+        self._failure: Callable[[], Any] | None = None
+        self.step_writers: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose steps may wait
+        self.storage.attach(self)
+
+    def note_failure(self, tell: Callable[[], Any]) -> None:
+        """Let the next use of the buffer call this function, which raises what ended a thread that filled it."""
+        self._failure = tell
+        self._ready_in = 0  # so that the next use looks at it, at no cost for all other uses
+
+    def _enter_process(self) -> None:
+        """Be ready in this process, to which the buffer may have come by ``fork`` or by pickle; RuntimeError if it
+        cannot be."""
+        process = os.getpid()
+        if self._ready_in == process:
+            return
+        if self._process != process:
+            # A lock may be held here by a thread that did not come along; nobody would release it.
+            self.storage.enter_process()
+            self._make_locks()
+        self._ready_in = process
+        reseed_in_worker(self.generator)
+        tell, self._failure = self._failure, None
+        if tell is not None:
+            tell()
+
+    def _own_parts(self) -> None:
+        """ValueError if the sampler or the writer keeps state about the rows of another buffer, which is alive."""
+        for part in (self.sampler, self.writer):
+            user = _USERS.get(part, lambda: None)()
+            if part.stateful and user is not None and user is not self:
+                raise ValueError(
+                    f"the {type(part).__name__} remembers rows of another buffer already: make one for each buffer"
+                )
+        _USERS.update({part: weakref.ref(self) for part in (self.sampler, self.writer)})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle holds: the rows of one moment, although other threads write meanwhile.
+
+        The steps that wait in step writers are stored first. A storage whose rows other processes share is not copied:
+        the pickle names its files.
+        """
+        self._enter_process()
+        self._store_steps()
+        state = {name: value for name, value in self.__dict__.items() if name not in _PER_PROCESS}
+        if self.storage.by_reference:
+            return state
+        # pickle reads the parts when no lock is held any more, so it gets copies, made under the locks.
+        return state | self._copy_written({id(self): self})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._make_locks()
+        # Only the first use tells whether this is a worker of a DataLoader, which unpickles too early.
+        self._ready_in = 0
+        self.storage.reattach(self.ring)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a buffer of its own with the rows of one moment, although other threads write meanwhile; the steps
+        that wait in step writers are stored first."""
+        self._enter_process()
+        self._store_steps()
+        other = memo[id(self)] = object.__new__(type(self))
+        other.__dict__.update(self._copy_written(memo))
+        rest = self.__dict__.keys() - {*_WRITTEN, *_PER_PROCESS}
+        other.__dict__.update(copy.deepcopy({name: self.__dict__[name] for name in rest}, memo))
+        other._make_locks()
+        other.storage.reattach(other.ring)
+        return other
+
+    def _store_steps(self) -> None:
+        # A copy of a step writer may be made after that of its buffer, which has to have all its steps.
+        for writer in list(self.step_writers):
+            writer.flush()
+
+    def _copy_written(self, memo: dict[int, Any]) -> dict[str, Any]:
+        """Copies of the parts that writes and draws change, all of one moment."""
+        with self.write_lock:
+            copy.deepcopy(self.storage, memo)  # long, so readers go on: they change nothing in it
+            with self.lock:  # ``memo`` has the storage's copy
+                return copy.deepcopy({name: self.__dict__[name] for name in _WRITTEN}, memo)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        pickle_by_value(cls)
+
+
+pickle_by_value(ReplayBuffer)

@@ -44,12 +44,12 @@ class Buffer(Protocol):
     writer: Any
     batch_size: int | None
     generator: torch.Generator | None
-    _ring: Ring
-    _keys: BoundaryKeys | None
-    _lock: threading.Lock
-    _write_lock: Any
-    _step_writers: Any
-    _transforms: list[TransformLike]
+    ring: Ring
+    markers: BoundaryKeys | None
+    lock: threading.Lock
+    write_lock: Any
+    transforms: list[TransformLike]
+    step_writers: Any
 
     def extend(self, data: Any) -> Tensor: ...
 
@@ -89,7 +89,7 @@ class StepReader:
             return self._oldest()
 
     def _oldest(self) -> int:
-        first = self._positions.oldest() if self._positions.ring is self.buffer._ring else None
+        first = self._positions.oldest() if self._positions.ring is self.buffer.ring else None
         return self.steps - self._filled if first is None else first
 
     def read(self, steps: Any, envs: Any) -> TensorDict:
@@ -131,7 +131,7 @@ class StepReader:
             names = tuple(map(plain_key, names))
         with self._lock:
             places = self._places(steps, envs)
-            changed = self.buffer._transforms
+            changed = self.buffer.transforms
             columns = leaves(self._rows(places)) if changed else self._take(places, names)
         if names is None:
             return columns
@@ -181,7 +181,7 @@ class StepReader:
                 first, stop = self._oldest() * self.num_envs, self.steps * self.num_envs
                 if first == stop:
                     raise RuntimeError("there is nothing to sample: write a step first")
-                with self.buffer._lock:
+                with self.buffer.lock:
                     places = torch.randint(first, stop, (size,), generator=self.buffer.generator)
                 try:
                     return self._rows(places)
@@ -190,7 +190,7 @@ class StepReader:
 
     def _rows(self, places: Tensor) -> TensorDict:
         """The rows at these places, step * E + env, int64 ``[N]``, transformed."""
-        transforms = self.buffer._transforms
+        transforms = self.buffer.transforms
         if self._filled and any(map(changes_stored, transforms)):
             self._store()
         values = self._take(places)
@@ -216,7 +216,7 @@ class StepReader:
         """What a transform chooses that reads other rows of the trajectories: int64 ``[2, M]``, which of the places,
         and the places of the rows; None without such a transform."""
         buffer = self.buffer
-        chooser = chooser_of(buffer._transforms)
+        chooser = chooser_of(buffer.transforms)
         if chooser is None:
             return None
         self._mark(self._filled)
@@ -225,8 +225,8 @@ class StepReader:
         marks: list[Array] = [
             self._staged[key].rows if self._filled else np.zeros((1, 1), kind) for key, kind in kinds.items()
         ]
-        with buffer._lock:
-            positions, ring = self._positions, buffer._ring
+        with buffer.lock:
+            positions, ring = self._positions, buffer.ring
             oldest = positions.oldest() if positions.ring is ring else None
             begin = -1 if oldest is None else oldest
             tables = StepTables(*positions.windows, begin, self.steps - self._filled, self._filled, *marks)
@@ -258,16 +258,16 @@ class StepReader:
         if copies.marks:
             self._mark(self._filled)
         if len(places) <= copies.rows:
-            with buffer._lock:
-                where = self._positions.stands(buffer._ring, stored, self.window)
-                copied = copies.read(places, self.num_envs, where, buffer._ring)
+            with buffer.lock:
+                where = self._positions.stands(buffer.ring, stored, self.window)
+                copied = copies.read(places, self.num_envs, where, buffer.ring)
             if copied is None:
                 raise Overwritten("another writer has overwritten rows that are asked for")
             return copied
         asked = None if names is None else frozenset(names)
         while True:
-            with buffer._lock:
-                ring = buffer._ring
+            with buffer.lock:
+                ring = buffer.ring
                 version = ring.version  # first: other processes may write meanwhile
                 found = self._positions.find(places, ring, stored, self.window)
                 if found is None:
@@ -277,8 +277,8 @@ class StepReader:
                     return self._waiting(rows, names)
                 follow = ring.follow(slots) if storage.needs_follow(asked) else None
             columns: Columns = storage.read_rows(slots, follow, keys=asked)
-            with buffer._lock:
-                if ring is buffer._ring and ring.unchanged_since(Draw(slots, follow=follow, version=version)):
+            with buffer.lock:
+                if ring is buffer.ring and ring.unchanged_since(Draw(slots, follow=follow, version=version)):
                     break
         if len(at):  # these were read as some stored row: replace them
             if storage.copies_bytes:

@@ -63,7 +63,7 @@ class StepWriter(StepReader):
         self._positions = StepPositions(num_envs)
         self._episodes = Episodes(num_envs, writer)
         self._forget()
-        buffer._step_writers.add(self)
+        buffer.step_writers.add(self)
 
     def _forget(self) -> None:
         """Begin as after the last stored row, with entries to be named by the next step."""
@@ -151,11 +151,11 @@ class StepWriter(StepReader):
         kinds = {key: TensorColumn(column.data[0]) for key, column in staged.items()}
         self._episodes.begin(given, compared_keys(kinds, ()))
         storage = self.buffer.storage
-        if storage.columns and not any(map(changes_stored, self.buffer._transforms)):
+        if storage.columns and not any(map(changes_stored, self.buffer.transforms)):
             # What does not go with the rows that are stored is an error now, not when the window is full.
             blank = {key: torch.zeros_like(column.window(1)) for key, column in staged.items()}
-            with self.buffer._write_lock:
-                storage.prepare(nest(blank, torch.Size([self.num_envs])), None, self.buffer._keys)
+            with self.buffer.write_lock:
+                storage.prepare(nest(blank, torch.Size([self.num_envs])), None, self.buffer.markers)
         self._staged, self._given, self._copies, self._tails = staged, given, {}, {}
 
     @override
@@ -183,7 +183,7 @@ class StepWriter(StepReader):
                 f"the inv of a transform of the buffer made {len(slots)} rows of {rows}: steps cannot be told apart "
                 "then. Leave that transform out, or write with extend"
             )
-        self._positions.append(self.buffer._ring, self.steps - count, int(slots[0]), count)
+        self._positions.append(self.buffer.ring, self.steps - count, int(slots[0]), count)
 
     def flush(self) -> None:
         """Store the waiting rows now, as before saving the buffer. Often, it makes short windows, which cost bytes."""
@@ -232,7 +232,7 @@ class StepWriter(StepReader):
         with self._lock:
             self._store()
             state = self.__dict__.copy()
-            if self._positions.ring is not self.buffer._ring:
+            if self._positions.ring is not self.buffer.ring:
                 state["_positions"] = StepPositions(self.num_envs)
         for name in ("_lock", "_staged", "_given", "_copies", "_tails"):
             del state[name]
@@ -241,26 +241,5 @@ class StepWriter(StepReader):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget()
-        self._positions.ring = self.buffer._ring
-        self.buffer._step_writers.add(self)
-
-
-class StepWriting:
-    """The part of `ReplayBuffer` that hands out step writers."""
-
-    def writer_for(self: Buffer, num_envs: int, *, window: int | None = None, writer: int = 0) -> StepWriter:
-        """Return a `StepWriter`, which stores single steps of ``num_envs`` envs as cheaply as long batches.
-
-        Args:
-            num_envs: number E of envs that each step comes from.
-            window: steps that are stored at a time; E times as many rows must divide the capacity. By default the
-                largest divisor up to 64, and up to 8,192 rows.
-            writer: number of this writer, for the ids of trajectories, 0 to 2**23 - 1: everything that writes to a
-                buffer needs a number of its own (see `TrajId`).
-
-        Raises:
-            ValueError: a capacity that ``num_envs`` and ``window`` do not divide, or a ``writer`` out of range.
-            TypeError: a storage without columns (`ListStorage`), with ``ndim`` of 2 or more, or a writer that
-                chooses among rows.
-        """
-        return StepWriter(self, num_envs, window=window, writer=writer)
+        self._positions.ring = self.buffer.ring
+        self.buffer.step_writers.add(self)

@@ -91,7 +91,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         # Checked before anything is stored.
         priorities = self._given_priorities(rows) if prioritize else []
         slots = super()._store(ring, rows, filled, prioritize)
-        with self._lock:
+        with self.lock:
             for part, priority in priorities:
                 self.sampler.update_priority(ring, slots[part], priority, None)
         return slots

@@ -1,6 +1,7 @@
 """The rooms stand in one order and import only what lies below them."""
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.shape.imports import (
+    ARROWS,
     circles,
     files_of,
     grouped,
@@ -17,25 +19,6 @@ from benchmarks.shape.imports import (
 )
 
 ROOT = Path(__file__).parents[1]
-
-# Room: the rooms that it may import.
-ARROWS: dict[str, set[str]] = {
-    "layout": set(),
-    "sharing": {"layout"},
-    "kernels": set(),
-    "disk": {"layout", "kernels"},
-    "specs": {"layout"},
-    "wrappers": {"layout", "specs"},
-    "rollouts": {"layout", "specs", "sharing", "disk", "wrappers"},
-    "buffers": {"layout", "kernels", "specs", "sharing", "disk"},
-    "modules": {"layout", "kernels"},
-    "estimators": {"layout", "kernels", "modules"},
-    "trees": {"layout", "kernels", "specs", "buffers"},
-    "datasets": {"layout", "specs", "sharing", "disk", "buffers"},
-    "text": {"layout", "buffers"},
-    "trainers": {"layout", "kernels", "specs", "wrappers", "rollouts", "buffers", "modules", "estimators"},
-}
-
 
 # Sub-rooms, each below those behind it: an import goes to an earlier one of its line.
 SUB_ROOMS: dict[str, list[str]] = {
@@ -72,7 +55,7 @@ def place(path: Path, node: ast.AST) -> str:
 
 
 def forbidden_arrows(room: str, tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
-    allowed = ARROWS[room] | {room}
+    allowed = {*ARROWS[room], room}
     for node in ast.walk(tree):
         for name in imported_names(node):
             package, _, rest = name.partition(".")
@@ -98,6 +81,12 @@ def test_a_room_imports_only_the_rooms_below_it(room: str) -> None:
         for node, text in forbidden_arrows(room, tree)
     ]
     assert not found
+
+
+@pytest.mark.parametrize("room", ARROWS)
+def test_the_page_for_contributors_says_what_a_room_may_import(room: str) -> None:
+    (row,) = re.findall(rf"^\| `{room}/` \|.*", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    assert row.split("|")[3].strip() == ", ".join(ARROWS[room])
 
 
 @pytest.mark.parametrize("room", ARROWS)

@@ -42,7 +42,7 @@ class GymSource(VectorSource):
         self._next_step = mode is AutoresetMode.NEXT_STEP
         self._sent = False  # whether a step is under way
         if isinstance(base, AsyncVectorEnv):
-            whole = base._whole[0] if isinstance(base, AsyncPart) else base
+            whole = base.whole if isinstance(base, AsyncPart) else base
             weakref.finalize(whole, _end_at_exit, weakref.ref(whole), os.getpid())
         partial = known_base or mode is AutoresetMode.DISABLED
         capabilities = Capabilities(
@@ -176,29 +176,28 @@ class AsyncPart(AsyncVectorEnv):
         # Views of the memory that the workers write into.
         self.observations = map_tree(lambda leaf: leaf[rows], whole.observations)
         self._first = first
-        # In a tuple, since a collector looks at the parts of an env for steps made by hand, and what is below `whole`
-        # changes with the other parts' steps.
-        self._whole = (whole,)
+        #: The env that was divided.
+        self.whole = whole
 
     @property
     def closed(self) -> bool:
         """Whether all workers are closed: there is no closing a part."""
-        return bool(self._whole[0].closed)
+        return bool(self.whole.closed)
 
     @closed.setter
     def closed(self, value: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self._whole[0].closed = value
+        self.whole.closed = value
 
     def close(self, **kwargs: Any) -> None:
         """Close the whole env."""
-        self._whole[0].close(**kwargs)
+        self.whole.close(**kwargs)
 
     def _raise_if_errors(self, successes: Iterable[bool]) -> None:
         """The whole env knows the workers by the numbers that come with errors."""
         successes = list(successes)
         if not all(successes):
             self._state = AsyncState.DEFAULT
-            whole = self._whole[0]
+            whole = self.whole
             rest = whole.num_envs - self._first - len(successes)
             whole._raise_if_errors([*[True] * self._first, *successes, *[True] * rest])
 

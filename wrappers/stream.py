@@ -280,6 +280,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 
         An env that steps all its rows itself is asked once, and its answer stands for every row.
         """
+        if name in ("reset", "step"):
+            self.moves.count += 1
         env = self._with_method("call")
         if env is not None:
             return tuple(env.call(name, *args, **kwargs))

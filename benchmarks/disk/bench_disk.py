@@ -147,7 +147,7 @@ def lock_held(rows: int, folder: Path) -> float:
     """How long a writer waits for a save, over extending what it wrote meanwhile."""
     buffer = filled(rows)
     buffer.dumps(folder / "held")
-    held, taken = [0.0], buffer._write_lock
+    held, taken = [0.0], buffer.write_lock
 
     class Watched:
         """The lock of writers, and how long the save has it."""
@@ -161,7 +161,7 @@ def lock_held(rows: int, folder: Path) -> float:
                 held[0] += time.perf_counter() - self._since
             taken.__exit__(*error)
 
-    buffer._write_lock = Watched()
+    buffer.write_lock = Watched()
     extending, stop = 0.0, threading.Event()
 
     def save() -> None:

@@ -5,9 +5,11 @@ Comprehensions and generator expressions are part of the function they stand in.
 time it is made, when kernels are compiled and storages allocated.
 """
 
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -91,6 +93,15 @@ def make_calls() -> dict[str, Callable[[], object]]:
         return made
 
     plain, compact = buffer(False), buffer(True)
+    folder = TemporaryDirectory()
+    saved, loaded = buffer(True), buffer(True)
+    saved.dumps(f"{folder.name}/0")
+    numbers = itertools.count(1)
+
+    def loads() -> None:
+        """Load what was saved at first; the folder lives as long as this function."""
+        loaded.loads(f"{folder.name}/0")
+
     return {
         "GAE": lambda: gae(batch.clone()),
         "ClipPPOLoss": lambda: loss(with_advantage),
@@ -99,6 +110,8 @@ def make_calls() -> dict[str, Callable[[], object]]:
         "sample slices": plain.sample,
         "sample slices, compact": compact.sample,
         "collector step": lambda: next(batches),
+        "dumps": lambda: saved.dumps(f"{folder.name}/{next(numbers)}"),
+        "loads": loads,
     }
 
 

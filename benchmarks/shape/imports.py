@@ -10,22 +10,24 @@ from functools import cache
 from pathlib import Path
 
 PACKAGE = "flatroll"
-ROOMS = (
-    "layout",
-    "sharing",
-    "disk",
-    "kernels",
-    "specs",
-    "wrappers",
-    "rollouts",
-    "buffers",
-    "modules",
-    "estimators",
-    "trees",
-    "datasets",
-    "text",
-    "trainers",
-)
+#: Room -> the rooms that it may import.
+ARROWS: dict[str, tuple[str, ...]] = {
+    "layout": (),
+    "sharing": ("layout",),
+    "kernels": (),
+    "disk": ("layout", "kernels"),
+    "specs": ("layout",),
+    "wrappers": ("layout", "specs"),
+    "rollouts": ("layout", "specs", "sharing", "wrappers"),
+    "buffers": ("layout", "kernels", "specs", "sharing", "disk"),
+    "modules": ("layout", "kernels"),
+    "estimators": ("layout", "kernels", "modules"),
+    "trees": ("layout", "kernels", "specs", "buffers"),
+    "datasets": ("layout", "sharing", "disk", "buffers"),
+    "text": ("layout", "buffers"),
+    "trainers": ("layout", "kernels", "specs", "wrappers", "rollouts", "buffers", "modules", "estimators"),
+}
+ROOMS = tuple(ARROWS)
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout
 
 Graph = Mapping[str, set[str]]  # file -> the files that it imports, as dotted names without the package's

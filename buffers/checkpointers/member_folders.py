@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flatroll.buffers.checkpointers.saveable import Apply, Others, SaveRecords
+from flatroll.buffers.checkpointers.saveable import Apply, Others, Saves
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.disk import DamagedFileError, Folder, LoadedVersion, Version
 from flatroll.disk.checkpoint import SaveOptions, read_tree, tree_of
@@ -17,7 +17,7 @@ def save_members(
     state: dict[str, Any],
     others: Others,
     options: SaveOptions,
-    records: SaveRecords,
+    records: Saves,
 ) -> Version:
     """Publish a version of ``members`` and of the ensemble's own ``state``."""
     log = records.log(path)

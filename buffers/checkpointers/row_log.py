@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatroll.buffers.checkpointers.links import checkpointer_of
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.top_k_ring import RankedRing
 from flatroll.disk import Version
@@ -57,18 +58,18 @@ class RowLog:
         Writers and readers of the buffer go on while rows are copied; they wait while those that came meanwhile, at
         most a segment, those that were edited, and the tables are copied in memory, and no longer.
         """
-        checkpointer = buffer._checkpointers()[0]
+        checkpointer = checkpointer_of(buffer.storage)
         checkpointer.check_path(buffer.storage, self.path)
-        ranked = isinstance(buffer._ring, RankedRing)
+        ranked = isinstance(buffer.ring, RankedRing)
         # Nobody writes until all is copied: rows written out of order, or the first rows, which bring another ring.
-        hold = ranked or not buffer._started
-        ahead = buffer._made_ahead() if hold else None
+        hold = ranked or not buffer.started
+        ahead = buffer.made_ahead() if hold else None
         with ExitStack() as stack:
             self._saving = True
             stack.callback(setattr, self, "_saving", False)
             if hold:
-                stack.enter_context(buffer._write_lock)
-            ring = buffer._ring
+                stack.enter_context(buffer.write_lock)
+            ring = buffer.ring
             given = {"segment_rows": segment_rows(buffer), "segment_bytes": _MOST_BYTES, **options._asdict()}
             anew = ranked or self._ring() is not ring
             folder = stack.enter_context(
@@ -76,9 +77,9 @@ class RowLog:
             )
             self._copy_ahead(buffer, ring, folder, checkpointer)
             if ahead is None:
-                ahead = buffer._made_ahead()
-            with nullcontext() if hold else buffer._write_lock:
-                if ring is not buffer._ring:
+                ahead = buffer.made_ahead()
+            with nullcontext() if hold else buffer.write_lock:
+                if ring is not buffer.ring:
                     raise RuntimeError(
                         "the buffer was emptied or loaded while it was saved: nothing was saved"
                     )
@@ -97,8 +98,8 @@ class RowLog:
                     (first, checkpointer.dump_rows(buffer.storage, _slots(ring, first, stop), self.path))
                     for first, stop in parts
                 ]
-                with buffer._lock:  # of readers, too: a draw changes the sampler
-                    state = buffer._tables(ahead)
+                with buffer.lock:  # of readers, too: a draw changes the sampler
+                    state = buffer.tables(ahead)
             for first, part in dumped:
                 if first < folder.end:
                     folder.replace(part, first)
@@ -114,7 +115,7 @@ class RowLog:
         """Append rows to ``folder`` without a lock, until less than a segment is left."""
         count = segment_rows(buffer)
         for _ in range(4 * _PARTS):  # writers may be faster; then the rest is copied while they wait
-            with buffer._lock:
+            with buffer.lock:
                 head, end = _range_of(ring, buffer)
             folder.drop_before(head)
             first = folder.end
@@ -128,14 +129,14 @@ class RowLog:
 def segment_rows(buffer: Any) -> int:
     """How many rows a segment of the buffer's has."""
     size: int = buffer.storage.bytes_per_row or _ROW_BYTES
-    capacity: int = buffer._ring.capacity
+    capacity: int = buffer.ring.capacity
     return max(1, min(max(-(-capacity // _PARTS), _LEAST_BYTES // size), _MOST_BYTES // size))
 
 
 def _range_of(ring: Ring, buffer: Any) -> tuple[int, int]:
     """Numbers of the first row to save and of the row after the last; rows in any order are numbered by slot."""
     if isinstance(ring, RankedRing):
-        return 0, ring.used if buffer._started else 0
+        return 0, ring.used if buffer.started else 0
     return ring.head, ring.written
 
 

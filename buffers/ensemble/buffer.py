@@ -2,21 +2,18 @@
 
 import copy
 import os
-import pickle
 from collections.abc import Callable, Iterator
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn, Self, overload
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
-from typing_extensions import override
 
-from flatroll.buffers.checkpoint import check_generator
 from flatroll.buffers.checkpointers.forms import StorageEnsembleCheckpointer
+from flatroll.buffers.checkpointers.links import checkpointer_of
 from flatroll.buffers.checkpointers.member_folders import load_members, save_members
-from flatroll.buffers.checkpointers.saveable import Apply, Others, Saveable
+from flatroll.buffers.checkpointers.saveable import Apply, Others, Saves
 from flatroll.buffers.ensemble.members import (
     SamplerEnsemble,
     Several,
@@ -26,10 +23,11 @@ from flatroll.buffers.ensemble.members import (
     collate_members,
     pick,
 )
-from flatroll.buffers.remote.owner import Served
+from flatroll.buffers.remote.handle import BufferHandle
+from flatroll.buffers.remote.owner import Service
 from flatroll.buffers.replay_buffer import ReplayBuffer
-from flatroll.buffers.sharing import reseed_in_worker
-from flatroll.buffers.transforms.transform import Transforming, TransformLike, apply
+from flatroll.buffers.sharing import check_saved_generator, pickle_by_value, reseed_in_worker
+from flatroll.buffers.transforms.transform import TransformLike, apply, insert_transform
 from flatroll.buffers.writers import check_tensordicts, has_priorities
 from flatroll.disk import Version
 from flatroll.disk.checkpoint import SaveOptions
@@ -44,7 +42,7 @@ BUFFER_IDS: NestedKey = ("collector", "buffer_ids")
 _PARTS = ("storage", "sampler", "writer")
 
 
-class ReplayBufferEnsemble(Facts, Saveable, Transforming, Served):
+class ReplayBufferEnsemble(Facts):
     """Samples several replay buffers as one, such as several datasets, or demonstrations and fresh data.
 
     A sample of B rows is made of n = ``num_buffer_sampled`` members' samples of B / n rows each, after the members'
@@ -119,7 +117,8 @@ class ReplayBufferEnsemble(Facts, Saveable, Transforming, Served):
         self.writer = writers or WriterEnsemble(*(rb.writer for rb in rbs))
         self.batch_size, self.generator, self._process = batch_size, generator, os.getpid()
         self.collate_fn, self.stack = collate_fn, stack
-        self._transforms: list[TransformLike] = []
+        self.transforms: list[TransformLike] = []
+        self._saves, self._service = Saves(), Service()
         if transform is not None:
             self.append_transform(transform)
         if batch_size is not None:
@@ -128,7 +127,7 @@ class ReplayBufferEnsemble(Facts, Saveable, Transforming, Served):
             rb.generator = rb.generator or generator
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in self.__dict__.items() if name != "_owner"}
+        state = self.__dict__.copy()
         for name in _PARTS:  # the members' states have their parts, of one moment each
             state[name] = copy.copy(state[name])
             state[name].parts = ()
@@ -240,7 +239,7 @@ class ReplayBufferEnsemble(Facts, Saveable, Transforming, Served):
         if self.collate_fn is None and isinstance(sample, TensorDictBase):
             _set_ids(sample, ids)
         info["buffer_ids"] = ids
-        for transform in self._transforms:
+        for transform in self.transforms:
             sample = apply(transform, sample, lambda: ends)
         return sample, info, ended
 
@@ -268,6 +267,19 @@ class ReplayBufferEnsemble(Facts, Saveable, Transforming, Served):
     def add(self, data: Any) -> NoReturn:
         """Raise RuntimeError, as :meth:`extend` does."""
         self.extend(data)
+
+    def append_transform(self, transform: TransformLike, *, invert: bool = False) -> Self:
+        """Add a transform of the ensemble's samples after those there are; see `ReplayBuffer.append_transform`."""
+        return self.insert_transform(len(self.transforms), transform, invert=invert)
+
+    def insert_transform(self, index: int, transform: TransformLike, *, invert: bool = False) -> Self:
+        """Add a transform before the one at ``index``; see `ReplayBuffer.insert_transform`."""
+        insert_transform(self.transforms, index, transform, invert)
+        return self
+
+    def handle(self) -> BufferHandle:
+        """Return a `BufferHandle`, by which other processes sample this ensemble; see `ReplayBuffer.handle`."""
+        return self._service.handle(self)
 
     def empty(self) -> None:
         """Remove all rows from all members."""
@@ -362,25 +374,57 @@ class ReplayBufferEnsemble(Facts, Saveable, Transforming, Served):
             ValueError: another number of members, or members that do not fit, see `ReplayBuffer`; a generator on
                 one side only.
         """
-        check_generator(state["generator"], self.generator, "ensemble")
+        check_saved_generator(state["generator"], self.generator, "ensemble")
         if len(state["members"]) != len(self._members):
             raise ValueError(
                 f"the state has {len(state['members'])} members, this ensemble has {len(self._members)}"
             )
         pairs = list(zip(self._members, state["members"], strict=True))
         for rb, saved in pairs:  # all of them before any is loaded
-            with rb._write_lock, rb._lock:
+            with rb.write_lock, rb.lock:
                 rb._check_state(saved)
         for rb, saved in pairs:
             rb.load_state_dict(saved)
         if self.generator is not None:
             self.generator.set_state(state["generator"])
 
-    @override
-    def _checkpointers(self) -> list[Any]:
-        return [checkpointer for rb in self._members for checkpointer in rb._checkpointers()]
+    def dumps(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        wait: bool = True,
+        sync: bool = True,
+        keep: int = 2,
+        overwrite: bool = False,
+    ) -> None:
+        """Save all members, sampler and random state to a folder, for :meth:`loads`; see `ReplayBuffer.dumps`."""
+        options = SaveOptions(sync, keep, overwrite)
+        self._saves.dumps(lambda: self.save_version(Path(path), dict, options), wait)
 
-    @override
+    def loads(
+        self, path: str | os.PathLike[str], *, version: int | None = None, strict: bool = False
+    ) -> None:
+        """Restore what :meth:`dumps` saved, so that the same samples follow; see `ReplayBuffer.loads`."""
+        self._saves.loads(lambda: self.load_version(Path(path), version, strict))
+
+    def dump(self, path: str | os.PathLike[str], **options: Any) -> None:
+        """See :meth:`dumps`."""
+        self.dumps(path, **options)
+
+    def load(self, path: str | os.PathLike[str], **options: Any) -> None:
+        """See :meth:`loads`."""
+        self.loads(path, **options)
+
+    def register_save_hook(self, hook: Callable[..., Any]) -> None:
+        """Call ``hook(rows, path=path)`` before rows of a member are written; see `ReplayBuffer`."""
+        for checkpointer in [checkpointer_of(rb.storage) for rb in self._members]:
+            checkpointer.register_save_hook(hook)
+
+    def register_load_hook(self, hook: Callable[..., Any]) -> None:
+        """Call ``hook(rows)`` on rows of a member that were read, before they are stored; see `ReplayBuffer`."""
+        for checkpointer in [checkpointer_of(rb.storage) for rb in self._members]:
+            checkpointer.register_load_hook(hook)
+
     def save_version(self, path: Path, others: Others, options: SaveOptions) -> Version:
         checkpointer = self.storage.checkpointer
         if checkpointer is not None and not isinstance(checkpointer, StorageEnsembleCheckpointer):
@@ -391,10 +435,9 @@ class ReplayBufferEnsemble(Facts, Saveable, Transforming, Served):
         state = {"generator": None if self.generator is None else self.generator.get_state()}
         return save_members(path, self._members, state, others, options, self._saves)
 
-    @override
     def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[dict[str, Any], Apply]:
         state, others, version, applies = load_members(path, self._members, number, strict)
-        check_generator(state.get("generator"), self.generator, "ensemble")
+        check_saved_generator(state.get("generator"), self.generator, "ensemble")
 
         def apply() -> None:
             for load in applies:
@@ -406,8 +449,7 @@ class ReplayBufferEnsemble(Facts, Saveable, Transforming, Served):
         return others, apply
 
 
-# As members: torch's pickler for other processes would share the memory of the tensors, but not the counters.
-ForkingPickler.register(ReplayBufferEnsemble, lambda rb: (pickle.loads, (pickle.dumps(rb),)))
+pickle_by_value(ReplayBufferEnsemble)
 
 
 def _members(

@@ -1,4 +1,4 @@
-"""`Owner`: the thread that does what the handles of a buffer ask for; `Served` gives a buffer its `handle`."""
+"""`Owner`: the thread that does what the handles of a buffer ask for; `Service` makes its `handle`."""
 
 import os
 import select
@@ -119,25 +119,25 @@ class Owner:
 def _keeps_rows(buffer: Any) -> bool:
     """Whether the buffer may keep the very tensors that it is given, as a list storage or an ``inv`` of a transform
     does: then they must not be in memory that the client writes to again."""
-    return any(map(changes_stored, buffer._transforms)) or not hasattr(buffer.storage, "allocated")
+    return any(map(changes_stored, buffer.transforms)) or not hasattr(buffer.storage, "allocated")
 
 
-class Served:
-    """The part of replay buffers and ensembles that lets other processes use them."""
+class Service:
+    """What a buffer or an ensemble knows of the thread that serves it to other processes.
 
-    _owner: Owner | None = None
-    _owned_by: tuple[int, float] | None = None  # number and start of the owner's process; copies have it too
+    Copies know which process that is.
+    """
 
-    def handle(self) -> BufferHandle:
-        """Return a `BufferHandle`, by which other processes extend and sample this buffer.
+    def __init__(self, owned_by: tuple[int, float] | None = None) -> None:
+        self.owner: Owner | None = None
+        self._owned_by = owned_by  # number and start of the owner's process
 
-        This process is the owner: a thread of it does what handles ask for, as long as the buffer lives. All handles of
-        a buffer are one. (Pickling the buffer itself makes a copy of it.)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Service, (self._owned_by,)
 
-        Raises:
-            RuntimeError: this buffer is a copy, made by pickle or fork, of one that a living process owns.
-        """
-        if self._owner is None or self._owner.process != os.getpid():
+    def handle(self, buffer: Any) -> BufferHandle:
+        """Return the handle of ``buffer``, which is this process's own; see `ReplayBuffer.handle`."""
+        if self.owner is None or self.owner.process != os.getpid():
             if self._owned_by is not None and self._owned_by[0] != os.getpid() and _runs(*self._owned_by):
                 raise RuntimeError(
                     f"this buffer is a copy of the one that process {self._owned_by[0]} owns, which came here by "
@@ -145,8 +145,8 @@ class Served:
                     "handle to this process instead of the buffer"
                 )
             self._owned_by = os.getpid(), psutil.Process().create_time()
-            self._owner = Owner(self)
-        return self._owner.handle
+            self.owner = Owner(buffer)
+        return self.owner.handle
 
 
 def _runs(process: int, start: float) -> bool:

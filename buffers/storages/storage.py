@@ -229,7 +229,7 @@ class Storage(Facts, ABC):
     @property
     def _owner(self) -> Any:
         """The replay buffer of this storage (of several, the one that has written), or None."""
-        return max(self._buffers(), key=lambda buffer: buffer._started, default=None)
+        return max(self._buffers(), key=lambda buffer: buffer.started, default=None)
 
     def _buffers(self) -> list[Any]:
         """The replay buffers that were made with this storage, as far as they are alive."""
@@ -301,7 +301,7 @@ class Storage(Facts, ABC):
             ValueError: another buffer, which is alive, writes to this storage, or `set` has; both would write the
                 same slots.
         """
-        if first and (self._alone or any(buffer._started for buffer in self._buffers())):
+        if first and (self._alone or any(buffer.started for buffer in self._buffers())):
             raise ValueError(
                 f"the storage belongs to another buffer already, or storage.set wrote to it: make one "
                 f"{type(self).__name__} per buffer; buffer.extend(other.oldest_first()) copies rows"

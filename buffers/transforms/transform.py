@@ -1,7 +1,7 @@
 """The base class of transforms, the interface that any other object or function may have, and how they are applied."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, Self, TypeAlias, cast, runtime_checkable
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
 from tensordict import TensorDictBase
@@ -343,39 +343,15 @@ class Inverted(Transform):
         return apply(self.transform, td.clone(recurse=False) if isinstance(td, TensorDictBase) else td, None)
 
 
-class Transforming:
-    """The part of a buffer that holds its transforms."""
-
-    _transforms: list[TransformLike]
-
-    def append_transform(self, transform: TransformLike, *, invert: bool = False) -> Self:
-        """Add a transform after those there are: an object with ``forward(td)`` and perhaps ``inv(td)``, or a
-        function. Samples go through ``forward`` in order, batches to store through ``inv`` in reverse order.
-
-        Args:
-            transform: see `Transform`.
-            invert: apply ``forward`` to what is stored, and ``inv`` to samples. So work that is the same every time
-                is done once.
-
-        Raises:
-            TypeError: neither of the two.
-            RuntimeError: a transform that reads ahead (n-step), but the rows stored so far are not indexed.
-            ValueError: ``invert`` with a transform that follows trajectories.
-        """
-        return self.insert_transform(len(self._transforms), transform, invert=invert)
-
-    def insert_transform(self, index: int, transform: TransformLike, *, invert: bool = False) -> Self:
-        """Add a transform before the one at ``index``; the rest as for :meth:`append_transform`.
-
-        Raises:
-            ValueError: fewer than ``index`` transforms, or a second `HindsightTransform`.
-        """
-        check_transform(transform)
-        chooser_of([*self._transforms, transform])
-        if not -len(self._transforms) <= index <= len(self._transforms):
-            raise ValueError(f"index must be within the {len(self._transforms)} transforms, got {index}")
-        self._transforms.insert(index, Inverted(transform) if invert else transform)
-        return self
+def insert_transform(
+    transforms: list[TransformLike], index: int, transform: TransformLike, invert: bool
+) -> None:
+    """Insert a transform before the one at ``index``, the other way round if ``invert``; see `ReplayBuffer`."""
+    check_transform(transform)
+    chooser_of([*transforms, transform])
+    if not -len(transforms) <= index <= len(transforms):
+        raise ValueError(f"index must be within the {len(transforms)} transforms, got {index}")
+    transforms.insert(index, Inverted(transform) if invert else transform)
 
 
 def check_transform(transform: object) -> None:

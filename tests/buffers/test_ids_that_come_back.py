@@ -187,7 +187,7 @@ def test_observations_that_an_inv_changes_are_not_compared() -> None:
 def test_what_an_inv_leaves_alone_is_compared() -> None:
     buffer = sliced()
     buffer.append_transform(Normalise())  # type: ignore[arg-type]
-    buffer._transforms[0].inv = lambda td: td.set("reward", torch.ones(len(td)))  # type: ignore[union-attr]
+    buffer.transforms[0].inv = lambda td: td.set("reward", torch.ones(len(td)))  # type: ignore[union-attr]
     buffer.extend(steps(0, 0, 3))
     assert refused(buffer, steps(1, 3, 3))
 

@@ -323,7 +323,7 @@ def test_counters_are_64_bits_wide(world: Any, sampler: str, start: int, capacit
     buffer.extend(world.to_batch(world.episode(0, 0, 3)))
     buffer.empty()
     first = start // capacity * capacity
-    buffer._ring._state["head"] = buffer._ring._state["written"] = first
+    buffer.ring._state["head"] = buffer.ring._state["written"] = first
     for episode in range(1, 6):
         buffer.extend(world.to_batch(world.episode(0, episode, 5)))
         sample, info = buffer.sample(return_info=True)

@@ -149,7 +149,7 @@ def test_readers_see_whole_rows_of_other_processes() -> None:
 def test_counters_are_wide() -> None:
     buffer = shared(8)
     buffer.extend(tensordict(0.0, 3))
-    buffer._ring._state["head"] = buffer._ring._state["written"] = 1 << 40
+    buffer.ring._state["head"] = buffer.ring._state["written"] = 1 << 40
     in_child(buffer.extend, tensordict(1.0, 3))
     assert buffer.stats()["rows_written"] == (1 << 40) + 3 and buffer["a"].tolist() == [1, 1, 1]
 

@@ -114,7 +114,7 @@ def run(seconds: float, writers: int = 2) -> dict[str, int]:
         process.join()
         process.close()
     rows = buffer[:]
-    written = buffer._ring.written
+    written = buffer.ring.written
     order = torch.arange(max(0, written - 20_000), written).remainder(20_000)
     end = time.monotonic() + 20
     while open_files() > before and time.monotonic() < end:  # the owner is about to notice that all are gone

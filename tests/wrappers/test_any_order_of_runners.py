@@ -1,4 +1,6 @@
-"""Random interleavings of collectors, rollouts, resets and hand-made steps on shared envs: every row is a true step.
+"""Random interleavings of collectors, rollouts, resets and steps on shared envs: every row is a true step.
+
+What goes through flatroll is noticed. Who steps the bare env by hand resets the collectors that share it.
 
 The physical model is the script: a row leads from (env, episode, step) to (env, episode, step + 1), with the reward
 that the script pays there, nobody makes a step twice, and rows that a batch joins follow one another.
@@ -49,7 +51,7 @@ def collected(source: Any) -> TensorDict:
 
 
 class World:
-    """An env, those who share it, and the transitions that they have told of."""
+    """An env, those who share it, and the transitions that they have reported."""
 
     def __init__(self, kind: str, script: Script) -> None:
         self.kind, self.env = kind, make(kind, script)
@@ -98,16 +100,14 @@ class World:
         elif move == "resume":
             source = self.sources[number % 3]
             source.load_state_dict(source.state_dict())
-        elif self.kind == "torch":  # its buffers are written in place: hand-made resets leave no trace
-            return
-        elif move == "reset by hand":
+        else:
             env.reset()
-        elif move == "step by hand":
-            env.reset()
-            env.step(0 if self.kind == "one env" else zero)
-        elif self.kind != "one env":
-            env.reset()
-            env.reset(options={"reset_mask": np.arange(len(zero)) % 2 == 0})
+            if move == "step by hand":
+                env.step({"one env": 0, "torch": torch.from_numpy(zero)}.get(self.kind, zero))
+            elif move == "reset some by hand" and self.kind not in ("one env", "torch"):
+                env.reset(options={"reset_mask": np.arange(len(zero)) % 2 == 0})
+            for source in self.sources:
+                source.reset()
 
 
 MOVES = ["collect", "rollout", "reset the handle", "step the handle", "reset some", "resume"]
@@ -181,25 +181,29 @@ def test_a_rollout_for_evaluation_between_two_batches_of_cartpole(kind: str) -> 
         env.close()
 
 
-@pytest.mark.parametrize("kind", ["one env", "native", "sync", "async"])
+@pytest.mark.parametrize("kind", CARTPOLES)
 @pytest.mark.parametrize("steps", [0, 1, 30])
-def test_an_evaluation_loop_by_hand_between_two_batches_of_cartpole(kind: str, steps: int) -> None:
+def test_after_an_evaluation_loop_by_hand_a_reset_of_the_collector_gives_true_rows(
+    kind: str, steps: int
+) -> None:
     env = CARTPOLES[kind]()
     collector = Collector(env, frames_per_batch=48)
+    actions = 0 if kind == "one env" else np.zeros(3, np.int64)
     try:
         assert false_rows(next(collector)) == 0
         env.reset()
         for _ in range(steps):
-            done = env.step(env.action_space.sample())[2]
+            done = env.step(actions)[2]
             if kind == "one env" and done:
                 env.reset()
-        with pytest.warns(UserWarning, match="or by hand"):
-            assert false_rows(next(collector)) == 0
+        collector.reset()
+        batch = next(collector)  # without a warning, which would be an error
+        assert batch["is_init"][0] and false_rows(batch) == 0
     finally:
         env.close()
 
 
-def test_what_a_collector_is_told_once_and_what_is_no_move() -> None:
+def test_a_collector_warns_once_of_moves_and_what_is_no_move() -> None:
     env = gym.make("CartPole-v1", render_mode="rgb_array")
     collector = Collector(env, frames_per_batch=5)
     first = next(collector)
@@ -207,11 +211,12 @@ def test_what_a_collector_is_told_once_and_what_is_no_move() -> None:
     assert env.action_space.sample() in (0, 1) and env.metadata and env.spec
     second = next(collector)  # no warning, which would be an error: the episode goes on
     assert torch.equal(second["collector", "traj_ids"][0], first["collector", "traj_ids"][-1])
-    env.reset()
-    with pytest.warns(UserWarning, match="TimeLimit was stepped or reset") as told:
+    handle = as_vector_env(env)
+    handle.reset()
+    with pytest.warns(UserWarning, match="TimeLimit was stepped or reset") as warned:
         next(collector)
-    env.reset()
-    assert next(collector)["is_init"][0] and len(told) == 1
+    handle.call("reset")  # a method of the env, called through flatroll
+    assert next(collector)["is_init"][0] and len(warned) == 1
 
 
 def false_steps(batch: TensorDict) -> int:
@@ -243,17 +248,26 @@ class Simulator(gym.Env[Any, Any]):
         return np.array([self.engine.place]), 0.0, False, False, {}
 
 
-def test_a_reset_by_hand_and_just_as_many_steps_are_seen() -> None:
-    """The counter of TimeLimit is then what it was; that the reset has drawn its first state tells of it."""
+@pytest.mark.parametrize("through_flatroll", [False, True])
+def test_a_reset_and_just_as_many_steps_of_an_env_that_hides_its_state(through_flatroll: bool) -> None:
+    """TimeLimit's counter is then what it was, and nothing else in Python shows that the env has moved."""
     env = gym.wrappers.TimeLimit(Simulator(), 100)
     collector = Collector(env, frames_per_batch=5)
-    next(collector)
-    env.reset()
-    for _ in range(5):
-        env.step(0)
-    with pytest.warns(UserWarning, match="or by hand"):
+    last = next(collector)
+    if through_flatroll:
+        rollout(env, num_steps=5)
+        with pytest.warns(UserWarning, match="was stepped or reset by another collector"):
+            batch = next(collector)
+    else:
+        env.reset()
+        for _ in range(5):
+            env.step(0)
+        collector.reset()
         batch = next(collector)
     assert (batch["next", "observation"] - batch["observation"] - 1).abs().max() < 1e-9
+    assert batch["is_init"][0] and not batch["is_init"][1:].any()
+    ids = torch.cat([last["collector", "traj_ids"], batch["collector", "traj_ids"]])
+    assert ids[:5].unique() != ids[5:].unique()  # no slice joins them
 
 
 def test_a_limit_of_steps_after_another_collector_was_made_is_refused() -> None:

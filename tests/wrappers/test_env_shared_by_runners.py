@@ -1,4 +1,4 @@
-"""An env that another runner, or the caller, has moved since: no collector may join what it does not know."""
+"""An env that another user has moved since: no collector may join rows that do not follow one another."""
 
 import random
 from collections.abc import Callable
@@ -44,6 +44,7 @@ def impossible_or_refused(collector: Collector) -> int:
 
 
 def step_all(env: Any) -> None:
+    env.reset()
     env.step(np.zeros(SCRIPT.num_envs, np.int64))
 
 
@@ -55,7 +56,12 @@ def reset_one(env: Any) -> None:
 @MODES
 @pytest.mark.parametrize(
     "move",
-    [lambda env: rollout(env, num_steps=3), lambda env: env.reset(), step_all, lambda env: next(other(env))],
+    [
+        lambda env: rollout(env, num_steps=3),
+        lambda env: as_vector_env(env).reset(),
+        lambda env: step_all(as_vector_env(env)),
+        lambda env: next(other(env)),
+    ],
     ids=["a rollout", "a reset", "a step", "another collector"],
 )
 def test_rows_are_true_after_somebody_else_has_moved_the_env(mode: str, move: Move) -> None:
@@ -64,6 +70,20 @@ def test_rows_are_true_after_somebody_else_has_moved_the_env(mode: str, move: Mo
     assert impossible(next(collector)) == 0
     move(env)
     assert impossible_or_refused(collector) == 0
+
+
+@MODES
+@pytest.mark.parametrize("move", [lambda env: env.reset(), step_all, reset_one])
+def test_rows_are_true_after_the_bare_env_was_moved_by_hand_and_the_collector_reset(
+    mode: str, move: Move
+) -> None:
+    env = scripted(mode)
+    collector = Collector(env, frames_per_batch=6)
+    assert impossible(next(collector)) == 0
+    move(env)
+    collector.reset()
+    batch = next(collector)
+    assert impossible(batch) == 0 and batch["is_init"][0] and batch["observation"][0, 2] == 0
 
 
 def other(env: Any) -> Collector:
@@ -99,19 +119,18 @@ def test_no_order_of_collectors_rollouts_and_resets_gives_an_impossible_row(seed
     """The property: who is refused begins anew with a reset of its own, and all rows are steps of the script."""
     choose = random.Random(seed)
     envs = [scripted(), scripted()]
+    handles = [as_vector_env(env) for env in envs]
     collectors = [Collector(env, frames_per_batch=4, writer=i) for env in envs for i in range(2)]
     found = 0
     for _ in range(40):
         move = choose.choice(["collect", "collect", "rollout", "reset", "step"])
-        env = choose.choice(envs)
+        which = choose.randrange(2)
         if move == "collect":
             found += impossible_or_refused(choose.choice(collectors))
         elif move == "rollout":
-            found += impossible(rollout(env, num_steps=choose.randint(1, 4)))
+            found += impossible(rollout(envs[which], num_steps=choose.randint(1, 4)))
         else:
-            env.reset()
-            if move == "step":
-                step_all(env)
+            (step_all if move == "step" else lambda env: env.reset())(handles[which])
     assert found == 0
 
 

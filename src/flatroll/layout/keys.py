@@ -4,8 +4,8 @@ A key is a string, or a tuple of strings for an entry of a nested tensordict. Wh
 row's action (reward, terminated, truncated, done, the next observation) stands under ``"next"``.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias, cast
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
@@ -102,13 +102,15 @@ def plain_key(key: NestedKey) -> NestedKey:
     return names[0] if len(names) == 1 else names
 
 
-def key_list(key: NestedKey | list[NestedKey]) -> list[NestedKey]:
-    """Return a key, or the keys of an action's parts, as a list.
+def key_list(keys: NestedKey | Sequence[NestedKey] | None) -> list[NestedKey]:
+    """Return one key, a string or a tuple, or a list of keys as a list; None is no key.
 
     >>> key_list("action"), key_list(["arm", ("leg", "action")])
     (['action'], ['arm', ('leg', 'action')])
     """
-    return list(key) if isinstance(key, list) else [key]
+    if keys is None:
+        return []
+    return list(keys) if isinstance(keys, list) else [cast(NestedKey, keys)]
 
 
 def next_key(key: NestedKey) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from typing import TypeVar, cast
 import torch
 from tensordict import TensorDictBase
 
-from flatroll.layout.keys import IS_INIT, NEXT, OBSERVATION, NestedKey, next_key, require
+from flatroll.layout.keys import IS_INIT, NEXT, OBSERVATION, NestedKey, key_list, next_key, require
 
 TD = TypeVar("TD", bound=TensorDictBase)
 
@@ -57,17 +57,12 @@ def step_mdp(
     if keep_other and is_init is not None:
         ahead.set(IS_INIT, torch.zeros_like(is_init))
     if not keep_other:
-        ahead = ahead.select(*([] if exclude_action else _listed(action_keys)))
+        ahead = ahead.select(*([] if exclude_action else key_list(action_keys)))
     ahead.update(following)
     left_out = [
-        *(_listed(reward_keys) if exclude_reward else ()),
-        *(_listed(done_keys) if exclude_done else ()),
-        *(_listed(action_keys) if exclude_action else ()),
+        *(key_list(reward_keys) if exclude_reward else ()),
+        *(key_list(done_keys) if exclude_done else ()),
+        *(key_list(action_keys) if exclude_action else ()),
     ]
     ahead = ahead.exclude(*left_out).filter_empty_()
     return cast(TD, ahead if next_tensordict is None else next_tensordict.update(ahead))
-
-
-def _listed(keys: NestedKey | Sequence[NestedKey]) -> list[NestedKey]:
-    """One key, a string or a tuple, or a list of keys as a list."""
-    return [*keys] if isinstance(keys, list) else [cast(NestedKey, keys)]

@@ -269,9 +269,10 @@ class Collector(Facts):
     def reset(self) -> None:
         """Reset the env before the next batch: open trajectories end as cuts, rows not yet yielded are dropped.
 
-        This is also what an error (or Ctrl-C) in env, policy, hook or buffer leads to, if the env is the caller's:
-        the batch at work is lost, and the next one begins with new episodes under new ids. An env that the
-        collector made is closed instead.
+        Call it after stepping or resetting the bare env by hand, which no collector can see (steps through flatroll
+        are noticed). An error (or Ctrl-C) in env, policy, hook or buffer does the same if the env is the caller's:
+        the batch at work is lost, and the next one begins with new episodes under new ids. An env that the collector
+        made is closed instead.
         """
         self._runner.forget()
         if self._joiner is not None:

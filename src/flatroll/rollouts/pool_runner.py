@@ -49,7 +49,6 @@ class PoolRunner:
         devices: Devices,
         seed: int | None,
         recurrent: bool = True,
-        watch: bool = False,  # the adapter of the pool looks for steps by hand
         state_stride: int = 1,
     ) -> None:
         """Set the policy, and create a window with room for ``steps`` steps of each env; see `Runner.start`."""
@@ -61,7 +60,6 @@ class PoolRunner:
             devices=devices,
             seed=0,
             recurrent=recurrent,
-            watch=False,
             state_stride=state_stride,
         )
         self.random = RandomActions(part.random.space, self.num_envs, self.device, seed)

@@ -63,7 +63,7 @@ def rollout(
     env = adapt_env(env, dtype=obs_dtype)
     runner = of_pool(Runner(env, info_keys=info_keys, writer=writer))
     devices = make_devices(runner.device, policy_device=policy_device)
-    runner.start(policy, num_steps, devices=devices, seed=seed, watch=False)
+    runner.start(policy, num_steps, devices=devices, seed=seed)
     missing = num_steps
     with torch.no_grad(), set_interaction_type(exploration_type):
         runner.reset(seed)

@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium import spaces
-from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorObservationWrapper, VectorRewardWrapper
 from tensordict import TensorDict
 from torch import Tensor
@@ -95,13 +93,10 @@ class Runner:
         #: Whether the env has been reset.
         self.started = False
         self._at = -1  # the env's count of moves after this runner's own last one
-        self._traces: Traces | None = None
-        self._left: tuple[list[Any], ...] = ()  # what they were when the last batch was laid out
         #: Whether `step` only begins steps, which `settle` awaits.
         self.sends = False
         self._sent: Tree = None  # the actions of the step under way
-        self._paused = False  # between two batches anything may happen to the env
-        self._watch = self._told = False
+        self._warned = False  # that somebody else has moved the env
         #: The recurrent states ``[E, ...]`` that the next step starts from.
         self.states: Columns = {}
         self._defaults: Columns = {}
@@ -126,7 +121,6 @@ class Runner:
         devices: Devices,
         seed: int | None = None,  # of random actions
         recurrent: bool = True,  # wire the recurrent states that the policy declares
-        watch: bool = True,  # look for steps made by hand between two batches
         state_stride: int = 1,  # keep them in every so many rows of a trajectory, and in the first rows of runs
     ) -> None:
         """Set the policy, and create a window with room for ``steps`` vector steps."""
@@ -154,7 +148,7 @@ class Runner:
                 )
             self.keys.claim("state_stride", HAS_STATE)
             self.keys.strided = True
-        self._stride, self._watch = state_stride, watch
+        self._stride = state_stride
         self.window = Window(
             self.keys,
             self.num_envs,
@@ -219,26 +213,16 @@ class Runner:
                 values = to_torch(leaf).numpy(force=True)[envs]
                 window.put_final(key, envs, values, window.steps - 1)
         self._obs, self._info = self.env.reset(seed=seed)
-        self.started, self._paused, self._at, self._ended = True, False, self.stream.at, None
-        if self._watch and self._traces is None:
-            source = self.stream.source
-            self._traces = Traces(None if source.stepped is source else source.stepped)
+        self.started, self._at, self._ended = True, self.stream.at, None
 
-    def _resume(self) -> None:
-        """Go on after a pause; if the env is not where it was left, the open episodes are cut and it is reset."""
-        moved = self.stream.moves.count != self._at
-        if self._paused and self._traces is not None and not moved:
-            moved = self._traces.read()[:2] != self._left[:2]
-        self._paused = False
-        if not moved:
-            return
-        if not self._told:
-            self._told = True
+    def _restart_moved(self) -> None:
+        """Cut the open episodes and reset an env that somebody else has moved; warn the first time."""
+        if not self._warned:
+            self._warned = True
             name = type(self.stream.source.stepped).__name__
             warnings.warn(
-                f"{name} was stepped or reset by another collector or rollout, or by hand, since this collector's last "
-                "step (or a step of it failed). The open episodes are cut there and the env is reset, so all rows are "
-                "true, but give each its own env: envs that reset each other never finish an episode",
+                f"{name} was stepped or reset by another collector, rollout or adapted env since this collector's last "
+                "step (or a step of it failed): the open episodes are cut and the env is reset; give each its own env",
                 stacklevel=2,
             )
         self.reset()
@@ -279,8 +263,8 @@ class Runner:
     def step(self, random: bool = False) -> None:
         """Make one vector step: record the policy's input, act, step the env, record the results."""
         window, stream, keys = self.window, self.stream, self.keys
-        if self._paused or stream.moves.count != self._at:
-            self._resume()
+        if stream.moves.count != self._at:
+            self._restart_moved()
         info = self._info
         seen = [self._obs] if self._one_obs else leaves_at(self._obs, keys.obs_paths)
         seen += [info[name] for name in keys.root_names]
@@ -396,75 +380,6 @@ class Runner:
             self._infos.check_seen(self._info)
         # The observations after the last step are the next ones of its rows.
         self.window.put(self.keys.obs, leaves_at(self._obs, self.keys.obs_paths))
-        if self._traces is not None and not self._paused:
-            if not self._traces.chosen:
-                self._traces.choose()
-            self._left = self._traces.read()
-            self._paused = True
-            # With own_buffers=False these may be arrays that a stranger's step writes into.
-            self._obs = own(self._obs) if self._one_obs else map_tree(own, self._obs)
+        # With own_buffers=False these may be arrays that another user's step of the env writes into.
+        self._obs = own(self._obs) if self._one_obs else map_tree(own, self._obs)
         return self.window.lay_out(mask, compact)
-
-
-class Traces:
-    """Attributes of an env, of the envs inside it and of their parts, that steps change: they tell of steps by hand.
-
-    An env that keeps its state outside Python (envpool, worker processes) may leave none. Nor does it matter who
-    makes the change: whatever changes between two batches and not only in steps is taken for a step.
-    """
-
-    def __init__(self, env: Any) -> None:
-        self._replaced: list[tuple[dict[str, Any], str]] = []  # by steps, with new objects
-        for _ in range(50):  # more layers than any env has, and an end where one claims to be inside itself
-            here = getattr(env, "__dict__", {})
-            env = getattr(env, "env", None)
-            # Its parts may keep the state, a game that the env plays say; what only describes the env does not.
-            parts = [here] + [
-                vars(part)
-                for part in here.values()
-                if hasattr(part, "__dict__")
-                and part is not env
-                and not isinstance(part, spaces.Space | EnvSpec | type)
-            ]
-            self._replaced += [(place, name) for place in parts for name in place]
-        self._written = self._replaced  # by steps, in place
-        self.chosen = False
-        self._first = self.read()
-
-    def choose(self) -> None:
-        """Keep the attributes that have changed since this object was made."""
-        (ids, contents, _), (new_ids, new_contents, values) = self._first, self.read()
-        replaced, written, generators, only_counters = [], [], [], True
-        for i, name in enumerate(self._replaced):
-            if isinstance(values[i], np.random.Generator):
-                generators.append(name)
-            # Every render() draws a window of pygame anew, and is no step.
-            elif ids[i] != new_ids[i] and not type(values[i]).__module__.startswith("pygame"):
-                replaced.append(name)
-                only_counters &= isinstance(values[i], int)
-            elif ids[i] == new_ids[i] and contents[i] != new_contents[i]:
-                written.append(name)
-        if only_counters and not written:
-            # After a reset by hand and as many steps they are what they were, but the reset has drawn its first state.
-            written = generators
-        self._replaced, self._written, self.chosen = replaced, written, True
-
-    def read(self) -> tuple[list[Any], list[Any], list[Any]]:
-        """Return ids and contents of the attributes, which ``==`` compares, and the values, so that ids stay theirs."""
-        kept = [place.get(name) for place, name in self._replaced]
-        ids: list[Any] = list(map(id, kept))
-        contents: list[Any] = []
-        for place, name in self._written:
-            value = place.get(name)
-            if isinstance(value, np.ndarray):
-                contents.append(0 if value.nbytes > 2**16 or value.dtype.hasobject else value.tobytes())
-            elif isinstance(value, Tensor):
-                contents.append(0 if value.is_inference() else value._version)  # without waiting for a device
-            elif isinstance(value, list) and len(value) <= 2**12:
-                contents.append(list(map(id, value)))
-                kept.append(list(value))
-            elif isinstance(value, np.random.Generator) and isinstance(value.bit_generator, np.random.PCG64):
-                contents.append(value.bit_generator.state["state"])  # two ints
-            else:
-                contents.append(0)
-        return ids, contents, kept

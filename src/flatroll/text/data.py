@@ -31,7 +31,7 @@ class PromptData(TensorClass):
     ([[5, 6, 0, 0, 0]], [[1, 1, 0, 0, 0]])
     """
 
-    _written = __doc__
+    written_doc = __doc__
     input_ids: Tensor
     attention_mask: Tensor
     prompt_rindex: Tensor
@@ -105,7 +105,7 @@ class RewardData(TensorClass):
         end_scores: of each sequence ``[B]``, or None.
     """
 
-    _written = __doc__
+    written_doc = __doc__
     input_ids: Tensor
     attention_mask: Tensor
     rewards: Tensor | None = None
@@ -120,7 +120,7 @@ class PairwiseDataset(TensorClass):
         rejected_data: of the worse ones.
     """
 
-    _written = __doc__
+    written_doc = __doc__
     chosen_data: RewardData
     rejected_data: RewardData
 
@@ -177,4 +177,4 @@ def _comparisons_as_texts(dataset: Any, min_words: int = 5) -> Any:
 
 
 for _kind in (PromptData, RewardData, PairwiseDataset):  # whose docstrings tensordict replaces by a signature
-    _kind.__doc__ = _kind._written
+    _kind.__doc__ = _kind.written_doc

@@ -1,8 +1,7 @@
 """Maps keyed by rows of tensordicts, forests of transitions for tree search, and counts of states."""
 
 from flatroll.trees.counts import CountSampler, StateCounter, count_states, first_of_state
-from flatroll.trees.forest import Edges, MCTSForest
-from flatroll.trees.forest_maps import DataMap, NodeMap
+from flatroll.trees.forest import DataMap, Edges, MCTSForest, NodeMap
 from flatroll.trees.hashes import BinaryToDecimal, HashToInt, RandomProjectionHash, SipHash
 from flatroll.trees.query import QueryModule
 from flatroll.trees.scores import backup, best_edges, puct, ucb

@@ -1,7 +1,7 @@
 """How often states were seen: counts of a batch or over a run, and a sampler that prefers rare states."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -9,9 +9,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.buffers import Draw, RandomSampler, Ring
-from flatroll.layout.keys import NestedKey, plain_key, require
-from flatroll.trees.columns import GrowingColumns, flat_columns
-from flatroll.trees.row_numbers import RowNumbers
+from flatroll.layout.keys import NestedKey, key_list, plain_key, require
+from flatroll.trees.rows import GrowingColumns, RowNumbers, flat_columns
 
 
 class StateCounter:
@@ -29,9 +28,7 @@ class StateCounter:
     """
 
     def __init__(self, keys: Sequence[NestedKey] | NestedKey = "observation") -> None:
-        self.keys = (
-            list(cast(Sequence[NestedKey], keys)) if isinstance(keys, list) else [cast(NestedKey, keys)]
-        )
+        self.keys = key_list(keys)
         self._states, self._counts = RowNumbers(self.keys), GrowingColumns()
 
     def __len__(self) -> int:
@@ -46,7 +43,7 @@ class StateCounter:
             TypeError: an entry has another dtype or shape than before.
         """
         before = len(self)
-        states = self._states.insert(self._columns(batch)).cpu()
+        states = self._states.insert(_columns_of(batch, self.keys)).cpu()
         new = torch.arange(before, len(self))
         self._counts.set(new, {"count": torch.zeros_like(new)})
         if not len(states):
@@ -57,16 +54,18 @@ class StateCounter:
 
     def count(self, batch: TensorDictBase) -> Tensor:
         """How often the states of a batch ``[*B]`` were counted, int64 ``[*B]``; the batch is not counted."""
-        states = self._states.find(self._columns(batch)).cpu()
+        states = self._states.find(_columns_of(batch, self.keys)).cpu()
         if not len(self):
             return torch.zeros(batch.batch_size, dtype=torch.int64)
         counts = torch.where(states < 0, 0, self._counts.column("count")[states.clamp(min=0)])
         return counts.reshape(batch.batch_size)
 
-    def _columns(self, batch: TensorDictBase) -> list[Tensor]:
-        for key in self.keys:
-            require(batch, key)
-        return list(flat_columns(batch, self.keys).values())
+
+def _columns_of(batch: TensorDictBase, keys: list[NestedKey]) -> list[Tensor]:
+    """The entries that make a state, as columns ``[N, *F]``."""
+    for key in keys:
+        require(batch, key)
+    return list(flat_columns(batch, keys).values())
 
 
 def count_states(batch: TensorDictBase, keys: Sequence[NestedKey] | NestedKey = "observation") -> Tensor:
@@ -99,8 +98,8 @@ def first_of_state(batch: TensorDictBase, keys: Sequence[NestedKey] | NestedKey 
     >>> first_of_state(TensorDict({"x": torch.tensor([7, 8, 7])}, [3]), "x")
     tensor([ True,  True, False])
     """
-    counter = StateCounter(keys)
-    states = RowNumbers(counter.keys).insert(counter._columns(batch))
+    names = key_list(keys)
+    states = RowNumbers(names).insert(_columns_of(batch, names))
     # Numbers go up by one at each new state, so the running maximum does just there.
     highest = states.cummax(0).values if len(states) else states
     new = torch.ones_like(states, dtype=torch.bool)
@@ -133,7 +132,7 @@ class CountSampler(RandomSampler):
     def __init__(self, keys: Sequence[NestedKey] | NestedKey = "observation", power: float = 1.0) -> None:
         if not power >= 0:
             raise ValueError(f"power must be at least 0, got {power}")
-        self.keys = StateCounter(keys).keys
+        self.keys = key_list(keys)
         self.power = power
         self._storage: Any = None
         self._drawn_from: tuple[tuple[int, int], int] | None = None

@@ -5,7 +5,7 @@ from math import prod
 from typing import Any, NamedTuple, cast
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor
 
 from flatroll.kernels.rows.words import hash_words
@@ -18,6 +18,7 @@ from flatroll.layout.keys import (
     NEXT_KNOWN,
     NestedKey,
     as_tuple,
+    key_list,
     marker,
     next_key,
     observation_keys,
@@ -26,9 +27,7 @@ from flatroll.layout.keys import (
     under_next,
     without_next,
 )
-from flatroll.trees.columns import GrowingColumns, flat_columns
-from flatroll.trees.forest_maps import DataMap, NodeMap
-from flatroll.trees.row_numbers import RowNumbers
+from flatroll.trees.rows import GrowingColumns, RowNumbers, flat_columns
 from flatroll.trees.tensor_map import TensorDictMap
 from flatroll.trees.tree import Graph, Tree, grow_tree
 
@@ -101,37 +100,30 @@ class MCTSForest:
         excluded_keys: Sequence[NestedKey] | None = None,
         consolidated: bool | None = None,
     ) -> None:
-        self.done_keys = _listed(done_keys) or _DONE_KEYS
-        self.reward_keys = _listed(reward_keys) or ["reward"]
-        self.observation_keys = _listed(observation_keys) or (
-            cast(list[NestedKey], list(node_map.in_keys)) if node_map is not None else []
+        self.done_keys = key_list(done_keys) or _DONE_KEYS
+        self.reward_keys = key_list(reward_keys) or ["reward"]
+        self.observation_keys = key_list(observation_keys) or (
+            key_list(node_map.in_keys) if node_map is not None else []
         )
         if data_map is not None and not self.observation_keys:
             raise ValueError(
                 "data_map needs observation_keys or node_map beside it, to tell them from actions"
             )
-        of_data = (
-            [key for key in cast(list[NestedKey], data_map.in_keys) if key not in self.observation_keys]
-            if data_map is not None
-            else []
-        )
-        self.action_keys = _listed(action_keys) or of_data or ["action"]
+        of_data = [] if data_map is None else key_list(data_map.in_keys)
+        of_data = [key for key in of_data if key not in self.observation_keys]
+        self.action_keys = key_list(action_keys) or of_data or ["action"]
         self.excluded_keys = {plain_key(as_tuple(key)) for key in excluded_keys or ()}
         needed = self.excluded_keys & {*self.observation_keys, *self.action_keys, "observation"}
         if needed:
             raise ValueError(
                 f"excluded_keys must not name observations or actions, got {sorted(map(str, needed))}"
             )
-        limits = {
-            limit
-            for limit in (max_size, *(m.max_size for m in (data_map, node_map) if m is not None))
-            if limit
-        }
+        limits = {one.max_size for one in (data_map, node_map) if one is not None and one.max_size}
+        if max_size is not None:
+            limits.add(whole_number("max_size", max_size))
         if len(limits) > 1:
             raise ValueError(f"max_size and the maps' max_size must be equal, got {sorted(limits)}")
-        self.max_size = whole_number("max_size", limits.pop()) if limits else None
-        if max_size is not None:
-            whole_number("max_size", max_size)
+        self.max_size = limits.pop() if limits else None
         self._state_columns = None if node_map is None else node_map.query_module.columns
         self._states, self._pairs = RowNumbers(["observation"]), RowNumbers(["state", *self.action_keys])
         self._edges = RowNumbers(["pair", "target"])
@@ -330,12 +322,12 @@ class MCTSForest:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     @property
-    def node_map(self) -> NodeMap:
+    def node_map(self) -> "NodeMap":
         """From observations to the transitions that leave their states."""
         return NodeMap(self)
 
     @property
-    def data_map(self) -> DataMap:
+    def data_map(self) -> "DataMap":
         """From transitions, by their numbers or by observation and action, to their rows."""
         return DataMap(self)
 
@@ -434,7 +426,91 @@ class MCTSForest:
         return hash_words(torch.cat([states[source, None], actions[pair], states[target, None]], -1))
 
 
-def _listed(keys: Sequence[NestedKey] | NestedKey | None) -> list[NestedKey]:
-    if keys is None:
-        return []
-    return list(cast(Sequence[NestedKey], keys)) if isinstance(keys, list) else [cast(NestedKey, keys)]
+class NodeMap:
+    """Maps observations to the transitions that leave their states; it is ``forest.node_map``.
+
+    ``forest.node_map[data]`` of one observation (batch size ``[]``) is a tensordict ``[K]`` of its K transitions:
+    ``"_index"``, their numbers, ``"_hash"``, their hashes, and ``"count"``, how often each was seen, all int64 ``[K]``,
+    in the order in which they were first seen. Of ``[N]`` observations it is a lazy stack of N such tensordicts.
+
+    >>> forest = MCTSForest()
+    >>> rows = {"observation": torch.tensor([0, 0]), "action": torch.tensor([1, 2])}
+    >>> forest.extend(TensorDict(rows | {"next": {"observation": torch.tensor([5, 6])}}, [2]))
+    >>> index = forest.node_map[TensorDict({"observation": torch.tensor(0)})]["_index"]
+    >>> index, forest.data_map[index]["next", "observation"]
+    (tensor([0, 1]), tensor([5, 6]))
+    """
+
+    def __init__(self, forest: MCTSForest) -> None:
+        self._forest = forest
+
+    def __len__(self) -> int:
+        """How many states there are, those that are only ends of transitions included."""
+        return self._forest.num_states
+
+    def contains(self, item: TensorDictBase) -> Tensor:
+        """Which observations ``[*B]`` are states of the forest, bool ``[*B]``."""
+        return self._forest.states(item) >= 0
+
+    def __contains__(self, item: TensorDictBase) -> bool:
+        """Whether all observations are states of the forest."""
+        return bool(self.contains(item).all())
+
+    def __getitem__(self, item: TensorDictBase) -> TensorDictBase:
+        states = self._forest.states(item)
+        if states.ndim > 1:
+            raise ValueError(
+                f"observations must be one, or a batch [N] of them, got batch size {list(states.shape)}"
+            )
+        if bool((states < 0).any()):
+            raise KeyError(
+                f"{int((states < 0).sum())} of {states.numel()} observations are no states of the forest: "
+                "ask contains()"
+            )
+        found = [self._leaving(int(state)) for state in states.reshape(-1)]
+        return found[0] if not states.ndim else cast(TensorDictBase, LazyStackedTensorDict(*found))
+
+    def _leaving(self, state: int) -> TensorDict:
+        index = self._forest.children(state)
+        return nest(
+            {
+                "_index": index,
+                "_hash": self._forest.hashes[index],
+                "count": self._forest.edges.count[index],
+            },
+            len(index),
+        )
+
+
+class DataMap:
+    """Maps transitions to their stored rows; it is ``forest.data_map``.
+
+    ``forest.data_map[index]`` takes numbers of transitions, int64 ``[K]``. ``forest.data_map[data]`` takes observations
+    and actions, a tensordict ``[*B]``; of several outcomes it returns the one seen most often. The rows are tensordicts
+    of the same batch size, as they were first seen.
+    """
+
+    def __init__(self, forest: MCTSForest) -> None:
+        self._forest = forest
+
+    def __len__(self) -> int:
+        """How many distinct transitions there are."""
+        return len(self._forest)
+
+    def contains(self, item: TensorDictBase) -> Tensor:
+        """Which observations and actions ``[*B]`` were seen together, bool ``[*B]``."""
+        return self._forest.find_edges(item) >= 0
+
+    def __contains__(self, item: TensorDictBase) -> bool:
+        """Whether all of them were seen together."""
+        return bool(self.contains(item).all())
+
+    def __getitem__(self, item: TensorDictBase | Tensor) -> TensorDictBase:
+        edges = item if isinstance(item, Tensor) else self._forest.find_edges(item)
+        outside = (edges < 0) | (edges >= len(self))
+        if bool(outside.any()):
+            what = "numbers of transitions" if isinstance(item, Tensor) else "pairs of observation and action"
+            raise KeyError(
+                f"{int(outside.sum())} of {edges.numel()} {what} are not in the forest: ask contains()"
+            )
+        return self._forest.rows(edges.reshape(-1)).reshape(edges.shape)

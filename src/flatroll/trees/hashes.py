@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from flatroll.kernels.rows.words import hash_words, pack_rows
 from flatroll.layout.checks import whole_number
-from flatroll.trees.row_numbers import RowNumbers
+from flatroll.trees.rows import RowNumbers
 
 
 class HashToInt(nn.Module):

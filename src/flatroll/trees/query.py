@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flatroll.kernels.rows.words import hash_words, pack_rows
 from flatroll.layout.fast_call import fetched, put
-from flatroll.layout.keys import NestedKey, missing_marker
-from flatroll.trees.row_numbers import RowNumbers
+from flatroll.layout.keys import NestedKey, key_list, missing_marker
+from flatroll.trees.rows import RowNumbers
 
 Hash = Callable[[Any], Any]
 
@@ -58,7 +58,7 @@ class QueryModule(TensorDictModuleBase):
         clone: bool = False,
     ) -> None:
         super().__init__()
-        keys = list(in_keys) if isinstance(in_keys, list) else [cast(NestedKey, in_keys)]
+        keys = key_list(in_keys)
         if not keys:
             raise ValueError("in_keys must name at least one entry, got an empty list")
         self._read: list[NestedKey] = keys

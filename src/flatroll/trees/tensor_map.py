@@ -14,8 +14,8 @@ from flatroll.kernels.rows.row_index import occurrences
 from flatroll.layout.checks import whole_number
 from flatroll.layout.fast_call import nest
 from flatroll.layout.keys import NestedKey, require
-from flatroll.trees.columns import GrowingColumns, flat_columns
 from flatroll.trees.query import Hash, QueryModule
+from flatroll.trees.rows import GrowingColumns, flat_columns
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -87,7 +87,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             raise ValueError(f"storage must be an empty flatroll.buffers.Storage, got {storage!r}")
         if len(query_module):
             raise ValueError("query_module must not have seen any rows, since they have no values")
-        self._read = cast(list[NestedKey], query_module.in_keys)
+        self._read: list[NestedKey] = query_module.in_keys
         self.in_keys = query_module.in_keys  # pyright: ignore[reportAttributeAccessIssue]
         self.query_module, self.index_key = query_module, query_module.index_key
         self.storage = GrowingColumns() if storage is None else storage

@@ -12,7 +12,7 @@ from torch import Tensor
 from flatroll.layout.fast_call import nest
 from flatroll.layout.keys import NestedKey, next_key
 from flatroll.specs import Composite, make_composite_from_td
-from flatroll.trees.columns import GrowingColumns
+from flatroll.trees.rows import GrowingColumns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -341,7 +341,10 @@ class Tree:
 
     def edges(self) -> list[tuple[int, int]]:
         """Pairs (number of the parent, number of the child), each once, breadth first."""
-        pairs = ((vertex.node_id, child) for vertex in self._walk() for child in vertex._child_ids)
+        children = self._vertices.children
+        pairs = (
+            (vertex.node_id, child) for vertex in self._walk() for child in children[vertex.node_id] or ()
+        )
         return list(dict.fromkeys(pairs))
 
     def valid_paths(self) -> Iterator[Path]:
@@ -413,7 +416,9 @@ class Tree:
             lines.append(f"{' ' * (len(path) - 1)}{path} {text}{again}")
             if not again:
                 seen[vertex] = path
-                stack += [(child, (*path, i)) for i, child in enumerate(tree._child_ids)][::-1]
+                stack += [
+                    (child, (*path, i)) for i, child in enumerate(self._vertices.children[vertex] or ())
+                ][::-1]
         return "\n".join(lines)
 
     def plot(

@@ -321,11 +321,11 @@ def test_nobody_writes_or_draws_while_the_tables_are_copied(
 ) -> None:
     buffer = made(TensorStorageCheckpointer)
     buffer.extend(rows_of(0, 40))
-    tables, free = buffer._tables, []
+    tables, free = buffer.tables, []
 
     def watched(ahead: list[Any]) -> dict[str, Any]:
         def look() -> None:
-            for lock in (buffer._write_lock, buffer._lock):
+            for lock in (buffer.write_lock, buffer.lock):
                 if lock.acquire(blocking=False):
                     lock.release()
                     free.append(lock)
@@ -335,7 +335,7 @@ def test_nobody_writes_or_draws_while_the_tables_are_copied(
         thread.join()
         return tables(ahead)
 
-    monkeypatch.setattr(buffer, "_tables", watched)
+    monkeypatch.setattr(buffer, "tables", watched)
     buffer.dumps(tmp_path)
     assert free == []
 

@@ -96,7 +96,7 @@ def rows_in(buffer: Any) -> list[int]:
     """The rows by age."""
     if not len(buffer):
         return []
-    rows: list[int] = buffer[buffer._ring.stored()]["row"].tolist()
+    rows: list[int] = buffer[buffer.ring.stored()]["row"].tolist()
     return rows
 
 
@@ -201,7 +201,7 @@ def test_an_empty_buffer_and_one_that_was_emptied(tmp_path: Path) -> None:
     buffer.empty()
     buffer.dumps(tmp_path / "saved")
     other.loads(tmp_path / "saved")
-    assert not len(other) and other._ring.written == CAPACITY
+    assert not len(other) and other.ring.written == CAPACITY
     for one in (buffer, other):
         one.extend(batch(5, 7))
     assert same(other[:], buffer[:]) and rows_in(other) == list(range(5, 12))

@@ -100,8 +100,8 @@ def test_slots_used_while_another_process_writes(rows: int) -> None:
     for value in range(rows):
         buffer.add(torch.tensor(value))
     ring = WrittenToMeanwhile(10)
-    ring._state[:] = buffer._ring._state
+    ring._state[:] = buffer.ring._state
     assert min(rows, 10) <= ring.used <= 10
-    ring._state[:] = buffer._ring._state
-    buffer._ring = ring
+    ring._state[:] = buffer.ring._state
+    buffer.ring = ring
     assert len(buffer[:]) == 10

@@ -165,7 +165,7 @@ def test_a_half_sent_message_is_none() -> None:
     assert len(far(buffer)) == 0
     os.close(descriptor)
     (other := far(buffer)).extend(rows(1.0))
-    owner = buffer._owner
+    owner = buffer._service.owner
     assert owner is not None and len(buffer) == 4
     until(lambda: len(owner._clients) == 1)
     assert len(other) == 4
@@ -319,7 +319,7 @@ def test_a_handle_goes_on_in_a_process_forked_after_its_use(
             assert used.sample().shape == (4,)
         assert child.get() == (44, f"BufferHandle(of a buffer in process {os.getpid()})")
         # The parent's channel ends with the parent's handle, although the child had a copy of it.
-        owner = buffer._owner
+        owner = buffer._service.owner
         assert owner is not None
         until(lambda: len(owner._clients) == 2)
         used._hang_up()
@@ -384,7 +384,7 @@ def test_the_owner_ends_with_its_buffer() -> None:
     with pytest.raises(ValueError, match="batch_size"):
         used.sample(-1)  # an error keeps nothing alive
     used.extend(rows(1.0, 4, 30_000))
-    owner = buffer._owner
+    owner = buffer._service.owner
     assert owner is not None
     del buffer
     assert not owner._thread.is_alive()

@@ -37,7 +37,7 @@ def buffer_of(sampler: Any, rows: int = 10, capacity: int = 10, size: int = 1, s
 def leaves(buffer: ReplayBuffer) -> list[float]:
     """Weight of each slot."""
     sampler: Any = buffer.sampler
-    weights: list[float] = sampler._priorities.tree.leaves[: buffer._ring.capacity].tolist()
+    weights: list[float] = sampler._priorities.tree.leaves[: buffer.ring.capacity].tolist()
     return weights
 
 
@@ -240,7 +240,7 @@ class Twins:
         if sampler._changing or not sampler._priorities.in_step or (self.slices and sampler._least is None):
             return  # the next use starts over
         if not self.hooks:
-            sampler._catch_up(self.buffer._ring)
+            sampler._catch_up(self.buffer.ring)
         weights = self.drawable()
         capacity = self.model.capacity
         priorities = sampler._priorities
@@ -590,7 +590,7 @@ def test_mark_update_gives_the_priority_of_new_rows() -> None:
     buffer = buffer_of(PrioritizedSampler(3, 1.0, 1.0, eps=0.0), rows=3, capacity=3)
     buffer.update_priority(torch.arange(3), torch.tensor([0.5, 3.0, 0.25]))
     sampler: Any = buffer.sampler
-    sampler.mark_update(buffer._ring, torch.tensor([0]))
+    sampler.mark_update(buffer.ring, torch.tensor([0]))
     assert leaves(buffer) == [3, 3, 0.25]
 
 

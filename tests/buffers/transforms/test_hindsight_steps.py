@@ -242,7 +242,7 @@ def test_an_id_that_is_left_and_comes_back(seen: bool) -> None:
     writer = writer_of(1, transform, 24, 4)
     for t, number in enumerate([5] * 4 + [6] * 4 + [5] * 4):
         writer = writer if seen or t < 8 else copy.deepcopy(writer)
-        transform = writer.buffer._transforms[0]  # type: ignore[assignment]
+        transform = writer.buffer.transforms[0]  # type: ignore[assignment]
         now = np.array([[0.0, number, t]], np.float32)
         step = {"achieved_goal": now, "desired_goal": now * 0, ("next", "achieved_goal"): now + 1}
         flags = {"is_init": np.array([t % 4 == 0 and t < 8]), ("next", "done"): np.array([False])}
@@ -264,7 +264,7 @@ def test_a_copy_and_an_emptied_buffer() -> None:
     twin = copy.deepcopy(writer)  # its waiting rows are stored
     steps, env = all_rows(twin)
     twin.read(steps, env)
-    seen: Any = twin.buffer._transforms[0]
+    seen: Any = twin.buffer.transforms[0]
     assert seen.seen == [envs.span(0, s, e) for s, e in zip(steps.tolist(), env.tolist(), strict=True)]
     writer.buffer.empty()  # type: ignore[attr-defined]
     writer.write(envs.next())

@@ -74,7 +74,7 @@ def open_source(source: Any, chunk_rows: int | None = None) -> Source:
         rows, lanes, slots = len(source), (), None
     elif hasattr(source, "storage") and hasattr(source, "_ring"):
         lanes = source.storage.lanes
-        slots = source._ring.stored().reshape(-1, lanes.numel()).T.reshape(-1)  # slot = step * lanes + lane
+        slots = source.ring.stored().reshape(-1, lanes.numel()).T.reshape(-1)  # slot = step * lanes + lane
         rows = len(slots)
     else:
         raise TypeError(f"source must be a flat batch or a ReplayBuffer, got {type(source).__name__}")

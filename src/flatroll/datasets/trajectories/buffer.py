@@ -440,7 +440,7 @@ class TrajectoryReplayBuffer:
 
     @property
     def _ring(self) -> Any:
-        return self.buffer._ring
+        return self.buffer.ring
 
     def _check_open(self) -> None:
         if self._closed:

@@ -263,7 +263,7 @@ def test_a_damaged_manifest_costs_no_rows(tmp_path: Path, what: str) -> None:
         buffer.empty()
         assert not list(tmp_path.glob("*.rows"))
         buffer.extend(rows_of(300, 5))
-    expected = buffer[buffer._ring.stored()]["row"].tolist()
+    expected = buffer[buffer.ring.stored()]["row"].tolist()
     buffer.storage.close()  # type: ignore[attr-defined]
     newest = max(tmp_path.glob("manifest-*"))
     newest.write_bytes(newest.read_bytes()[:-9])

@@ -283,14 +283,14 @@ def test_the_next_buffer_of_a_storage(tmp_path: Path, compact: bool) -> None:
         buffer.extend(rows_of(first, 15))
     with pytest.raises(ValueError, match="belongs to another buffer"):
         make_over(storage)
-    rows = buffer[buffer._ring.slots_by_age(torch.arange(60))]
+    rows = buffer[buffer.ring.slots_by_age(torch.arange(60))]
     assert rows["row"].tolist() == list(range(15, 75))  # as before
     del buffer
     other = make_over(storage)
     check(other, range(15, 75))
     other.extend(rows_of(75, 3))
     assert other.index is not None and other.index.longest == 7
-    rows = other[other._ring.slots_by_age(torch.arange(60))]
+    rows = other[other.ring.slots_by_age(torch.arange(60))]
     assert rows["row"].tolist() == list(range(18, 78))
     storage.close()  # type: ignore[attr-defined]
     again = make(tmp_path, 60)

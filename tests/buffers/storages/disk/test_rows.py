@@ -78,7 +78,7 @@ def equal(left: Any, right: Any) -> bool:
 
 def in_order(buffer: ReplayBuffer) -> Any:
     """All rows of a buffer, oldest first."""
-    ring = buffer._ring
+    ring = buffer.ring
     return buffer[ring.slots_by_age(torch.arange(len(ring)))]
 
 
