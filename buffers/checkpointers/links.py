@@ -4,7 +4,7 @@ has."""
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 from flatroll.buffers.checkpointers.rows import (
     ListStorageCheckpointer,
@@ -53,18 +53,24 @@ class DiskStorageCheckpointer:
             raise TypeError(
                 f"DiskStorageCheckpointer is for a DiskStorage, this is a {type(storage).__name__}"
             )
-        self._storage = storage
 
     def save(self, storage: DiskStorage, ring: Ring, saved: SavedFolder, options: SaveOptions) -> "FileLinks":
         """Return a save of the rows that ``ring`` counts."""
         _check_other(storage, saved.path)
-        return FileLinks(storage, ring, saved, options)
+        return FileLinks(storage, open_folder(saved, options, ring), saved, ring)
 
     def load_with(
-        self, saved: SavedFolder, use: Callable[[LoadedVersion], T], number: int | None, strict: bool
-    ) -> T:
-        """Return ``use(version)`` of the newest version that is whole, or of the one of this number."""
-        return load_from(saved, use, number, strict)
+        self,
+        storage: DiskStorage,
+        path: Path,
+        use: Callable[[LoadedVersion], T],
+        number: int | None,
+        strict: bool,
+    ) -> tuple[T, Folder | None]:
+        """Return ``use(version)`` of the newest version that is whole, or of the one of this number, and the folder
+        that knows this version."""
+        _check_other(storage, path)
+        return load_from(path, use, number, strict)
 
     def restore_version(
         self, storage: DiskStorage, tables: dict[str, Any], version: LoadedVersion, ring: Ring
@@ -78,3 +84,93 @@ class DiskStorageCheckpointer:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
+
+
+class FileLinks:
+    """A save that gives the files of a storage a second name.
+
+    Args:
+        storage: whose files are held as they are from :meth:`hold` until the context ends.
+        folder: where the version goes.
+        saved: what the buffer has in the folder.
+        ring: counts the rows.
+    """
+
+    def __init__(self, storage: DiskStorage, folder: Folder, saved: SavedFolder, ring: Ring) -> None:
+        self._storage, self._folder, self._saved, self._ring = storage, folder, saved, ring
+        self._held: AbstractContextManager[Any] | None = None
+        self._head = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._held is not None:
+            self._held.__exit__(None, None, None)
+        self._folder.close()
+
+    def begin(self, rows: Callable[[], tuple[int, int]]) -> None:
+        """Let the storage write the files of the rows that wait in memory."""
+        if not self._storage.read_only:
+            self._storage.flush()
+
+    def hold(self, head: int, end: int) -> None:
+        """Keep the files of the rows as they are; rows that come from now on stay in memory."""
+        held = self._storage.held()
+        held.__enter__()
+        self._held, self._head = held, head
+
+    def publish(self, packer: Packer, facts: Mapping[str, Any]) -> Version:
+        """Link the files and publish a version."""
+        segments, first = self._storage.linkable(self._head)
+        self._folder.adopt(segments)
+        version = self._folder.publish(packer.tree, packer.tensors, head=first, extra=facts)
+        self._saved.note(self._ring)
+        return version
+
+
+class StorageEnsembleCheckpointer:
+    """The checkpointer of `StorageEnsemble`: each member's own writes its rows, to a folder of their own."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+#: What says how the rows of a storage are saved.
+Checkpointer: TypeAlias = StorageCheckpointerBase | DiskStorageCheckpointer
+
+
+def checkpointer_of(storage: Storage) -> Checkpointer:
+    """Return the checkpointer of ``storage``, the default one if none was chosen; TypeError if it does not fit."""
+    if storage.checkpointer is None:
+        if isinstance(storage, DiskStorage):
+            storage.checkpointer = DiskStorageCheckpointer()
+        elif isinstance(storage, ListStorage):
+            storage.checkpointer = ListStorageCheckpointer()
+        else:
+            storage.checkpointer = TensorStorageCheckpointer()
+    checkpointer = storage.checkpointer
+    if not isinstance(checkpointer, StorageCheckpointerBase | DiskStorageCheckpointer):
+        raise TypeError(
+            f"checkpointer must be a StorageCheckpointerBase, such as TensorStorageCheckpointer(), got {checkpointer!r}"
+        )
+    checkpointer.check(storage)
+    return checkpointer
+
+
+def hooked(storage: Storage) -> StorageCheckpointerBase:
+    """Return the checkpointer of ``storage``, which takes hooks; TypeError if it copies no rows that they could
+    change."""
+    checkpointer = checkpointer_of(storage)
+    if isinstance(checkpointer, DiskStorageCheckpointer):
+        raise TypeError("DiskStorageCheckpointer takes no hooks: it writes no rows that they could change")
+    return checkpointer
+
+
+def _check_other(storage: DiskStorage, path: Path) -> None:
+    """Raise ValueError if a checkpoint's folder is that of the rows."""
+    if path.resolve() == Path(storage.path).resolve():
+        raise ValueError(
+            f"{path} is the folder of the rows themselves, which DiskStorage goes on writing: a checkpoint needs "
+            f"another one, such as {path / 'checkpoint'}"
+        )

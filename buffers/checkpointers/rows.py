@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -12,6 +12,13 @@ from safetensors.torch import load, save
 from torch import Tensor
 from typing_extensions import override
 
+from flatroll.buffers.checkpointers.saving import (
+    RowCopy,
+    RowWriter,
+    SavedFolder,
+    open_folder,
+    rows_of_a_segment,
+)
 from flatroll.buffers.columns.column import (
     Column,
     Part,
@@ -24,19 +31,10 @@ from flatroll.buffers.columns.column import (
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.saved_tables import check_rows, damaged
-from flatroll.buffers.checkpointers.saving import (
-    RowCopy,
-    RowWriter,
-    SavedFolder,
-    open_folder,
-    rows_of_a_segment,
-)
 from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.disk.storage import DiskStorage
 from flatroll.buffers.storages.item_kinds import nest, structure_from_plain
-from flatroll.buffers.storages.list import ListStorage
-from flatroll.buffers.storages.storage import Storage
-from flatroll.disk import Folder, LoadedVersion, Ragged, Segment, Version, column_key, column_name
+from flatroll.disk import Folder, LoadedVersion, Ragged, column_key, column_name
 from flatroll.disk.checkpoint import SaveOptions
 from flatroll.disk.segments import Column as FileColumn
 from flatroll.disk.state_tree import Packer, from_text, to_text, unpack
@@ -156,7 +154,7 @@ class StorageCheckpointerBase(ABC):
             given = self.given_from(storage, tables, segment.read({}))
             for hook in self._load_hooks:
                 given = hook(given)
-            dumped = self.dump_given(tables.get("structure"), given, len(slots))
+            dumped = self.dump_given(structure_from_plain(tables.get("structure")), given, len(slots))
             changed.append(Span(slots, lambda targets, dumped=dumped: dumped))  # type: ignore[misc]
         return self.restore(storage, tables, changed, rows)
 
@@ -188,10 +186,11 @@ class StorageCheckpointerBase(ABC):
         )
 
     def load_with(
-        self, saved: SavedFolder, use: Callable[[LoadedVersion], T], number: int | None, strict: bool
-    ) -> T:
-        """Return ``use(version)`` of the newest version that is whole, or of the one of this number."""
-        return load_from(saved, use, number, strict)
+        self, storage: Any, path: Path, use: Callable[[LoadedVersion], T], number: int | None, strict: bool
+    ) -> tuple[T, Folder | None]:
+        """Return ``use(version)`` of the newest version that is whole, or of the one of this number, and the folder
+        that knows this version, if it is one."""
+        return load_from(path, use, number, strict)
 
     def restore_version(
         self, storage: Any, tables: dict[str, Any], version: LoadedVersion, ring: Ring
@@ -324,7 +323,10 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
     @override
     def given_from(self, storage: Any, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
         columns = {column_key(name): values for name, values in tensors.items() if isinstance(values, Tensor)}
-        return tables["structure"].build(columns, torch.Size({len(values) for values in columns.values()}))
+        structure = structure_from_plain(tables["structure"])
+        if structure is None:
+            raise damaged("its rows are of no known kind")
+        return structure.build(columns, torch.Size({len(values) for values in columns.values()}))
 
 
 class ListStorageCheckpointer(StorageCheckpointerBase):
@@ -482,17 +484,16 @@ class NestedStorageCheckpointer(FlatStorageCheckpointer):
 
 
 def load_from(
-    saved: SavedFolder, use: Callable[[LoadedVersion], T], number: int | None, strict: bool
-) -> T:
-    """Return ``use(version)`` of the newest version in a folder that is whole, or of the one of this number."""
-    if not saved.path.is_dir():
+    path: Path, use: Callable[[LoadedVersion], T], number: int | None, strict: bool
+) -> tuple[T, Folder]:
+    """Return ``use(version)`` of the newest version in a folder that is whole, or of the one of this number, and the
+    folder that knows this version."""
+    if not path.is_dir():
         raise FileNotFoundError(
-            f"there is no folder {saved.path}: buffer.dumps(path) or Checkpoint.save() makes one"
+            f"there is no folder {path}: buffer.dumps(path) or Checkpoint.save() makes one"
         )
-    folder = Folder(saved.path)
-    result = folder.load_with(use, number, strict=strict)
-    saved.folder = folder
-    return result
+    folder = Folder(path)
+    return folder.load_with(use, number, strict=strict), folder
 
 
 def spans(ring: Ring, version: LoadedVersion) -> Iterator[tuple[Tensor, Any]]:

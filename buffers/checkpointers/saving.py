@@ -143,8 +143,8 @@ class RowWriter(Protocol):
     def append(self, columns: Mapping[str, Any]) -> None:
         """Write rows after those that are there."""
 
-    def replace(self, columns: Mapping[str, Any], first: int) -> None:
-        """Write the rows of files anew."""
+    def replace(self, columns: Mapping[str, Any], first: int) -> Any:
+        """Write the rows of some of the ``segments`` anew."""
 
     def publish(
         self, state: Any, tensors: Mapping[str, Tensor] | None = None, *, head: int | None, extra: Any
@@ -227,7 +227,9 @@ class RowCopy:
         return version
 
 
-def open_folder(saved: SavedFolder, options: SaveOptions, ring: Ring, segment_rows: int | None = None) -> Folder:
+def open_folder(
+    saved: SavedFolder, options: SaveOptions, ring: Ring, segment_rows: int | None = None
+) -> Folder:
     """Open a folder to save the rows that ``ring`` counts, after those that the buffer has there.
 
     Raises:
@@ -243,7 +245,9 @@ def open_folder(saved: SavedFolder, options: SaveOptions, ring: Ring, segment_ro
         segment_bytes=MOST_BYTES,
         **options._asdict(),
     )
-    saved.folder = folder  # before anything is published: whatever interrupts the save, the next one knows its version
+    saved.folder = (
+        folder  # before anything is published: whatever interrupts the save, the next one knows its version
+    )
     if not ring.in_order or not saved.has_rows_of(ring):
         folder.forget_rows()
     return folder

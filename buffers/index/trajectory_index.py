@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from flatroll.buffers.index.fragments import Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
-from flatroll.buffers.index.saved_fragments import SavedFragments
+from flatroll.buffers.index.saved_tables import SavedFragments
 from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, STATE
 
 By = Literal["trajectory", "start"]

@@ -119,8 +119,8 @@ class LinkingStorage(ColumnStorage):
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    @override
     def held(self) -> AbstractContextManager[Any]:
+        """Return a context in which the files of the rows stay as they are; writers wait while it is entered."""
         return self._log.held()
 
     def linkable(self, head: int) -> tuple[list[Segment], int]:

@@ -15,7 +15,7 @@ from flatroll.buffers.columns.column import Columns, host_memory
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.storages.disk.layout import Layout
 from flatroll.buffers.storages.disk.pieces import Piece, Pieces
-from flatroll.disk import Folder, Ragged, Segment, Version, column_name
+from flatroll.disk import Folder, Ragged, Segment, column_name
 from flatroll.layout.keys import NestedKey, next_key
 
 _LINE = 64  # bytes of a cache line
@@ -77,7 +77,7 @@ class RowLog:
         self.folder, self.rule, self.capacity, self.layout = folder, rule, capacity, layout
         self.end = folder.end
         self.notes: dict[str, Any] = {}
-        self._saved: dict[Path, Version] = {}
+        self._saved: dict[Path, Folder] = {}
         self._blocks: tuple[_Block, ...] = ()
         self._mapped: dict[str, Piece] = {}
         self._noted = False  # whether this run has published the layout
@@ -230,11 +230,13 @@ class RowLog:
                 if self.layout is not None:
                     self._note()
                 return
-            with Folder(path, write=True, resume=self._saved.get(path), overwrite=overwrite) as other:
+            with Folder(
+                path, write=True, log=False, resume=self._saved.get(path), overwrite=overwrite
+            ) as other:
+                self._saved[path] = other
                 other.adopt(segments)
                 layout = {} if self.layout is None else self.layout.to_json()
-                version = other.publish({**layout, **notes}, head=head, extra=_FACTS)
-            self._saved[path] = version
+                other.publish({**layout, **notes}, head=head, extra=_FACTS)
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -552,10 +552,14 @@ class Folder:
             listing = Listing.of(self.path)
             # Newer versions that this run found damaged are not unknown to it.
             known = 0 if self.version is None else self.version.number
-            newer = [version for version in listing.versions if version > known and version not in self._damaged]
+            newer = [
+                version for version in listing.versions if version > known and version not in self._damaged
+            ]
             # Where rows count with their version only, those without one were left by a save that did not end.
             left_over = not self._log and not listing.versions
-            unknown = bool(self._whole_manifests(newer)) or not (self._loaded or listing.is_empty or left_over)
+            unknown = bool(self._whole_manifests(newer)) or not (
+                self._loaded or listing.is_empty or left_over
+            )
             if unknown and not self._overwrite:
                 there = f"version {listing.versions[0]}" if listing.versions else "rows"
                 raise FileExistsError(
