@@ -152,7 +152,7 @@ class ReplayBuffer(Facts):
         self.markers: BoundaryKeys | None = None
         self.ring, self.started = Ring(self.storage.max_size), False
         self.transforms: list[TransformLike] = []
-        self._saves, self._service = Saves(), Service()
+        self.saves, self._service = Saves(), Service()
         if transform is not None:
             self.append_transform(transform)
         self._make_locks()
@@ -715,7 +715,7 @@ class ReplayBuffer(Facts):
         tensor([2, 3, 4, 5])
         """
         options = SaveOptions(sync, keep, overwrite)
-        self._saves.dumps(lambda: self.save_version(Path(path), {}, options), wait)
+        self.saves.dumps(lambda: self.save_version(Path(path), {}, options), wait)
 
     def loads(
         self, path: str | os.PathLike[str], *, version: int | None = None, strict: bool = False
@@ -736,7 +736,7 @@ class ReplayBuffer(Facts):
             ValueError: a storage of another capacity, kind or other entries (the text says how to load it all the
                 same), or damaged files, named; a folder of a later version of the package.
         """
-        self._saves.loads(lambda: self.load_version(Path(path), version, strict))
+        self.saves.loads(lambda: self.load_version(Path(path), version, strict))
 
     def dump(self, path: str | os.PathLike[str], **options: Any) -> None:
         """See :meth:`dumps`."""
@@ -775,7 +775,7 @@ class ReplayBuffer(Facts):
                 with self.lock:
                     return ring.saved_rows
 
-            with checkpointer.save(self.storage, ring, self._saves.of(path), options) as save:
+            with checkpointer.save(self.storage, ring, self.saves.of(path), options) as save:
                 save.begin(rows)
                 if not alone:
                     ahead = self.made_ahead()  # without a lock, which those that make them may wait for
@@ -794,7 +794,7 @@ class ReplayBuffer(Facts):
     def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[Others, Apply]:
         """Read and check a version; return what was saved along with the buffer, and what loads the rest."""
         self._enter_process()
-        checkpointer, saved = checkpointer_of(self.storage), self._saves.of(path)
+        checkpointer, saved = checkpointer_of(self.storage), self.saves.of(path)
 
         def read(version: LoadedVersion) -> tuple[Others, dict[str, Any], Ring]:
             tree = read_tree(version, self.storage.max_size)
@@ -919,7 +919,7 @@ class ReplayBuffer(Facts):
 
     def _note_edit(self, slots: Tensor) -> None:
         """Let the next save write the rows in ``slots`` again. The caller holds the lock of writers."""
-        for saved in self._saves.folders.values():
+        for saved in self.saves.folders.values():
             saved.edited(self.ring.numbers(slots, self.ring.head))
 
     def _needs_index(self) -> str | None:

@@ -54,14 +54,15 @@ class DiskStorageCheckpointer:
                 f"DiskStorageCheckpointer is for a DiskStorage, this is a {type(storage).__name__}"
             )
 
-    def save(self, storage: DiskStorage, ring: Ring, saved: SavedFolder, options: SaveOptions) -> "FileLinks":
+    def save(self, storage: Storage, ring: Ring, saved: SavedFolder, options: SaveOptions) -> "FileLinks":
         """Return a save of the rows that ``ring`` counts."""
+        assert isinstance(storage, DiskStorage)  # that is what `check` is for
         _check_other(storage, saved.path)
         return FileLinks(storage, open_folder(saved, options, ring), saved, ring)
 
     def load_with(
         self,
-        storage: DiskStorage,
+        storage: Storage,
         path: Path,
         use: Callable[[LoadedVersion], T],
         number: int | None,
@@ -69,13 +70,15 @@ class DiskStorageCheckpointer:
     ) -> tuple[T, Folder | None]:
         """Return ``use(version)`` of the newest version that is whole, or of the one of this number, and the folder
         that knows this version."""
+        assert isinstance(storage, DiskStorage)
         _check_other(storage, path)
         return load_from(path, use, number, strict)
 
     def restore_version(
-        self, storage: DiskStorage, tables: dict[str, Any], version: LoadedVersion, ring: Ring
+        self, storage: Storage, tables: dict[str, Any], version: LoadedVersion, ring: Ring
     ) -> dict[str, Any]:
         """Return the storage's state with the rows of ``version``, which ``ring`` counts; nothing changes."""
+        assert isinstance(storage, DiskStorage)
         return storage.linked(tables, version, ring)
 
     def versions(self, path: Path) -> list[int]:

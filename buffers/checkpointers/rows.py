@@ -426,7 +426,7 @@ class FlatStorageCheckpointer(TensorStorageCheckpointer):
                     raise KeyError(f"{name} names {key!r}, which the rows do not have: {present}")
 
     @override
-    def dump(self, storage: Any, slots: Tensor) -> dict[str, Column]:
+    def dump(self, storage: Any, slots: Tensor) -> dict[str, FileColumn]:
         dumped = super().dump(storage, slots)
         for key in storage.columns:
             name, later = column_name(key), column_name(next_key(key))
@@ -461,7 +461,7 @@ class NestedStorageCheckpointer(FlatStorageCheckpointer):
     """
 
     @override
-    def dump(self, storage: Any, slots: Tensor) -> dict[str, Column]:
+    def dump(self, storage: Any, slots: Tensor) -> dict[str, FileColumn]:
         names = BoundaryKeys()
         markers = [names.is_init, names.done, names.traj, "episode"]
         columns = {key: storage.columns[key].take(slots) for key in markers if key in storage.columns}
@@ -544,12 +544,12 @@ def _end_to_end(pieces: list[bytes]) -> Ragged:
     return Ragged(values, torch.tensor([len(piece) for piece in pieces], dtype=torch.int64))
 
 
-def _without_starts(read: Callable[[Any], Any], targets: Any) -> dict[str, Column]:
+def _without_starts(read: Callable[[Any], Any], targets: Any) -> dict[str, FileColumn]:
     """The columns of a span but for where runs begin."""
     return {name: values for name, values in read(targets).items() if name != _STARTS}
 
 
-def _filled(read: Callable[[Any], Any], targets: Any) -> dict[str, Column]:
+def _filled(read: Callable[[Any], Any], targets: Any) -> dict[str, FileColumn]:
     """The columns of a span with all next values."""
     tensors = read(targets)
     filled = {name: values for name, values in tensors.items() if not name.endswith(_AFTER)}

@@ -120,7 +120,7 @@ class ReplayBufferEnsemble(Facts):
         self.batch_size, self.generator, self._process = batch_size, generator, os.getpid()
         self.collate_fn, self.stack = collate_fn, stack
         self.transforms: list[TransformLike] = []
-        self._saves, self._service = Saves(), Service()
+        self.saves, self._service = Saves(), Service()
         if transform is not None:
             self.append_transform(transform)
         if batch_size is not None:
@@ -401,13 +401,13 @@ class ReplayBufferEnsemble(Facts):
     ) -> None:
         """Save all members, sampler and random state to a folder, for :meth:`loads`; see `ReplayBuffer.dumps`."""
         options = SaveOptions(sync, keep, overwrite)
-        self._saves.dumps(lambda: self.save_version(Path(path), {}, options), wait)
+        self.saves.dumps(lambda: self.save_version(Path(path), {}, options), wait)
 
     def loads(
         self, path: str | os.PathLike[str], *, version: int | None = None, strict: bool = False
     ) -> None:
         """Restore what :meth:`dumps` saved, so that the same samples follow; see `ReplayBuffer.loads`."""
-        self._saves.loads(lambda: self.load_version(Path(path), version, strict))
+        self.saves.loads(lambda: self.load_version(Path(path), version, strict))
 
     def dump(self, path: str | os.PathLike[str], **options: Any) -> None:
         """See :meth:`dumps`."""
@@ -437,7 +437,7 @@ class ReplayBufferEnsemble(Facts):
             )
         packer = Packer()
         packer.add("others", dict(others))  # what is no data is refused before a row is written
-        known = self._saves.of(path)
+        known = self.saves.of(path)
         with Folder(path, write=True, log=False, resume=known.folder, **options._asdict()) as folder:
             if folder.version is None and folder.versions() and not options.overwrite:
                 raise FileExistsError(
@@ -501,7 +501,7 @@ class ReplayBufferEnsemble(Facts):
                 load()
             if self.generator is not None:
                 self.generator.set_state(state["generator"])
-            self._saves.of(path).folder = folder
+            self.saves.of(path).folder = folder
 
         return others, apply
 

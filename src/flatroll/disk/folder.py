@@ -622,10 +622,12 @@ class Folder:
             name for name in (*map(manifest_name, listing.versions), *listing.others) if name not in needed
         ]
         with suppress(OSError):
-            for names in (loose, sorted(inside), *([name] for name in sorted(unused - inside))):
-                for name in names:
-                    files.remove(self.path / str(name))
-                if self._sync and names and names is not loose:
+            for name in loose:
+                files.remove(self.path / name)
+            for step in filter(None, (inside, *({name} for name in sorted(unused - inside)))):
+                for rows_name in sorted(step):
+                    files.remove(self.path / str(rows_name))
+                if self._sync:
                     files.sync_folder(self.path)
 
     # -- reading -----------------------------------------------------------------------------------------------
