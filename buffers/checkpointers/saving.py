@@ -14,7 +14,7 @@ from flatroll.disk import Folder, Version
 from flatroll.disk.checkpoint import Apply, Others, SaveOptions
 from flatroll.disk.state_tree import Packer
 
-_LEAST_BYTES, MOST_BYTES = 2**22, 2**25  # of a segment
+LEAST_BYTES, MOST_BYTES = 2**22, 2**25  # of a segment
 _PARTS = 64  # segments of a full ring, at least: the oldest one holds rows that are gone already
 _ROW_BYTES = 1000  # of a row whose size is not known
 _MOST_EDITS = 1000  # that are remembered one by one
@@ -256,4 +256,4 @@ def open_folder(
 def rows_of_a_segment(row_bytes: int, capacity: int) -> int:
     """How many rows of so many bytes a file of a ring's rows has."""
     size = row_bytes or _ROW_BYTES
-    return max(1, min(max(-(-capacity // _PARTS), _LEAST_BYTES // size), MOST_BYTES // size))
+    return max(1, min(max(-(-capacity // _PARTS), LEAST_BYTES // size), MOST_BYTES // size))

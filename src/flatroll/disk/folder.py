@@ -71,7 +71,7 @@ class Listing(NamedTuple):
         for name in files.names(path):
             final = name.removesuffix(files.TEMPORARY)
             rows_name, version = RowsName.parse(final), version_of_manifest(final)
-            if name == LOCK or is_state(final) or (final != name and (rows_name or version is not None)):
+            if final == LOCK or is_state(final) or (final != name and (rows_name or version is not None)):
                 others.append(name)
             elif rows_name is not None:
                 rows.append(rows_name)
