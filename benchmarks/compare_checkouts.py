@@ -5,9 +5,12 @@ least of all turns is what other programs on the machine disturbed least, and ea
 process keeps the memory pages that it happened to get. Cases use public names only: either checkout runs this file.
 """
 
+import itertools
 import math
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -147,6 +150,28 @@ def buffer_cases() -> Iterator[Case]:
     yield "sample priorities 256", filled(PrioritizedSampler(CAPACITY, alpha=0.6, beta=0.4), 256).sample
 
 
+def disk_cases() -> Iterator[Case]:
+    """Return saves and loads of 100,000 rows: whole, of 64 new rows, and loads into a buffer of the same kind."""
+    folder = tempfile.TemporaryDirectory()  # removed with the process, since the cases keep it
+    numbers = itertools.count()
+    for name, compact in (("", False), (", compact", True)):
+        buffer, other = (filled(SliceSampler(slice_len=32), 2048, compact) for _ in range(2))
+
+        def save(buffer: ReplayBuffer = buffer) -> None:
+            path = f"{folder.name}/{next(numbers)}"
+            buffer.dumps(path, sync=False)
+            shutil.rmtree(path)
+
+        def save_more(buffer: ReplayBuffer = buffer, path: str = f"{folder.name}/more{name}") -> None:
+            buffer.extend(rows(64))
+            buffer.dumps(path, sync=False)
+
+        buffer.dumps(f"{folder.name}/saved{name}", sync=False)
+        yield f"dumps, whole{name}", save
+        yield f"dumps, 64 new rows{name}", save_more
+        yield f"loads{name}", partial(other.loads, f"{folder.name}/saved{name}")
+
+
 def recurrent_cases() -> Iterator[Case]:
     """Return the recurrent cases: forward and backward over the runs of 2,048 rows."""
     batch = rows(2048)
@@ -183,7 +208,7 @@ def collector_cases() -> Iterator[Case]:
         yield name, partial(next, iter(Collector(env, chooser, **options)))
 
 
-KINDS = (estimator_cases, loss_cases, buffer_cases, recurrent_cases, collector_cases)
+KINDS = (estimator_cases, loss_cases, buffer_cases, disk_cases, recurrent_cases, collector_cases)
 
 
 def serve(kind: int) -> None:

@@ -1,6 +1,5 @@
 """Replay buffers for flat batches: storages, samplers, transforms, and the index of stored trajectories."""
 
-from flatroll.buffers.actors.ray_buffer import RayReplayBuffer
 from flatroll.buffers.checkpointers.h5 import H5StorageCheckpointer
 from flatroll.buffers.checkpointers.links import DiskStorageCheckpointer, StorageEnsembleCheckpointer
 from flatroll.buffers.checkpointers.rows import (
@@ -10,14 +9,14 @@ from flatroll.buffers.checkpointers.rows import (
     StorageCheckpointerBase,
     TensorStorageCheckpointer,
 )
-from flatroll.buffers.collate import collate
 from flatroll.buffers.columns.column import After, Column, TensorColumn
-from flatroll.buffers.ensemble.buffer import ReplayBufferEnsemble
-from flatroll.buffers.ensemble.members import SamplerEnsemble, StorageEnsemble, WriterEnsemble
+from flatroll.buffers.ensemble import ReplayBufferEnsemble, SamplerEnsemble, StorageEnsemble, WriterEnsemble
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
-from flatroll.buffers.remote.handle import BufferHandle, OwnerGone
+from flatroll.buffers.protocols import Buffer
+from flatroll.buffers.ray_buffer import RayReplayBuffer
+from flatroll.buffers.remote import BufferHandle, OwnerGone
 from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.samplers.prioritized import PrioritizedSampler, PrioritizedSliceSampler
 from flatroll.buffers.samplers.sampler import RandomSampler, Sampler
@@ -33,9 +32,10 @@ from flatroll.buffers.schedulers import (
     SchedulerList,
     StepScheduler,
 )
-from flatroll.buffers.step_writer import StepWriter
+from flatroll.buffers.steps.writer import StepWriter
 from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.disk.storage import DiskStorage
+from flatroll.buffers.storages.item_kinds import collate
 from flatroll.buffers.storages.list import LazyStackStorage, ListStorage
 from flatroll.buffers.storages.memmap import LazyMemmapStorage
 from flatroll.buffers.storages.storage import Storage
@@ -65,6 +65,7 @@ from flatroll.layout.delta import NextObservationDelta
 __all__ = [
     "After",
     "BoundaryKeys",
+    "Buffer",
     "BufferHandle",
     "Column",
     "ColumnStorage",

@@ -22,16 +22,15 @@ from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.prefetcher import Prefetcher
-from flatroll.buffers.remote.handle import BufferHandle
-from flatroll.buffers.remote.owner import Service
+from flatroll.buffers.remote import BufferHandle, Service
 from flatroll.buffers.samplers.sampler import RandomSampler, Sampler
 from flatroll.buffers.sharing import check_saved_generator, pickle_by_value, reseed_in_worker
-from flatroll.buffers.step_writer import StepWriter
+from flatroll.buffers.steps.writer import StepWriter
 from flatroll.buffers.storages.item_kinds import TensorDicts, batched, dense, entry, map_rows, not_flat
 from flatroll.buffers.storages.list import ListStorage
-from flatroll.buffers.storages.positions import Index, positions, slots_at, slots_of
+from flatroll.buffers.storages.positions import Index, in_shape, positions, slots_at, slots_of
 from flatroll.buffers.storages.saved_columns import other_capacity
-from flatroll.buffers.storages.storage import Rows, Storage
+from flatroll.buffers.storages.storage import Rows, Storage, read_drawn
 from flatroll.buffers.transforms.transform import (
     TransformLike,
     apply,
@@ -242,7 +241,7 @@ class ReplayBuffer(Facts):
     def _write(self, data: Any, final: TensorDictBase | None, prioritize: bool = True) -> Tensor:
         """Store a batch whose batch dimensions are one; positions of its rows."""
         if self._ready_in != os.getpid():
-            self._enter_process()
+            self.enter_process()
         filled = self.storage.filling
         if self.writer.checks and not filled:
             self.writer.check(data)
@@ -334,10 +333,10 @@ class ReplayBuffer(Facts):
             ValueError: an entry by which trajectories are told apart, or one that a compact storage reads twice,
                 would change.
         """
-        self._put_at(index, before_storing(data, self.transforms, self.storage.loose))
+        self.overwrite(index, before_storing(data, self.transforms, self.storage.loose))
 
-    def _put_at(self, index: Any, data: Any) -> None:
-        self._enter_process()
+    def overwrite(self, index: Any, data: Any) -> None:
+        self.enter_process()
         self.writer.check_change(data)
         with self.write_lock:
             slots = slots_at(index, self.ring, self.storage.lanes)
@@ -347,7 +346,7 @@ class ReplayBuffer(Facts):
 
     def empty(self) -> None:
         """Remove all rows and prefetched samples. The storage keeps its memory and its columns."""
-        self._enter_process()
+        self.enter_process()
         if self._prefetcher is not None:
             self._prefetcher.wait()
         with self.write_lock:
@@ -401,20 +400,20 @@ class ReplayBuffer(Facts):
             RuntimeError: the buffer is empty, or holds no trajectory long enough.
             ValueError: no batch size, or one that does not fit the sampler.
         """
-        sample, info, _ = self._next_sample(batch_size)
+        sample, info, _ = self.next_sample(batch_size)
         return (sample, info) if return_info else sample
 
     def __iter__(self) -> Iterator[Any]:
         """Samples without end, or, with a sampler without replacement, until each row was in one."""
         ended = False
         while not ended:
-            sample, _, ended = self._next_sample(None)
+            sample, _, ended = self.next_sample(None)
             yield sample
 
-    def _next_sample(self, batch_size: int | None) -> Made:
+    def next_sample(self, batch_size: int | None) -> Made:
         """The oldest sample made ahead, or one made now."""
         if self._ready_in != os.getpid():
-            self._enter_process()
+            self.enter_process()
         size = self.batch_size if batch_size is None else batch_size
         if size is not None and (type(size) is not int or size < 1):
             whole_number("batch_size", size)
@@ -433,15 +432,13 @@ class ReplayBuffer(Facts):
             ended = self.sampler.ran_out
         return partial(self._finish_sample, ring, draw, size, ended)
 
-    def _draw(
-        self, ring: Ring, size: int = 0, slots: Tensor | None = None, strict: bool = True, ahead: bool = True
-    ) -> Draw:
-        """Let the sampler draw ``size`` rows, or draw these ``slots``; if ``ahead`` with what transforms read."""
+    def _draw(self, ring: Ring, size: int = 0, slots: Tensor | None = None, strict: bool = True) -> Draw:
+        """Let the sampler draw ``size`` rows, or draw these ``slots``, and with them what transforms read."""
         if slots is None:
             draw = self.sampler.draw(ring, size, self.generator, self.storage.compact_obs)
         else:
             draw = ring.draw_slots(slots, strict, self.storage.compact_obs)
-        if ahead and self.transforms and isinstance(ring, TrajectoryIndex):
+        if self.transforms and isinstance(ring, TrajectoryIndex):
             steps = max(map(looks_ahead, self.transforms))
             if steps:
                 draw.ahead = ring.ahead(draw.slots, steps)
@@ -453,7 +450,7 @@ class ReplayBuffer(Facts):
     def _finish_sample(self, ring: Ring, draw: Draw, size: int, ended: bool) -> Made:
         """Read what was drawn, mark it, and put it through the transforms."""
         storage = self.storage
-        draw, values = self._read(ring, draw, partial(self._draw, size=size))
+        draw, values = read_drawn(self, ring, draw, partial(self._draw, size=size), self._gather)
         info = {"index": positions(draw.slots, storage.lanes) if storage.lanes else draw.slots, **draw.info}
         structure, shape = storage.structure, draw.slots.shape
         if isinstance(structure, TensorDicts):
@@ -482,18 +479,14 @@ class ReplayBuffer(Facts):
         if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
             names = (index,) if isinstance(index, str) else index
             return entry(self[:], names[1:] if names[0] == "_data" and len(names) > 1 else names)
-        return self._rows_at(index, self.transforms)
-
-    def _rows_at(self, index: Any, transforms: list[TransformLike]) -> Any:
-        """The rows at these positions, changed by ``transforms``."""
-        self._enter_process()
+        self.enter_process()
         slots = slots_at(index, self.ring, self.storage.lanes)
-        strict, ahead = not isinstance(index, slice), bool(transforms)
-        draw_again = partial(self._draw, slots=slots.reshape(-1), strict=strict, ahead=ahead)
+        strict = not isinstance(index, slice)
+        draw_again = partial(self._draw, slots=slots.reshape(-1), strict=strict)
         with self.lock:
             ring = self.ring
             draw = draw_again(ring)
-        draw, values = self._read(ring, draw, draw_again)
+        draw, values = read_drawn(self, ring, draw, draw_again, self._gather)
         rows, listed = draw.slots, isinstance(self.storage, ListStorage)
         if listed and slots.ndim == 0:
             return values[0]
@@ -501,32 +494,13 @@ class ReplayBuffer(Facts):
         numbers = ring.numbers(rows, draw.version[0])
         ends[:-1] = numbers[1:] != numbers[:-1] + 1  # where the next row was not written right after
         data = values if listed else self.storage.build(values, rows.shape)
-        for transform in transforms:
+        for transform in self.transforms:
             data = apply(transform, data, lambda: ends)
         if listed:
             return data
         if slots.ndim != 1:
             check_row_count(self.transforms, data, len(rows))
-        if slots.ndim == 0:
-            return map_rows(data, lambda leaf: leaf[0])
-        # Rows were left out of slices only, whose first dimension is time.
-        shape = slots.shape if len(rows) == slots.numel() else torch.Size([-1, *self.storage.lanes])
-        return data if len(shape) == 1 else map_rows(data, lambda leaf: leaf.unflatten(0, shape))
-
-    def _read(self, ring: Ring, draw: Draw, draw_again: Callable[[Ring], Draw]) -> tuple[Draw, Any]:
-        """Gather what was drawn, without a lock; draw again if a writer overwrote one of the rows meanwhile."""
-        for _ in range(8):
-            # Other threads may write meanwhile; what they overwrote shows in the counters afterwards.
-            values = self._gather(ring, draw)
-            with self.lock:
-                if ring is self.ring and ring.unchanged_since(draw):
-                    return draw, values
-                ring = self.ring
-                draw = draw_again(ring)
-        with self.write_lock:  # the ring is small and the writers fast: they wait for once
-            with self.lock:
-                draw = draw_again(self.ring)
-            return draw, self._gather(self.ring, draw)
+        return in_shape(data, slots, len(rows), self.storage.lanes)
 
     def _gather(self, ring: Ring, draw: Draw) -> Any:
         """The drawn rows as the storage gives them, changed by the transforms that read other rows."""
@@ -623,7 +597,7 @@ class ReplayBuffer(Facts):
         It owns its memory, and goes through ``torch.save`` and ``torch.load(..., weights_only=False)``. Transforms
         are not in it.
         """
-        self._enter_process()
+        self.enter_process()
         ahead = self.made_ahead()
         with self.write_lock, self.lock:
             rows = self.storage.state_dict(self.ring.used, self._pool_rows)
@@ -645,7 +619,7 @@ class ReplayBuffer(Facts):
                 priorities do not fit together.
             MemoryError, OSError: the storage had no rows yet, and they do not fit in memory or on the disk.
         """
-        self._enter_process()
+        self.enter_process()
         if self._prefetcher is not None:
             self._prefetcher.wait()  # its threads read the rows that are about to be overwritten
         with self.write_lock, self.lock:
@@ -760,7 +734,7 @@ class ReplayBuffer(Facts):
 
     def save_version(self, path: Path, others: Others, options: SaveOptions) -> Version:
         """Publish a version of the buffer and of ``others`` (plain values by name) in a folder; see `Checkpoint`."""
-        self._enter_process()
+        self.enter_process()
         self._store_steps()
         packer = Packer()
         packer.add("others", dict(others))  # what is no data is refused before a row is written
@@ -793,7 +767,7 @@ class ReplayBuffer(Facts):
 
     def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[Others, Apply]:
         """Read and check a version; return what was saved along with the buffer, and what loads the rest."""
-        self._enter_process()
+        self.enter_process()
         checkpointer, saved = checkpointer_of(self.storage), self.saves.of(path)
 
         def read(version: LoadedVersion) -> tuple[Others, dict[str, Any], Ring]:
@@ -853,6 +827,11 @@ class ReplayBuffer(Facts):
     @property
     def _pool_rows(self) -> int:
         return self.ring.pool_size if isinstance(self.ring, TrajectoryIndex) else 0
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise the error of :meth:`load_state_dict` if ``state`` cannot be loaded; change nothing."""
+        with self.write_lock, self.lock:
+            self._check_state(state)
 
     def _check_state(self, state: dict[str, Any], ring: Ring | None = None) -> Ring:
         """The ring that will count the rows of ``state`` (given if it was made already); an error if any part of it
@@ -999,7 +978,7 @@ class ReplayBuffer(Facts):
         self._failure = tell
         self._ready_in = 0  # so that the next use looks at it, at no cost for all other uses
 
-    def _enter_process(self) -> None:
+    def enter_process(self) -> None:
         """Be ready in this process, to which the buffer may have come by ``fork`` or by pickle; RuntimeError if it
         cannot be."""
         process = os.getpid()
@@ -1031,7 +1010,7 @@ class ReplayBuffer(Facts):
         The steps that wait in step writers are stored first. A storage whose rows other processes share is not copied:
         the pickle names its files.
         """
-        self._enter_process()
+        self.enter_process()
         self._store_steps()
         state = {name: value for name, value in self.__dict__.items() if name not in _PER_PROCESS}
         if self.storage.by_reference:
@@ -1049,7 +1028,7 @@ class ReplayBuffer(Facts):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a buffer of its own with the rows of one moment, although other threads write meanwhile; the steps
         that wait in step writers are stored first."""
-        self._enter_process()
+        self.enter_process()
         self._store_steps()
         other = memo[id(self)] = object.__new__(type(self))
         other.__dict__.update(self._copy_written(memo))

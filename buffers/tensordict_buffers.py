@@ -115,8 +115,8 @@ class TensorDictReplayBuffer(ReplayBuffer):
         return priorities
 
     @override
-    def _put_at(self, index: Any, data: Any) -> None:
-        super()._put_at(index, _without_sample_entries(data))
+    def overwrite(self, index: Any, data: Any) -> None:
+        super().overwrite(index, _without_sample_entries(data))
 
     @override
     def _inform(self, values: Any, info: dict[str, Tensor]) -> Any:

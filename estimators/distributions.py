@@ -10,8 +10,9 @@ from tensordict.nn import CompositeDistribution, ProbabilisticTensorDictModule, 
 from torch import Tensor
 from torch.distributions import Distribution, kl_divergence
 
-from flatroll.layout.fast_call import before_sampling, fetched, shallow_copy
+from flatroll.layout.fast_call import prepare_sampling
 from flatroll.layout.keys import NestedKey
+from flatroll.layout.tensordict_seam import get_entry
 
 
 def require_actor(actor_network: TensorDictModuleBase) -> None:
@@ -40,22 +41,22 @@ def distribution_for(
         actor_network: has ``get_dist``.
         batch: what it reads.
     """
-    ready = before_sampling(actor_network, batch, readers)
+    ready = prepare_sampling(actor_network, batch, readers)
     if ready is None:
         whole: Any = actor_network
-        work = batch if readers is None else shallow_copy(batch)
+        work = batch if readers is None else batch.copy()
         return whole.get_dist(work), work
     head, work, outputs = ready
     if type(head) is ProbabilisticTensorDictModule and head.dist_keys == head.in_keys:
         columns: dict[str, Any] = {}
         for key in head.in_keys:
             if type(key) is str:
-                columns[key] = outputs[key] if key in outputs else fetched(work, key)
+                columns[key] = outputs[key] if key in outputs else get_entry(work, key)
         if len(columns) == len(head.in_keys):
             # what get_dist() does in more steps; it finds the words for what goes wrong
             with suppress(TypeError):
                 return head.distribution_class(**columns, **head.distribution_kwargs), work
-    read = shallow_copy(work).update(outputs) if outputs else work
+    read = work.copy().update(outputs) if outputs else work
     return head.get_dist(read), work
 
 

@@ -3,9 +3,12 @@
 import gc
 import multiprocessing
 import os
+import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
+import torch
 
 
 @pytest.fixture(autouse=True)
@@ -13,6 +16,13 @@ def start_method() -> None:
     """Processes start as Python starts them: torchrl, once imported, has them all spawned, with seconds of imports."""
     if multiprocessing.get_start_method(allow_none=True) is not None:
         multiprocessing.set_start_method(None, force=True)
+
+
+@pytest.fixture(autouse=True)
+def same_draws() -> None:
+    """Random numbers of this process are the same in each run, whichever tests run before."""
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+        set_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -28,6 +28,7 @@ SUB_ROOMS: dict[str, list[str]] = {
         "storages",
         "samplers",
         "transforms",
+        "steps",
         "remote",
         "checkpointers",
         "replay_buffer",

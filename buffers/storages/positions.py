@@ -113,3 +113,14 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
         if isinstance(index, float):
             raise TypeError(f"rows are indexed by integers, slices and masks, got {index!r}") from None
         raise IndexError(f"index {index!r} is out of range: {len(ring)} rows are stored") from None
+
+
+def in_shape(data: Any, slots: Tensor, rows: int, lanes: torch.Size) -> Any:
+    """Return a batch ``[rows]`` in the shape of the ``slots`` that were asked for; one item for a single slot.
+
+    Of a slice, rows that are not stored were left out; its first dimension is time.
+    """
+    if slots.ndim == 0:
+        return map_rows(data, lambda leaf: leaf[0])
+    shape = slots.shape if rows == slots.numel() else torch.Size([-1, *lanes])
+    return data if len(shape) == 1 else map_rows(data, lambda leaf: leaf.unflatten(0, shape))

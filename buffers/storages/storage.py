@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,11 +16,13 @@ from torch import Tensor
 from flatroll.buffers.columns.column import After, Column, Columns
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
-from flatroll.buffers.storages.item_kinds import leaves, map_rows, nest, one_row
-from flatroll.buffers.storages.positions import slots_at, time_first
+from flatroll.buffers.storages.item_kinds import leaves, nest, one_row
+from flatroll.buffers.storages.positions import in_shape, slots_at, time_first
 from flatroll.layout.checks import whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import NestedKey
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)  # not frozen: made for every batch, and freezing costs a µs
@@ -62,6 +64,59 @@ class Links:
         """Return which rows of the batch (``firsts`` are those of the fragments) continue stored ones."""
         at = np.flatnonzero(self.before >= 0)
         return After(torch.from_numpy(firsts[at]), torch.from_numpy(self.slots[at]))
+
+
+@runtime_checkable
+class StorageOwner(Protocol):
+    """What a storage asks of the buffer that it belongs to: that part of `flatroll.buffers.Buffer`.
+
+    Attributes:
+        ring: counts the rows and names their slots; another object after ``empty`` and ``load_state_dict``.
+        started: whether the buffer has written rows to the storage.
+        lock: protects ``ring`` and what follows it; held for microseconds.
+        write_lock: admits one writer at a time; taken before ``lock``.
+    """
+
+    ring: Ring
+    started: bool
+    lock: threading.Lock
+    write_lock: AbstractContextManager[Any]
+
+    def __len__(self) -> int: ...
+
+    def enter_process(self) -> None:
+        """Get ready in this process, to which the buffer may have come by ``fork``."""
+        ...
+
+    def overwrite(self, index: Any, data: Any) -> None:
+        """Write ``data``, a batch of the shape of ``index``, over stored rows, without the transforms' ``inv``."""
+        ...
+
+
+def read_drawn(
+    owner: StorageOwner,
+    ring: Ring,
+    draw: Draw,
+    draw_again: Callable[[Ring], Draw],
+    read: Callable[[Ring, Draw], T],
+) -> tuple[Draw, T]:
+    """Return ``read(ring, draw)``, called without a lock, and the draw that it belongs to.
+
+    If another thread overwrote one of the rows meanwhile, ``draw_again(ring)`` draws others, under the lock.
+    """
+    for _ in range(8):
+        # Other threads may write meanwhile; what they overwrote shows in the counters afterwards.
+        values = read(ring, draw)
+        with owner.lock:
+            if ring is owner.ring and ring.unchanged_since(draw):
+                return draw, values
+            ring = owner.ring
+            draw = draw_again(ring)
+    with owner.write_lock:  # the ring is small and the writers fast: they wait for once
+        with owner.lock:
+            ring = owner.ring
+            draw = draw_again(ring)
+        return draw, read(ring, draw)
 
 
 class Storage(Facts, ABC):
@@ -150,19 +205,32 @@ class Storage(Facts, ABC):
             IndexError: no row is stored there.
         """
         owner = self._owner
-        if owner is not None:
-            return owner._rows_at(index, [])
-        if self._alone is None and any(reference() is None for reference in self._attached):
-            raise RuntimeError(
-                "the buffer of this storage is gone, which knew the order of its rows: keep it"
+        if owner is None:
+            if self._alone is None and any(reference() is None for reference in self._attached):
+                raise RuntimeError(
+                    "the buffer of this storage is gone, which knew the order of its rows: keep it"
+                )
+            slots = slots_at(index, Ring(1) if self._alone is None else self._alone, self.lanes)
+            rows = slots.reshape(-1)
+            values = self.read_rows(rows)
+        else:
+            owner.enter_process()
+            slots = slots_at(index, owner.ring, self.lanes)
+            drawn, strict = slots.reshape(-1), not isinstance(index, slice)
+
+            def draw_again(ring: Ring) -> Draw:
+                return ring.draw_slots(drawn, strict, self.compact_obs)
+
+            with owner.lock:
+                ring = owner.ring
+                draw = draw_again(ring)
+            draw, values = read_drawn(
+                owner, ring, draw, draw_again, lambda _, draw: self.read_rows(draw.slots, draw.follow)
             )
-        slots = slots_at(index, Ring(1) if self._alone is None else self._alone, self.lanes)
-        values = self.read_rows(slots.reshape(-1))
+            rows = draw.slots
         if isinstance(values, list):
             return values if slots.ndim else values[0]
-        if slots.ndim:
-            return self.build(values, slots.shape)
-        return map_rows(self.build(values, torch.Size([1])), lambda leaf: leaf[0])
+        return in_shape(self.build(values, rows.shape), slots, len(rows), self.lanes)
 
     def set(self, index: Any, data: Any) -> None:
         """Write ``data`` over the rows at ``index``, as ``buffer[index] = data`` does without the transforms' ``inv``.
@@ -180,7 +248,7 @@ class Storage(Facts, ABC):
         owner = self._owner
         index, data = (list(given) if isinstance(given, range) else given for given in (index, data))
         if owner is not None:
-            owner._put_at(index, data)
+            owner.overwrite(index, data)
         else:
             self._set_alone(index, data)
         for entity in (reference() for reference in self._attached):
@@ -227,14 +295,14 @@ class Storage(Facts, ABC):
             self._attached.append(weakref.ref(buffer))
 
     @property
-    def _owner(self) -> Any:
+    def _owner(self) -> StorageOwner | None:
         """The replay buffer of this storage (of several, the one that has written), or None."""
         return max(self._buffers(), key=lambda buffer: buffer.started, default=None)
 
-    def _buffers(self) -> list[Any]:
+    def _buffers(self) -> list[StorageOwner]:
         """The replay buffers that were made with this storage, as far as they are alive."""
         entities = (reference() for reference in self._attached)
-        return [entity for entity in entities if hasattr(entity, "_rows_at")]
+        return [entity for entity in entities if isinstance(entity, StorageOwner)]
 
     def __getstate__(self) -> dict[str, Any]:
         # A buffer attaches itself in each copy; what is compared has addresses.

@@ -278,6 +278,13 @@ def reads_others(transform: TransformLike) -> bool:
     return looks_ahead(transform) > 0 or chooser_of([transform]) is not None
 
 
+def changes_stored(transform: TransformLike) -> bool:
+    """Return whether ``transform`` has an ``inv`` that may change what is stored."""
+    if not isinstance(transform, Transform):
+        return hasattr(transform, "inv")
+    return bool(transform.in_keys_inv) or type(transform).inv is not Transform.inv
+
+
 def read_others(
     transforms: Sequence[TransformLike],
     columns: Columns,

@@ -33,7 +33,7 @@ from flatroll.estimators.values.estimators import ValueEstimators, name_of
 from flatroll.estimators.values.evaluate import fill_missing
 from flatroll.kernels.scans.scan import readable
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.fast_call import fetched, nest, put, written
+from flatroll.layout.fast_call import call_for
 from flatroll.layout.keys import (
     NEXT_KNOWN,
     KeyNames,
@@ -43,6 +43,7 @@ from flatroll.layout.keys import (
     next_key,
     require,
 )
+from flatroll.layout.tensordict_seam import get_entry, nest
 
 ActionSpace = Literal["categorical", "one-hot"]
 
@@ -181,10 +182,10 @@ class OffPolicyLoss(LossModule):
         """
         inputs = self.inputs_of(batch)
         unknown, finite = None, []
-        if fetched(batch, NEXT_KNOWN) is not None:
+        if get_entry(batch, NEXT_KNOWN) is not None:
             unknown = ~marker(batch, NEXT_KNOWN)
         for key in observed:
-            column = fetched(inputs.readable, next_key(key))
+            column = get_entry(inputs.readable, next_key(key))
             bad = self.ends(inputs) if column is None else rows_with_nan(column, batch.batch_dims)
             if bad is None:
                 finite.append(key)
@@ -220,7 +221,7 @@ class OffPolicyLoss(LossModule):
         """Return the entries ``keys`` of the batch in a new tensordict ``[*B]``."""
         batch, columns = inputs.readable, {}
         for key in keys:
-            column = fetched(batch, key)
+            column = get_entry(batch, key)
             columns[key] = require(batch, key) if column is None else column  # require() says who writes it
         return nest(columns, *batch.batch_size)
 
@@ -233,7 +234,7 @@ class OffPolicyLoss(LossModule):
         """
         batch, columns = inputs.readable, {}
         for key in keys:
-            column = fetched(batch, next_key(key))
+            column = get_entry(batch, next_key(key))
             column = (
                 require(batch, next_key(key)) if column is None else column
             )  # require() says who writes it
@@ -263,7 +264,7 @@ class OffPolicyLoss(LossModule):
         key, values = self.tensor_keys[self.value_name], []
         per_action = self.value_name == "action_value"
         for network in cast(Iterable[Any], networks):
-            value = written(network, batch, key)
+            value = call_for(network, batch, key)
             if value is None:
                 raise KeyError(
                     f"{argument} wrote no entry {key!r}: its out_keys are {list(network.out_keys)}; name the one that "
@@ -298,7 +299,7 @@ class OffPolicyLoss(LossModule):
             raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
         reward = flat_column(reward, batch, self.key("reward"))
         terminated = self.terminated(inputs)
-        steps = fetched(batch, STEPS)
+        steps = get_entry(batch, STEPS)
         if self.lmbda == 0.0:
             discount: float | Tensor = self.gamma
             if steps is not None:  # n-step rows: their next observation lies several steps ahead
@@ -368,12 +369,12 @@ class OffPolicyLoss(LossModule):
         # rows without an error get the least priority: drawn again, they would count nowhere again
         if inputs.unknown is not None:
             error = zero_masked(error, ~inputs.unknown)
-        put(inputs.batch, self.key("priority"), zero_masked(error, inputs.real))
+        inputs.batch.set(self.key("priority"), zero_masked(error, inputs.real))
 
     def weights_of(self, inputs: LossInputs) -> Tensor | None:
         """Return the importance weights ``[*B]`` of prioritized sampling; None where none are wanted or there."""
         key = self.key("priority_weight")
-        column = fetched(inputs.batch, key) if self.use_prioritized_weights else None
+        column = get_entry(inputs.batch, key) if self.use_prioritized_weights else None
         if column is None and self.use_prioritized_weights is True:
             column = require(inputs.batch, key)  # raises with the name of who writes it
         return None if column is None else flat_column(column, inputs.batch, key)

@@ -27,7 +27,6 @@ from flatroll.estimators.masked import (
 )
 from flatroll.layout.boundaries import run_starts, steps_into_run
 from flatroll.layout.checks import whole_number
-from flatroll.layout.fast_call import fetched, shallow_copy
 from flatroll.layout.keys import (
     ACTION,
     IS_INIT,
@@ -45,6 +44,7 @@ from flatroll.layout.keys import (
     renamed,
     under_next,
 )
+from flatroll.layout.tensordict_seam import get_entry
 
 N = TypeVar("N", bound=nn.Module)
 
@@ -76,7 +76,7 @@ class LossInputs:
     @cached_property
     def work(self) -> TensorDictBase:
         """A shallow copy of :attr:`readable`, into which networks may write: a critic may read what the actor wrote."""
-        return shallow_copy(self.readable)
+        return self.readable.copy()
 
 
 class NetworkParameters:
@@ -260,7 +260,7 @@ class LossModule(TensorDictModuleBase):
             raise ValueError(f"{type(self).__name__} needs at least one row, got a batch {list(batch.shape)}")
         keys, mask = self.tensor_keys, None
         for key in (keys["mask"], keys["valid"]):
-            if fetched(batch, key) is not None:
+            if get_entry(batch, key) is not None:
                 mask = mask_and(mask, marker(batch, key))
         real = mask
         if self.burn_in:
@@ -272,7 +272,7 @@ class LossModule(TensorDictModuleBase):
                     f"no run of the batch has more than burn_in={self.burn_in} rows, so no row counts and the loss "
                     "is 0: draw longer slices or burn in fewer rows"
                 )
-        padded = real is not None and fetched(batch, keys["mask"]) is not None
+        padded = real is not None and get_entry(batch, keys["mask"]) is not None
         readable = without_rubbish(batch, keys["mask"], self.in_keys) if padded else batch
         return LossInputs(batch, readable, mask, real=real)
 
@@ -296,7 +296,7 @@ class LossModule(TensorDictModuleBase):
         Raises:
             KeyError: it is missing; the text names what writes it.
         """
-        value: Tensor | None = fetched(inputs.batch, self.key(name))
+        value: Tensor | None = get_entry(inputs.batch, self.key(name))
         if value is None:
             default = self.default_keys.get(name, name)
             default = under_next(default) if name in _UNDER_NEXT else default

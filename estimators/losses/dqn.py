@@ -20,8 +20,8 @@ from flatroll.estimators.masked import Distance, Reduction, masked_mean
 from flatroll.estimators.values.evaluate import ValueInputs, Values, state_values
 from flatroll.estimators.values.extended_stream import Boundaries
 from flatroll.estimators.values.options import Evaluation, NetworkInputs
-from flatroll.layout.fast_call import fetched, nest
 from flatroll.layout.keys import OBSERVATION, NestedKey, next_key
+from flatroll.layout.tensordict_seam import get_entry, nest
 from flatroll.modules import set_recurrent_mode
 
 
@@ -144,7 +144,7 @@ class DQNLoss(OffPolicyLoss):
         """Values ``[*B, A]`` of each row, with gradients, and ``[*B]`` of its next state, without."""
         online, target, reads = self.value_network, self.target_value_network, self._network_inputs
         target, observed = online if target is None else target, reads.observed
-        if reads.recurrent or any(fetched(inputs.batch, key) is None for key in reads.next_observed):
+        if reads.recurrent or any(get_entry(inputs.batch, key) is None for key in reads.next_observed):
             return self._values_of_runs(inputs)
         (value,) = self.critic_values([online], self.root_entries(inputs, observed), "value_network")
         with torch.no_grad():  # double DQN: the network chooses the next action, its copy says its value

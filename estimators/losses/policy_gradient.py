@@ -47,8 +47,9 @@ from flatroll.estimators.masked import (
 )
 from flatroll.estimators.values.base import ValueEstimator
 from flatroll.estimators.values.estimators import Kind, ValueEstimators, make_estimator
-from flatroll.layout.fast_call import fetched, nest, written
+from flatroll.layout.fast_call import call_for
 from flatroll.layout.keys import ACTION, NestedKey, flat_column
+from flatroll.layout.tensordict_seam import get_entry, nest
 from flatroll.modules import set_recurrent_mode
 
 
@@ -256,12 +257,12 @@ class PolicyGradientLoss(LossModule):
             KeyError: an entry is missing; the text says what writes it.
         """
         batch = tensordict
-        if self.value_estimator is not None and fetched(batch, self.key("advantage")) is None:
+        if self.value_estimator is not None and get_entry(batch, self.key("advantage")) is None:
             with torch.no_grad():
                 batch = self.value_estimator(tensordict.copy())
         inputs = self.inputs_of(batch)
         policy_name, critic_name = self.loss_names
-        if fetched(batch, self.key("advantage")) is None:
+        if get_entry(batch, self.key("advantage")) is None:
             hint = ". Or let the loss compute it: loss.make_value_estimator(...)"
             raise self.missing(inputs, self.key("advantage"), self.default_keys["advantage"], hint)
         advantage = self.column(inputs, "advantage")
@@ -275,7 +276,7 @@ class PolicyGradientLoss(LossModule):
             parts = components(dist)
             log_probs = []
             for key, part in parts.items():
-                action = self.entry(inputs, "action") if key is None else fetched(inputs.batch, key)
+                action = self.entry(inputs, "action") if key is None else get_entry(inputs.batch, key)
                 if action is None:
                     raise self.missing(inputs, cast(NestedKey, key), ACTION)
                 log_probs.append(joint(log_prob_of(part, action), inputs.batch))
@@ -319,7 +320,7 @@ class PolicyGradientLoss(LossModule):
             frozen(shared_parameters(critic, self.actor_network)) if self.separate_losses else nullcontext()
         )
         with apart:
-            column = written(critic, work, key)  # a value that came with the batch is not the critic's
+            column = call_for(critic, work, key)  # a value that came with the batch is not the critic's
         if column is None:
             raise KeyError(
                 f"critic_network wrote no entry {key!r}: its out_keys are {list(critic.out_keys)}; name the one that "
@@ -394,10 +395,10 @@ class PPOLoss(PolicyGradientLoss):
         """
         key: Any = self.tensor_keys["sample_log_prob"]
         names = key if isinstance(key, list) else [key]
-        if len(names) == 1 and fetched(inputs.batch, names[0]) is None:
+        if len(names) == 1 and get_entry(inputs.batch, names[0]) is None:
             of_actor = getattr(self.actor_network, "log_prob_keys", None) or ()
             names = list(of_actor) if len(of_actor) > 1 else names
-        columns = [fetched(inputs.batch, name) for name in names]
+        columns = [get_entry(inputs.batch, name) for name in names]
         for name, column in zip(names, columns, strict=True):
             if column is None:
                 raise self.missing(inputs, name, self.default_keys["sample_log_prob"])

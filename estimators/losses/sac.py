@@ -32,8 +32,9 @@ from flatroll.estimators.losses.base import (
 )
 from flatroll.estimators.masked import Distance, Reduction, as_number, distance, masked_mean
 from flatroll.estimators.values.options import NetworkInputs
-from flatroll.layout.fast_call import nest, put, shallow_copy, written
+from flatroll.layout.fast_call import call_for
 from flatroll.layout.keys import NestedKey, as_tuple, flat_column, next_key
+from flatroll.layout.tensordict_seam import nest
 
 
 class SACOptions(TypedDict, total=False):
@@ -162,7 +163,7 @@ class SoftActorCritic(OffPolicyLoss):
             after, delayed = self.next_entries(inputs, self._observed), self.target_actor_network
             dist = distribution(actor if delayed is None else delayed, after)
             target = self.target(inputs, self._next_value(dist, after, targets, alpha))
-        work = shallow_copy(inputs.readable)  # the actor writes into it, and critics may read that
+        work = inputs.readable.copy()  # the actor writes into it, and critics may read that
         dist = distribution(actor, work)
         action = self.entry(inputs, "action")
         value_losses = self._value_losses(inputs, work, dist, alpha)
@@ -306,7 +307,7 @@ class SACLoss(SoftActorCritic):
     def _state_value(self, network: TensorDictModuleBase, batch: TensorDictBase) -> Tensor:
         """What a value network writes for the rows of ``batch``, ``[*B]``."""
         key = self.key("value")
-        value = written(network, batch, key)
+        value = call_for(network, batch, key)
         if value is None:
             raise KeyError(
                 f"value_network wrote no entry {key!r}: its out_keys are {list(network.out_keys)}; name the one that "
@@ -323,7 +324,7 @@ class SACLoss(SoftActorCritic):
         with torch.no_grad():
             delayed, critics = self.target_actor_network, self.target_qvalue_network
             critics = self.qvalue_network if critics is None else critics
-            acted = work if delayed is None else shallow_copy(work)
+            acted = work if delayed is None else work.copy()
             dist = dist if delayed is None else distribution(delayed, acted)
             target = self._soft_value(dist, acted, critics, alpha)
         read = work.detach() if self.separate_losses else work
@@ -348,8 +349,8 @@ class SACLoss(SoftActorCritic):
 
     def _with_action(self, work: TensorDictBase, action: Tensor) -> TensorDictBase:
         """A shallow copy of the batch with another action."""
-        copy = shallow_copy(work)
-        put(copy, self.key("action"), action)
+        copy = work.copy()
+        copy.set(self.key("action"), action)
         return copy
 
     @override

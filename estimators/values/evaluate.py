@@ -31,7 +31,7 @@ from flatroll.estimators.values.extended_stream import (
 from flatroll.estimators.values.options import Evaluation, NetworkInputs, Parameters
 from flatroll.kernels.scans.scan import is_tracing, zeroed
 from flatroll.layout.boundaries import starts_from
-from flatroll.layout.fast_call import through
+from flatroll.layout.fast_call import call_network
 from flatroll.layout.final import Final, read_final
 from flatroll.layout.keys import NestedKey, next_key, require
 
@@ -433,7 +433,7 @@ def value_of(
     """
     # The parameters stand in the network for the time of the call only.
     with nullcontext() if parameters is None else parameters.to_module(network):
-        out = through(network, TensorDict(dict(columns), batch_size=shape))
+        out = call_network(network, TensorDict(dict(columns), batch_size=shape))
     value: Tensor | None = out.get(value_key, None)
     if value is None:
         raise KeyError(

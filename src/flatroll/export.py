@@ -10,22 +10,28 @@ The module can be called: after ``from flatroll import export``, ``export(buffer
 """
 
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
-from flatroll.datasets.exporting import (
-    export,
-    import_arrow,
-    import_h5,
-    import_lerobot,
-    import_minari,
-    import_pandas,
-    import_parquet,
+from tensordict import TensorDict, TensorDictBase
+
+from flatroll.datasets.formats.h5 import read_h5, write_h5
+from flatroll.datasets.formats.lerobot import read_lerobot, write_lerobot
+from flatroll.datasets.formats.minari import read_minari, write_minari
+from flatroll.datasets.formats.sources import open_source, written_beside
+from flatroll.datasets.formats.tables import (
+    MAX_BYTES,
+    read_arrow,
+    read_pandas,
+    read_parquet,
+    write_arrow,
+    write_pandas,
+    write_parquet,
 )
-from flatroll.datasets.formats.h5 import read_h5
-from flatroll.datasets.formats.lerobot.reading import read_lerobot
-from flatroll.datasets.formats.minari import read_minari
-from flatroll.datasets.formats.tables import read_arrow, read_pandas, read_parquet
+from flatroll.datasets.progress import progress_bar
+from flatroll.layout.checks import one_of
 from flatroll.layout.export import from_arrow, from_numpy, from_pandas, to_arrow, to_numpy, to_pandas
 
 __all__ = [
@@ -49,6 +55,120 @@ __all__ = [
     "to_numpy",
     "to_pandas",
 ]
+
+
+_WRITERS: dict[str, Callable[..., None]] = {
+    "parquet": write_parquet,
+    "arrow": write_arrow,
+    "pandas": write_pandas,
+    "minari": write_minari,
+    "lerobot": write_lerobot,
+    "h5": write_h5,
+}
+
+
+def export(
+    source: Any,
+    path: str | Path,
+    format: str = "parquet",
+    *,
+    chunk_rows: int | None = None,
+    progress: bool | None = None,
+    **options: Any,
+) -> None:
+    """Write the rows of a batch or buffer to a file or folder of another tool.
+
+    Rows are read and written piece by piece, so memory is bounded whatever the buffer holds. The file has another name
+    while it is written: under ``path`` stands all of it or nothing. `import_parquet` and its like give the rows back,
+    bit by bit; ``"minari"`` and ``"lerobot"`` hold trajectories one after the other, so rows come back in that order.
+
+    Args:
+        source: flat batch ``[N]``, or a `flatroll.buffers.ReplayBuffer`, whose rows are taken oldest first.
+        path: of the file (``"minari"``, ``"lerobot"``: folder) to be made.
+        format: ``"parquet"``, ``"arrow"`` (an IPC file), ``"pandas"`` (Parquet that `pandas.read_parquet` reads as the
+            frame of `to_pandas`), ``"minari"``, ``"lerobot"`` (version 3) or ``"h5"``. Default ``"parquet"``.
+        chunk_rows: rows to be held in memory at a time. Default: as many as take 32 MiB.
+        progress: show a bar. Default: where the error stream is a terminal.
+        **options: of the format: `compression` (parquet); `split` (pandas); `dataset_id`, `data_format`,
+            `observation_space`, `action_space`, more metadata (minari); `fps`, `task`, `robot_type` (lerobot);
+            arguments of `h5py.Group.create_dataset`, such as ``compression="gzip"`` (h5).
+
+    Raises:
+        ImportError: the format's library is missing; the text names the extra.
+        FileExistsError: something has the name already.
+        FileNotFoundError, PermissionError: there is no folder for it, or none that can be written to.
+        TypeError: ``source`` is neither batch nor buffer, or an entry is of a kind that the format does not have.
+        ValueError: an unknown format, no rows, or rows that the format cannot hold, such as n-step data in episodes.
+
+    >>> import tempfile, torch
+    >>> rows = TensorDict({"action": torch.arange(3), "next": {"reward": torch.ones(3, 1)}}, [3])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export(rows, f"{folder}/rows.parquet")
+    ...     print(import_parquet(f"{folder}/rows.parquet")["action"])
+    tensor([0, 1, 2])
+    """
+    write = _WRITERS[one_of("format", format, _WRITERS)]
+    rows = open_source(source, chunk_rows)
+    with progress_bar(rows.rows, progress, "exporting") as bar, written_beside(path) as beside:
+        write(rows._replace(advance=bar.update), beside, **options)
+
+
+def import_parquet(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictBase:
+    """Return the flat batch ``[N]`` of a Parquet file, of ``max_bytes`` (4 GiB) at most.
+
+    See `read_parquet`, which gives it in pieces.
+    """
+    return _together(read_parquet(path, max_bytes=max_bytes), path, max_bytes)
+
+
+def import_arrow(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictBase:
+    """Return the flat batch ``[N]`` of an Arrow IPC file, of ``max_bytes`` (4 GiB) at most.
+
+    See `read_arrow`, which gives it in pieces, and what it says of compressed files.
+    """
+    return _together(read_arrow(path), path, max_bytes)
+
+
+def import_pandas(path: str | Path, *, max_bytes: int = MAX_BYTES) -> TensorDictBase:
+    """Return the flat batch ``[N]`` of a Parquet file that pandas wrote, of ``max_bytes`` (4 GiB) at most.
+
+    See `read_pandas`, which gives it in pieces.
+    """
+    return _together(read_pandas(path, max_bytes=max_bytes), path, max_bytes)
+
+
+def import_h5(path: str | Path, *, max_bytes: int | None = None) -> TensorDictBase:
+    """Return the flat batch ``[N]`` of an HDF5 file with a dataset for each column. See `read_h5`."""
+    return _together(read_h5(path, max_bytes=max_bytes), path)
+
+
+def import_minari(source: Any, *, infos: bool = True) -> TensorDictBase:
+    """Return all episodes of a Minari data set as one flat batch ``[N]``. See `read_minari`."""
+    return _together(read_minari(source, infos=infos), source)
+
+
+def import_lerobot(path: str | Path) -> TensorDictBase:
+    """Return all episodes of a LeRobot v3 folder as one flat batch ``[N]``. See `read_lerobot`."""
+    return _together(read_lerobot(path), path)
+
+
+def _together(parts: Iterator[TensorDict], path: Any, max_bytes: int | None = None) -> TensorDictBase:
+    found: list[TensorDict] = []
+    size = 0
+    try:
+        for part in parts:
+            found.append(part)
+            size += part.bytes()
+            if max_bytes is not None and size > max_bytes:
+                raise ValueError(
+                    f"the rows take more than max_bytes={max_bytes}: give more, or read it in pieces"
+                )
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        error.add_note(f"while {path} was read")
+        raise
+    if not found:
+        raise ValueError(f"{path} has no rows")
+    return cast(TensorDictBase, TensorDict.cat(found) if len(found) > 1 else found[0])
 
 
 class _Callable(ModuleType):

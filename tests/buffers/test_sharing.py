@@ -119,11 +119,13 @@ def test_the_references_example_and_two_writers(method: str, tmp_path: Path) -> 
     assert found.returncode == 0 and found.stdout.strip() == "no row lost", found.stderr
 
 
-def write(buffer: ReplayBuffer, number: int, count: int) -> None:
-    """Rows of one value, each of two columns."""
-    for i in range(count):
-        value = torch.full((3,), number * count + i)
+def write(buffer: ReplayBuffer, number: int, count: int, enough: Any = None) -> None:
+    """Rows of one value, each of two columns: ``3 * count``, and more until ``enough`` is set."""
+    written = 0
+    while written < count or not (enough is None or enough.is_set()):
+        value = torch.full((3,), number * 10**9 + written)
         buffer.extend(TensorDict({"wide": value[:, None].expand(-1, 500).contiguous(), "n": value}, [3]))
+        written += 1
 
 
 def test_readers_see_whole_rows_of_other_processes() -> None:
@@ -131,19 +133,22 @@ def test_readers_see_whole_rows_of_other_processes() -> None:
     buffer = shared(31)
     write(buffer, 0, 20)
     context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=write, args=(buffer, number, 700)) for number in (1, 2)]
+    enough = context.Event()
+    writers = [context.Process(target=write, args=(buffer, number, 700, enough)) for number in (1, 2)]
     for process in writers:
         process.start()
-    samples = []
+    samples, seen = [], set[int]()
     while any(process.is_alive() for process in writers):
         samples += [buffer.sample(), buffer[:]]
+        seen.update(samples[-1]["n"].tolist())
+        if len(seen) > 50:  # they did see them come
+            enough.set()
     for process in writers:
         process.join()
         assert process.exitcode == 0
     for sample in samples:
         assert bool((sample["wide"] == sample["n"][:, None]).all())
-    assert buffer.stats()["rows_written"] == 3 * 1420
-    assert len({int(n) for sample in samples for n in sample["n"]}) > 50  # they did see them come
+    assert buffer.stats()["rows_written"] >= 3 * 1420 and enough.is_set()
 
 
 def test_counters_are_wide() -> None:

@@ -17,7 +17,7 @@ from flatroll.buffers import (
 )
 from flatroll.buffers.columns.column import TensorColumn
 from flatroll.buffers.index.ring import Ring
-from flatroll.buffers.step_rows import StepPositions
+from flatroll.buffers.steps.stored import StepPositions
 
 ENVS, WINDOW, STEPS, ENTRIES = 3, 4, 22, ["observation", ("next", "observation"), ("next", "terminated")]
 

@@ -336,7 +336,7 @@ def test_a_lerobot_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_long_lerobot_folders_have_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flatroll.datasets.formats.lerobot import writing as lerobot
+    from flatroll.datasets.formats import lerobot
 
     monkeypatch.setattr(lerobot, "_FILE_BYTES", 1)
     monkeypatch.setattr(lerobot, "_FILES_IN_CHUNK", 2)
@@ -456,7 +456,7 @@ def test_a_process_that_is_killed_leaves_nothing_under_the_name(format: str, tmp
 def test_bad_arguments(tmp_path: Path) -> None:
     path, batch = tmp_path / "rows", window(0)
     with pytest.raises(
-        ValueError, match="'parquet', 'arrow', 'pandas', 'minari', 'lerobot', 'h5', got 'csv'"
+        ValueError, match="'parquet', 'arrow', 'pandas', 'minari', 'lerobot' or 'h5', got 'csv'"
     ):
         export(batch, path, "csv")
     with pytest.raises(FileNotFoundError, match="is no folder"):

@@ -380,7 +380,7 @@ def test_openml(tmp_path: Path) -> None:
     assert sorted(torch.cat([batch["index"] for batch in data]).tolist()) == [0, 1, 2, 3]
     one_hot = OpenMLExperienceReplay("adult_onehot", 2, root=tmp_path, fetch=lambda *_: (features, label))
     assert one_hot[:]["X"][:, 1:].tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 1], [0, 1, 0]]
-    with pytest.raises(ValueError, match="name must be one of adult_num"):
+    with pytest.raises(ValueError, match="name must be 'adult_num', "):
         OpenMLExperienceReplay("iris", root=tmp_path)
 
 

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from flatroll.buffers import MultiStepTransform, RandomSampler
 from flatroll.datasets import OpenXExperienceReplay, read_rlds
-from flatroll.datasets.sets.streaming import WINDOW, EpisodeStream
+from flatroll.datasets.formats.openx import WINDOW, EpisodeStream
 from flatroll.layout import audit
 
 LENGTHS = (3, 2, 5, 4)

@@ -31,7 +31,7 @@ OTHERS = {
     ("buffers/ensemble/buffer.py", "pickle"),
     ("buffers/sharing.py", "pickle"),
     ("datasets/preprocess.py", "pickle"),  # an error's name
-    ("datasets/sets/d4rl.py", "import_module"),
+    ("datasets/formats/d4rl.py", "import_module"),
     ("layout/export.py", "import_module"),
 }
 

@@ -17,7 +17,16 @@ from tensordict.nn import (
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from flatroll.layout.fast_call import acted, through, written
+from flatroll.layout import tensordict_seam
+from flatroll.layout.fast_call import call_for, call_network, call_policy
+from flatroll.layout.tensordict_seam import get_entry, nest, plain_actor_parts, plain_function, plain_parts
+
+
+@pytest.fixture(params=[True, False], ids=["private", "public"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether tensordict's private parts are read: both ways do the same."""
+    monkeypatch.setattr(tensordict_seam, "USES_PRIVATES", request.param)
+    return bool(request.param)
 
 
 class Doubling(TensorDictModule):
@@ -63,25 +72,25 @@ def rows() -> TensorDict:
 def test_the_same_is_written(name: str) -> None:
     network = networks()[name]
     expected = network(rows())
-    found = through(network, rows())
+    found = call_network(network, rows())
     assert set(found.keys(True, True)) == set(expected.keys(True, True))
     assert (found == expected).all()
     for key in network.out_keys:
         if key != "_" and key != "a":
             batch = rows()
-            torch.testing.assert_close(written(network, batch, key), expected[key])
+            torch.testing.assert_close(call_for(network, batch, key), expected[key])
             assert set(batch.keys(True, True)) == {"a", ("in", "a")}
-    assert written(network, rows(), "nowhere") is None
+    assert call_for(network, rows(), "nowhere") is None
 
 
 def test_modes_and_errors_are_those_of_the_call() -> None:
     network = TensorDictModule(nn.Identity(), ["a"], ["b"])
     with set_skip_existing(True):
-        assert through(network, rows().set("b", torch.zeros(3)))["b"].sum() == 0
+        assert call_network(network, rows().set("b", torch.zeros(3)))["b"].sum() == 0
     with pytest.raises(KeyError, match="missing"):
-        through(TensorDictModule(lambda x: x + 1, ["missing"], ["b"]), rows())
-    with pytest.raises(ValueError, match=r"returned 2 tensors: give each a key"):
-        through(TensorDictModule(two, ["a"], ["b"]), rows())
+        call_network(TensorDictModule(lambda x: x + 1, ["missing"], ["b"]), rows())
+    with pytest.raises((ValueError, RuntimeError), match=r"returned 2 tensors: give each a key|more tensors"):
+        call_network(TensorDictModule(two, ["a"], ["b"]), rows())
 
 
 class Chosen(nn.Module):
@@ -122,12 +131,45 @@ def test_a_policy_acts_as_it_does_when_called(name: str, kind: Any) -> None:
         torch.manual_seed(1)
         expected = policy(rows())
         torch.manual_seed(1)
-        found = acted(policy, rows())
+        found = call_policy(policy, rows())
     assert set(found.keys(True, True)) >= set(expected.keys(True, True))
     assert all((found[key] == expected[key]).all() for key in expected.keys(True, True))
 
 
-def test_a_failing_network_is_named() -> None:
+def test_a_failing_network_is_named(way: bool) -> None:
     with pytest.raises(RuntimeError) as error:
-        through(TensorDictModule(nn.Linear(2, 2), ["a"], ["b"]), rows())
-    assert "in_keys ['a'] and out_keys ['b']" in error.value.__notes__[0]
+        call_network(TensorDictModule(nn.Linear(2, 2), ["a"], ["b"]), rows())
+    if way:  # called the public way, tensordict names it, in other words
+        assert "in_keys ['a'] and out_keys ['b']" in error.value.__notes__[0]
+
+
+def test_plain_modules_are_recognised(way: bool) -> None:
+    """With the private parts renamed, every call would be slow, and no other test would fail."""
+    plain, chained, acting = networks(), networks()["chain"], policies()
+    for name in ("one", "two", "first", "nested", "mapping"):
+        assert (plain_function(plain[name]) is not None) == way, name
+    for name in ("by name", "subclass", "hook", "selected"):
+        assert plain_function(plain[name]) is None, name
+    assert (plain_parts(chained) is not None) == way
+    assert plain_parts(plain["selected chain"]) is None
+    assert (plain_parts(plain["selected chain"], keep_all=True) is not None) == way
+    assert (plain_actor_parts(acting["actor"], samples=True) is not None) == way
+    assert plain_actor_parts(acting["in place"], samples=True) is plain_actor_parts(acting["hooked"]) is None
+
+
+def test_a_nested_batch_is_built() -> None:
+    batch = nest({"a": torch.ones(2, 3), ("next", "a"): torch.zeros(2), ("next", "b", "c"): torch.ones(2)}, 2)
+    assert batch.batch_size == batch["next"].batch_size == batch["next", "b"].batch_size == torch.Size([2])
+    assert set(batch.keys(True, True)) == {"a", ("next", "a"), ("next", "b", "c")}
+    assert nest({"a": torch.ones(())}).batch_size == torch.Size([])
+    assert nest({"a": torch.ones(2)}, 2, device=torch.device("cpu")).device == torch.device("cpu")
+
+
+def test_entries_are_found_as_tensordict_finds_them(tmp_path: Any) -> None:
+    plain = TensorDict({"a": torch.ones(2), "next": {"a": torch.zeros(2)}}, [2], names=["time"])
+    stacked = torch.stack([TensorDict({"a": torch.ones(1)}), TensorDict({"a": torch.ones(1)})])
+    for batch in (plain, stacked, plain.clone().memmap(tmp_path), plain.clone().lock_()):
+        for key in ("a", ("a",), ("next", "a"), ("next",), "b", ("next", "b"), ("none", "b")):
+            expected, found = batch.get(key, None), get_entry(batch, key)
+            assert (expected is None) == (found is None)
+            assert expected is None or (expected == found).all()

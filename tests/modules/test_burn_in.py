@@ -201,7 +201,7 @@ def stored(
 
 @pytest.mark.parametrize("kind", [GRUModule, LSTMModule])
 def test_buffers_burn_in_their_slices(kind: Any) -> None:
-    """semantics 5 [W]: stale states could be refreshed in [B, T] alone.
+    """Stale states of flat rows are refreshed, too.
 
     With unchanged weights the states burnt in are those that the rollout stored.
     """

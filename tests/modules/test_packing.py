@@ -46,7 +46,7 @@ def test_pieces_cover_each_row_once(lengths):
 
 
 def test_one_long_run_among_many_one_row_runs_needs_no_padding():
-    """semantics 5 [W] e14: 2,047 rows that a padded form makes a million of."""
+    """A padded form would make a million rows of these 2,047."""
     sizes = packing.run_index(starts_of([1024] + [1] * 1023)).batch_sizes
     assert packing.pieces(sizes) == [
         packing.Piece(steps=1, rows=1024, width=1024, dense=False),

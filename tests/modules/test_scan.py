@@ -254,7 +254,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in bytes elsewhere")
 def test_peak_memory_goes_with_real_rows():
-    """semantics 5 [W] e14: padding a run of 1,024 rows and 3,072 of one row to 3,073 x 1,024 takes over 700 MB.
+    """Padding a run of 1,024 rows and 3,072 runs of one row to 3,073 x 1,024 would take over 700 MB.
 
     Of the 4,096 rows there are, 4 x 64 gates are 4 MB; some such arrays are alive at a time.
     """

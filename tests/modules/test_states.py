@@ -164,7 +164,7 @@ def test_a_start_from_zeros_is_not_the_stored_one(kind: Any) -> None:
 
 
 def test_a_primer_that_starts_elsewhere_is_the_same_in_rollout_and_training() -> None:
-    """semantics.md 1.10 [BUG] E28c: the peer zeroes such a state in rollouts and uses it in training."""
+    """Rollouts and training begin with the same state."""
     policy = actor(GRUModule)
     gru = policy[1]
     gru.make_tensordict_primer = lambda: type("P", (), {"defaults": {"recurrent_state": torch.ones(1, 6)}})()

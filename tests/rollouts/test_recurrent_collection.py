@@ -204,7 +204,7 @@ def test_two_modules_keep_two_states() -> None:
 @pytest.mark.parametrize("stride", [2, 3, 100])
 @pytest.mark.parametrize("which", MODES)
 def test_states_stand_where_runs_begin_and_in_every_mth_row(which: str, stride: int, compact: bool) -> None:
-    """semantics 5 [W]: two states were stored at every row, though only those of slice starts are read."""
+    """Only the states of slice starts are read, so only every ``state_stride``-th row stores one."""
     options: Any = {"frames_per_batch": 11, "total_frames": 66, "compact_obs": compact}
     full = list(Collector(make(which), Declared(), **options))
     few = list(Collector(make(which), Declared(), **options, state_stride=stride))

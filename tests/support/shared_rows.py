@@ -60,7 +60,7 @@ def read(handle: BufferHandle, results: Any, stop: Any) -> None:
     """Count samples and wrong rows in them until told to stop."""
     torch.set_num_threads(1)
     samples = bad = 0
-    while not stop.is_set():
+    while not (samples and stop.is_set()):
         bad += wrong(handle.sample(500))
         samples += 1
     results.put((samples, bad))
@@ -97,7 +97,7 @@ def run(seconds: float, writers: int = 2) -> dict[str, int]:
     killed.append(start(read, handle, results, context.Event()))
     number, kills, here = writers, 0, 0
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    while time.monotonic() < end or kills < 5:
         time.sleep(choose.uniform(0.02, 0.2))
         place = choose.randrange(len(killed))
         os.kill(killed[place].pid or 0, signal.SIGKILL)
@@ -116,7 +116,7 @@ def run(seconds: float, writers: int = 2) -> dict[str, int]:
     rows = buffer[:]
     written = buffer.ring.written
     order = torch.arange(max(0, written - 20_000), written).remainder(20_000)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 300
     while open_files() > before and time.monotonic() < end:  # the owner is about to notice that all are gone
         time.sleep(0.01)
     return {

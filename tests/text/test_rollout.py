@@ -286,10 +286,10 @@ def test_padding_may_be_the_end_token(make_rollout: Make, prompts: PromptData) -
             r"eos_token_id 50256 is not a token of the model \(24\).*tokenizer.eos_token_id",
         ),
         ({"pad_token_id": -1}, "pad_token_id -1"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
-        ({"num_steps": 0}, "num_steps must be at least 1"),
-        ({"kl_estimator": "k4"}, 'must be "k1", "k2" or "k3"'),
-        ({"score_clip": -1.0}, "must not be negative"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1"),
+        ({"num_steps": 0}, "num_steps must be an integer of at least 1"),
+        ({"kl_estimator": "k4"}, "kl_estimator must be 'k1', 'k2' or 'k3', got 'k4'"),
+        ({"score_clip": -1.0}, "score_clip must be at least 0"),
     ],
 )
 def test_wrong_arguments_are_refused(make_rollout: Make, options: Any, text: str) -> None:

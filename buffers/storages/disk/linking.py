@@ -23,7 +23,7 @@ from flatroll.buffers.storages.disk.log import RowLog
 from flatroll.buffers.storages.disk.pieces import Piece
 from flatroll.buffers.storages.item_kinds import TensorDicts
 from flatroll.buffers.storages.next_pool import NextPool
-from flatroll.disk import LoadedVersion, Segment
+from flatroll.disk import LoadedVersion, Segment, Version
 from flatroll.disk.segments import MOST_ROWS
 from flatroll.layout.keys import NestedKey
 
@@ -95,6 +95,19 @@ class LinkingStorage(ColumnStorage):
         if first is None:
             first = 0 if self._ring is None else self._ring.head
         self._log.save(Path(path), self._offset + first, notes or {}, overwrite)
+
+    @property
+    def row_offset(self) -> int:
+        """Number of a row in the folder, less its number in the ring of the buffer."""
+        return self._offset
+
+    def note(self, notes: dict[str, Any]) -> None:
+        """Save ``notes``, anything for JSON, along with the next version of the folder."""
+        self._log.notes = notes
+
+    def may_replace(self, path: Path, version: Version) -> None:
+        """Let :meth:`save` replace this version of another folder, which was loaded from there."""
+        self._log.saved[path.resolve()] = version
 
     def _writable(self) -> None:
         if self.read_only:

@@ -15,7 +15,7 @@ from flatroll.buffers.columns.column import Columns, host_memory
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.storages.disk.layout import Layout
 from flatroll.buffers.storages.disk.pieces import Piece, Pieces
-from flatroll.disk import Folder, Ragged, Segment, column_name
+from flatroll.disk import Folder, Ragged, Segment, Version, column_name
 from flatroll.layout.keys import NestedKey, next_key
 
 _LINE = 64  # bytes of a cache line
@@ -71,13 +71,14 @@ class RowLog:
         pieces: the rows that can be read.
         layout: what the folder notes of the rows; None before the first batch.
         notes: what else it notes, by name: JSON.
+        saved: the version of each other folder that :meth:`save` may replace.
     """
 
     def __init__(self, folder: Folder, rule: FlushRule, capacity: int, layout: Layout | None) -> None:
         self.folder, self.rule, self.capacity, self.layout = folder, rule, capacity, layout
         self.end = folder.end
         self.notes: dict[str, Any] = {}
-        self._saved: dict[Path, Folder] = {}
+        self.saved: dict[Path, Folder | Version] = {}  # by which this run knows other folders
         self._blocks: tuple[_Block, ...] = ()
         self._mapped: dict[str, Piece] = {}
         self._noted = False  # whether this run has published the layout
@@ -231,9 +232,9 @@ class RowLog:
                     self._note()
                 return
             with Folder(
-                path, write=True, log=False, resume=self._saved.get(path), overwrite=overwrite
+                path, write=True, log=False, resume=self.saved.get(path), overwrite=overwrite
             ) as other:
-                self._saved[path] = other
+                self.saved[path] = other
                 other.adopt(segments)
                 layout = {} if self.layout is None else self.layout.to_json()
                 other.publish({**layout, **notes}, head=head, extra=_FACTS)

@@ -150,6 +150,10 @@ class DiskStorage(LinkingStorage):
         _close(self._log, self.read_only, self._process)
         self._closing.detach()  # not after an error: who calls again, or the end of the process, tries again
 
+    def close_once(self) -> None:
+        """As :meth:`close`, for a folder that goes with the storage: after an error nobody tries again."""
+        self._closing()
+
     @override
     def counts(self) -> dict[str, int]:
         return {"rows_unflushed": self._log.unflushed}

@@ -1,25 +1,18 @@
 """Offline data sets as replay buffers, and trajectories that are kept on disk."""
 
-from flatroll.datasets.base import BaseDatasetExperienceReplay
-from flatroll.datasets.convert import convert
+from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay
 from flatroll.datasets.fetch import fetch_url
-from flatroll.datasets.formats.atari import read_atari_dqn
-from flatroll.datasets.formats.d4rl import read_d4rl
-from flatroll.datasets.formats.gen_dgrl import read_gen_dgrl
-from flatroll.datasets.formats.openml import read_openml
-from flatroll.datasets.formats.robots import read_rlds, read_roboset
-from flatroll.datasets.formats.vd4rl import read_vd4rl
-from flatroll.datasets.sets.d4rl import D4RLExperienceReplay, VD4RLExperienceReplay
-from flatroll.datasets.sets.games import AtariDQNExperienceReplay, GenDGRLExperienceReplay
-from flatroll.datasets.sets.minari import MinariExperienceReplay
-from flatroll.datasets.sets.openml import OpenMLExperienceReplay
-from flatroll.datasets.sets.robots import (
-    LeRobotExperienceReplay,
-    OpenXExperienceReplay,
-    RobosetExperienceReplay,
-)
-from flatroll.datasets.trajectories.buffer import TrajectoryReplayBuffer
-from flatroll.datasets.trajectories.cache import TrajectoryCache
+from flatroll.datasets.folders import convert
+from flatroll.datasets.formats.atari import AtariDQNExperienceReplay, read_atari_dqn
+from flatroll.datasets.formats.d4rl import D4RLExperienceReplay, read_d4rl
+from flatroll.datasets.formats.gen_dgrl import GenDGRLExperienceReplay, read_gen_dgrl
+from flatroll.datasets.formats.lerobot import LeRobotExperienceReplay
+from flatroll.datasets.formats.minari import MinariExperienceReplay
+from flatroll.datasets.formats.openml import OpenMLExperienceReplay, read_openml
+from flatroll.datasets.formats.openx import OpenXExperienceReplay, read_rlds
+from flatroll.datasets.formats.roboset import RobosetExperienceReplay, read_roboset
+from flatroll.datasets.formats.vd4rl import VD4RLExperienceReplay, read_vd4rl
+from flatroll.datasets.trajectories.buffer import TrajectoryCache, TrajectoryReplayBuffer
 
 __all__ = [
     "AtariDQNExperienceReplay",

@@ -1,27 +1,224 @@
-"""Folders of segments that appear when they are whole: how rows are written into them."""
+"""`convert`: rows of any source, gathered into pieces, become a folder of segments that appears when it is whole."""
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, cast
 
+import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from flatroll.buffers.columns.column import Columns
+from flatroll.buffers import ReplayBuffer
+from flatroll.buffers.columns.column import Columns, differ, put_rows, take_rows
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
-from flatroll.buffers.index.ring import Array
 from flatroll.buffers.storages.continuity import find_pairs, state_pairs
-from flatroll.buffers.storages.disk.forms import Form
+from flatroll.buffers.storages.disk.forms import Form, FrameForm, ZstdForm
 from flatroll.buffers.storages.disk.layout import Layout
+from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.buffers.storages.next_pool import NextPool
-from flatroll.datasets.pieces import Piece
+from flatroll.buffers.storages.tensors import Encodings
+from flatroll.datasets.progress import progress_bar
 from flatroll.disk import Folder, Ragged, column_name
 from flatroll.disk.folder import Listing
-from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, next_key
+from flatroll.layout.export import Array
+from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, next_key, plain_key
 
+#: Rows as `convert` takes them: a flat batch, its tensors by key, or arrays by dotted name.
+Batch: TypeAlias = TensorDictBase | Columns | Mapping[str, Array]
 _ROWS_LOOKED_AT = 1024  # to find out which next observations are those of the row after
+SEGMENT_BYTES = 32 << 20
+
+
+class RowPiece(NamedTuple):
+    """Consecutive rows ``[N]``.
+
+    Attributes:
+        columns: ``[N, ...]`` by key, without the next entries that ``tails`` tells.
+        ends: int64 ``[E]``, ascending: the rows whose next entry is not the root entry of the row after, as far as the
+            source told; the last of them is row N - 1. Empty without ``tails``.
+        tails: next entries of these rows ``[E, ...]``, by root key.
+    """
+
+    columns: Columns
+    ends: Tensor = torch.empty(0, dtype=torch.int64)
+    tails: Mapping[NestedKey, Tensor] = {}
+
+    def cuts(self) -> Tensor:
+        """Return where the next entry differs from the root entry of the row after; bool ``[N]``."""
+        cut = torch.zeros(int(self.ends[-1]) + 1, dtype=torch.bool)
+        inner = self.ends[:-1]
+        for key, tails in self.tails.items():
+            cut[inner] |= differ(tails[:-1], take_rows(self.columns[key], inner + 1))
+        return cut
+
+    def following(self, rows: Tensor) -> Columns:
+        """Return the next entries ``[M, ...]`` of ``rows`` (int64 ``[M]``, ascending) by root key."""
+        last = int(self.ends[-1])
+        # Where each of the rows stands among `ends`, if it is one of them.
+        places = torch.searchsorted(self.ends, rows)
+        known = (self.ends[places] == rows).nonzero().squeeze(-1)
+        found: Columns = {}
+        for key, tails in self.tails.items():
+            found[key] = take_rows(self.columns[key], (rows + 1).clamp_(max=last))
+            put_rows(found[key], known, take_rows(tails, places[known]))
+        return found
+
+    def whole(self) -> "RowPiece":
+        """Return the piece with all next entries in its columns."""
+        if not self.tails:
+            return self
+        following = self.following(torch.arange(int(self.ends[-1]) + 1))
+        return RowPiece({**self.columns, **{next_key(key): values for key, values in following.items()}})
+
+
+def gather(batches: Iterable[Batch], piece_bytes: int) -> Iterator[RowPiece]:
+    """Yield the rows of all batches in pieces of ``piece_bytes`` (the last one: less).
+
+    A piece is valid until the next one is asked for, whose rows take its memory.
+
+    Raises:
+        ValueError: a batch is not flat, or differs from the first one in entries, shapes or dtypes.
+        TypeError: an entry is not of numbers or bools.
+    """
+    memory: _PieceMemory | None = None
+    names: dict[str, NestedKey] = {}
+    for number, batch in enumerate(batches):
+        columns = _by_key(batch, names, number)
+        counts = {value.shape[:1] for value in columns.values()}
+        if len(counts) > 1 or () in counts:
+            shapes = {key: list(value.shape) for key, value in columns.items()}
+            raise ValueError(f"batch {number} must have one number of rows, its shapes are {shapes}")
+        count = next(iter(counts), (0,))[0]
+        memory = memory or _PieceMemory(columns, piece_bytes)
+        memory.check(columns, number)
+        first = 0
+        while first < count:
+            first = memory.fill(columns, first, count)
+            if memory.used == memory.rows:
+                yield memory.piece()
+    if memory is not None and memory.used:
+        yield memory.piece()
+
+
+class _PieceMemory:
+    """Memory of one piece, which is filled again and again: pages that are new each time cost more than the copies."""
+
+    def __init__(self, like: Mapping[NestedKey, Tensor | Array], piece_bytes: int) -> None:
+        self.kinds = {key: (value.dtype, value.shape[1:]) for key, value in like.items()}
+        # from here on tensors, so that torch's names of the dtypes stand in `columns`
+        rows = {key: _tensor(value[:0]) for key, value in like.items()}
+        self.roots = state_pairs(rows)
+        # Whether next entries of all batches so far were views of the root entries, so that no file needs them.
+        self.shifted = bool(self.roots) and self._views(like)
+        self.left_out = {next_key(key) for key in self.roots} if self.shifted else set()
+        stored = [row for key, row in rows.items() if key not in self.left_out]
+        self.rows = max(1, piece_bytes // max(1, sum(row.shape[1:].numel() * row.itemsize for row in stored)))
+        self.used = 0
+        self.columns = {
+            key: row.new_empty((self.rows, *row.shape[1:]), device="cpu") for key, row in rows.items()
+        }
+        # Memory that is never written to takes no memory: as many tails as rows would fit.
+        self.tails = {key: torch.empty_like(self.columns[key]) for key in self.roots}
+        self.ends: list[int] = []
+
+    def check(self, columns: Mapping[NestedKey, Tensor | Array], number: int) -> None:
+        """Raise ValueError if a batch is not of the kind of the first one."""
+        if columns.keys() != self.kinds.keys():
+            differing = sorted(map(str, columns.keys() ^ self.kinds.keys()))
+            raise ValueError(
+                f"batch {number} must have the entries of those before it: {differing} are not in both"
+            )
+        for key, value in columns.items():
+            dtype, shape = self.kinds[key]
+            if value.dtype != dtype or value.shape[1:] != shape:
+                raise ValueError(
+                    f"batch {number}: {key!r} is {value.dtype} {list(value.shape[1:])} a row, before it was "
+                    f"{dtype} {list(shape)}"
+                )
+        if self.shifted and not self._views(columns):
+            self._unshift()
+
+    def fill(self, columns: Mapping[NestedKey, Tensor | Array], first: int, count: int) -> int:
+        """Copy rows of a batch from ``first`` on, as many as fit, and return the first one that is left."""
+        stop = min(count, first + self.rows - self.used)
+        end = self.used + stop - first
+        for key, value in columns.items():
+            if key not in self.left_out:
+                _put(self.columns[key], self.used, end, value[first:stop])
+        if self.shifted:
+            for key in self.roots:
+                _put(
+                    self.tails[key],
+                    len(self.ends),
+                    len(self.ends) + 1,
+                    columns[next_key(key)][stop - 1 : stop],
+                )
+            self.ends.append(end - 1)
+        self.used = end
+        return stop
+
+    def piece(self) -> RowPiece:
+        """Return what is there, and begin anew."""
+        rows, ends = self.used, torch.tensor(self.ends, dtype=torch.int64)
+        self.used, self.ends = 0, []
+        if not self.shifted:
+            return RowPiece({key: column[:rows] for key, column in self.columns.items()})
+        columns = {key: column[:rows] for key, column in self.columns.items() if key not in self.left_out}
+        return RowPiece(columns, ends, {key: tails[: len(ends)] for key, tails in self.tails.items()})
+
+    def _views(self, columns: Mapping[NestedKey, Tensor | Array]) -> bool:
+        return all(_is_view(columns[key], columns[next_key(key)]) for key in self.roots)
+
+    def _unshift(self) -> None:
+        """From now on copy next entries, too."""
+        rows = self.used
+        if rows:
+            whole = self.piece().whole()
+            for key in map(next_key, self.roots):
+                self.columns[key][:rows] = whole.columns[key]
+        self.used, self.shifted, self.left_out = rows, False, set()
+
+
+def _by_key(batch: Batch, names: dict[str, NestedKey], number: int) -> Mapping[NestedKey, Tensor | Array]:
+    """Columns of a batch; ``names`` keeps the keys of dotted names."""
+    if isinstance(batch, TensorDictBase):
+        if batch.batch_dims != 1:
+            raise ValueError(f"batch {number} must be flat, [N], got {list(batch.batch_size)}")
+        return leaves(batch)
+    if not any(isinstance(value, np.ndarray) for value in batch.values()):
+        return cast(Columns, batch)
+    found: dict[NestedKey, Tensor | Array] = {}
+    for name, array in cast(Mapping[str, Array], batch).items():
+        if array.dtype.kind not in "biufc":
+            raise TypeError(f"column {name!r} must be of numbers or bools, got {array.dtype}: leave it out")
+        if name not in names:
+            names[name] = plain_key(tuple(name.split(".")))
+        found[names[name]] = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    return found
+
+
+def _tensor(value: Tensor | Array) -> Tensor:
+    return value.detach() if isinstance(value, Tensor) else torch.from_numpy(value.copy())
+
+
+def _put(target: Tensor, first: int, end: int, value: Tensor | Array) -> None:
+    """Copy values to the rows ``[first, end)`` of ``target``."""
+    if isinstance(value, Tensor):
+        target[first:end].copy_(value.detach())
+    else:
+        target.numpy()[first:end] = value
+
+
+def _is_view(root: Tensor | Array, following: Tensor | Array) -> bool:
+    """Whether row i of ``following`` is, in memory, row i + 1 of ``root``."""
+    if isinstance(root, Tensor) and isinstance(following, Tensor):
+        same = root.device == following.device and root.stride() == following.stride()
+        same &= root.is_conj() == following.is_conj() and root.is_neg() == following.is_neg()
+        return same and following.data_ptr() == root.data_ptr() + root.stride(0) * root.itemsize
+    places = [values.__array_interface__["data"][0] for values in (root, following)]  # type: ignore[union-attr]
+    return root.strides == following.strides and places[1] == places[0] + root.strides[0]  # type: ignore[union-attr]
 
 
 class Written(NamedTuple):
@@ -32,7 +229,7 @@ class Written(NamedTuple):
 
 
 def write_folder(
-    pieces: Iterable[Piece],
+    pieces: Iterable[RowPiece],
     path: str | Path,
     *,
     facts: Mapping[str, Any] | None = None,
@@ -87,12 +284,12 @@ def publish(folder: Folder, layout: Layout, target: Path, facts: Mapping[str, An
         folder.path.rename(target)
 
 
-def _layout_of(piece: Piece, kinds: Mapping[NestedKey, type[Form]]) -> Layout:
+def _layout_of(piece: RowPiece, kinds: Mapping[NestedKey, type[Form]]) -> Layout:
     """How to keep rows such as these, the first ones of a set."""
     rows, pairs = piece.columns, list(piece.tails)
     if not pairs:
         rows = {key: values[:_ROWS_LOOKED_AT] for key, values in rows.items()}
-        piece, pairs = Piece(rows), state_pairs(rows)
+        piece, pairs = RowPiece(rows), state_pairs(rows)
     if not any(key in rows for key in (IS_INIT, DONE, TRAJ_IDS)):
         pairs = []
     if pairs and not piece.tails:
@@ -109,7 +306,7 @@ def _layout_of(piece: Piece, kinds: Mapping[NestedKey, type[Form]]) -> Layout:
     return Layout(forms, pairs, [])
 
 
-def _encode(piece: Piece, layout: Layout) -> dict[str, Tensor | Ragged]:
+def _encode(piece: RowPiece, layout: Layout) -> dict[str, Tensor | Ragged]:
     """Return what a file of the folder holds of these rows."""
     if set(piece.tails) != set(layout.pairs):
         piece = piece.whole()
@@ -131,7 +328,7 @@ def _encode(piece: Piece, layout: Layout) -> dict[str, Tensor | Ragged]:
     return columns
 
 
-def _lasts(piece: Piece, pairs: list[NestedKey]) -> Array:
+def _lasts(piece: RowPiece, pairs: list[NestedKey]) -> Array:
     """Numbers of the rows whose next observation is not that of the row after."""
     cuts = piece.cuts() if piece.tails else NextPool(pairs).cuts(piece.columns, None)
     return Fragments.read(piece.columns, _boundary_keys(piece.columns), cuts).lasts
@@ -143,3 +340,70 @@ def _boundary_keys(rows: Columns) -> BoundaryKeys:
 
 def _count(rows: Columns) -> int:
     return len(next(iter(rows.values())))
+
+
+def convert(
+    batches: Iterable[Batch],
+    path: str | Path,
+    *,
+    facts: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    frame_stack: Mapping[NestedKey, int] | None = None,
+    codec: Mapping[NestedKey, str] | None = None,
+    segment_bytes: int = SEGMENT_BYTES,
+    progress: bool | None = None,
+) -> int:
+    """Write flat batches into a folder of segments that a `BaseDatasetExperienceReplay` opens; return how many rows.
+
+    The folder has another name while it is written (``.<name>.part`` beside it), so under ``path`` stands all of it
+    or nothing; what a killed call left behind is begun anew by the next one. Memory holds one segment at a time. Next
+    observations that are those of the row after are not written twice. `flatroll.buffers.DiskStorage` reads the folder.
+
+    Args:
+        batches: flat batches ``[N]`` of the same entries (or their tensors by key, or arrays by dotted name):
+            trajectories end to end, an episode each, or any pieces of them, in order. Ids of trajectories must be
+            those of the whole set.
+        path: of the folder.
+        facts: anything for JSON that ``flatroll inspect`` is to show.
+        overwrite: put the folder in the place of one that is there. Default False.
+        frame_stack: frames per stack by key, ``{"observation": 4}``: single frames are written, each once.
+        codec: compression by key, ``{"pixels": "zstd"}``: lossless. Needs the extra ``zstd``.
+        segment_bytes: bytes of rows that make a file. Default 32 MiB.
+        progress: show a bar. Default: where the error stream is a terminal.
+
+    Raises:
+        FileExistsError: there is such a folder; with ``overwrite``, anything else of that name.
+        BlockingIOError: another process converts into it.
+        ValueError: no rows, or batches whose entries, shapes or dtypes differ.
+        TypeError: an entry is no tensor, or ``batches`` is a batch or a buffer itself.
+
+    >>> import tempfile
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> from flatroll.datasets import BaseDatasetExperienceReplay
+    >>> batch = TensorDict({"action": torch.arange(3), "next": {"done": torch.tensor([False, False, True])}}, [3])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     convert([batch, batch], f"{folder}/set"), len(BaseDatasetExperienceReplay(f"{folder}/set"))
+    (6, 6)
+    """
+    # Their iterators yield rows, and samples without end.
+    if isinstance(batches, TensorDictBase | ReplayBuffer):
+        raise TypeError(
+            f"batches must be a list or an iterator of flat batches, got a {type(batches).__name__}: give [batch], or "
+            "[buffer.oldest_first()] for the rows of a buffer"
+        )
+    options = Encodings(frame_stack, codec)
+    kinds: dict[NestedKey, type[Form]] = dict.fromkeys(options.frame_stack, FrameForm)
+    kinds |= dict.fromkeys(options.codec, ZstdForm)
+
+    def checked() -> Iterator[RowPiece]:
+        for number, piece in enumerate(gather(batches, segment_bytes)):
+            if not number:
+                options.row_bytes(
+                    {key: (values.dtype, values.shape[1:]) for key, values in piece.columns.items()}
+                )
+            yield piece
+            bar.update(len(next(iter(piece.columns.values()))))
+
+    with progress_bar(None, progress, f"converting {Path(path).name}") as bar:
+        return write_folder(checked(), path, facts=facts, overwrite=overwrite, kinds=kinds).end

@@ -21,8 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from flatroll.buffers.storages.disk.forms import Form
 from flatroll.buffers.storages.disk.layout import Layout
 from flatroll.buffers.storages.item_kinds import leaves
-from flatroll.datasets.folders import publish, write_folder
-from flatroll.datasets.pieces import Piece
+from flatroll.datasets.folders import RowPiece, publish, write_folder
 from flatroll.datasets.progress import progress_bar
 from flatroll.disk import Folder, Segment
 from flatroll.layout.checks import whole_number
@@ -120,7 +119,7 @@ class _Work:
                     f"fn must return the same entries for all rows: {sorted(map(str, kept ^ set(columns)))}"
                 )
         write_folder(
-            [Piece(columns)], place, facts=self.stamp, kinds=self.kinds, layout=self.layout, first=first
+            [RowPiece(columns)], place, facts=self.stamp, kinds=self.kinds, layout=self.layout, first=first
         )
         return end - first
 

@@ -11,8 +11,9 @@ from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from flatroll.layout.fast_call import acted, nest
+from flatroll.layout.fast_call import call_policy
 from flatroll.layout.keys import ACTION, IS_INIT, NestedKey, as_tuple, next_key
+from flatroll.layout.tensordict_seam import nest
 from flatroll.rollouts.arguments import Devices
 from flatroll.wrappers.arrays import Array, map_tree, to_torch
 from flatroll.wrappers.primers import recurrent_states
@@ -114,7 +115,7 @@ class ModulePolicy:
         if self._devices.policy is not None:
             data = data.to(self._devices.policy, non_blocking=wait)
         try:
-            out = acted(self._policy, data)
+            out = call_policy(self._policy, data)
         except RuntimeError as error:
             leaves: Any = data.values(True, True)
             _note_dtype(error, leaves)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends, run_starts
 from flatroll.layout.delta import check_delta, encode_delta
-from flatroll.layout.fast_call import nest
 from flatroll.layout.keys import (
     DELTA,
     DONE,
@@ -27,6 +26,7 @@ from flatroll.layout.keys import (
     as_tuple,
     next_key,
 )
+from flatroll.layout.tensordict_seam import nest
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
 from flatroll.wrappers.arrays import Array, select, to_torch
 

@@ -141,14 +141,24 @@ class Nursery:
         waiting = self.workers if workers is None else tuple(workers)
         deadline = None if timeout is None else monotonic() + timeout
         others = list(also)
-        while not (ready := [worker for worker in waiting if worker.has_news()]):
+        while not (ready := self._with_news(waiting)):
             left = None if deadline is None else deadline - monotonic()
             if not waiting or (left is not None and left <= 0):
                 break
             channels = [worker.channel for worker in waiting if not worker.channel.ended]
             if set(others) & set(wait_for_any([*channels, self._helper.control, *others], left)):  # type: ignore[list-item]
-                return [worker for worker in waiting if worker.has_news()]
+                return self._with_news(waiting)
         return ready
+
+    def _with_news(self, workers: "Iterable[Worker]") -> "list[Worker]":
+        """Those for which there is something to receive."""
+        self._helper.feed()
+        return [worker for worker in workers if worker.read_news()]
+
+    def _running(self, workers: "Iterable[Worker]") -> "list[Worker]":
+        """Those whose process is not gone."""
+        self._helper.feed()
+        return [worker for worker in workers if not worker.known_to_have_ended()]
 
     def end(self, workers: "Iterable[Worker]", timeout: float = 5.0) -> None:
         """End these workers and forget them; workers that have ended are no error.
@@ -161,10 +171,10 @@ class Nursery:
         ending, deadline = list(workers), monotonic() + timeout
         for worker in ending:
             worker.channel.finish()
-        left = [worker for worker in ending if not worker.has_ended()]
+        left = self._running(ending)
         while left and monotonic() < deadline:
             wait_for_any([self._helper.control], max(0, deadline - monotonic()))  # type: ignore[list-item]
-            left = [worker for worker in left if not worker.has_ended()]
+            left = self._running(left)
         for worker in left:
             worker.kill()
         for worker in ending:
@@ -202,11 +212,25 @@ class Worker:
 
     def has_ended(self) -> bool:
         """Whether its process is gone."""
-        return self.exitcode is not None or self._helper.gone
+        self._helper.feed()
+        return self.known_to_have_ended()
+
+    def known_to_have_ended(self) -> bool:
+        """Whether the helper has said so in what was read from it.
+
+        Who asks for several workers before a wait reads once, before all of them. Reading for each would take the
+        word of a worker that was asked about before, and nothing would end the wait.
+        """
+        return self._number in self._helper.exitcodes or self._helper.gone
 
     def has_news(self) -> bool:
         """Whether it has sent something that was not received, or ended."""
-        ended = self.has_ended()  # asked first: what it sent before its end is then there to read
+        self._helper.feed()
+        return self.read_news()
+
+    def read_news(self) -> bool:
+        """The same by what was read from the helper, see `known_to_have_ended`."""
+        ended = self.known_to_have_ended()  # asked first: what it sent before its end is then there to read
         self.channel.feed()
         return self.channel.has_messages() or ended
 

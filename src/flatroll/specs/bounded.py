@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from flatroll.layout.checks import one_of
 from flatroll.specs.arithmetic import Limits, as_double, draw_between, is_whole, ordered, whole_range
 from flatroll.specs.shapes import Shape, grid, shortened
 from flatroll.specs.tensor_spec import Device, DType, Numbers, Ranged, TensorSpec, checked_dtype
@@ -36,9 +37,7 @@ class NumberSpec(TensorSpec):
     def _set_up(self, shape: Shape, device: Device, dtype: torch.dtype, domain: str | None) -> None:
         """Initialise, and become the class of the domain: that given, or the class's own, or else the dtype's."""
         domain = domain or self._own_domain or ("discrete" if is_whole(dtype) else "continuous")
-        if domain not in self._by_domain:
-            raise ValueError(f"domain must be 'continuous' or 'discrete', got {domain!r}")
-        TensorSpec.__init__(self, shape, None, device, dtype, domain)
+        TensorSpec.__init__(self, shape, None, device, dtype, one_of("domain", domain, self._by_domain))
         if self._own_domain is None:
             self.__class__ = self._by_domain[domain]
 

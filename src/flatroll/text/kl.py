@@ -4,9 +4,11 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from torch import Tensor
+
+from flatroll.layout.checks import number, one_of
 
 #: Names of the estimates of `kl_estimate`.
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
@@ -45,13 +47,17 @@ def kl_estimate(log_ratio: Tensor, estimator: KLEstimator = "k1") -> Tensor:
     tensor([0.1250, 0.1250])
     tensor([0.1065, 0.1487])
     """
-    if estimator == "k1":
+    if one_of("kl_estimator", estimator, ("k1", "k2", "k3")) == "k1":
         return log_ratio
     if estimator == "k2":
         return log_ratio.square() / 2
-    if estimator == "k3":
-        return (-log_ratio).expm1() + log_ratio
-    raise ValueError(f'kl_estimator must be "k1", "k2" or "k3", got {estimator!r}')
+    return (-log_ratio).expm1() + log_ratio
+
+
+class HasCoefficient(Protocol):
+    """Whose KL penalty has a coefficient, such as a `RolloutFromModel`."""
+
+    kl_coef: float
 
 
 class KLControllerBase(ABC):
@@ -65,7 +71,7 @@ class KLControllerBase(ABC):
         AttributeError: ``model`` has no attribute ``kl_coef``.
     """
 
-    def __init__(self, coef: float, model: Any = None) -> None:
+    def __init__(self, coef: float, model: HasCoefficient | None = None) -> None:
         self.coef = float(coef)
         self.model = model
         if model is not None:
@@ -96,13 +102,11 @@ class ConstantKLController(KLControllerBase):
     0.1
     """
 
-    def __init__(self, *, kl_coef: float | None = None, model: Any = None) -> None:
+    def __init__(self, *, kl_coef: float | None = None, model: HasCoefficient | None = None) -> None:
         coef = getattr(model, "kl_coef", None) if kl_coef is None else kl_coef
         if coef is None and (model is None or hasattr(model, "kl_coef")):
             raise ValueError("kl_coef is missing: pass a number, or a model that has one")
-        if coef is not None and not (math.isfinite(coef) and coef >= 0):
-            raise ValueError(f"kl_coef must be finite and not negative, got {coef}")
-        super().__init__(0.0 if coef is None else coef, model)
+        super().__init__(0.0 if coef is None else number("kl_coef", coef, least=0, below=math.inf), model)
 
     def update(
         self, kl_values: Sequence[float] | None = None, *, kl: float | None = None, n_steps: int | None = None
@@ -135,10 +139,11 @@ class AdaptiveKLController(KLControllerBase):
     (0.11, 0.099)
     """
 
-    def __init__(self, *, init_kl_coef: float, target: float, horizon: int, model: Any = None) -> None:
+    def __init__(
+        self, *, init_kl_coef: float, target: float, horizon: int, model: HasCoefficient | None = None
+    ) -> None:
         for name, value in (("init_kl_coef", init_kl_coef), ("target", target), ("horizon", horizon)):
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be positive and finite, got {value}")
+            number(name, value, above=0, below=math.inf)
         super().__init__(init_kl_coef, model)
         self.target, self.horizon = float(target), horizon
 
@@ -170,11 +175,10 @@ class AdaptiveKLController(KLControllerBase):
                 raise ValueError("n_steps belongs to kl=; kl_values has a length of its own")
             n_steps, kl = len(rewards), -math.fsum(rewards) / len(rewards) / self.coef
         assert kl is not None
-        kl, n_steps = float(kl), 1 if n_steps is None else n_steps
+        kl = float(kl)
         if not math.isfinite(kl):
             raise ValueError(f"the KL must be finite, got {kl}: a log-probability is not")
-        if n_steps <= 0:
-            raise ValueError(f"n_steps must be positive, got {n_steps}")
+        n_steps = 1 if n_steps is None else number("n_steps", n_steps, above=0)
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         factor = max(1 + error * n_steps / self.horizon, _SMALLEST_FACTOR)
         self.coef = min(max(self.coef * factor, sys.float_info.min), sys.float_info.max)

@@ -8,6 +8,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flatroll.layout import ACTION, IS_INIT, NEXT, OBSERVATION, STEP_COUNT
+from flatroll.layout.checks import number, whole_number, writer_number
+from flatroll.text.data import PromptData
 from flatroll.text.kl import KLControllerBase, KLEstimator, kl_estimate
 from flatroll.text.sampling import (
     check_config,
@@ -83,14 +85,13 @@ class RolloutFromModel:
         generator: torch.Generator | None = None,
         writer: int = 0,
     ) -> None:
-        for name, value in (("max_new_tokens", max_new_tokens), ("num_steps", num_steps)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if score_clip < 0 or writer < 0:
-            raise ValueError(f"score_clip and writer must not be negative, got {score_clip} and {writer}")
+        if num_steps is not None:
+            whole_number("num_steps", num_steps)
         kl_estimate(torch.zeros(0), kl_estimator)  # refuses an unknown name
         self.model, self.ref_model, self.reward_model = model, ref_model, reward_model
-        self.kl_coef, self.max_new_tokens, self.score_clip = float(kl_coef), max_new_tokens, score_clip
+        self.kl_coef = float(kl_coef)
+        self.max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
+        self.score_clip = number("score_clip", score_clip, least=0)
         self.kl_scheduler, self.flat = kl_scheduler, flat
         self.kl_estimator: KLEstimator = kl_estimator
         self.eos_token_ids = _eos_of(model, eos_token_id)
@@ -99,11 +100,11 @@ class RolloutFromModel:
         if generation_config is not None:
             check_config(generation_config, model, max_new_tokens, allow_off_policy)
         self.generator = generator
-        self.sequences = Sequences(writer << _ID_BITS)
+        self.sequences = Sequences(writer_number(writer) << _ID_BITS)
         self._kls: deque[float] = deque(maxlen=num_steps)
 
     @torch.no_grad()
-    def rollout_from_data(self, batch: Any) -> TensorDict:
+    def rollout_from_data(self, batch: PromptData) -> TensorDict:
         """Continue the prompts of a `PromptData` ``[B]``; see `create_rollout_td` for what comes back.
 
         Raises:
@@ -113,7 +114,7 @@ class RolloutFromModel:
         return self.create_rollout_td(batch, *self.generate(batch))
 
     @torch.no_grad()
-    def generate(self, batch: Any, generation_config: Any = None) -> tuple[Tensor, Tensor, Tensor]:
+    def generate(self, batch: PromptData, generation_config: Any = None) -> tuple[Tensor, Tensor, Tensor]:
         """Continue prompts.
 
         Args:
@@ -167,7 +168,7 @@ class RolloutFromModel:
 
     @torch.no_grad()
     def create_rollout_td(
-        self, batch: Any, generated: Tensor, log_probs: Tensor, log_ratio: Tensor
+        self, batch: PromptData, generated: Tensor, log_probs: Tensor, log_ratio: Tensor
     ) -> TensorDict:
         """Turn what `generate` returned into a batch of steps.
 
@@ -245,7 +246,7 @@ class RolloutFromModel:
         """Where the T tokens of each continuation stand, int64 ``[B, T]``: behind the prompt."""
         return lengths.unsqueeze(1) + torch.arange(self.max_new_tokens, device=lengths.device)
 
-    def _scores(self, batch: Any, generated: Tensor, written: Tensor) -> Tensor:
+    def _scores(self, batch: PromptData, generated: Tensor, written: Tensor) -> Tensor:
         """Scores of the texts over those of the data's own, clipped: ``[B]``."""
         with evaluating(self.reward_model):
             both = [
@@ -263,7 +264,7 @@ class RolloutFromModel:
         gain: Tensor = score - own
         return gain.clamp(-self.score_clip, self.score_clip)
 
-    def _prompt_lengths(self, batch: Any) -> Tensor:
+    def _prompt_lengths(self, batch: PromptData) -> Tensor:
         """Tokens of each prompt, int64 ``[B]``, checked."""
         rindex, (rows, length) = batch.prompt_rindex, batch.input_ids.shape
         if rindex.shape != (rows,) or rows == 0:
@@ -324,7 +325,7 @@ def _whole_texts(
     return now, {key: column[:, 1:].clone() for key, column in texts.items()}
 
 
-def _configured(model: Any, name: str) -> Any:
+def _configured(model: object, name: str) -> Any:
     """What the model's generation configuration, or else its configuration, says."""
     for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
         if getattr(config, name, None) is not None:
@@ -332,14 +333,14 @@ def _configured(model: Any, name: str) -> Any:
     return None
 
 
-def _in_vocabulary(model: Any, name: str, token: int) -> int:
+def _in_vocabulary(model: object, name: str, token: int) -> int:
     size = getattr(getattr(model, "config", None), "vocab_size", None)
     if token < 0 or (size is not None and token >= size):
         raise ValueError(f"{name} {token} is not a token of the model ({size}): pass {name}=tokenizer.{name}")
     return int(token)
 
 
-def _eos_of(model: Any, eos: int | list[int] | None) -> list[int]:
+def _eos_of(model: object, eos: int | list[int] | None) -> list[int]:
     eos = _configured(model, "eos_token_id") if eos is None else eos
     if eos is None:
         raise ValueError(
@@ -351,6 +352,6 @@ def _eos_of(model: Any, eos: int | list[int] | None) -> list[int]:
     ]
 
 
-def _pad_of(model: Any, pad: int | None) -> int:
+def _pad_of(model: object, pad: int | None) -> int:
     pad = _configured(model, "pad_token_id") if pad is None else pad
     return _in_vocabulary(model, "pad_token_id", 0 if pad is None else pad)

@@ -128,7 +128,7 @@ def is_end(tokens: Tensor, eos: list[int]) -> Tensor:
     return ends
 
 
-def check_config(config: Any, model: Any, max_new_tokens: int, allow_off_policy: bool) -> None:
+def check_config(config: Any, model: object, max_new_tokens: int, allow_off_policy: bool) -> None:
     """Refuse a generation config with which tokens come from another distribution than the model's.
 
     Args:
@@ -192,7 +192,7 @@ def token_log_probs(model: Any, tokens: Tensor, mask: Tensor, count: int) -> Ten
 
 
 @contextmanager
-def evaluating(*models: Any) -> Iterator[None]:
+def evaluating(*models: nn.Module) -> Iterator[None]:
     """Turn dropout off in all models, and back on where it was."""
     modules = [module for model in models if isinstance(model, nn.Module) for module in model.modules()]
     training = [module for module in modules if module.training]

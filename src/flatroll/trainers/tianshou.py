@@ -31,7 +31,7 @@ from flatroll.layout import (
     require,
     run_ends,
 )
-from flatroll.layout.checks import writer_number
+from flatroll.layout.checks import one_of, writer_number
 from flatroll.layout.export import to_numpy
 from flatroll.layout.final import check_final, next_values, read_final
 from flatroll.trainers.versions import require_version
@@ -76,8 +76,7 @@ def to_batch(batch: TensorDictBase, *, final: TensorDictBase | None = None, cuts
     >>> rows.obs.shape, rows.rew.dtype, rows.truncated.tolist()[-1]
     ((10, 4), dtype('float64'), True)
     """
-    if cuts not in ("mark", "refuse"):
-        raise ValueError(f"cuts must be 'mark' or 'refuse', got {cuts!r}")
+    one_of("cuts", cuts, ("mark", "refuse"))
     if batch.batch_dims != 1:
         raise ValueError(
             f"batch must have batch size [N], got {list(batch.batch_size)}: join() lays rows end to end"

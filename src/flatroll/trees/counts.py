@@ -9,6 +9,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.buffers import Draw, RandomSampler, Ring
+from flatroll.buffers.samplers.sampler import StoredColumns
+from flatroll.layout.checks import number
 from flatroll.layout.keys import NestedKey, key_list, plain_key, require
 from flatroll.trees.rows import GrowingColumns, RowNumbers, flat_columns
 
@@ -130,17 +132,15 @@ class CountSampler(RandomSampler):
     """
 
     def __init__(self, keys: Sequence[NestedKey] | NestedKey = "observation", power: float = 1.0) -> None:
-        if not power >= 0:
-            raise ValueError(f"power must be at least 0, got {power}")
         self.keys = key_list(keys)
-        self.power = power
+        self.power = number("power", power, least=0)
         self._storage: Any = None
         self._drawn_from: tuple[tuple[int, int], int] | None = None
         self._sums = torch.empty(0, dtype=torch.float64)
         self._slots = torch.empty(0, dtype=torch.int64)
 
     @override
-    def attach(self, storage: Any) -> None:
+    def attach(self, storage: StoredColumns) -> None:
         self._storage = storage
 
     @override

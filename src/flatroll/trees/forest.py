@@ -11,7 +11,6 @@ from torch import Tensor
 from flatroll.kernels.rows.words import hash_words
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import whole_number
-from flatroll.layout.fast_call import fetched, nest
 from flatroll.layout.final import check_final, next_values, read_final
 from flatroll.layout.keys import (
     MASK,
@@ -27,6 +26,7 @@ from flatroll.layout.keys import (
     under_next,
     without_next,
 )
+from flatroll.layout.tensordict_seam import get_entry, nest
 from flatroll.trees.rows import GrowingColumns, RowNumbers, flat_columns
 from flatroll.trees.tensor_map import TensorDictMap
 from flatroll.trees.tree import Graph, Tree, grow_tree
@@ -223,12 +223,12 @@ class MCTSForest:
             require(rollout, key)
         columns = {key: column.detach().cpu() for key, column in flat_columns(rollout).items()}
         known = None
-        if any(fetched(rollout, next_key(key)) is None for key in keys):
+        if any(get_entry(rollout, next_key(key)) is None for key in keys):
             known = self._fill_next(rollout, columns, keys, final)
-        if fetched(rollout, NEXT_KNOWN) is not None:
+        if get_entry(rollout, NEXT_KNOWN) is not None:
             seen = marker(rollout, NEXT_KNOWN).reshape(-1).cpu()
             known = seen if known is None else known & seen
-        if fetched(rollout, MASK) is not None:
+        if get_entry(rollout, MASK) is not None:
             real = marker(rollout, MASK).reshape(-1).cpu()
             columns = {key: column[real] for key, column in columns.items()}
             known = None if known is None else known[real]

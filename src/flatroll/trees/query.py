@@ -10,8 +10,8 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from flatroll.kernels.rows.words import hash_words, pack_rows
-from flatroll.layout.fast_call import fetched, put
 from flatroll.layout.keys import NestedKey, key_list, missing_marker
+from flatroll.layout.tensordict_seam import get_entry
 from flatroll.trees.rows import RowNumbers
 
 Hash = Callable[[Any], Any]
@@ -118,12 +118,12 @@ class QueryModule(TensorDictModuleBase):
         rows = tensordict.batch_size
         for key, column in ((self.index_key, index), (self.hash_key, hashes)):
             if column is not None:
-                put(tensordict, key, column if len(rows) == 1 else column.reshape((*rows, *column.shape[1:])))
+                tensordict.set(key, column if len(rows) == 1 else column.reshape((*rows, *column.shape[1:])))
 
     def columns(self, tensordict: TensorDictBase) -> list[Tensor]:
         """What rows are compared by: the in-keys, or their hashes, each ``[N, *F]`` with N rows of all batch dims."""
         rows = tensordict.batch_size.numel()
-        columns = [fetched(tensordict, key) for key in self._read]
+        columns = [get_entry(tensordict, key) for key in self._read]
         for key, column in zip(self._read, columns, strict=True):
             if column is None:
                 raise missing_marker(key, tensordict.keys(True, True))

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flatroll.kernels.rows.row_index import RowIndex
 from flatroll.kernels.rows.words import hash_words, pack_rows, view_rows
-from flatroll.layout.fast_call import fetched, nest
 from flatroll.layout.keys import NestedKey, as_tuple, plain_key
+from flatroll.layout.tensordict_seam import get_entry, nest
 
 Kind = tuple[torch.dtype, torch.Size]
 
@@ -186,7 +186,7 @@ def flat_columns(rows: TensorDictBase, keys: Iterable[NestedKey] | None = None) 
     """
     dims, count = rows.batch_dims, rows.batch_size.numel()
     named = (
-        _leaves(rows) if keys is None else ((plain_key(as_tuple(key)), fetched(rows, key)) for key in keys)
+        _leaves(rows) if keys is None else ((plain_key(as_tuple(key)), get_entry(rows, key)) for key in keys)
     )
     columns = dict(named)
     if dims == 1:

@@ -12,8 +12,8 @@ from torch import Tensor
 from flatroll.buffers import Storage
 from flatroll.kernels.rows.row_index import occurrences
 from flatroll.layout.checks import whole_number
-from flatroll.layout.fast_call import nest
 from flatroll.layout.keys import NestedKey, require
+from flatroll.layout.tensordict_seam import nest
 from flatroll.trees.query import Hash, QueryModule
 from flatroll.trees.rows import GrowingColumns, flat_columns
 

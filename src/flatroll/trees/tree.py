@@ -9,8 +9,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.fast_call import nest
+from flatroll.layout.checks import one_of
 from flatroll.layout.keys import NestedKey, next_key
+from flatroll.layout.tensordict_seam import nest
 from flatroll.specs import Composite, make_composite_from_td
 from flatroll.trees.rows import GrowingColumns
 
@@ -329,10 +330,8 @@ class Tree:
             key_type: keys are the hashes (default; None for the root), the numbers, or the paths. By paths, a vertex
                 that several ways lead to is listed for each of them, but what follows it only once.
         """
-        if key_type == "path":
+        if one_of("key_type", key_type, ("hash", "id", "path")) == "path":
             return {path: vertex for vertex, path, _ in self._walk_paths()}
-        if key_type not in ("hash", "id"):
-            raise ValueError(f"key_type must be 'hash', 'id' or 'path', got {key_type!r}")
         return {vertex.hash if key_type == "hash" else vertex.node_id: vertex for vertex in self._walk()}
 
     def num_vertices(self, *, count_repeat: bool = False) -> int:

@@ -385,7 +385,7 @@ def test_rows_that_are_being_overwritten_are_not_drawn(world: Any, monkeypatch: 
 
 
 def test_updates_of_rows_overwritten_since_are_ignored() -> None:
-    """semantics: [BUG] E48, priorities of overwritten rows went to the new ones."""
+    """Priorities of overwritten rows do not go to the new ones."""
     buffer = buffer_of(PrioritizedSampler(4, 1.0, 1.0, eps=0.0), rows=4, capacity=4, size=50)
     _, info = buffer.sample(return_info=True)
     buffer.extend(torch.arange(2))
@@ -424,7 +424,7 @@ def test_priorities_that_are_all_0() -> None:
 
 
 def test_alpha_0_is_uniform_and_keeps_the_priorities() -> None:
-    """semantics: away from 0, the peer cannot tell priorities any more."""
+    """Priorities far from 0 stay apart."""
     buffer = buffer_of(PrioritizedSampler(4, 0.0, 1.0, eps=0.0), rows=4, capacity=4, size=100)
     buffer.update_priority(torch.arange(4), torch.tensor([1.0, 4.0, 9.0, 16.0]))
     assert leaves(buffer) == [1, 1, 1, 1]
@@ -437,7 +437,7 @@ def test_alpha_0_is_uniform_and_keeps_the_priorities() -> None:
 
 @pytest.mark.parametrize("with_generator", [False, True])
 def test_the_torch_seed_decides(with_generator: bool) -> None:
-    """semantics: [BUG] E7, draws came from NumPy's global generator."""
+    """Draws come from the buffer's generator, not from NumPy's global one."""
 
     def drawn(seed: int, other: int) -> list[int]:
         np.random.seed(other)
@@ -455,7 +455,7 @@ def test_the_torch_seed_decides(with_generator: bool) -> None:
 
 
 def test_another_batch_size_draws_slices_of_another_length(world: Any) -> None:
-    """semantics: [BUG] e17, a cache of the first length made slices cross trajectories."""
+    """Slices of another length do not cross trajectories."""
     sampler = PrioritizedSliceSampler(100, 1.0, 1.0, num_slices=4, cache_values=True)
     buffer = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler)
     buffer.extend(world.to_batch([s for e in range(4) for s in world.episode(0, e, 25)]))
@@ -467,7 +467,6 @@ def test_another_batch_size_draws_slices_of_another_length(world: Any) -> None:
 
 
 def test_a_sample_that_fails_changes_nothing(world: Any) -> None:
-    """semantics: [BUG] E5, it left weights at 0."""
     sampler = PrioritizedSliceSampler(20, 1.0, 1.0, num_slices=2, strict_length=True)
     buffer = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler)
     buffer.extend(world.to_batch(world.episode(0, 0, 5) + world.episode(0, 1, 7)))
@@ -631,7 +630,6 @@ def test_numbers_that_may_be_set_are_checked() -> None:
 
 
 def test_a_buffer_larger_than_max_capacity_is_refused() -> None:
-    """semantics: [BUG] the peer wrote beyond the end of its tree."""
     buffer = buffer_of(PrioritizedSampler(9, 1.0, 1.0), rows=0)
     with pytest.raises(ValueError, match="max_capacity=9 is less than the buffer's 10 rows"):
         buffer.extend(torch.arange(3))
@@ -642,7 +640,6 @@ def test_a_buffer_larger_than_max_capacity_is_refused() -> None:
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_loaded_state_draws_the_same(world: Any, times: int) -> None:
-    """semantics: [BUG] E37, loading twice failed."""
 
     def made() -> ReplayBuffer:
         sampler = PrioritizedSliceSampler(20, 0.7, 0.5, slice_len=3)

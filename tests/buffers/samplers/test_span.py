@@ -120,7 +120,7 @@ def filled(world: Any, lengths: list[int], length: int, **options: Any) -> Repla
 def test_samples_have_all_slices_of_the_lengths_that_the_span_says(
     world: Any, span: Any, shortest: int, at_start: bool, at_end: bool
 ) -> None:
-    """torchrl 0.14 (semantics 2.1, E44): slices of no rows, and the right span inverted."""
+    """No slice is empty, and the right span is the right one."""
     buffer = filled(world, [30, 12, 40], 5, span=span)
     seen = set()
     for _ in range(25):

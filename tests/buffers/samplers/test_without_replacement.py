@@ -311,8 +311,7 @@ def slices(sample: TensorDict) -> list[tuple[int, int, int]]:
 
 
 def test_one_slice_of_each_trajectory_per_pass_in_full_batches(world: Any) -> None:
-    """torchrl 0.14 (semantics 2.2, E8): strict_length filtered after drawing: half batches and errors, and the
-    order that was shuffled sorted again."""
+    """``strict_length`` leaves out short trajectories before the draw, and the shuffled order stays shuffled."""
     lengths = [2, 30] * 20 + [3] * 30
     buffer = sliced(world, lengths, 40, slice_len=5, strict_length=True)
     orders = []
@@ -327,7 +326,7 @@ def test_one_slice_of_each_trajectory_per_pass_in_full_batches(world: Any) -> No
 
 
 def test_a_pass_by_start_has_every_row(world: Any) -> None:
-    """torchrl 0.14 (semantics 2.2, E8): an epoch over 2 x 500 rows was one batch of 20 of them."""
+    """An epoch over 2 x 500 rows is all of them."""
     buffer = sliced(world, [500, 500, 7], 100, slice_len=10, by="start")
     sizes = set()
     for _ in range(3):

@@ -148,7 +148,7 @@ def terminating(length: int = 5) -> TensorDict:
 
 
 def test_nothing_is_bootstrapped_through_a_terminal_row() -> None:
-    """semantics.md E13: n=3, gamma=.9, value 100: 2.71, 1.9 and 1 before the terminal row."""
+    """With n=3, gamma=.9, value 100: 2.71, 1.9 and 1 before the terminal row."""
     batch = MultiStep(gamma=0.9, n_steps=3)(terminating())
     value = 100 * (~batch["next", "terminated"]).float()
     target = batch["next", "reward"] + batch["gamma"] * value
@@ -227,7 +227,7 @@ def test_as_many_steps_as_rows_give_the_discounted_return(world: Any) -> None:
 
 
 def test_each_reward_has_its_original(world: Any) -> None:
-    """semantics.md E13: with several rewards, one original each."""
+    """With several rewards, each has its original."""
     batch = batch_of(world, in_windows(world, 4))
     batch["next", "agents", "reward"] = torch.rand(len(batch), 3)
     batch["next", "cost"] = torch.arange(len(batch))
@@ -309,7 +309,7 @@ def test_forward_leaves_samples_and_transforms_plain_batches(world: Any) -> None
 
 
 def test_memory_is_linear_in_the_rows() -> None:
-    """semantics.md E13: the peer makes a copy of the rewards per trajectory."""
+    """The rewards are not copied for each trajectory."""
     rows, n = 4000, 5
     ended = torch.arange(rows)[:, None] % 2 == 1
     batch = terminating(rows - 1)

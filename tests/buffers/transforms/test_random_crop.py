@@ -50,7 +50,7 @@ def test_crops_are_consecutive_steps_of_one_trajectory(generator: torch.Generato
 
 
 def test_every_start_is_drawn_alike_the_last_one_too(starts_of: Any) -> None:
-    """semantics.md E12: the peer never draws the last start."""
+    """The last start is drawn, too."""
     starts = starts_of(RandomCropTensorDict(5), trajectories(3000, 7)).bincount()
     assert len(starts) == 3
     assert ((starts - 1000) ** 2 / 1000).sum() < 14  # chi-square, 2 degrees: one in 1000
@@ -61,7 +61,6 @@ def test_starts_are_independent(starts_of: Any) -> None:
 
 
 def test_a_crop_may_be_the_whole_trajectory() -> None:
-    """semantics.md E12: the peer raises."""
     batch = trajectories(3, 7)
     crop = RandomCropTensorDict(7)(batch)
     assert all(torch.equal(crop[key], batch[key]) for key in batch.keys(True, True))

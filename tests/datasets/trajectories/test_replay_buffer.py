@@ -1,4 +1,4 @@
-"""`TrajectoryReplayBuffer`: RLinf's names and semantics, and what RLinf loses."""
+"""`TrajectoryReplayBuffer`: RLinf's names and semantics, checkpoints, index, ranks, failing writes."""
 
 import asyncio
 import errno
@@ -241,7 +241,7 @@ def test_ready(make: Any) -> None:
 
 
 @pytest.mark.parametrize("auto_save", [False, True])
-def test_defect_1_a_checkpoint_has_what_its_index_lists(make: Any, tmp_path: Path, auto_save: bool) -> None:
+def test_a_checkpoint_has_what_its_index_lists(make: Any, tmp_path: Path, auto_save: bool) -> None:
     buffer = make(10, "run" if auto_save else "", sample_window_size=3)
     buffer.save_checkpoint(tmp_path / "saved")  # before the first sample
     other = make()
@@ -257,13 +257,13 @@ def test_defect_1_a_checkpoint_has_what_its_index_lists(make: Any, tmp_path: Pat
         assert len(other) == 10
 
 
-def test_defect_2_the_index_says_what_is_there(make: Any) -> None:
+def test_the_index_says_what_is_there(make: Any) -> None:
     buffer = make(20, sample_window_size=0)
     assert len(buffer.sample(1000)["rewards"]) == 1000  # of 240 rows
     assert buffer.total_samples == 20 * T * B == len(buffer.buffer)
 
 
-def test_defect_3_other_fields(make: Any) -> None:
+def test_fields_beside_the_usual_ones_are_kept(make: Any) -> None:
     buffer = make(2)
     lacks = trajectory(2)
     lacks.curr_obs = None
@@ -287,7 +287,7 @@ def test_defect_3_other_fields(make: Any) -> None:
             make().add_trajectories([wrong])
 
 
-def test_defect_4_random_numbers(make: Any, tmp_path: Path) -> None:
+def test_random_numbers_come_from_the_seed_and_go_on_after_a_load(make: Any, tmp_path: Path) -> None:
     np.random.seed(0)
     random.seed(0)
     torch.manual_seed(0)
@@ -309,7 +309,7 @@ def test_defect_4_random_numbers(make: Any, tmp_path: Path) -> None:
     assert torch.equal(make(5, seed=3).sample(4)["rewards"], make(5, seed=3).sample(4)["rewards"])
 
 
-def test_defect_5_clear_and_failing_writes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clear_and_failing_writes_leave_what_was_there(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = make(5, "run")
     buffer.clear()
     assert (len(buffer), buffer.total_samples) == (0, 0)
@@ -340,7 +340,7 @@ class _Plant:
         return os.mkdir, (os.environ["PLANTED"],)
 
 
-def test_defect_6_the_checkpoint_does_not_choose_its_format(
+def test_the_checkpoint_does_not_choose_its_format(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PLANTED", str(tmp_path / "planted"))
@@ -366,7 +366,7 @@ def test_defect_6_the_checkpoint_does_not_choose_its_format(
     assert buffer.trajectory_ids == [0]  # as before
 
 
-def test_defect_7_more_ranks_than_trajectories(make: Any, tmp_path: Path) -> None:
+def test_more_ranks_than_trajectories(make: Any, tmp_path: Path) -> None:
     make(4).save_checkpoint(tmp_path / "saved")
     buffer = make(1)
     for rank, ranks, text in (
@@ -380,7 +380,7 @@ def test_defect_7_more_ranks_than_trajectories(make: Any, tmp_path: Path) -> Non
     assert len(buffer) == 1
 
 
-def test_defect_8_a_sample_is_one_gather(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_is_one_gather(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many trajectories it is from; `benchmarks/disk/bench_store.py` has the times."""
     buffer = make(50, sample_window_size=0)
     buffer.flush()
@@ -514,7 +514,7 @@ def test_a_checkpoint_writes_no_rows(make: Any, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"trajectory_format": "zip"}, "trajectory_format must be one of"),
+        ({"trajectory_format": "zip"}, "trajectory_format must be 'pt' or 'pkl'"),
         ({"auto_save": True}, "auto_save_path must name a folder"),
         ({"sample_window_size": -1}, "sample_window_size"),
         ({"cache_size": 0}, "cache_size"),

@@ -21,7 +21,7 @@ from flatroll.estimators import (
     ReinforceLoss,
     SACLoss,
 )
-from flatroll.layout.fast_call import fetched, shallow_copy
+from flatroll.layout.tensordict_seam import get_entry
 
 POLICY = [ClipPPOLoss, PPOLoss, KLPENPPOLoss, A2CLoss, ReinforceLoss]
 
@@ -58,7 +58,7 @@ def test_without_diagnostics_losses_and_gradients_are_the_same(kind: Any, padded
         losses = {name: value for name, value in out.items() if name.startswith("loss")}
         sum(losses.values()).backward()
         gradients = {name: x.grad for name, x in loss.named_parameters() if x.grad is not None}
-        found.append((losses, gradients, fetched(given, "td_error"), set(out.keys())))
+        found.append((losses, gradients, get_entry(given, "td_error"), set(out.keys())))
     (losses, gradients, error, all_keys), (same, equal, again, fewer) = found
     assert fewer == set(losses) < all_keys
     torch.testing.assert_close(same, losses, rtol=0, atol=0)
@@ -179,22 +179,6 @@ def test_an_action_out_of_range_is_refused_with_its_range() -> None:
         batch["action"][3] = action
         with pytest.raises(ValueError, match="one of the 4 that value_network judges"):
             loss_of(DQNLoss)(batch)
-
-
-def test_entries_are_found_as_tensordict_finds_them(tmp_path: Any) -> None:
-    plain = TensorDict({"a": torch.ones(2), "next": {"a": torch.zeros(2)}}, [2], names=["time"])
-    stacked = torch.stack([TensorDict({"a": torch.ones(1)}), TensorDict({"a": torch.ones(1)})])
-    for batch in (plain, stacked, plain.clone().memmap(tmp_path), plain.clone().lock_()):
-        for key in ("a", ("a",), ("next", "a"), ("next",), "b", ("next", "b"), ("none", "b"), ("a", "b")):
-            if key == ("a", "b"):
-                continue
-            expected, found = batch.get(key, None), fetched(batch, key)
-            assert (expected is None) == (found is None)
-            assert expected is None or (expected == found).all()
-    copy = shallow_copy(plain)
-    assert copy.names == ["time"] and copy.batch_size == plain.batch_size
-    copy["next", "b"] = copy["a"]
-    assert ("next", "b") not in plain.keys(True) and copy["a"] is plain["a"]
 
 
 def test_a_wrong_keyword_of_a_distribution_is_told_by_tensordict() -> None:

@@ -151,7 +151,7 @@ def test_an_observation_is_stored_once_and_data_that_is_no_shift_twice() -> None
 
 
 def test_one_row_that_is_no_shift_keeps_both_columns() -> None:
-    """Semantics of n-step data: the peer writes the root's values over the next ones."""
+    """As in n-step data: the root's values are not written over the next ones."""
     rows = rows_of([4, 2], torch.float32)
     rows["next", "speed"][1] = 7
     flat = TED2Flat()(rows)

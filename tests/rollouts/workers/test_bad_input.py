@@ -85,7 +85,7 @@ def test_batches_of_one_worker_each_have_the_same_columns_too(nursery: Nursery) 
         pytest.raises(ValueError, match=r"same columns: of 'observation', worker \d gives torch.float"),
         collector,
     ):
-        for _ in range(100):
+        while True:
             collector.rollout()
 
 

@@ -13,6 +13,7 @@ from worker_envs import Faulty, Once, Seeded, dies, falls, hangs, is_odd, stop_h
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.rollouts import MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from flatroll.rollouts.workers.team import Member, Team
 from flatroll.sharing import Nursery, WorkerDied, WorkerTraceback
 
 IDS = ("collector", "traj_ids")
@@ -35,8 +36,17 @@ BOTH = pytest.mark.parametrize("sync", [True, False], ids=["sync", "async"])
     ids=["raises", "odd", "dies", "hangs", "hook", "pre-hook", "postproc", "policy"],
 )  # fmt: skip
 def test_an_error_says_what_and_where(
-    sync: bool, fault: Any, options: Any, error: Any, message: str, nursery: Nursery
+    sync: bool,
+    fault: Any,
+    options: Any,
+    error: Any,
+    message: str,
+    nursery: Nursery,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    idle = Member.idle
+    # On a busy machine worker 0, which does not hang, may be late, too.
+    monkeypatch.setattr(Member, "idle", lambda member: idle(member) if member.place else 0.0)
     buffer = ReplayBuffer(storage=LazyTensorStorage(100_000))
     collector = MultiCollector(
         [Seeded, lambda: Faulty(fault)],
@@ -75,11 +85,29 @@ def test_a_collector_that_cannot_be_made_is_an_error(on_failure: Any, nursery: N
 @pytest.mark.parametrize("on_failure", ["drop", "replace"])
 @pytest.mark.parametrize("whole", [False, True], ids=["rows", "trajectories"])
 def test_collection_goes_on(
-    sync: bool, on_failure: Any, whole: bool, nursery: Nursery, tmp_path: Path, caplog: Any
+    sync: bool,
+    on_failure: Any,
+    whole: bool,
+    nursery: Nursery,
+    tmp_path: Path,
+    caplog: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    once = Once(tmp_path / "done", falls)
+    once, noticed, failed = Once(tmp_path / "done", falls), tmp_path / "noticed", Team._failed
+
+    def notice(team: Team, *arguments: Any) -> Any:
+        noticed.touch()
+        return failed(team, *arguments)
+
+    def wait_for_the_failure() -> None:
+        while not noticed.exists():
+            time.sleep(0.001)
+
+    monkeypatch.setattr(Team, "_failed", notice)
+    # Workers that do not wait for one another might else collect all before worker 1 gets that far.
+    other = Seeded if sync else lambda: Faulty(wait_for_the_failure)
     with MultiCollector(
-        [Seeded, lambda: Faulty(once), Seeded],
+        [other, lambda: Faulty(once), other],
         sync=sync,
         frames_per_batch=13,
         total_frames=260,
@@ -130,6 +158,7 @@ def test_a_stopped_worker_is_replaced(sync: bool, nursery: Nursery) -> None:
         frames_per_batch=4,
         step_timeout=0.4,
         on_failure="replace",
+        max_failures=10_000,  # on a busy machine others may be late, too
         slots=1,
         nursery=nursery,
     ) as collector:
@@ -147,7 +176,7 @@ def test_workers_that_stand_in_for_another_need_a_slot_for_each_share(nursery: N
         [lambda: Faulty(lambda: time.sleep(0.02)), lambda: Faulty(dies)],
         frames_per_batch=24,
         slots=1,
-        step_timeout=5,
+        step_timeout=300,
         on_failure="drop",
         nursery=nursery,
     ) as collector:
@@ -161,11 +190,16 @@ def test_workers_that_stand_in_for_another_need_a_slot_for_each_share(nursery: N
 
 def test_a_worker_that_waits_for_a_slow_learner_is_not_overdue(nursery: Nursery) -> None:
     with MultiAsyncCollector(
-        Seeded, num_workers=3, frames_per_batch=4, slots=1, step_timeout=1, nursery=nursery
+        Seeded, num_workers=3, frames_per_batch=4, slots=1, step_timeout=300, nursery=nursery
     ) as collector:
+        gatherer: Any = collector._supply.gatherer
         for _ in range(5):
             next(collector)
-            time.sleep(0.55)
+            waiting = {filled.member for filled in gatherer._queue}
+            for member in gatherer.team.members:
+                if member not in waiting:
+                    member.worker.channel.wait()  # its next window comes
+                member.since -= 1000  # so slow is the learner
         assert collector.stats()["failures"] == 0
 
 

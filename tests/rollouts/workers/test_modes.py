@@ -2,7 +2,6 @@
 
 import os
 import time
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,9 +108,23 @@ def test_total_of_complete_trajectories_that_never_end(nursery: Nursery) -> None
             assert list(collector) == [] and 30 <= collector.frames <= 40
 
 
-def test_early_end_of_a_batch_loses_nothing(nursery: Nursery) -> None:
+def test_early_end_of_a_batch_loses_nothing(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its second episode on, worker 1 makes a step only once the batch at work is to end."""
+    cut, shared = Signals.cut, Signals()
+    windows: list[None] = []  # in each worker, those that it has begun
+
+    def cut_and_tell(signals: Signals, window: int) -> None:
+        cut(signals, window)
+        cut(shared, window)
+
+    def wait_for_the_end() -> None:
+        while shared.numbers[0] < len(windows):
+            time.sleep(0.001)
+
+    monkeypatch.setattr(Signals, "cut", cut_and_tell)
     with MultiSyncCollector(
-        [Seeded, lambda: Faulty(lambda: time.sleep(0.01))],
+        [Seeded, lambda: Faulty(wait_for_the_end)],
+        pre_collect_hook=lambda: windows.append(None),
         frames_per_batch=60,
         preemptive_threshold=0.5,
         nursery=nursery,
@@ -119,7 +132,7 @@ def test_early_end_of_a_batch_loses_nothing(nursery: Nursery) -> None:
     ) as collector:
         batches = [collector.rollout() for _ in range(4)]
         sizes = [len(batch) for batch in batches]
-        assert all(31 <= size < 60 for size in sizes) and collector.frames == sum(sizes)
+        assert all(31 <= size <= 38 for size in sizes) and collector.frames == sum(sizes)
         assert all((batch[IDS] >> 40 == 0).sum() == 30 for batch in batches)
         rows = torch.cat(batches)
         for id in rows[IDS].unique():
@@ -139,6 +152,18 @@ def test_one_window_is_cut_and_not_the_next() -> None:
             signals.cut(window)
         cuts.append(watch.is_set())
     assert cuts == [False, True, False, False, False, True]
+
+
+def test_the_oldest_version_of_a_window_is_that_of_its_first_step() -> None:
+    weights = SharedWeights({})
+    watch = Watch(Signals(), weights, 3, None, looks=True, timed=False)
+    watch.attach(SimpleNamespace())  # type: ignore[arg-type]
+    watch.begin_window()
+    assert watch.versions() is None
+    for _ in range(2):
+        weights.publish({})
+        watch.is_set()
+    assert watch.versions() == (4, 4.5, 5)
 
 
 def test_stacked_and_padded(nursery: Nursery) -> None:
@@ -163,9 +188,8 @@ def test_stacked_and_padded(nursery: Nursery) -> None:
 
 @BOTH
 def test_a_buffer_takes_the_batches(sync: bool, nursery: Nursery) -> None:
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(1000, compact_obs=True), sampler=SliceSampler(slice_len=4), batch_size=64
-    )
+    sampler = SliceSampler(slice_len=4, strict_length=True)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000, compact_obs=True), sampler=sampler, batch_size=64)
     with MultiCollector(
         envs(2),
         num_workers=3,
@@ -184,9 +208,8 @@ def test_a_buffer_takes_the_batches(sync: bool, nursery: Nursery) -> None:
     for id in rows[IDS].unique():  # interleaved windows join
         steps = rows["observation"][rows[IDS] == id][:, 2]
         assert steps.tolist() == list(range(len(steps)))
-    sample = buffer.sample()
-    same = sample[IDS].diff() == 0
-    assert (sample["observation"][:, 2].diff()[same] == 1).sum() >= 40
+    slices = buffer.sample().view(16, 4)
+    assert (slices[IDS].diff() == 0).all() and (slices["observation"][..., 2].diff() == 1).all()
 
 
 def test_a_buffer_that_keeps_what_it_is_given_gets_copies(nursery: Nursery) -> None:
@@ -215,8 +238,10 @@ def test_workers_act_with_the_weights_that_their_rows_name(sync: bool, nursery: 
         track_policy_version=True,
         nursery=nursery,
     ) as collector:
-        seen = []
-        for version in range(9):
+        seen: list[tuple[int, int]] = []
+        # At least nine versions, and more where a worker is slow to begin: both are to be heard of.
+        while collector.policy_version < 9 or len({worker for worker, _ in seen}) < (1 if sync else 2):
+            version = collector.policy_version
             batch = collector.rollout()
             versions = batch["collector", "policy_version"]
             assert torch.equal(batch["action"].flatten(), versions % 5)
@@ -230,7 +255,8 @@ def test_workers_act_with_the_weights_that_their_rows_name(sync: bool, nursery: 
         for worker in range(2):
             assert sorted(mine := [v for at, v in seen if at == worker]) == mine
         lag = [worker["policy_lag"] for worker in collector.stats()["workers"]]
-        assert all(0 <= each["min"] <= each["mean"] <= each["max"] <= 9 for each in lag)
+        versions = collector.policy_version
+        assert all(0 <= each["min"] <= each["mean"] <= each["max"] <= versions for each in lag)
         assert max(each["max"] for each in lag) == 0 if sync else True
         with pytest.raises(
             ValueError, match=r"weight 'weight' was shared as float32 \[\], got float32 \[2\]"
@@ -239,7 +265,7 @@ def test_workers_act_with_the_weights_that_their_rows_name(sync: bool, nursery: 
 
 
 def test_windows_wait_their_turn(nursery: Nursery) -> None:
-    """A learner that is slow gets windows of all workers, at most `slots` + 1 behind."""
+    """A learner that is slow, so that all slots are full, gets windows of all workers, at most `slots` + 1 behind."""
     with MultiAsyncCollector(
         Seeded,
         ItsWeight(),
@@ -249,7 +275,8 @@ def test_windows_wait_their_turn(nursery: Nursery) -> None:
         track_policy_version=True,
         nursery=nursery,
     ) as collector:
-        turns = []
+        turns: list[int] = []
+        gatherer: Any = collector._supply.gatherer
         for _ in range(30):
             batch = collector.rollout()
             turns.append(int(batch[IDS][0]) >> 40)
@@ -258,9 +285,10 @@ def test_windows_wait_their_turn(nursery: Nursery) -> None:
             lag = collector.policy_version - 1 - batch["collector", "policy_version"].min()
             # each of the other workers is served at most once between two windows of one
             assert 0 <= lag <= 3 * (2 + 1)
-            time.sleep(0.02)
-        assert {turns.count(i) for i in range(3)} <= {8, 9, 10, 11, 12}
-        assert all(one != other for one, other in pairwise(turns[6:])), turns
+            while len(gatherer._queue) < 3 * 2:
+                for event in gatherer.team.events(gatherer.team.members):
+                    gatherer._take(event)
+        assert turns[1:] == [*turns[1:4]] * 9 + turns[1:3] and {*turns[1:4]} == {0, 1, 2}
 
 
 def test_policy_factories(nursery: Nursery) -> None:

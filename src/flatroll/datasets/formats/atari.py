@@ -1,4 +1,4 @@
-"""Replay logs of Atari DQN agents: gzipped NumPy arrays of single frames, one of each kind for a part of the run."""
+"""Replay logs of Atari DQN agents, gzipped NumPy arrays of single frames: `read_atari_dqn`, and their class."""
 
 import gzip
 import re
@@ -6,11 +6,13 @@ import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
+from typing_extensions import override
 
+from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions, slices
 from flatroll.datasets.formats.npy import ArrayStream
 from flatroll.layout.export import Array, from_numpy
 
@@ -137,3 +139,55 @@ def _stacks(frames: Array, ages: Array, depth: int, terminal: Array) -> Any:
     for back in range(1, depth):  # the frame `back` steps ago is of another game
         stacks[ages < back, depth - 1 - back] = 0
     return stacks
+
+
+class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
+    """A replay log of an Atari DQN agent (`read_atari_dqn`): single frames, or stacks of them.
+
+    Args:
+        dataset_id: game and run, such as ``"Pong/5"``.
+        batch_size, options: see `BaseDatasetExperienceReplay`; ``fetch`` gives the folder of the ``.gz`` files.
+            ``frame_stack={"observation": 4}`` gives stacks ``[4, 84, 84]``; on disk every frame stands once.
+        num_slices, slice_len: draw slices of games, so many or so long, instead of single rows.
+        strict_len: slices of the whole ``slice_len`` only. Default True.
+        replacement: draw with replacement. Default True.
+
+    Raises:
+        ValueError: no such run.
+    """
+
+    kind = "atari"
+
+    def __init__(
+        self,
+        dataset_id: str,
+        batch_size: int | None = None,
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        strict_len: bool = True,
+        replacement: bool = True,
+        **options: Unpack[DatasetOptions],
+    ) -> None:
+        stacks = dict(options.get("frame_stack") or {})
+        if set(stacks) - {"observation"}:
+            raise ValueError(f"frame_stack can name 'observation', got {stacks}")
+        self._stack = stacks.get("observation")
+        slices(options, num_slices, slice_len, strict_len, replacement)
+        super().__init__(dataset_id, batch_size, **options)
+
+    @override
+    def _check_id(self) -> None:
+        game, _, run = self.dataset_id.partition("/")
+        if not game.isalnum() or run not in ("1", "2", "3", "4", "5"):
+            raise ValueError(
+                f"dataset_id must be a game and a run from 1 to 5, 'Pong/5', got {self.dataset_id!r}"
+            )
+
+    @override
+    def _facts(self) -> dict[str, Any]:
+        return super()._facts() | {"options": {"frame_stack": self._stack}}
+
+    @override
+    def _convert(self, source: Any) -> Iterator[TensorDictBase]:
+        return read_atari_dqn(source, frame_stack=self._stack)

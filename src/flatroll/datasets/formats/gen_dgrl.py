@@ -1,4 +1,4 @@
-"""Gen-DGRL archives: a tar file of ``.npy`` files, each a pickled dict of arrays, one for each trajectory."""
+"""Gen-DGRL, archives of pickled dicts of arrays: `read_gen_dgrl`, and `GenDGRLExperienceReplay`."""
 
 import io
 import lzma
@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
+from typing_extensions import override
 
+from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay
+from flatroll.datasets.formats.episodes import episode_of, files_in
 from flatroll.datasets.formats.npy import read_header
-from flatroll.datasets.formats.steps import episode_of
+from flatroll.datasets.ids import unknown_id
 from flatroll.layout.export import Array
+from flatroll.layout.keys import TRAJ_IDS
 
 _NAMES = ("observations", "actions", "rewards", "dones")
 _LONGEST_NAME = 1 << 20
@@ -27,6 +31,25 @@ _STEPS = re.compile(
     "|TUPLE[123]|SETITEMS?|APPENDS?|NONE|NEWTRUE|NEWFALSE|(BIN)?(INT|FLOAT)|BININT[12]|LONG[14]?"
     "|UNICODE|STRING|(SHORT_)?BIN(UNICODE|BYTES|STRING)|BIN(UNICODE|BYTES)8"
 )
+_PROCGEN = [
+    "bigfish",
+    "bossfight",
+    "caveflyer",
+    "chaser",
+    "climber",
+    "coinrun",
+    "dodgeball",
+    "fruitbot",
+    "heist",
+    "jumper",
+    "leaper",
+    "maze",
+    "miner",
+    "ninja",
+    "plunder",
+    "starpilot",
+]
+_PARTS = ("1M_E", "1M_S", "10M", "25M", "level_1_S", "level_40_S", "level_1_E", "level_40_E")
 
 
 def read_gen_dgrl(path: str | Path, *, max_bytes: int = 1 << 30) -> Iterator[TensorDict]:
@@ -240,3 +263,37 @@ def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     if encoding != "latin1" or not isinstance(text, str):
         raise pickle.UnpicklingError(f"no bytes of an array: {encoding!r}")
     return text.encode("latin1")
+
+
+class GenDGRLExperienceReplay(BaseDatasetExperienceReplay):
+    """A set of Gen-DGRL: games of Procgen, an archive of pickled arrays (`read_gen_dgrl`); no code in it is run.
+
+    Args:
+        dataset_id: game and category, such as ``"bigfish-1M_E"``.
+        batch_size, options: see `BaseDatasetExperienceReplay`; ``fetch`` gives the ``.tar.xz`` file.
+
+    Raises:
+        ValueError: no such set.
+    """
+
+    kind = "gen_dgrl"
+    #: Names of all sets.
+    available_datasets = tuple(f"{game}-{part}" for game in _PROCGEN for part in _PARTS)
+
+    @override
+    def _check_id(self) -> None:
+        if self.dataset_id not in self.available_datasets:
+            raise ValueError(
+                f"dataset_id must be a game and a category, such as 'bigfish-1M_E', see available_datasets: "
+                f"{unknown_id(type(self).__name__, self.dataset_id, self.available_datasets)}"
+            )
+
+    @override
+    def _convert(self, source: Any) -> Iterator[TensorDictBase]:
+        episodes = 0
+        for path in files_in(source, (".xz", ".tar", ".gz")):
+            first = episodes
+            for episode in read_gen_dgrl(path):
+                episode[TRAJ_IDS] = episode[TRAJ_IDS] + first
+                episodes = int(episode[TRAJ_IDS][-1]) + 1
+                yield episode

@@ -1,19 +1,27 @@
-"""Minari data sets, written and read by Minari's own library (its formats hdf5, arrow and parquet)."""
+"""Minari data sets, written and read by its own library (hdf5, arrow and parquet); and `MinariExperienceReplay`."""
 
+import json
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard, Unpack
 
 import gymnasium as gym
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
+from typing_extensions import override
 
+from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions
+from flatroll.datasets.formats.episodes import episode_columns
 from flatroll.datasets.formats.sources import Source, episodes_of
+from flatroll.disk import Folder
 from flatroll.layout.export import Array, from_numpy, optional_package, to_numpy
 from flatroll.layout.keys import ACTION, NEXT, OBSERVATION, as_tuple, observation_keys
 from flatroll.layout.ted.compact import is_shift
+
+if TYPE_CHECKING:
+    from minari import EpisodeData, MinariDataset
 
 _RECORD = "flatroll"  # entry of the metadata: where each column went
 _SINGLE = {"next.reward": "rewards", "next.terminated": "terminations", "next.truncated": "truncations"}
@@ -159,7 +167,7 @@ def _space_of(columns: Any) -> gym.Space[Any]:
     return gym.spaces.Box(limits.min, limits.max, shape, kind)
 
 
-def read_minari(source: Any, *, infos: bool = True) -> Iterator[TensorDict]:
+def read_minari(source: "str | Path | MinariDataset", *, infos: bool = True) -> Iterator[TensorDict]:
     """Yield the episodes of a Minari data set as flat batches ``[T]``.
 
     Of a data set that `write_minari` did not write: Dict observations stand at the root by name, parts of Tuples by
@@ -179,14 +187,14 @@ def read_minari(source: Any, *, infos: bool = True) -> Iterator[TensorDict]:
     return map(from_numpy, read_minari_columns(open_minari(source), infos=infos))
 
 
-def open_minari(source: Any) -> Any:
+def open_minari(source: "str | Path | MinariDataset") -> "MinariDataset":
     """Return a `minari.MinariDataset` as it is, or that of a ``data`` folder."""
     if not isinstance(source, str | Path):
         return source
     return optional_package("minari", "minari", "import_minari").MinariDataset(Path(source).absolute())
 
 
-def read_minari_columns(data: Any, *, infos: bool = True) -> Iterator[dict[str, Array]]:
+def read_minari_columns(data: "MinariDataset", *, infos: bool = True) -> Iterator[dict[str, Array]]:
     """Yield the columns of each episode of a `minari.MinariDataset` by dotted name; see `read_minari`."""
     record = data.storage.metadata.get(_RECORD)
     if record is not None:
@@ -209,7 +217,7 @@ def read_minari_columns(data: Any, *, infos: bool = True) -> Iterator[dict[str, 
         yield columns
 
 
-def _recorded(episode: Any, record: list[Any]) -> dict[str, Array]:
+def _recorded(episode: "EpisodeData", record: list[Any]) -> dict[str, Array]:
     """The columns of an episode by dotted name, as they were written."""
     length, columns = len(episode), dict[str, Array]()
     leaves = dict(_leaves(episode.observations, OBSERVATION if not _is_folder(episode.observations) else ""))
@@ -228,36 +236,22 @@ def _recorded(episode: Any, record: list[Any]) -> dict[str, Array]:
     return columns
 
 
-def _columns_of(episode: Any, infos: bool) -> dict[str, Array]:
+def _columns_of(episode: "EpisodeData", infos: bool) -> dict[str, Array]:
     length = len(episode)
     leaves = dict(_leaves(episode.observations, OBSERVATION if not _is_folder(episode.observations) else ""))
-    terminated, truncated = (
-        np.asarray(flags, bool).reshape(length, 1) for flags in (episode.terminations, episode.truncations)
-    )
-    is_init = np.zeros((length, 1), bool)
-    is_init[:1] = True
-    later = dict[str, Array]()  # entries under "next" alone
+    others = {name: np.asarray(array) for name, array in _leaves(episode.actions, ACTION)}
     for name, values in _leaves(episode.infos or {}, "info") if infos else ():
         array = np.asarray(values)
         if array.dtype.kind in "biufc" and array.shape[:1] == (length + 1,):
             leaves[name] = array
         elif array.dtype.kind in "biufc" and array.shape[:1] == (length,):
-            later[f"{NEXT}.{name}"] = array
-    return {
-        **{name: np.asarray(array)[:length] for name, array in leaves.items()},
-        **{name: np.asarray(array) for name, array in _leaves(episode.actions, ACTION)},
-        "is_init": is_init,
-        "collector.traj_ids": np.full(length, int(episode.id)),
-        **{f"{NEXT}.{name}": np.asarray(array)[1:] for name, array in leaves.items()},
-        "next.reward": np.asarray(episode.rewards, np.float32).reshape(length, 1),
-        "next.terminated": terminated,
-        "next.truncated": truncated,
-        "next.done": terminated | truncated,
-        **later,
-    }
+            others[f"{NEXT}.{name}"] = array
+    states = {name: np.asarray(array) for name, array in leaves.items()}
+    flags = episode.terminations, episode.truncations
+    return episode_columns(int(episode.id), states, others, episode.rewards, *flags)
 
 
-def _is_folder(values: Any) -> bool:
+def _is_folder(values: object) -> "TypeGuard[dict[str, Any] | tuple[Any, ...]]":
     return isinstance(values, dict | tuple)
 
 
@@ -269,3 +263,71 @@ def _leaves(values: Any, name: str) -> Iterator[tuple[str, Any]]:
     parts = values.items() if isinstance(values, dict) else enumerate(values)
     for key, value in parts:
         yield from _leaves(value, f"{name}.{key}" if name else str(key))
+
+
+class MinariExperienceReplay(BaseDatasetExperienceReplay):
+    """A set of Minari, in any of its formats (hdf5, arrow, parquet), read by Minari's own library.
+
+    Observations of a Dict space stand at the root by name, of another space under ``"observation"``; parts of a Tuple
+    by number. Rewards are float32; episodes have ``("collector", "traj_ids")``, their number in the set. Infos of
+    numbers, one a step, are ``("info", name)`` and ``("next", "info", name)``; others are left out (`read_minari`).
+    Minari stores images as JPEG unless told not to (``jpeg_encoding=False``): these are what comes.
+
+    Args:
+        dataset_id: as Minari has it, ``"[namespace/]name-v<number>"``; or the path of a set's folder, where its library
+            has put one.
+        batch_size, options: see `BaseDatasetExperienceReplay`.
+        load_from_local_minari: take the set from the folder in which Minari keeps those that were made or fetched here,
+            and never fetch it. Default False: fetch it, unless it is there.
+        infos: False leaves infos out, as is needed where episodes differ in them. Default True.
+
+    Attributes:
+        metadata: what Minari knows of the set, in words and numbers.
+
+    Raises:
+        ImportError: Minari is missing: ``pip install "flatroll[minari]"``.
+        FileNotFoundError: Minari does not have the set here, and was not to fetch it.
+        ValueError: Minari knows no set of that name.
+    """
+
+    kind = "minari"
+
+    def __init__(
+        self,
+        dataset_id: str | Path,
+        batch_size: int | None = None,
+        *,
+        load_from_local_minari: bool = False,
+        infos: bool = True,
+        **options: Unpack[DatasetOptions],
+    ) -> None:
+        self._local, self._infos = load_from_local_minari, infos
+        self.metadata: dict[str, Any] | None = None
+        super().__init__(dataset_id, batch_size, **options)
+        if self.metadata is None:  # converted by an earlier object
+            facts = Folder(self.data_path).load().extra
+            self.metadata = facts.get("metadata", {}) if isinstance(facts, dict) else {}
+
+    @override
+    def _fetch(self, folder: Path) -> Any:
+        minari = optional_package("minari", "minari", type(self).__name__)
+        if self._local and self.dataset_id not in minari.list_local_datasets():
+            raise FileNotFoundError(
+                f"Minari has no set {self.dataset_id!r} here, but {sorted(minari.list_local_datasets()) or 'none'}: "
+                "MINARI_DATASETS_PATH names its folder, and without load_from_local_minari=True it is downloaded"
+            )
+        try:
+            return minari.load_dataset(self.dataset_id, download=not self._local)
+        except (KeyError, FileNotFoundError) as error:
+            raise ValueError(f"Minari knows no set {self.dataset_id!r}: {error}") from None
+
+    @override
+    def _convert(self, source: Any) -> Iterator[dict[str, Array]]:
+        data = open_minari(source)
+        # Spaces and the like as text: what JSON can say.
+        self.metadata = json.loads(json.dumps(data.storage.metadata, default=str))
+        return read_minari_columns(data, infos=self._infos)
+
+    @override
+    def _facts(self) -> dict[str, Any]:
+        return super()._facts() | {"metadata": self.metadata}

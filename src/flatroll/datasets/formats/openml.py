@@ -1,12 +1,29 @@
-"""Tables of OpenML for contextual bandits: features and a label for each row."""
+"""Tables of OpenML for contextual bandits: `read_openml`, and `OpenMLExperienceReplay`."""
 
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Unpack
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
+from typing_extensions import override
 
+from flatroll.buffers import SamplerWithoutReplacement
+from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions, open_rows
+from flatroll.layout.checks import one_of
 from flatroll.layout.export import optional_package
+
+#: Name of a set: the table's name, its version, and the column that is the label (None: the table's own).
+_TABLES: dict[str, tuple[str, int, str | None]] = {
+    "adult_num": ("adult", 1, "occupation"),
+    "adult_onehot": ("adult", 1, "occupation"),
+    "mushroom_num": ("mushroom", 1, None),
+    "mushroom_onehot": ("mushroom", 1, None),
+    "covertype": ("covertype", 3, None),
+    "shuttle": ("shuttle", 1, None),
+    "magic": ("MagicTelescope", 1, None),
+}
 
 
 def read_openml(features: Any, label: Any, *, one_hot: bool = False) -> TensorDict:
@@ -48,3 +65,48 @@ def read_openml(features: Any, label: Any, *, one_hot: bool = False) -> TensorDi
         {"X": torch.from_numpy(np.concatenate(columns, 1)), "y": torch.from_numpy(classes.astype(np.int64))},
         [len(classes)],
     )
+
+
+class OpenMLExperienceReplay(BaseDatasetExperienceReplay):
+    """A table of OpenML as a contextual bandit's data: ``"X"`` float64 ``[N, D]`` and the label ``"y"`` int64 ``[N]``.
+
+    Rows are independent: there are no trajectories, and no samplers of slices.
+
+    Args:
+        name: one of `available_datasets`.
+        batch_size, options: see `BaseDatasetExperienceReplay`. The default sampler is `SamplerWithoutReplacement`;
+            ``fetch`` may give ``(features, label)``, a data frame and a series, else scikit-learn fetches them.
+
+    Attributes:
+        max_outcome_val: the largest label.
+
+    Raises:
+        ImportError: scikit-learn or pandas is missing: ``pip install "flatroll[openml]"``.
+        ValueError: no such set.
+    """
+
+    kind = "openml"
+    #: Names of all sets.
+    available_datasets = tuple(_TABLES)
+
+    def __init__(self, name: str, batch_size: int | None = None, **options: Unpack[DatasetOptions]) -> None:
+        options["sampler"] = options.get("sampler") or SamplerWithoutReplacement()
+        super().__init__(name, batch_size, **options)
+        self.max_outcome_val = int(open_rows(self.data_path)[:]["y"].max())  # before any transform
+
+    @override
+    def _check_id(self) -> None:
+        one_of("name", self.dataset_id, _TABLES)
+
+    @override
+    def _fetch(self, folder: Path) -> Any:
+        fetch = optional_package("sklearn.datasets", "openml", type(self).__name__).fetch_openml
+        optional_package("pandas", "openml", type(self).__name__)
+        table, version, label = _TABLES[self.dataset_id]
+        features, target = fetch(table, version=version, return_X_y=True, as_frame=True)
+        return (features, target) if label is None else (features.drop(columns=[label]), features[label])
+
+    @override
+    def _convert(self, source: Any) -> Iterator[TensorDictBase]:
+        features, label = source
+        yield read_openml(features, label, one_hot=self.dataset_id.endswith("_onehot"))

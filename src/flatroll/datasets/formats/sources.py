@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from flatroll.buffers import ReplayBuffer
 from flatroll.layout.boundaries import run_starts
 from flatroll.layout.checks import whole_number
 from flatroll.layout.keys import (
@@ -19,6 +20,7 @@ from flatroll.layout.keys import (
     IS_INIT,
     STEP_COUNT,
     TRAJ_IDS,
+    NestedKey,
     next_key,
     observation_keys,
     optional_marker,
@@ -51,7 +53,7 @@ class Source(NamedTuple):
             self.advance(end - first)
 
 
-def open_source(source: Any, chunk_rows: int | None = None) -> Source:
+def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = None) -> Source:
     """Return the rows of a flat batch, or those that a buffer stores, in the order in which they were written.
 
     A buffer's rows are read as ``buffer[...]`` gives them, changed by its transforms; of a storage with several lanes
@@ -71,8 +73,8 @@ def open_source(source: Any, chunk_rows: int | None = None) -> Source:
                 f"a batch to be exported must have batch size [N], got {list(source.batch_size)}: "
                 "join() lays rows end to end"
             )
-        rows, lanes, slots = len(source), (), None
-    elif hasattr(source, "storage") and hasattr(source, "_ring"):
+        rows, lanes, slots = len(source), torch.Size([]), None
+    elif isinstance(source, ReplayBuffer):
         lanes = source.storage.lanes
         slots = source.ring.stored().reshape(-1, lanes.numel()).T.reshape(-1)  # slot = step * lanes + lane
         rows = len(slots)
@@ -101,7 +103,7 @@ def first_rows(source: Source) -> Tensor | None:
     return None if markers is None else run_starts(markers).nonzero().squeeze(-1)
 
 
-def _markers(source: Source, *others: Any) -> TensorDict | None:
+def _markers(source: Source, *others: NestedKey) -> TensorDict | None:
     """The columns of all rows that say where runs begin, and ``others`` as far as they are there."""
     chunks = source._replace(advance=int).chunks()  # they are not written yet
     parts = [chunk.select(IS_INIT, DONE, TRAJ_IDS, *others, strict=False).clone() for chunk in chunks]

@@ -1,18 +1,20 @@
-"""V-D4RL files: an episode of pixels in an ``.npz`` file, or steps end to end in an HDF5 file."""
+"""V-D4RL: `read_vd4rl` for its episodes of pixels, in ``.npz`` or HDF5 files, and `VD4RLExperienceReplay`."""
 
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
+from typing_extensions import override
 
+from flatroll.buffers import Compose, Resize, ToTensorImage
+from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions
+from flatroll.datasets.formats.episodes import episode_of, files_in
 from flatroll.datasets.formats.npy import read_whole
-from flatroll.datasets.formats.robots import files_in
-from flatroll.datasets.formats.steps import episode_of
 from flatroll.layout.export import Array, optional_package
 from flatroll.layout.hdf5 import h5_columns
 
@@ -124,3 +126,43 @@ def _episode(steps: dict[str, Array], number: int) -> TensorDict:
     return episode_of(
         number, states, others, steps["reward"][1:] if "reward" in steps else None, terminated, truncated
     )
+
+
+class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
+    """A set of V-D4RL: episodes of pixels, in ``.npz`` or HDF5 files (`read_vd4rl`).
+
+    Args:
+        dataset_id: its name, such as ``"main/walker_walk/random/64px"``.
+        batch_size, options: see `BaseDatasetExperienceReplay`; ``fetch`` gives the files or their folder.
+        totensor: samples have float pixels in [0, 1], channels first. Default True.
+        image_size: height and width to which samples are resized. Default None.
+
+    Raises:
+        ImportError: h5py is missing, and the files are HDF5: ``pip install "flatroll[h5]"``.
+    """
+
+    kind = "vd4rl"
+
+    def __init__(
+        self,
+        dataset_id: str,
+        batch_size: int | None = None,
+        *,
+        totensor: bool = True,
+        image_size: int | Sequence[int] | None = None,
+        **options: Unpack[DatasetOptions],
+    ) -> None:
+        images: list[Any] = ["pixels", ("next", "pixels")]
+        given = options.get("transform")
+        transforms: list[Any] = [] if given is None else [given]
+        if totensor:
+            transforms.append(ToTensorImage(in_keys=images, shape_tolerant=True))
+        if image_size is not None:
+            height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+            transforms.append(Resize(height, width, in_keys=images))
+        options["transform"] = Compose(*transforms) if transforms else None
+        super().__init__(dataset_id, batch_size, **options)
+
+    @override
+    def _convert(self, source: Any) -> Iterator[TensorDictBase]:
+        return iter(read_vd4rl(source))

@@ -4,20 +4,20 @@ import os
 import tempfile
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from tensordict import TensorDictBase
+from typing_extensions import override
 
-from flatroll.buffers import DiskStorage, Sampler, SliceSampler
-from flatroll.datasets.trajectories.cache import TrajectoryCache
-from flatroll.datasets.trajectories.row_buffer import RowBuffer
+from flatroll.buffers import DiskStorage, ReplayBuffer, Sampler, SliceSampler
 from flatroll.datasets.trajectories.rows import (
     DONE,
     LANE,
-    Record,
+    TrajectoryRecord,
     fields_of,
     rows_of,
     trajectory_fields,
@@ -25,19 +25,89 @@ from flatroll.datasets.trajectories.rows import (
 from flatroll.datasets.trajectories.saving import RankSave, discard, remove_staged, stage
 from flatroll.datasets.trajectories.sources import (
     NOTES,
-    Checkpoint,
     OwnFolder,
+    SavedTrajectories,
     State,
     is_loading,
     restore,
     share,
 )
 from flatroll.disk import Version
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import one_of, whole_number
 from flatroll.layout.keys import NestedKey
 
-_FORMATS = ("pt", "pkl")
 _WITHOUT_END = 2**40  # rows of a buffer that keeps all
+
+
+class TrajectoryCache:
+    """The last few trajectories, by number, first in, first out.
+
+    Args:
+        max_size: number of trajectories. Default 5.
+
+    >>> cache = TrajectoryCache(max_size=1)
+    >>> cache.put(0, {"rewards": 1}), cache.put(1, {"rewards": 2})
+    (None, None)
+    >>> cache.get(0), cache.get(1), len(cache)
+    (None, {'rewards': 2}, 1)
+    """
+
+    def __init__(self, max_size: int = 5) -> None:
+        self.max_size = whole_number("max_size", max_size)
+        self._trajectories: OrderedDict[int, dict[str, Any]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._trajectories)
+
+    def get(self, trajectory_id: int) -> dict[str, Any] | None:
+        """Return the fields of a trajectory, or None."""
+        return self._trajectories.get(trajectory_id)
+
+    def put(self, trajectory_id: int, trajectory: dict[str, Any]) -> None:
+        """Keep a trajectory; the one that is there for the longest time goes if there are too many."""
+        self._trajectories[trajectory_id] = trajectory
+        while len(self._trajectories) > self.max_size:
+            self._trajectories.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._trajectories.clear()
+
+
+class RowBuffer(ReplayBuffer):
+    """The rows of a `TrajectoryReplayBuffer`, to be sampled and read. Only that one stores and removes rows, since it
+    keeps what is known of each trajectory; the methods of `ReplayBuffer` that would do so raise RuntimeError.
+    """
+
+    def store(self, rows: TensorDictBase) -> None:
+        """Store the rows of whole trajectories."""
+        super().extend(rows)
+
+    def forget(self) -> None:
+        """Remove all rows."""
+        super().empty()
+
+    @override
+    def extend(self, data: Any, final: Any = None, *, update_priority: bool | None = None) -> NoReturn:
+        raise _refusal("extend", "add_trajectories")
+
+    @override
+    def empty(self) -> NoReturn:
+        raise _refusal("empty", "clear")
+
+    @override
+    def load_version(self, path: Path, number: int | None, strict: bool) -> NoReturn:
+        raise _refusal("loads", "load_checkpoint (of what save_checkpoint wrote)")
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> NoReturn:
+        raise _refusal("load_state_dict", "load_checkpoint (of what save_checkpoint wrote)")
+
+
+def _refusal(what: str, instead: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what} would change rows of trajectories without the TrajectoryReplayBuffer's knowledge: call its {instead}"
+    )
 
 
 class TrajectoryReplayBuffer:
@@ -98,9 +168,7 @@ class TrajectoryReplayBuffer:
         sampler: Sampler | None = None,
         **storage_options: Any,
     ) -> None:
-        if trajectory_format not in _FORMATS:
-            raise ValueError(f"trajectory_format must be one of {_FORMATS}, got {trajectory_format!r}")
-        if trajectory_format == "pkl" and not allow_pickle:
+        if one_of("trajectory_format", trajectory_format, ("pt", "pkl")) == "pkl" and not allow_pickle:
             raise ValueError(
                 'trajectory_format="pkl" reads files that can run code of whoever wrote them: allow_pickle=True admits '
                 'it for files of your own; "pt" runs none'
@@ -121,11 +189,11 @@ class TrajectoryReplayBuffer:
         self.storage = DiskStorage(size, path, **options)
         # The storage's own finalizer would write into a folder that is gone.
         self._discard = (
-            None if auto_save else weakref.finalize(self, discard, self.storage._closing, path, os.getpid())
+            None if auto_save else weakref.finalize(self, discard, self.storage.close_once, path, os.getpid())
         )
         self._turn, self._closed = threading.RLock(), False
         #: Trajectories by age, each with the number of its first row in the ring.
-        self._records: deque[tuple[int, Record]] = deque()
+        self._records: deque[tuple[int, TrajectoryRecord]] = deque()
         self._counter = 0
         #: Versions of several ranks that this buffer saved or loaded last, by folder.
         self._versions: dict[Path, Version] = {}
@@ -163,17 +231,17 @@ class TrajectoryReplayBuffer:
                 raise ValueError(
                     f"{len(rows)} rows at once are more than max_size={most}. Nothing was stored"
                 )
-            first = self._ring.written
+            first = self.buffer.ring.written
             self.buffer.store(rows)
             self._note_records(records, first)
 
-    def _note_records(self, records: Sequence[Record], first: int) -> None:
+    def _note_records(self, records: Sequence[TrajectoryRecord], first: int) -> None:
         """Know of trajectories that were stored from the row ``first`` on, and no more of those that had to go."""
         for record in records:
             self._records.append((first, record))
             first += record.rows
             self._counter = max(self._counter, record.number + 1)
-        head = self._ring.head
+        head = self.buffer.ring.head
         while self._records and self._records[0][0] < head:  # the ring has dropped its first rows
             self._records.popleft()
 
@@ -189,7 +257,7 @@ class TrajectoryReplayBuffer:
             self.clear_cache()
             if self.storage.allocated:
                 # Written along with the version that has no rows.
-                self.storage._log.notes = {NOTES: self._state([])}
+                self.storage.note({NOTES: self._state([])})
                 self.buffer.forget()
 
     def flush(self) -> None:
@@ -232,7 +300,7 @@ class TrajectoryReplayBuffer:
     def total_samples(self) -> int:
         """Number of rows of all trajectories."""
         with self._turn:
-            return self._ring.written - self._records[0][0] if self._records else 0
+            return self.buffer.ring.written - self._records[0][0] if self._records else 0
 
     def sample(self, num_chunks: int = 0) -> dict[str, Any]:
         """Draw rows uniformly, with replacement, from the latest ``sample_window_size`` trajectories.
@@ -251,8 +319,8 @@ class TrajectoryReplayBuffer:
             self._check_not_empty()
             window = whole_number("sample_window_size", self.sample_window_size, 0) or len(self._records)
             low = self._records[max(0, len(self._records) - window)][0]
-            rows = torch.randint(low, self._ring.written, (num_chunks,), generator=self._generator)
-            return fields_of(self.buffer[rows % self._ring.capacity])
+            rows = torch.randint(low, self.buffer.ring.written, (num_chunks,), generator=self._generator)
+            return fields_of(self.buffer[rows % self.buffer.ring.capacity])
 
     def sample_slices(self, num_slices: int, slice_len: int, *, strict: bool = True) -> dict[str, Any]:
         """Draw slices of consecutive rows of one lane and one episode, from all trajectories.
@@ -299,7 +367,7 @@ class TrajectoryReplayBuffer:
             kept = None if self._cache is None else self._cache.get(trajectory_id)
             if kept is not None:
                 return kept
-            slots = torch.arange(first, first + record.rows) % self._ring.capacity
+            slots = torch.arange(first, first + record.rows) % self.buffer.ring.capacity
             fields = trajectory_fields(self.buffer[slots], record)
             if self._cache is not None:
                 self._cache.put(trajectory_id, fields)
@@ -374,7 +442,7 @@ class TrajectoryReplayBuffer:
         with self._turn:
             self._check_open()
             state = {NOTES: self._state([record for _, record in self._records])}
-            first = self._records[0][0] if self._records else self._ring.written
+            first = self._records[0][0] if self._records else self.buffer.ring.written
             if world_size == 1 or barrier is None:
                 self.storage.save(path, state, first=first)
                 return
@@ -420,7 +488,7 @@ class TrajectoryReplayBuffer:
                     )
                 self._restore_own()
                 return
-            checkpoint = Checkpoint(path, self.trajectory_format == "pkl")
+            checkpoint = SavedTrajectories(path, self.trajectory_format == "pkl")
             if is_distributed:
                 checkpoint.take_share(local_rank, world_size)
             checkpoint.take_last(self.storage.max_size)
@@ -434,13 +502,9 @@ class TrajectoryReplayBuffer:
             if checkpoint.version is not None and checkpoint.is_whole:
                 # What this buffer has loaded it may replace.
                 self._versions[path.resolve()] = checkpoint.version
-                self.storage._log._saved[path.resolve()] = checkpoint.version
+                self.storage.may_replace(path, checkpoint.version)
 
     # -- parts of the above ----------------------------------------------------------------------------------------
-
-    @property
-    def _ring(self) -> Any:
-        return self.buffer.ring
 
     def _check_open(self) -> None:
         if self._closed:
@@ -452,17 +516,17 @@ class TrajectoryReplayBuffer:
         if not self._records:
             raise RuntimeError("cannot sample from an empty buffer: add_trajectories first")
 
-    def _state(self, records: list[Record]) -> Any:
+    def _state(self, records: list[TrajectoryRecord]) -> Any:
         """The state of the buffer besides the rows stored so far, for JSON."""
         digits = bytes(self._generator.get_state().tolist()).hex()
-        end = self.storage._offset + self._ring.written
+        end = self.storage.row_offset + self.buffer.ring.written
         return State(records, self._counter, digits, end).to_json()
 
-    def _replace(self, checkpoint: Checkpoint) -> None:
+    def _replace(self, checkpoint: SavedTrajectories) -> None:
         """Have the trajectories of a checkpoint instead of those that are there."""
         checkpoint.take_last(self.storage.max_size)
         self.clear()
-        first = self._ring.written
+        first = self.buffer.ring.written
         try:
             for rows, records in checkpoint.read():  # the first rows may be the rest of a trajectory
                 self.buffer.store(rows)
@@ -478,14 +542,18 @@ class TrajectoryReplayBuffer:
     def _load_staged(self) -> None:
         """Load what was staged in the folder; nothing of it counts before, and all of it after a crash."""
         folder = Path(self.storage.path)
-        self._replace(Checkpoint(folder, pickled=False))
+        self._replace(SavedTrajectories(folder, pickled=False))
         self.storage.flush()
         remove_staged(folder, sync=self._sync)
 
     def _restore_own(self) -> None:
         """Restore the generator as it was saved with the rows that are there."""
         state = OwnFolder(Path(self.storage.path), None).state
-        if state is not None and state.generator and state.end == self.storage._offset + self._ring.written:
+        if (
+            state is not None
+            and state.generator
+            and state.end == self.storage.row_offset + self.buffer.ring.written
+        ):
             restore(self._generator, state.generator)
 
     def _find_records(self) -> None:
@@ -497,4 +565,4 @@ class TrajectoryReplayBuffer:
         remove_staged(folder, sync=self._sync)
         found = OwnFolder(folder, None)
         self._counter = found.counter
-        self._note_records(found.records, found.first - self.storage._offset)
+        self._note_records(found.records, found.first - self.storage.row_offset)

@@ -26,10 +26,10 @@ _VALUES = ("prev_values",)
 _FACTS = ("max_episode_length", "model_weights_id")
 
 
-Form: TypeAlias = Mapping[NestedKey, tuple[torch.dtype, torch.Size]]
+RowForm: TypeAlias = Mapping[NestedKey, tuple[torch.dtype, torch.Size]]
 
 
-class Record(NamedTuple):
+class TrajectoryRecord(NamedTuple):
     """What the buffer knows of a trajectory besides its rows.
 
     Args:
@@ -62,7 +62,7 @@ class Record(NamedTuple):
         }
 
 
-def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None, list[Record]]:
+def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None, list[TrajectoryRecord]]:
     """Lay trajectories out as rows, one lane after the other.
 
     Args:
@@ -82,7 +82,7 @@ def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None
             f"trajectories must be a list of them, got one {type(trajectories).__name__}: add_trajectories([it])"
         )
     parts: list[TensorDict] = []
-    records: list[Record] = []
+    records: list[TrajectoryRecord] = []
     for trajectory in trajectories:
         if isinstance(trajectory, TensorDictBase) and trajectory.batch_dims == 1:
             rows, made = _flat_rows(trajectory, number)
@@ -104,12 +104,12 @@ def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None
     return joined, records
 
 
-def form_of(rows: TensorDictBase) -> Form:
+def form_of(rows: TensorDictBase) -> RowForm:
     """Return dtype and shape of the entries of a row, by key."""
     return {key: (value.dtype, value.shape[1:]) for key, value in rows.items(True, True)}
 
 
-def differing(one: Form, other: Form) -> str:
+def differing(one: RowForm, other: RowForm) -> str:
     """Name the entries in which two forms of rows differ; empty if they are the same."""
     keys = one.keys() | other.keys()
     return ", ".join(sorted(str(key) for key in keys if one.get(key) != other.get(key)))
@@ -121,7 +121,7 @@ def fields_of(rows: TensorDictBase) -> dict[str, Any]:
     return fields
 
 
-def trajectory_fields(rows: TensorDictBase, record: Record) -> dict[str, Any]:
+def trajectory_fields(rows: TensorDictBase, record: TrajectoryRecord) -> dict[str, Any]:
     """Return the fields ``[T, B, ...]`` of a whole trajectory, given its rows."""
     shaped = {
         key: value.view(record.lanes, record.steps, *value.shape[1:]).transpose(0, 1)
@@ -136,7 +136,7 @@ def shifted(rows: TensorDictBase, numbers: int) -> TensorDictBase:
     return rows.clone(recurse=False).set(LANE, rows.get(LANE) + numbers * _LANES)
 
 
-def records_of(lane: Tensor, place: Tensor, left: Tensor) -> tuple[int, list[Record]]:
+def records_of(lane: Tensor, place: Tensor, left: Tensor) -> tuple[int, list[TrajectoryRecord]]:
     """Find the trajectories of stored rows by their marks.
 
     Returns:
@@ -154,12 +154,12 @@ def records_of(lane: Tensor, place: Tensor, left: Tensor) -> tuple[int, list[Rec
         lanes = int(lane[stop - 1] - lane[first]) + 1
         if int(left[stop - 1]) or lanes < 1 or count % lanes:
             lanes = 1  # its last rows are not there
-        records.append(Record(int(numbers[first]), count // lanes, lanes))
+        records.append(TrajectoryRecord(int(numbers[first]), count // lanes, lanes))
     check_numbers(records)
     return (starts[0] if starts else len(lane)), records
 
 
-def check_numbers(records: Sequence[Record]) -> None:
+def check_numbers(records: Sequence[TrajectoryRecord]) -> None:
     """Raise ValueError unless trajectories have numbers of their own and rows."""
     numbers = {record.number for record in records}
     if len(numbers) < len(records) or not all(0 <= number < MOST_NUMBERS for number in numbers):
@@ -168,7 +168,7 @@ def check_numbers(records: Sequence[Record]) -> None:
         raise ValueError("a trajectory has no rows, or too many")
 
 
-def check_marks(rows: TensorDictBase, records: Sequence[Record], first: int) -> None:
+def check_marks(rows: TensorDictBase, records: Sequence[TrajectoryRecord], first: int) -> None:
     """Raise ValueError unless rows are those of trajectories.
 
     Args:
@@ -189,7 +189,7 @@ def check_marks(rows: TensorDictBase, records: Sequence[Record], first: int) -> 
         raise ValueError("the rows are not those of the trajectories that were noted")
 
 
-def _lane_rows(trajectory: Any, number: int) -> tuple[TensorDict, list[Record]]:
+def _lane_rows(trajectory: Any, number: int) -> tuple[TensorDict, list[TrajectoryRecord]]:
     """Rows of one trajectory ``[T, B]``."""
     given = _mapping(trajectory)
     facts = {name: given.pop(name) for name in _FACTS if name in given}
@@ -213,7 +213,7 @@ def _lane_rows(trajectory: Any, number: int) -> tuple[TensorDict, list[Record]]:
     count = steps * lanes
     if not count:
         return TensorDict({}, [0]), []
-    record = Record(number, steps, lanes, *_facts(facts))
+    record = TrajectoryRecord(number, steps, lanes, *_facts(facts))
     check_numbers([record])
     lane = torch.arange(lanes).repeat_interleave(steps)
     batch = TensorDict(dict(rows), [count])
@@ -231,13 +231,13 @@ def _facts(given: Mapping[str, Any]) -> tuple[int, str]:
         ) from None
 
 
-def _flat_rows(batch: TensorDictBase, number: int) -> tuple[TensorDict, list[Record]]:
+def _flat_rows(batch: TensorDictBase, number: int) -> tuple[TensorDict, list[TrajectoryRecord]]:
     """Rows of a flat batch, each run a trajectory."""
     if any(name == _MARKS for name in batch.keys()):  # noqa: SIM118
         raise ValueError(f"the batch has an entry {_MARKS!r}, a name that the buffer needs for itself")
     starts = torch.nonzero(run_starts(batch)).squeeze(1).cpu()
     lengths = torch.diff(starts, append=torch.tensor([batch.batch_size[0]]))
-    records = [Record(number + i, length, 1) for i, length in enumerate(lengths.tolist())]
+    records = [TrajectoryRecord(number + i, length, 1) for i, length in enumerate(lengths.tolist())]
     run = torch.repeat_interleave(torch.arange(len(starts)), lengths)
     place = torch.arange(len(run)) - starts[run]
     done = batch.get((NEXT, "done"), None)
@@ -272,10 +272,11 @@ def _mapping(trajectory: Any) -> dict[str, Any]:
     return {name: value for name, value in trajectory.items() if value is not None}
 
 
-def is_dense(value: Any) -> TypeGuard[Tensor]:
+def is_dense(value: object) -> TypeGuard[Tensor]:
     """Whether a value is a tensor of numbers in rows: not sparse, nested or quantized."""
-    plain = isinstance(value, Tensor) and value.layout is torch.strided
-    return plain and not value.is_nested and not value.is_quantized
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return False
+    return not (value.is_nested or value.is_quantized)
 
 
 def _collect(fields: Mapping[str, Any], path: tuple[str, ...], into: dict[NestedKey, Tensor]) -> None:

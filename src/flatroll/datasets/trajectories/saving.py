@@ -7,12 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flatroll.datasets.trajectories.rows import Record
+from flatroll.datasets.trajectories.rows import TrajectoryRecord
 from flatroll.datasets.trajectories.sources import (
     LOADING,
     NOTES,
     RANKS,
-    Checkpoint,
+    SavedTrajectories,
     State,
     rank_folder,
     rank_versions,
@@ -124,10 +124,10 @@ class RankSave:
             folder.publish({RANKS: [list(version) for version in versions]}, head=folder.end)
 
 
-def stage(checkpoint: Checkpoint, folder: Path, *, sync: bool) -> None:
+def stage(checkpoint: SavedTrajectories, folder: Path, *, sync: bool) -> None:
     """Copy what is to be loaded into a folder of the run's folder: from then on the load goes on after a crash."""
     remove_staged(folder, sync=sync)
-    path, records = folder / LOADING, list[Record]()
+    path, records = folder / LOADING, list[TrajectoryRecord]()
     with Folder(path, write=True, sync=sync, keep=1) as staged:
         for rows, begun in checkpoint.read():
             staged.append({column_name(key): value for key, value in rows.items(True, True)})

@@ -15,8 +15,8 @@ from flatroll.datasets.trajectories.rows import (
     LEFT,
     MOST_NUMBERS,
     PLACE,
-    Form,
-    Record,
+    RowForm,
+    TrajectoryRecord,
     check_marks,
     check_numbers,
     differing,
@@ -44,7 +44,7 @@ class State(NamedTuple):
         end: number of the row after the last in the folder, by which one knows whether the state is of its rows.
     """
 
-    records: list[Record]
+    records: list[TrajectoryRecord]
     counter: int
     generator: str
     end: int
@@ -58,8 +58,8 @@ class State(NamedTuple):
         """Read a state; DamagedFileError if it is none."""
         try:
             records, counter, generator, end = noted
-            kinds = tuple(Record.__annotations__.values())
-            made = [Record(*record) for record in records]
+            kinds = tuple(TrajectoryRecord.__annotations__.values())
+            made = [TrajectoryRecord(*record) for record in records]
             if any(tuple(map(type, record)) != kinds for record in made) or type(end) is not int:
                 raise ValueError("records")
             check_numbers(made)
@@ -123,7 +123,7 @@ class OwnFolder:
             self.first += skipped
         self.counter = max([self.counter, *(record.number + 1 for record in self.records)])
 
-    def _found(self) -> tuple[int, list[Record]]:
+    def _found(self) -> tuple[int, list[TrajectoryRecord]]:
         """The trajectories by the marks of the rows, which are all that is read."""
         for key, dtype in _MARKS.items():
             column = self.folder.columns.get(column_name(key))
@@ -171,7 +171,7 @@ class RlinfSource(OwnFolder):
     def __init__(self, path: Path, pickled: bool) -> None:
         self._files = RlinfFolder(path, pickled)
         self.records = [
-            Record(number, rows, 1)
+            TrajectoryRecord(number, rows, 1)
             for number, rows in zip(self._files.numbers, self._files.rows, strict=True)
         ]
         self.state, self.counter = None, self._files.counter
@@ -192,7 +192,7 @@ class RlinfSource(OwnFolder):
             yield rows
 
 
-class Checkpoint:
+class SavedTrajectories:
     """What a buffer is to load: a folder of rows, those of several ranks, or one that RLinf has written.
 
     Args:
@@ -270,7 +270,7 @@ class Checkpoint:
         state = self.sources[0].state if len(self.sources) == 1 and self.is_whole else None
         return "" if state is None else state.generator
 
-    def check(self, form: Form) -> None:
+    def check(self, form: RowForm) -> None:
         """Read all that is chosen; ValueError if it is damaged, or its rows are not of one form, ``form`` if any."""
         others = "those of the buffer" if form else "its first ones"
         for rows, _ in self.read():
@@ -282,7 +282,7 @@ class Checkpoint:
                     "same, of the same dtypes and shapes. Nothing was loaded"
                 )
 
-    def read(self) -> Iterator[tuple[TensorDictBase, list[Record]]]:
+    def read(self) -> Iterator[tuple[TensorDictBase, list[TrajectoryRecord]]]:
         """Yield the rows of the chosen trajectories, and the records of those that begin with them.
 
         Several ranks may have the same numbers: those of a later one are shifted behind those of the others.
@@ -315,7 +315,7 @@ def is_loading(path: Path) -> bool:
     return folder.is_dir() and not folder.is_symlink() and bool(Folder(folder).versions())
 
 
-def rank_versions(noted: Any) -> list[Version] | None:
+def rank_versions(noted: object) -> list[Version] | None:
     """The versions of several ranks that a manifest names; None if it names none.
 
     Raises:

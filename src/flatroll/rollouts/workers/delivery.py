@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.layout.fast_call import nest
+from flatroll.layout.tensordict_seam import nest
 from flatroll.rollouts.workers.gather import Filled
 from flatroll.rollouts.workers.messages import Note
 

@@ -139,7 +139,7 @@ class Watch:
         self._window += 1
         if self._weights.version != self._seen:
             self._fetch()
-        self._oldest, self._sum, self._steps = self._seen, 0, 0
+        self._sum, self._steps = 0, 0
 
     def end_window(self) -> None:
         """No step is under way."""
@@ -166,6 +166,8 @@ class Watch:
             self._fetch()
         if self._timed:
             self._beat[0] = monotonic()
+        if not self._steps:
+            self._oldest = self._seen  # the window may have begun with an older one
         self._steps += 1
         self._sum += self._seen
         return bool(cut >= self._window)

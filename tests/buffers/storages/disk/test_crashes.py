@@ -170,7 +170,7 @@ def test_a_storage_that_goes_flushes(tmp_path: Path) -> None:
 def test_flush_seconds(tmp_path: Path) -> None:
     buffer = make(tmp_path, flush_seconds=0.01)
     buffer.extend(rows_of(0, 3))
-    for _ in range(2000):  # bounded
+    for _ in range(30_000):  # bounded
         if not buffer.stats()["rows_unflushed"]:
             break
         time.sleep(0.01)

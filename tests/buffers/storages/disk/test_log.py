@@ -64,7 +64,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 def until_flushed(buffer: ReplayBuffer) -> None:
-    for _ in range(3000):  # bounded
+    for _ in range(30_000):  # bounded
         if not buffer.stats()["rows_unflushed"]:
             return
         time.sleep(0.01)
@@ -237,7 +237,7 @@ def test_whole_blocks_make_files(tmp_path: Path) -> None:
     buffer = make(tmp_path)
     for first in range(0, 60, 3):
         buffer.extend(rows_of(first, 3))
-    for _ in range(3000):  # bounded
+    for _ in range(30_000):  # bounded
         if buffer.stats()["rows_unflushed"] <= 10:
             break
         time.sleep(0.01)
@@ -267,7 +267,7 @@ def test_a_storage_collected_on_its_own_thread_is_closed(tmp_path: Path) -> None
 
     log.folder.append = collected  # type: ignore[method-assign]
     kept[0].extend(rows_of(0, 25))
-    for _ in range(3000):  # bounded
+    for _ in range(30_000):  # bounded
         if log._closed and log.folder._lock is None:
             break
         time.sleep(0.01)

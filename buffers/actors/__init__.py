@@ -1,1 +1,0 @@
-"""Buffers that live in an actor, on a cluster."""

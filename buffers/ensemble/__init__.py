@@ -1,1 +1,0 @@
-"""An ensemble: several replay buffers sampled as one."""

@@ -1,1 +1,0 @@
-"""Lets other processes use a buffer that one process owns."""

@@ -1,0 +1,178 @@
+"""Follows the episodes of a step writer's envs: where they begin, their ids, and whether rows go on from rows."""
+
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from flatroll.buffers.columns.column import differ
+from flatroll.buffers.index.ring import Array
+from flatroll.buffers.steps.staging import FLAGS, StagedColumn
+from flatroll.layout.keys import (
+    DONE,
+    IS_INIT,
+    OBSERVATION,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+    NestedKey,
+    as_tuple,
+    next_key,
+)
+
+_CACHED = 2**18  # bytes of observations that are compared at a time, which stay in the cache
+Staged: TypeAlias = Mapping[NestedKey, StagedColumn]
+
+
+class Episodes:
+    """The episodes that E envs are in.
+
+    Args:
+        num_envs: E.
+        writer: number of the writer; episode k of env e has the id ``writer * 2**40 + k * E + e``, as in `TrajId`.
+        first: number of the first episode.
+
+    Attributes:
+        fresh: bool ``[E]``, whether an env's next row begins an episode.
+        ids: int64 ``[E]``, ids of the episodes that the last rows are of; both as of the last row that was marked.
+    """
+
+    def __init__(self, num_envs: int, writer: int, first: int = 0) -> None:
+        self.num_envs = num_envs
+        self.fresh: Array = np.ones(num_envs, np.bool_)
+        # Adding E gives an env its next episode; the first row of each adds it, that of the very first one too.
+        self.ids: Array = np.arange(num_envs) + (writer << 40) + (first - 1) * num_envs
+        self._warned: set[str] = set()
+        self.begin((), ())
+
+    def begin(self, given: Collection[NestedKey], keys: Iterable[NestedKey]) -> None:
+        """Begin with rows that go on from none, and have the entries ``given``.
+
+        The values of ``keys`` are compared with the next values of the row before; all but observations must have been
+        right once before they count.
+        """
+        self._given = frozenset(given)
+        self._pairs = [(key, next_key(key)) for key in keys]
+        self._trusted = {key for key, _ in self._pairs if as_tuple(key)[0] == OBSERVATION}
+        self._before: dict[NestedKey, Array] = {}  # of the row before the first waiting one, what is compared
+        self._ends = [key for key in (TERMINATED, TRUNCATED, DONE) if key in self._given]
+
+    def check(self, given: Staged, row: int) -> bool:
+        """Return whether an env's waiting row ``row`` is to be warned of: it does not go on from its last one.
+
+        Raises:
+            ValueError: ``done`` is not what terminated and truncated say.
+        """
+        if DONE in self._given and len(self._ends) > 1:
+            done, *kinds = (given[key].rows[:, row] for key in reversed(self._ends))
+            either = np.logical_or.reduce(kinds) | (
+                done & (len(kinds) < 2)
+            )  # else it says what the missing one is
+            if (done != either).any():
+                raise ValueError(
+                    f"the step's {DONE!r} is {done.tolist()}, but terminated or truncated is {either.tolist()}: leave "
+                    "it out, and it is filled in"
+                )
+        if IS_INIT in self._given or "left" in self._warned or not (row or self._before):
+            return False
+        pairs = [
+            (given[later].rows[:, row - 1] if row else self._before[later], given[key].rows[:, row])
+            for key, later in self._pairs
+        ]
+        if all(said.tobytes() == now.tobytes() for said, now in pairs):
+            return False
+        ended = (
+            np.logical_or.reduce([given[key].rows[:, row - 1] for key in self._ends]) if row else self.fresh
+        )
+        return any(said[~ended].tobytes() != now[~ended].tobytes() for said, now in pairs)
+
+    def mark(self, staged: Staged, first: int, stop: int) -> None:
+        """Fill in the markers that the waiting rows ``first ... stop - 1`` lack; all before them have theirs."""
+        flags = {key: staged[key].rows[:, first:stop] for key in FLAGS if key in staged}
+        done, ids = flags[DONE], staged[TRAJ_IDS].rows[:, first:stop]
+        for missing, other in ((TERMINATED, TRUNCATED), (TRUNCATED, TERMINATED)):
+            if missing in flags and missing not in self._given:
+                # Of an end for which there are two words, one of them missing, ``done`` may tell.
+                flags[missing][:] = done & ~flags[other] if DONE in self._given else False
+        if TERMINATED in flags:
+            np.logical_or(flags[TERMINATED], flags[TRUNCATED], out=done)
+        starts = self._starts(staged, np.concatenate([self.fresh[:, None], done[:, :-1]], 1), first, stop)
+        if IS_INIT in self._given:
+            starts |= flags[IS_INIT]
+        flags[IS_INIT][:] = starts  # those that the steps say among them
+        own = self.ids[:, None] + starts.cumsum(1) * self.num_envs
+        if TRAJ_IDS not in self._given:
+            ids[:] = own
+        self.fresh, self.ids = done[:, -1].copy(), own[:, -1]
+
+    def keep(self, staged: Staged, last: int) -> None:
+        """Remember the waiting rows ``last``, after which the arrays are written anew."""
+        keys = [TRAJ_IDS, *(later for _, later in self._pairs)]
+        self._before = {key: staged[key].rows[:, last].copy() for key in keys}
+
+    def _starts(self, staged: Staged, fresh: Array, first: int, stop: int) -> Array:
+        """Which of the waiting rows begin a trajectory, bool ``[E, n]``, without what the steps say by is_init;
+        ``fresh``: which begin an episode. Compares them with what the rows before them said."""
+        starts = fresh.copy()
+        begin = 0 if first or self._before else 1  # the very first row goes on from none
+        fresh, same = fresh[:, begin:], None
+        inside = ~fresh
+        for key, later in list(self._pairs):
+            agrees = ~self._differ(staged, key, later, first, stop)
+            if key not in self._trusted:
+                if not inside.any():
+                    continue
+                at = int(inside.any(0).argmax())  # the first step that tells
+                if not (agrees & inside)[:, at].any():
+                    self._pairs.remove((key, later))  # says something else than the next row's value
+                    continue
+                self._trusted.add(key)
+                agrees[:, :at] = False  # before it, only episodes began
+            same = agrees if same is None else same & agrees
+        if same is not None:
+            self._warn_of(same & fresh, ~same & inside)
+            starts[:, begin:] |= ~same
+        if TRAJ_IDS in self._given:
+            starts[:, begin:] |= self._differ(staged, TRAJ_IDS, TRAJ_IDS, first, stop)
+        return starts
+
+    def _differ(self, staged: Staged, key: NestedKey, later: NestedKey, first: int, stop: int) -> Array:
+        """Where ``key`` is not what the row before says by ``later``, bit by bit: bool ``[E, n]``, or ``[E, n - 1]`` if
+        no row is before the first one."""
+        now, said, begin = staged[key].data, staged[later].data, max(first, 1)
+        wrong = [torch.zeros(self.num_envs, 0, dtype=torch.bool)]
+        if not first and self._before:
+            before = torch.from_numpy(self._before[later]).view_as(now[:, 0])
+            wrong.append(differ(before, now[:, 0])[:, None])
+        many = max(1, _CACHED // (now[:, 0].numel() * now.element_size() + 1))
+        for t in range(begin, stop, many):
+            u = min(t + many, stop)
+            rows = said[:, t - 1 : u - 1].flatten(0, 1), now[:, t:u].flatten(0, 1)
+            wrong.append(differ(*rows).view(self.num_envs, u - t))
+        return np.asarray(torch.cat(wrong, 1))
+
+    def _warn_of(self, ended: Array, left: Array) -> None:
+        """Warn where an episode goes on from its end, or is left before it: bool ``[E, n]``."""
+        if ended.any():
+            self._warn(
+                "ended",
+                f"env {ended.T.nonzero()[1][0]} goes on, after its episode ended, from the very observation that was "
+                "the last one's next. Either that was the reset's observation, where the episode's final one belongs "
+                "(final_obs), or this row is the reset itself (autoreset NEXT_STEP), which is no transition and should "
+                "not be written. If all episodes of this env begin where they end, all is well",
+            )
+        if left.any() and IS_INIT not in self._given:
+            self._warn(
+                "left",
+                f"env {left.T.nonzero()[1][0]} does not go on from the next observation of its last row, which was "
+                "neither terminated nor truncated: a new trajectory begins there. If the env was reset, say so with "
+                f"{IS_INIT!r}; else see that observations are given as the env returned them",
+            )
+
+    def _warn(self, what: str, text: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            # to the caller of write; between are (_store), _mark, mark, _starts and _warn_of
+            warnings.warn(f"{text}. (Said once for each writer)", stacklevel=8 if what == "ended" else 7)

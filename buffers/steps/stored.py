@@ -1,0 +1,215 @@
+"""The rows of a step writer that are stored: where they are, what their trajectories are, and copies of them."""
+
+from collections.abc import Collection, Sequence
+from typing import TypeAlias, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatroll.buffers.columns.column import Columns, TensorColumn
+from flatroll.buffers.index.ring import Array, Ring
+from flatroll.buffers.index.trajectory_index import Choose, TrajectoryIndex
+from flatroll.buffers.storages.column_storage import ColumnStorage
+from flatroll.kernels.rows.records import CHAIN, FRAGMENT, STATE
+from flatroll.layout.keys import IS_INIT, NestedKey
+
+Tables: TypeAlias = tuple[Array, int, Array, Array]  # of a `TrajectoryIndex`
+#: ``windows ... length`` of `flatroll.kernels.slices.steps.locate`.
+Where: TypeAlias = tuple[Array, int, int, int, int, int]
+
+_MOST = 2**18  # bytes to copy while the buffer's lock is held: some 20 µs
+# The tables of a buffer without rows, which has no index yet.
+_NO_INDEX: Tables = np.zeros(1, STATE), 1, np.zeros(1, FRAGMENT), np.zeros(1, CHAIN)
+
+
+class StepPositions:
+    """Finds the stored rows of steps: window by window, an env's steps stand next to each other.
+
+    Args:
+        num_envs: number of envs that each step is from.
+
+    >>> ring, positions = Ring(8), StepPositions(num_envs=2)
+    >>> for window in range(3):  # of two steps each; the third overwrites the first
+    ...     _ = ring.claim(4), ring.publish(4)
+    ...     positions.append(ring, 2 * window, 4 * window % 8, 2)
+    >>> places = torch.tensor([4, 5, 5]) * 2 + torch.tensor([0, 0, 1])  # of env 0, env 0 and env 1
+    >>> positions.oldest(), positions.find(places, ring, stored=6, window=2)
+    (2, (tensor([0, 1, 3]), array([], shape=(2, 0), dtype=int64)))
+    """
+
+    def __init__(self, num_envs: int) -> None:
+        self.num_envs = num_envs
+        self.ring: Ring | None = None
+        # Per window its first step, the number of its first row in the ring, and its steps; ``count`` are in use.
+        self._table: Array = np.zeros((3, 16), np.int64)
+        self._count = 0
+
+    def append(self, ring: Ring, step: int, slot: int, steps: int) -> None:
+        """Note a window of ``steps`` steps from ``step`` on, whose first row is in ``slot``."""
+        if ring is not self.ring:  # the buffer was emptied, or another one was loaded into it
+            self.ring, self._count = ring, 0
+        head = ring.head
+        if self._count == self._table.shape[1]:
+            kept = self._table[:, self._first() :]
+            self._table, self._count = np.zeros((3, 2 * kept.shape[1] + 16), np.int64), kept.shape[1]
+            self._table[:, : self._count] = kept
+        number = int(ring.numbers(torch.tensor([slot]), head)[0])
+        self._table[:, self._count] = step, number, steps
+        self._count += 1
+
+    def _first(self) -> int:
+        """The first window that is stored whole."""
+        head = 0 if self.ring is None else self.ring.head
+        return int(self._table[1, : self._count].searchsorted(head))
+
+    def oldest(self) -> int | None:
+        """Return the first step that is stored whole; None if there is none."""
+        first = self._first()
+        return int(self._table[0, first]) if first < self._count else None
+
+    def tables(self, ring: Ring, stored: int, window: int) -> Where:
+        """Return the arguments ``windows ... length`` of `flatroll.kernels.slices.steps.locate`; see :meth:`find`."""
+        return self._table, self._count if ring is self.ring else 0, ring.head, ring.capacity, stored, window
+
+    def find(self, places: Tensor, ring: Ring, stored: int, window: int) -> tuple[Tensor, Array] | None:
+        """Find rows by their places step * E + env, int64 ``[N]``; None if one was overwritten.
+
+        Args:
+            places: of the rows, in host memory.
+            ring: that of the buffer now.
+            stored: number of the first step that waits.
+            window: L.
+
+        Returns:
+            slots, int64 ``[N]``, of some other row where one waits; and int64 ``[2, M]``, of the M that wait their
+            positions among the places, and their rows env * L + step among the waiting ones.
+        """
+        from flatroll.kernels.slices.steps import locate  # numba
+
+        slots, waiting = np.empty(len(places), np.int64), np.empty((2, len(places)), np.int64)
+        asked = np.ascontiguousarray(places.numpy())
+        count = locate(asked, self.num_envs, *self.tables(ring, stored, window), slots, waiting)
+        return None if count < 0 else (torch.from_numpy(slots), waiting[:, :count])
+
+    def choose(
+        self, places: Tensor, choose: Choose, ring: Ring, stored: int, filled: int, marks: Sequence[Array]
+    ) -> Tensor | None:
+        """Let ``choose`` choose another row of the same trajectory for some rows; see `TrajectoryIndex.choose`.
+
+        An env's steps of one trajectory follow each other, the stored ones and then the waiting ones. So a trajectory
+        is known by its first step and the one after its last: the trajectory index has those of stored rows, the
+        markers those of waiting rows.
+
+        Args:
+            places: step * E + env of each row, int64 ``[N]``.
+            choose: see `TrajectoryIndex.choose`.
+            ring: that of the buffer, whose lock is held.
+            stored: number of the first step that waits.
+            filled: steps that wait.
+            marks: ``is_init``, trajectory ids and ``done`` of the waiting rows, each ``[E, >= filled]``.
+
+        Returns:
+            int64 ``[2, M]``, which of the places, and the places of the rows chosen for them; None if another writer
+            has overwritten one of the rows at ``places``.
+        """
+        from flatroll.kernels.slices.step_spans import step_spans  # numba
+
+        oldest = self.oldest() if self.ring is ring else None
+        index = ring.tables if isinstance(ring, TrajectoryIndex) else _NO_INDEX
+        asked, spans = np.ascontiguousarray(places.numpy()), np.empty((2, len(places)), np.int64)
+        windows = self._table, self._count, -1 if oldest is None else oldest
+        if not step_spans(asked, self.num_envs, *windows, stored, filled, *marks, *index, spans):
+            return None
+        step = asked // self.num_envs
+        which, chosen = choose(step - spans[0], spans[1] - spans[0])
+        # From the row's own step to the chosen one, of the same env.
+        goals: Array = asked[which] + (spans[0, which] + chosen - step[which]) * self.num_envs
+        return torch.from_numpy(np.stack([which, goals]))
+
+
+class StepCopies:
+    """Copies entries of rows.
+
+    Args:
+        storage: the buffer's.
+        staged: the waiting rows, ``[E * L, ...]``.
+        given: those of their entries that steps give; the others are filled in.
+        names: entries, default all.
+
+    Attributes:
+        marks: whether some of them are filled in.
+        rows: how many can be copied at once; -1 where it takes more than copying bytes in this process's memory.
+    """
+
+    def __init__(
+        self,
+        storage: ColumnStorage,
+        staged: Columns,
+        given: Collection[NestedKey],
+        names: tuple[NestedKey, ...] | None,
+    ) -> None:
+        self.marks = names is None or IS_INIT in names or not {*names} <= {*given}
+        self._of = storage._plain, storage.pool
+        self.rows = -1
+        if not storage.copies_bytes or storage.by_reference:
+            return
+        next_keys = {} if storage.pool is None else storage.pool.next_keys
+        self._roots = [key for key, later in next_keys.items() if names is None or later in names]
+        # The next value of an entry is mostly that of a row near it, so that entry is copied, too.
+        asked = {*storage.columns, *next_keys.values()} if names is None else {*names}
+        stored = [key for key in storage.columns if key in asked or key in self._roots]
+        found = (*stored, *(next_keys[key] for key in self._roots))
+        self._extra = [key for key in stored if key not in asked]
+        if len(found) - len(self._extra) != len(staged if names is None else asked):
+            return
+        # Columns that are copied as bytes are tensors.
+        tensors = cast(dict[NestedKey, TensorColumn], storage.columns)
+        columns = [tensors[key].data for key in (*stored, *self._roots)]
+        waiting = [staged.get(key) for key in found]
+        kinds = [(one.dtype, one.shape[1:]) for one in columns]
+        if any(
+            row is None or (row.dtype, row.shape[1:]) != kind
+            for row, kind in zip(waiting, kinds, strict=True)
+        ):
+            return
+        self._names = found
+        like = [torch.empty((1, *shape), dtype=dtype, device="meta") for dtype, shape in kinds]
+        self._forms = [(one.shape[1:], one.stride(), one.dtype) for one in like]
+        sizes = [one.numel() * one.element_size() for one in like]
+        addresses = [[one.data_ptr() for one in many if one is not None] for many in (columns, waiting)]
+        self._columns: Array = np.array([addresses[0], sizes, addresses[1]], np.int64)
+        self._at: Array = np.array([stored.index(key) for key in self._roots], np.int64)
+        self.rows = _MOST // max(1, sum(sizes))
+
+    def still(self, storage: ColumnStorage) -> bool:
+        """Return whether the columns are still those of ``storage``."""
+        return self._of[0] is storage._plain and self._of[1] is storage.pool
+
+    def read(self, places: Tensor, num_envs: int, where: Where, ring: Ring) -> Columns | None:
+        """Return copies of the rows at these places by key; None if one was overwritten.
+
+        Args:
+            places: step * E + env of each row, int64 ``[N]``.
+            num_envs: E.
+            where: from `StepPositions.tables`.
+            ring: that of the buffer, whose lock is held.
+        """
+        from flatroll.kernels.slices.steps import read_steps  # numba
+
+        asked, rows = np.ascontiguousarray(places.numpy()), len(places)
+        copies = [
+            torch.empty_strided((rows, *shape), stride, dtype=dtype) for shape, stride, dtype in self._forms
+        ]
+        target = np.array([copy.data_ptr() for copy in copies], np.int64)
+        pooled = self._of[1]  # whose columns may have grown, and moved
+        entries = {} if pooled is None else cast(dict[NestedKey, TensorColumn], pooled.entries)
+        pool: Array = np.array([entries[key].data.data_ptr() for key in self._roots], np.int64)
+        state, _, fragments, _ = ring.tables if isinstance(ring, TrajectoryIndex) else _NO_INDEX
+        of = state, fragments, self._columns, pool, self._at, target
+        if not read_steps(asked, num_envs, *where, *of):
+            return None
+        columns = dict(zip(self._names, copies, strict=True))
+        for key in self._extra:
+            del columns[key]
+        return columns

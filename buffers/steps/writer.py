@@ -1,0 +1,524 @@
+"""Writes a replay buffer one vector step at a time, as loops of third-party trainers do."""
+
+import threading
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from flatroll.buffers.columns.column import Columns, TensorColumn, put_rows, take_rows
+from flatroll.buffers.index.ring import Array, Draw
+from flatroll.buffers.protocols import Buffer
+from flatroll.buffers.steps.episodes import Episodes
+from flatroll.buffers.steps.staging import StagedColumn, entries, window_of
+from flatroll.buffers.steps.stored import StepCopies, StepPositions
+from flatroll.buffers.storages.column_storage import ColumnStorage
+from flatroll.buffers.storages.continuity import compared_keys
+from flatroll.buffers.storages.item_kinds import leaves, nest
+from flatroll.buffers.transforms.transform import (
+    apply,
+    changes_stored,
+    chooser_of,
+    looks_ahead,
+    read_others,
+)
+from flatroll.layout.checks import whole_number, writer_number
+from flatroll.layout.keys import (
+    DONE,
+    IS_INIT,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+    NestedKey,
+    as_tuple,
+    plain_key,
+)
+
+if TYPE_CHECKING:
+    from flatroll.kernels.rows.gather import HostColumns
+
+Names: TypeAlias = tuple[NestedKey, ...] | None  # of entries; None for all
+Step: TypeAlias = Mapping[Any, Any] | TensorDictBase
+
+
+class Overwritten(IndexError):
+    """Rows were overwritten by another writer before they were read."""
+
+
+class StepWriter:
+    """Takes one step of E envs at a time, and stores windows of L steps, env after env, by ``buffer.extend``.
+
+    Rows wait in arrays ``[E, L, ...]`` until the window is full. So an env's steps stand next to each other in the
+    storage, where a compact one keeps each observation once, and stacked frames are shared. Trajectories go on from
+    window to window. :meth:`read` and :meth:`sample` see the waiting rows, too; ``buffer.sample`` sees stored ones.
+
+    Made by ``buffer.writer_for(num_envs)``; usable in ``with``, which closes it. One thread writes, others may read.
+
+    Attributes:
+        num_envs: number E of envs.
+        window: number L of steps that are stored at a time.
+        steps: steps written so far; the next one has this number.
+
+    >>> import numpy as np
+    >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(8))
+    >>> with buffer.writer_for(2, window=2) as writer:
+    ...     for t in range(3):  # env 1 begins its second episode at step 1
+    ...         now = np.array([10 + t, [20, 30, 31][t]])
+    ...         step = {"observation": now, ("next", "observation"): now + 1, ("next", "reward"): np.ones(2)}
+    ...         writer.write({**step, ("next", "terminated"): np.array([False, t == 0])})
+    ...     len(buffer), len(writer), writer.read([1, 2], 0)["observation"].tolist()
+    (4, 6, [11, 12])
+    >>> buffer[:]["observation"].tolist(), buffer[:]["collector", "traj_ids"].tolist()
+    ([10, 11, 20, 30, 12, 31], [0, 0, 1, 3, 0, 3])
+    """
+
+    def __init__(self, buffer: Buffer, num_envs: int, *, window: int | None = None, writer: int = 0) -> None:
+        self.buffer, self.num_envs = buffer, whole_number("num_envs", num_envs)
+        # A list would keep the arrays' own memory.
+        if not isinstance(buffer.storage, ColumnStorage) or buffer.storage.ndim > 1 or buffer.writer.chooses:
+            raise TypeError(
+                "a step writer needs a storage of columns with ndim=1 whose rows stay in order, such as "
+                f"LazyTensorStorage(max_size), got {type(buffer.storage).__name__} (ndim={buffer.storage.ndim}) and "
+                f"{type(buffer.writer).__name__}"
+            )
+        buffer.storage.compiled = True
+        self.window = window_of(buffer.storage.capacity, num_envs, window)
+        self.writer, self.steps, self._closed = writer_number(writer), 0, False
+        self._positions = StepPositions(num_envs)
+        self._episodes = Episodes(num_envs, writer)
+        self._forget()
+        buffer.step_writers.add(self)
+
+    def _forget(self) -> None:
+        """Begin as after the last stored row, with entries to be named by the next step."""
+        self._staged: dict[NestedKey, StagedColumn] = {}
+        self._copies: dict[Names, StepCopies] = {}
+        self._tails: dict[Names, HostColumns[NestedKey]] = {}
+        self._given: dict[NestedKey, StagedColumn] = {}  # entries of a step; the others are filled in
+        self._filled, self._limit = 0, self.window - self.steps % self.window
+        self._marked = 0  # waiting steps whose markers are filled in
+        self._begun = False  # whether there is a row by which a step is checked
+        self._episodes.begin((), ())
+        self._lock = threading.Lock()
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def write(self, step: Step) -> None:
+        """Take one step of all envs; the last one of a window stores the window.
+
+        Args:
+            step: tensors or arrays ``[E, ...]`` by key, nested or not: a dict or a tensordict ``[E]``. It needs
+                ``("next", "terminated")``, ``("next", "truncated")`` or ``("next", "done")`` (bool); of the three,
+                and of ``"is_init"`` and ``("collector", "traj_ids")``, those that are missing are filled in. Numbers
+                per row may be ``[E]`` or ``[E, 1]``; rewards become float32. ``("next", "observation")`` is the true
+                one: at the end of an episode its final observation, not that of the reset.
+
+        Raises:
+            RuntimeError: the writer is closed.
+            ValueError: another number of envs, other entries or shapes than in the first step.
+            TypeError: other dtypes than in the first step, or flags that are not bool.
+            KeyError: nothing says where episodes end.
+
+        Whatever ``extend`` raises comes at the last step of a window; the window then waits, and is stored by the next
+        call. A row that does not continue the one before (an env reset in between) begins a new trajectory, with a
+        warning, unless ``"is_init"`` says so. These errors and this warning come before the step is taken. That an
+        episode seems to go on after its end is told when markers are needed: at the end of a window, or by a read.
+        """
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(
+                    "this step writer is closed: call buffer.writer_for(num_envs) for a new one"
+                )
+            if self._filled == self._limit:
+                self._store()
+            if not self._begun:
+                self._begin(step)
+            given, row, values = self._given, self._filled, step
+            if not isinstance(values, dict) or values.keys() != given.keys():
+                values = dict(entries(step))
+                if unknown := [key for key in values if key not in given]:
+                    raise ValueError(f"the step has an entry {unknown[0]!r} that the first one did not have")
+                if missing := [key for key in given if key not in values]:
+                    raise ValueError(f"the step lacks the entry {missing[0]!r} that the first one had")
+            for key, column in given.items():  # nobody reads the row of a step that is refused half-way
+                column.put(row, values[key])
+            if self._episodes.check(given, row):
+                self._mark(row + 1)
+            self._begun, self._filled = True, row + 1
+            self.steps += 1
+            if self._filled == self._limit:
+                self._store()
+
+    def _begin(self, step: Step) -> None:
+        """Make the arrays for steps like this one."""
+        staged = {
+            key: StagedColumn.like(key, value, self.num_envs, self.window) for key, value in entries(step)
+        }
+        if not {TERMINATED, TRUNCATED, DONE} & staged.keys():
+            raise KeyError(
+                f"nothing in the step says where episodes end: it needs {TERMINATED!r}, {TRUNCATED!r} or {DONE!r}, "
+                f"got {sorted(map(str, staged))}"
+            )
+        names = {as_tuple(key) for key in staged}
+        inside = [name for name in names if any(name[:n] in names for n in range(1, len(name)))]
+        if inside:
+            raise ValueError(
+                f"the step has an entry {inside[0]!r}, and a tensor where that one's parent is to be"
+            )
+        given = staged.copy()
+        flags: list[NestedKey] = [IS_INIT, DONE]
+        if {TERMINATED, TRUNCATED} & staged.keys():
+            flags += [TERMINATED, TRUNCATED]
+        for key in flags:
+            if key not in staged:
+                staged[key] = StagedColumn(key, torch.bool, torch.Size([1]), self.num_envs, self.window)
+        if TRAJ_IDS not in staged:
+            staged[TRAJ_IDS] = StagedColumn(TRAJ_IDS, torch.int64, torch.Size([]), self.num_envs, self.window)
+        kinds = {key: TensorColumn(column.data[0]) for key, column in staged.items()}
+        self._episodes.begin(given, compared_keys(kinds, ()))
+        storage = self.buffer.storage
+        if storage.columns and not any(map(changes_stored, self.buffer.transforms)):
+            # What does not go with the rows that are stored is an error now, not when the window is full.
+            blank = {key: torch.zeros_like(column.window(1)) for key, column in staged.items()}
+            with self.buffer.write_lock:
+                storage.prepare(nest(blank, torch.Size([self.num_envs])), None, self.buffer.markers)
+        self._staged, self._given, self._copies, self._tails = staged, given, {}, {}
+
+    def _mark(self, stop: int) -> None:
+        """Fill in the markers of the first ``stop`` waiting steps."""
+        if self._marked < stop:
+            self._episodes.mark(self._staged, self._marked, stop)
+            self._marked = stop
+
+    def _store(self) -> None:
+        """Store the waiting rows."""
+        count = self._filled
+        rows = count * self.num_envs
+        if not count:
+            return
+        self._mark(count)
+        columns = {key: column.window(count) for key, column in self._staged.items()}
+        slots = self.buffer.extend(nest(columns, torch.Size([rows])))  # if it fails, the rows go on waiting
+        self._episodes.keep(self._staged, count - 1)
+        self._marked = 0
+        # After a flush the next window is shorter: windows end at multiples of L, where they fit the ring.
+        self._filled, self._limit = 0, self.window - self.steps % self.window
+        if len(slots) != rows:
+            self._positions = StepPositions(self.num_envs)
+            raise ValueError(
+                f"the inv of a transform of the buffer made {len(slots)} rows of {rows}: steps cannot be told apart "
+                "then. Leave that transform out, or write with extend"
+            )
+        self._positions.append(self.buffer.ring, self.steps - count, int(slots[0]), count)
+
+    def flush(self) -> None:
+        """Store the waiting rows now, as before saving the buffer. Often, it makes short windows, which cost bytes."""
+        with self._lock:
+            self._store()
+
+    def close(self) -> None:
+        """Store the waiting rows; the writer takes no more. :meth:`read` and :meth:`sample` still work."""
+        self.flush()
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"StepWriter({self.steps} steps of {self.num_envs} envs, in windows of {self.window})"
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Number of rows that can be read by position, stored or waiting."""
+        with self._lock:
+            return (self.steps - self._oldest()) * self.num_envs
+
+    @property
+    def oldest(self) -> int:
+        """Number of the oldest step that can be read; all from there to ``steps - 1`` can."""
+        with self._lock:
+            return self._oldest()
+
+    def _oldest(self) -> int:
+        first = self._positions.oldest() if self._positions.ring is self.buffer.ring else None
+        return self.steps - self._filled if first is None else first
+
+    def read(self, steps: Any, envs: Any) -> TensorDict:
+        """Return rows by position, stored or waiting, as ``buffer[...]`` would: transformed, not marked.
+
+        n-step transforms look ahead into the waiting rows. A transform whose ``inv`` changes what is stored has the
+        waiting rows stored first.
+
+        Args:
+            steps: numbers of steps, from :attr:`oldest` to ``steps - 1``: integers, an array or a tensor.
+            envs: numbers of envs, from 0 to E - 1; the two are broadcast and give N rows.
+
+        Raises:
+            IndexError: no such step or env, or it was overwritten.
+        """
+        with self._lock:
+            return self._rows(self._places(steps, envs))
+
+    def read_columns(self, steps: Any, envs: Any, keys: Iterable[NestedKey] | None = None) -> Columns:
+        """Return what :meth:`read` does as a plain dict of tensors by key, which takes less time.
+
+        Args:
+            steps, envs: as in :meth:`read`.
+            keys: entries to read, default all; fewer take less time (with transforms all are read all the same).
+
+        Raises:
+            KeyError: there is no such entry.
+
+        >>> import numpy as np
+        >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+        >>> writer = ReplayBuffer(storage=LazyTensorStorage(64)).writer_for(num_envs=2)
+        >>> writer.write({"action": np.array([3, 4]), ("next", "done"): np.array([False, True])})
+        >>> writer.read_columns(0, [1, 0], ["action", ("next", "done")])
+        {'action': tensor([4, 3]), ('next', 'done'): tensor([[ True],
+                [False]])}
+        """
+        names = None if keys is None else tuple(keys)
+        if names is not None and names not in self._copies:
+            names = tuple(map(plain_key, names))
+        with self._lock:
+            places = self._places(steps, envs)
+            changed = self.buffer.transforms
+            columns = leaves(self._rows(places)) if changed else self._take(places, names)
+        if names is None:
+            return columns
+        if missing := [name for name in names if name not in columns]:
+            raise KeyError(f"there is no entry {missing[0]!r} to read")
+        return {name: columns[name] for name in names}
+
+    def _places(self, steps: Any, envs: Any) -> Tensor:
+        """The places step * E + env of rows that are there, int64 ``[N]``."""
+        from flatroll.kernels.slices.steps import number_places  # numba
+
+        step, env = steps, envs
+        if not (is_plain(step) and is_plain(env) and step.shape == env.shape):
+            step, env = (
+                part if isinstance(part, np.ndarray) else torch.as_tensor(part).numpy(force=True)
+                for part in (steps, envs)
+            )
+            if any(part.size and part.dtype.kind not in "iu" for part in (step, env)):
+                raise TypeError(f"steps and envs are integers, got {step.dtype} and {env.dtype}")
+            if step.shape != env.shape:
+                step, env = np.broadcast_arrays(step, env)
+            step, env = (np.ascontiguousarray(part, np.int64).reshape(-1) for part in (step, env))
+        places: Array = np.empty(len(step), np.int64)
+        oldest = self._oldest()
+        if not number_places(step, env, self.num_envs, oldest, self.steps, places):
+            first, last = int(step.min()), int(step.max())
+            if first < oldest or last >= self.steps:
+                raise IndexError(
+                    f"steps {first} to {last} are asked for, {oldest} to {self.steps - 1} are there"
+                )
+            raise IndexError(f"envs are 0 to {self.num_envs - 1}, got {env.tolist()}")
+        return torch.from_numpy(places)
+
+    def sample(self, batch_size: int | None = None) -> TensorDict:
+        """Draw rows of this writer uniformly, with replacement, the waiting ones among them; else as :meth:`read`.
+
+        Args:
+            batch_size: rows, default that of the buffer, whose generator draws them.
+
+        Raises:
+            RuntimeError: no step was written.
+            ValueError: no batch size.
+        """
+        size = whole_number("batch_size", self.buffer.batch_size if batch_size is None else batch_size)
+        with self._lock:
+            while True:
+                first, stop = self._oldest() * self.num_envs, self.steps * self.num_envs
+                if first == stop:
+                    raise RuntimeError("there is nothing to sample: write a step first")
+                with self.buffer.lock:
+                    places = torch.randint(first, stop, (size,), generator=self.buffer.generator)
+                try:
+                    return self._rows(places)
+                except Overwritten:  # by another writer: of what is left, draw again
+                    continue
+
+    def _rows(self, places: Tensor) -> TensorDict:
+        """The rows at these places, step * E + env, int64 ``[N]``, transformed."""
+        transforms = self.buffer.transforms
+        if self._filled and any(map(changes_stored, transforms)):
+            self._store()
+        values = self._take(places)
+        n = max(map(looks_ahead, transforms), default=0)
+        ahead = None
+        if n and len(places):
+            ahead = places[:, None] + torch.arange(n) * self.num_envs
+            ahead.masked_fill_(ahead >= self.steps * self.num_envs, -1)
+            marks = self._take(torch.where(ahead < 0, places[:, None], ahead).view(-1), (TRAJ_IDS, IS_INIT))
+            ids, init = (marks[key].cpu().view(-1, n) for key in (TRAJ_IDS, IS_INIT))
+            init[:, 0] = False  # a row that begins a trajectory may be the first of the n
+            ahead[((ids != ids[:, :1]) | init | (ahead < 0)).cummax(1).values] = -1
+        chosen = self._choose(places)
+        read = None if chosen is None else partial(self._take_goals, values[TRAJ_IDS][chosen[0]])
+        values = read_others(transforms, values, ahead, chosen, self._take, read)
+        data: Any = nest(values, places.shape)
+        for transform in transforms:
+            data = apply(transform, data, partial(row_ends, places, self.num_envs))
+        result: TensorDict = data
+        return result
+
+    def _choose(self, places: Tensor) -> Tensor | None:
+        """What a transform chooses that reads other rows of the trajectories: int64 ``[2, M]``, which of the places,
+        and the places of the rows; None without such a transform."""
+        buffer, filled = self.buffer, self._filled
+        chooser = chooser_of(buffer.transforms)
+        if chooser is None:
+            return None
+        self._mark(filled)
+        choose = partial(chooser.choose, generator=buffer.generator)
+        kinds: dict[NestedKey, Any] = {IS_INIT: np.bool_, TRAJ_IDS: np.int64, DONE: np.bool_}
+        marks: list[Array] = [
+            self._staged[key].rows if filled else np.zeros((1, 1), kind) for key, kind in kinds.items()
+        ]
+        with buffer.lock:
+            chosen = self._positions.choose(places, choose, buffer.ring, self.steps - filled, filled, marks)
+        if chosen is None:
+            raise Overwritten("another writer has overwritten rows that goals are asked for")
+        return chosen
+
+    def _take_goals(self, ids: Tensor, places: Tensor, keys: Iterable[NestedKey]) -> Columns:
+        """Copies of entries of the rows at these places, which have to be of the trajectories ``ids``."""
+        rows = self._take(places, [*keys, TRAJ_IDS])
+        if not torch.equal(rows.pop(TRAJ_IDS), ids):
+            raise ValueError(
+                f"an env came back to a {TRAJ_IDS!r} that it had left, so that its goals cannot be found by step: say "
+                f"so with {IS_INIT!r} in the step in which it does, or give each episode an id of its own"
+            )
+        return rows
+
+    def _take(self, places: Tensor, keys: Iterable[NestedKey] | None = None) -> Columns:
+        """Copies of the entries ``keys`` (default: all) of the rows at these places; other threads may write to the
+        buffer meanwhile."""
+        buffer, storage, places = self.buffer, self.buffer.storage, places.cpu()
+        names = None if keys is None else tuple(keys)
+        stored = self.steps - self._filled
+        assert isinstance(storage, ColumnStorage)
+        copies = self._copies.get(names)
+        if copies is None or not copies.still(storage):
+            staged = {key: column.flat for key, column in self._staged.items()}
+            copies = self._copies[names] = StepCopies(storage, staged, self._given, names)
+        if copies.marks:
+            self._mark(self._filled)
+        if len(places) <= copies.rows:
+            with buffer.lock:
+                where = self._positions.tables(buffer.ring, stored, self.window)
+                copied = copies.read(places, self.num_envs, where, buffer.ring)
+            if copied is None:
+                raise Overwritten("another writer has overwritten rows that are asked for")
+            return copied
+        asked = None if names is None else frozenset(names)
+        while True:
+            with buffer.lock:
+                ring = buffer.ring
+                version = ring.version  # first: other processes may write meanwhile
+                found = self._positions.find(places, ring, stored, self.window)
+                if found is None:
+                    raise Overwritten("another writer has overwritten rows that are asked for")
+                slots, (at, rows) = found
+                if len(at) == len(places):
+                    return self._waiting(rows, names)
+                follow = ring.follow(slots) if storage.needs_follow(asked) else None
+            columns: Columns = storage.read_rows(slots, follow, keys=asked)
+            with buffer.lock:
+                if ring is buffer.ring and ring.unchanged_since(Draw(slots, follow=follow, version=version)):
+                    break
+        if len(at):  # these were read as some stored row: replace them
+            if storage.copies_bytes:
+                self._tail(names).copy_into(columns, at, rows)
+            else:
+                for key, values in self._waiting(rows, names).items():
+                    put_rows(columns[key], torch.from_numpy(at).to(values.device), values)
+        return columns
+
+    def _waiting(self, rows: Array, names: Names) -> Columns:
+        """Copies of waiting rows, env * L + step of each, on the storage's device."""
+        tail, at = self._tail(names), torch.from_numpy(rows)
+        columns = tail.take(at) or {key: take_rows(column, at) for key, column in tail.columns.items()}
+        device = getattr(self.buffer.storage, "device", "cpu")
+        return {key: values.to(device) for key, values in columns.items()}
+
+    def _tail(self, names: Names) -> "HostColumns[NestedKey]":
+        """The waiting rows' entries of these names (default: all), ``[E * L, ...]``."""
+        if names not in self._tails:
+            from flatroll.kernels.rows.gather import HostColumns  # numba
+
+            staged = self._staged
+            keys = staged if names is None else [name for name in names if name in staged]
+            self._tails[names] = HostColumns({key: staged[key].flat for key in keys})
+        return self._tails[names]
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, int]:
+        """Store the waiting rows, and return what a writer after a restart needs: its number and next episode.
+
+        The rows are in ``buffer.state_dict()``, to be made afterwards.
+        """
+        self.flush()
+        newest = int(self._episodes.ids.max()) - (self.writer << 40)  # episode * E + env
+        return {"writer": self.writer, "episode": newest // self.num_envs + 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on with new episodes, whose ids none has had before the :meth:`state_dict` was made.
+
+        Rows from before, and those that the buffer was loaded with, cannot be read by step, only through the buffer;
+        rows that wait are given up.
+        """
+        self.writer = writer_number(state["writer"])
+        episode = whole_number("episode", state["episode"], 0)
+        self._episodes = Episodes(self.num_envs, self.writer, episode)
+        self._positions = StepPositions(self.num_envs)
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle or a copy holds: the waiting rows are stored first, and the buffer comes along."""
+        with self._lock:
+            self._store()
+            state = self.__dict__.copy()
+            if self._positions.ring is not self.buffer.ring:
+                state["_positions"] = StepPositions(self.num_envs)
+        for name in ("_lock", "_staged", "_given", "_copies", "_tails"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+        self._positions.ring = self.buffer.ring
+        self.buffer.step_writers.add(self)
+
+
+def is_plain(numbers: Any) -> bool:
+    """Return whether ``numbers`` are an int64 array ``[N]``, one next to the other."""
+    return (
+        type(numbers) is np.ndarray
+        and numbers.dtype == np.int64
+        and numbers.ndim == 1
+        and numbers.flags.c_contiguous
+    )
+
+
+def row_ends(places: Tensor, num_envs: int) -> Tensor:
+    """Return which rows the next one does not follow, bool ``[N]``, given their places step * num_envs + env.
+
+    >>> row_ends(torch.tensor([0, 2, 4, 5]), num_envs=2)
+    tensor([False, False,  True,  True])
+    """
+    ends = torch.ones(len(places), dtype=torch.bool)
+    ends[:-1] = places[1:] != places[:-1] + num_envs
+    return ends

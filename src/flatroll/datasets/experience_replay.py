@@ -1,0 +1,355 @@
+"""`BaseDatasetExperienceReplay`: a data set as a replay buffer over a folder of segments."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, TypedDict, Unpack
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from typing_extensions import override
+
+from flatroll.buffers import (
+    DiskStorage,
+    ImmutableDatasetWriter,
+    ReplayBuffer,
+    Sampler,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+    Writer,
+)
+from flatroll.buffers.index.ring import Draw, Ring
+from flatroll.buffers.replay_buffer import Made
+from flatroll.buffers.transforms.transform import TransformLike
+from flatroll.datasets.folders import Batch, convert
+from flatroll.datasets.ids import unknown_id
+from flatroll.datasets.preprocess import RowsDataset, preprocess
+from flatroll.disk import Folder
+from flatroll.layout.checks import one_of, whole_number
+from flatroll.layout.keys import NestedKey
+from flatroll.layout.trajectories import split_trajectories
+
+#: ``fetch(dataset_id, folder)``: see `BaseDatasetExperienceReplay`.
+Fetch = Callable[[str, Path], Any]
+
+
+class DatasetOptions(TypedDict, total=False):
+    """Keyword arguments of all data sets; `BaseDatasetExperienceReplay` documents them."""
+
+    root: str | Path | None
+    download: bool | str
+    fetch: Fetch | None
+    sampler: Sampler | None
+    writer: Writer | None
+    collate_fn: Callable[[Any], Any] | None
+    pin_memory: bool
+    prefetch: int | None
+    transform: TransformLike | None
+    split_trajs: bool
+    priority_key: NestedKey
+    generator: torch.Generator | None
+    codec: Mapping[NestedKey, str] | None
+    frame_stack: Mapping[NestedKey, int] | None
+    progress: bool | None
+
+
+class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
+    """A data set as a replay buffer: its rows stay on disk, and cannot be changed.
+
+    The class itself opens a folder that `flatroll.datasets.convert` or `preprocess` made; its subclasses know the files
+    of published sets. They fetch them once, convert them once into ``<root>/<dataset_id>``, and open that folder from
+    then on. A conversion that was interrupted is begun anew: a folder is there whole or not at all.
+
+    Args:
+        dataset_id: name of the set; here, or where it is the path of a converted folder, that folder.
+        batch_size: rows of a sample; with ``split_trajs`` trajectories. Default: that of each `sample` call.
+        root: folder of the converted sets. Default: ``~/.cache/flatroll/<kind of set>``.
+        download: True to fetch and convert a set that is not there, ``"force"`` to do so in any case, False to use
+            what is there. Default True.
+        fetch: function ``(dataset_id, folder)`` that gets the set's files, where no library does it: it puts them into
+            ``folder``, which is removed after the conversion, or returns the path of those it has. `fetch_url` helps.
+        sampler: default `RandomSampler`; any other will do, such as `SliceSampler`.
+        writer: default `ImmutableDatasetWriter`.
+        collate_fn, prefetch, transform, generator: see `ReplayBuffer`.
+        pin_memory: put samples into page-locked memory, from which a GPU copies faster. Nothing without a GPU.
+        split_trajs: samples are whole trajectories, padded, ``[batch_size, T_max]``, with a mask
+            (`split_trajectories`). Discouraged: a `SliceSampler` gives trajectories end to end.
+        priority_key: see `TensorDictReplayBuffer`.
+        codec, frame_stack, progress: for the conversion, see `convert`.
+
+    Raises:
+        FileNotFoundError: the set is not there, and ``download`` is False or nobody knows how to fetch it.
+        ValueError: ``dataset_id`` is unknown, or leads out of ``root``; the folder is none of a data set, or was made
+            with other arguments of the conversion.
+        BlockingIOError: another process converts the set right now.
+        ImportError: a library is missing that reads the files; the text names the extra.
+
+    >>> import tempfile
+    >>> from tensordict import TensorDict
+    >>> from flatroll.datasets import convert
+    >>> done = torch.tensor([False, False, True])
+    >>> episode = TensorDict({"observation": torch.arange(3.0), "next": {"done": done}}, [3])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     rows = convert([episode, episode], f"{folder}/walks")
+    ...     data = BaseDatasetExperienceReplay(f"{folder}/walks", batch_size=4, sampler=SliceSampler(slice_len=2))
+    ...     len(data), data.sample().batch_size
+    (6, torch.Size([4]))
+    """
+
+    #: Name of the kind of set, and of its folder under the default root; empty: folders given by their path.
+    kind = ""
+    #: Names of all sets of the kind; empty where any will do.
+    available_datasets: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self, dataset_id: str | Path, batch_size: int | None = None, **options: Unpack[DatasetOptions]
+    ) -> None:
+        if unknown := sorted(options.keys() - DatasetOptions.__annotations__):  # before hours of converting
+            raise TypeError(
+                f"{type(self).__name__} takes no argument {', '.join(unknown)}; of all sets are "
+                f"{', '.join(sorted(DatasetOptions.__annotations__))}. One process converts a set; "
+                "preprocess(fn, num_workers=) uses more"
+            )
+        self.dataset_id = str(dataset_id)
+        root = options.pop("root", None)
+        self.root = Path.home() / ".cache/flatroll" / self.kind if root is None else Path(root).expanduser()
+        download, fetch = options.pop("download", True), options.pop("fetch", None)
+        one_of("download", download, (True, False, "force"))
+        encoded = {name: options.pop(name, None) for name in ("codec", "frame_stack", "progress")}  # type: ignore[misc]
+        self.data_path = self._place()
+        if download == "force" and not self.kind:
+            raise ValueError(
+                "download='force' is for published sets: convert(..., overwrite=True) makes a folder anew"
+            )
+        there = self.data_path.exists() and not (
+            self.data_path.is_dir() and not any(self.data_path.iterdir())
+        )
+        if there and download != "force":
+            self._check_facts()
+        else:
+            if not self.kind or not download:
+                instead = "give download=True" if self.kind else "convert() makes one"
+                raise FileNotFoundError(f"there is no data set in {self.data_path}: {instead}")
+            self._make(fetch, overwrite=download == "force", **encoded)
+        self._options, self._rows_asked = options, batch_size
+        self._open()
+
+    def _open(self) -> None:
+        """Become a buffer over the folder."""
+        storage = DiskStorage(path=self.data_path, read_only=True)
+        options = dict(self._options)
+        self.pin_memory = bool(options.pop("pin_memory", False))
+        self.split_trajs = bool(options.pop("split_trajs", False))
+        options["writer"] = options.get("writer") or ImmutableDatasetWriter()
+        size, longest = self._rows_asked, 0
+        if self.split_trajs:
+            longest = self._longest_trajectory(storage)
+            options["sampler"] = options.get("sampler") or SliceSampler(slice_len=longest, fill=False)
+            size = None if size is None else whole_number("batch_size", size) * longest
+        self._longest = longest
+        super().__init__(storage, batch_size=size, **options)  # type: ignore[arg-type]
+        if not len(self):
+            raise ValueError(f"{self.data_path} has no rows")
+
+    # -- where the set is, and how it comes there ------------------------------------------------------------------
+
+    def _place(self) -> Path:
+        """The converted folder."""
+        if not self.kind:
+            return Path(self.dataset_id)
+        place = (self.root / self.dataset_id).resolve()
+        if self.root.resolve() not in place.parents:
+            raise ValueError(f"dataset_id must be a name below root, got {self.dataset_id!r}")
+        self._check_id()
+        return place
+
+    def _check_id(self) -> None:
+        """Raise ValueError if no such set exists, as far as that is known without looking for it."""
+
+    def _fetch(self, folder: Path) -> Any:
+        """Get the files by the set's own library; return what `_convert` takes."""
+        self._check_known()
+        raise FileNotFoundError(
+            f"{self.data_path} does not exist, and {type(self).__name__} does not know where the files of "
+            f"{self.dataset_id!r} are: give fetch=, a function (dataset_id, folder) that puts them into folder or "
+            "returns their path"
+        )
+
+    def _check_known(self) -> None:
+        """Raise ValueError if the name is none of `available_datasets`."""
+        if self.available_datasets and self.dataset_id not in self.available_datasets:
+            raise unknown_id(type(self).__name__, self.dataset_id, self.available_datasets)
+
+    def _convert(self, source: Any) -> Iterator[Batch]:
+        """Yield the rows of the fetched files as `convert` takes them, trajectories end to end."""
+        raise NotImplementedError
+
+    def _facts(self) -> dict[str, Any]:
+        """What the folder says of itself; under ``"options"`` those arguments of which other rows come."""
+        return {"kind": f"data set {self.kind}", "dataset_id": self.dataset_id}
+
+    def _check_facts(self) -> None:
+        """Raise ValueError if the folder is of another kind of set, or was made with other options."""
+        if not self.kind:
+            return
+        made, asked = Folder(self.data_path).load().extra, self._facts()
+        for name in ("kind", "options"):
+            if name in made and made[name] != asked.get(name):
+                raise ValueError(
+                    f"{self.data_path} was made with {name} {made[name]}, asked for is {asked.get(name)}: give "
+                    "download='force' to make it anew, or another root"
+                )
+
+    def _make(self, fetch: Fetch | None, *, overwrite: bool, **encoded: Any) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".fetched-", dir=self.root) as name:
+            folder = Path(name)
+            found = self._fetch(folder) if fetch is None else fetch(self.dataset_id, folder)
+            source = folder if found is None else found
+            try:
+                convert(
+                    self._convert(source), self.data_path, facts=self._facts(), overwrite=overwrite, **encoded
+                )
+            except FileExistsError:  # another process has made it meanwhile
+                if overwrite or not self.data_path.exists():
+                    raise
+            except BlockingIOError as error:
+                text = f"another process makes {self.data_path} right now: open it when that is done"
+                raise BlockingIOError(error.errno, text) from None
+
+    def _longest_trajectory(self, storage: DiskStorage) -> int:
+        """Number of rows of the longest trajectory."""
+        folder = Folder(storage.path)
+        folder.recover()
+        ids = [segment.columns.get("collector/traj_ids") for segment in folder.segments]
+        known = [column for column in ids if isinstance(column, Tensor)]
+        if not known:
+            raise ValueError(
+                "split_trajs needs ('collector', 'traj_ids'), which the set does not have: leave it out"
+            )
+        runs = torch.cat(known).numpy()
+        bounds = [0, *(np.flatnonzero(np.diff(runs)) + 1).tolist(), len(runs)]
+        return int(np.diff(bounds).max())
+
+    def delete(self) -> None:
+        """Remove the converted folder; the next object of the same arguments makes it again."""
+        shutil.rmtree(self.data_path)
+
+    # -- samples ---------------------------------------------------------------------------------------------------
+
+    @override
+    def next_sample(self, batch_size: int | None) -> Made:
+        rows = None if batch_size is None else batch_size * (self._longest if self.split_trajs else 1)
+        return super().next_sample(rows)
+
+    @override
+    def _finish_sample(self, ring: Ring, draw: Draw, size: int, ended: bool) -> Made:
+        data, info, ended = super()._finish_sample(ring, draw, size, ended)
+        if self.split_trajs:
+            data = split_trajectories(data)
+        if self.pin_memory and torch.cuda.is_available():
+            data = data.pin_memory()
+        return data, info, ended
+
+    # -- the whole set ---------------------------------------------------------------------------------------------
+
+    def preprocess(
+        self,
+        fn: Callable[[TensorDictBase], TensorDictBase],
+        num_workers: int | None = None,
+        *,
+        dest: str | Path | None = None,
+        num_chunks: int | None = None,
+        num_frames: int | None = None,
+        mp_start_method: str = "spawn",
+        progress: bool | None = None,
+    ) -> "BaseDatasetExperienceReplay":
+        """Change all rows once and keep them on disk, piece by piece, in processes; return the set of them.
+
+        A piece that is done stays: a call that was interrupted goes on where it was when it is made again with the
+        same function, of the same code, defaults, closure and data. One that holds what cannot be compared (an open
+        file, a lock) begins anew each time. The new set is there when all of it is.
+
+        Args:
+            fn: function of a flat batch ``[n]``, consecutive rows as they are stored, that returns a batch ``[n]``.
+                It may change entries, add some and leave some out; not the number or order of rows.
+            num_workers: number of processes. Default: none, all is done here.
+            dest: folder of the new set. Default: it takes the place of this one, also for objects that are made of
+                the same arguments later, unless with ``download="force"``.
+            num_chunks: into how many pieces the set is cut. Default: its files, of 32 MiB.
+            num_frames: only so many of the first rows, to try ``fn``.
+            mp_start_method: ``"spawn"``, ``"forkserver"`` or ``"fork"``. Default ``"spawn"``, for which a script needs
+                ``if __name__ == "__main__"``.
+            progress: show a bar. Default: where the error stream is a terminal.
+
+        Raises:
+            ValueError: ``fn`` returns no flat batch of n rows, or other entries for other pieces.
+            FileExistsError: ``dest`` is there.
+        """
+        place = self.data_path if dest is None else Path(dest)
+        preprocess(
+            open_rows,
+            self.data_path,
+            fn,
+            place,
+            num_workers or 0,
+            num_chunks,
+            num_frames,
+            mp_start_method,
+            progress,
+        )
+        if dest is None:
+            self._open()
+            return self
+        return BaseDatasetExperienceReplay(place, self._rows_asked)
+
+    def as_dataset(self, batch_size: int | None = None, *, shuffle: bool = False) -> RowsDataset:
+        """Return the rows for `torch.utils.data.DataLoader`, whose workers share out the files among themselves.
+
+        Args:
+            batch_size: rows of a batch; the last one of a file may have fewer. Default: that of the buffer.
+            shuffle: files in random order, and their rows; anew in each pass, as ``torch.manual_seed`` says.
+
+        >>> import tempfile
+        >>> from torch.utils.data import DataLoader
+        >>> from tensordict import TensorDict
+        >>> from flatroll.datasets import convert
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     rows = convert([TensorDict({"x": torch.arange(5)}, [5])], f"{folder}/set")
+        ...     data = BaseDatasetExperienceReplay(f"{folder}/set", batch_size=2)
+        ...     rows = data.as_dataset()
+        ...     [batch["x"].tolist() for batch in DataLoader(rows, batch_size=None, collate_fn=rows.collate)]
+        [[0, 1], [2, 3], [4]]
+        """
+        size = self._rows_asked if batch_size is None else batch_size
+        if size is None:
+            raise ValueError("batch_size must be given here or to the data set")
+        return RowsDataset(open_rows, self.data_path, whole_number("batch_size", size), shuffle)
+
+
+def open_rows(path: Path) -> ReplayBuffer:
+    """Return a buffer that reads a folder's rows as they are."""
+    return ReplayBuffer(storage=DiskStorage(path=path, read_only=True))
+
+
+def slices(
+    options: DatasetOptions,
+    num_slices: int | None,
+    slice_len: int | None,
+    strict: bool,
+    replacement: bool,
+    pad: bool = False,
+) -> None:
+    """Put a sampler of slices into the options, if slices are asked for."""
+    if num_slices is None and slice_len is None:
+        return
+    if options.get("sampler") is not None:
+        raise ValueError("give num_slices and slice_len, or sampler, not both")
+    kind = SliceSampler if replacement else SliceSamplerWithoutReplacement
+    options["sampler"] = kind(
+        num_slices=num_slices, slice_len=slice_len, strict_length=strict, pad_output=pad
+    )

@@ -1,0 +1,77 @@
+"""What readers of files without our marks share: the files of a folder, and an episode from its columns."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensordict import TensorDict
+
+from flatroll.layout.export import Array, from_numpy
+
+
+def episode_of(*parts: Any) -> TensorDict:
+    """Return an episode of T steps as a flat batch ``[T]`` with all markers; see `episode_columns`.
+
+    >>> batch = episode_of(0, {"observation": np.arange(3)}, {}, np.ones(2), np.array([0, 1]), np.zeros(2))
+    >>> batch["next", "observation"], batch["next", "done"].squeeze(-1)
+    (tensor([1, 2]), tensor([False,  True]))
+    """
+    return from_numpy(episode_columns(*parts))
+
+
+def episode_columns(
+    number: int,
+    states: Mapping[str, Array],
+    others: Mapping[str, Array],
+    reward: Array | None,
+    terminated: Array,
+    truncated: Array,
+) -> dict[str, Array]:
+    """Return the columns ``[T, ...]`` of an episode of T steps, with all markers, by dotted name.
+
+    Args:
+        number: of the episode in the set, its trajectory id.
+        states: by dotted name, ``[T + 1, ...]``; or ``[T, ...]`` where the last next one is in no file: then it is the
+            last state again, and ``("collector", "next_known")`` is False there.
+        others: further columns ``[T, ...]`` by dotted name; a next state among them is taken as it is.
+        reward: ``[T]``; None if there is none.
+        terminated, truncated: ``[T]``.
+    """
+    length = len(terminated)
+    flags = {
+        name: np.asarray(flag).reshape(length, 1).astype(bool)
+        for name, flag in (("terminated", terminated), ("truncated", truncated))
+    }
+    columns = dict(others)
+    for name, values in states.items():
+        columns[name] = values[:length]
+        if f"next.{name}" in others:
+            continue
+        columns[f"next.{name}"] = values[1:]
+        if len(values) == length:
+            columns[f"next.{name}"] = np.concatenate([values[1:], values[-1:]])
+            columns["collector.next_known"] = np.arange(length) < length - 1
+    is_init = np.zeros((length, 1), bool)
+    is_init[:1] = True
+    columns |= {"is_init": is_init, "collector.traj_ids": np.full(length, number)}
+    if reward is not None:
+        columns["next.reward"] = np.asarray(reward, np.float32).reshape(length, 1)
+    columns |= {f"next.{name}": flag for name, flag in flags.items()}
+    columns["next.done"] = flags["terminated"] | flags["truncated"]
+    return columns
+
+
+def files_in(paths: str | Path | Iterable[str | Path], suffixes: tuple[str, ...]) -> list[Path]:
+    """Return files given one by one, or those of a folder with these suffixes, in order; no links."""
+    if not isinstance(paths, str | Path):
+        return [Path(path) for path in paths]
+    path = Path(paths)
+    if not path.is_dir():
+        return [path]
+    found = sorted(file for file in path.rglob("*") if file.suffix in suffixes)
+    if not found:
+        raise FileNotFoundError(f"{path} has no files that end with {' or '.join(suffixes)}")
+    if links := [file for file in found if file.is_symlink()]:
+        raise ValueError(f"{links[0]} is a link, which may lead out of the folder: copy the file")
+    return found

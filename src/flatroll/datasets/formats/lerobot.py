@@ -1,0 +1,605 @@
+"""LeRobot v3 folders, written and read with pyarrow alone, images as PNG cells; and `LeRobotExperienceReplay`.
+
+meta/info.json, meta/stats.json, meta/tasks.parquet
+meta/episodes/chunk-000/file-000.parquet   a row for each episode: its length, its task, where its frames stand
+data/chunk-000/file-000.parquet            a row for each step
+meta/flatroll.json, meta/flatroll_last.parquet   what LeRobot has no place for: keys, shapes, last observations
+"""
+
+import io
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from typing_extensions import override
+
+from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay
+from flatroll.datasets.formats.sources import Source, episodes_of
+from flatroll.datasets.formats.tables import MAX_BYTES, row_groups
+from flatroll.layout import checks
+from flatroll.layout.export import Array, from_arrow, from_numpy, optional_package, to_arrow, to_numpy
+from flatroll.layout.keys import NEXT, OBSERVATION, as_tuple, observation_keys
+from flatroll.layout.ted.compact import is_shift
+
+_FILE_BYTES, _FILES_IN_CHUNK, _FINALS_AT_ONCE = 100 << 20, 1000, 256
+DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+_EPISODES = "meta/episodes/chunk-000/file-000.parquet"
+RECORD, LAST = "meta/flatroll.json", "meta/flatroll_last.parquet"
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+COUNTED = ("timestamp", "frame_index", "episode_index", "index")
+OWN = (*COUNTED, "task_index")
+_MOST_JSON = 64 << 20  # bytes
+_NUMBERS = "bool|u?int(8|16|32|64)|float(16|32|64)"  # dtypes of columns
+
+
+class RunningStats:
+    """Statistics of rows ``[n, *F]``: for each number of a row, or, of images ``[n, H, W, C]``, for each channel.
+
+    Values are counted in float64; of images, divided by 255. Means and sums of squares of pieces are joined as in
+    Chan, Golub, LeVeque (1979), which loses no digits where the mean is large.
+
+    >>> stats = RunningStats()
+    >>> stats.add(np.array([1.0, 3.0])), stats.add(np.array([5.0]))
+    (None, None)
+    >>> stats.summary()["mean"], stats.summary()["max"], stats.summary()["count"]
+    ([3.0], [5.0], [3])
+    """
+
+    def __init__(self, images: bool = False) -> None:
+        self._images = images
+        self._rows = self._values = 0
+        self._mean: Any = 0.0
+        self._squares: Any = 0.0  # summed squares of what values differ from the mean
+        self._low: Any = np.inf
+        self._high: Any = -np.inf
+
+    def add(self, rows: Array) -> None:
+        """Count these rows too."""
+        values = rows.astype(np.float64).reshape(len(rows), -1)
+        if self._images:
+            values = rows.reshape(-1, rows.shape[-1]) / 255.0
+        # Infinite values, and squares that are, are as the columns have them: no reason to warn.
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean, total = values.mean(0), self._values + len(values)
+            apart = mean - self._mean
+            self._squares += ((values - mean) ** 2).sum(0) + apart**2 * (self._values * len(values) / total)
+            self._mean = self._mean + apart * (len(values) / total)
+        self._low, self._high = np.minimum(self._low, values.min(0)), np.maximum(self._high, values.max(0))
+        self._rows, self._values = self._rows + len(rows), total
+
+    def summary(self) -> dict[str, list[Any]]:
+        """Return min, max, mean, std and count, as LeRobot's ``stats.json`` has them."""
+        spread = np.sqrt(self._squares / max(self._values, 1))
+        numbers = {"min": self._low, "max": self._high, "mean": self._mean, "std": spread}
+        shaped = {
+            name: (value[:, None, None] if self._images else value).tolist()
+            for name, value in numbers.items()
+        }
+        return {**shaped, "count": [self._rows]}
+
+
+def write_lerobot(
+    source: Source, path: Path, *, fps: float = 30.0, task: str = "", robot_type: str | None = None
+) -> None:
+    """Write a LeRobot v3 folder, one trajectory at a time.
+
+    ``observation`` is ``observation.state`` (``observation.image`` if it is one), other observations
+    ``observation.<name>``; other entries have their dotted names. uint8 entries ``[H, W, C]`` and ``[C, H, W]`` of 1, 3
+    or 4 channels are images, stored as PNG, which loses nothing; video is not written. The next observation of an
+    episode's last row, which LeRobot does not keep, stands in a file beside.
+
+    Args:
+        source: the rows.
+        path: of the folder to be made.
+        fps: steps per second, which timestamps are made of. Default 30.
+        task: what the robot was told. Default ``""``.
+        robot_type: goes into ``meta/info.json``. Default None.
+
+    Raises:
+        ValueError: ``fps`` is not above 0; next observations are not the observations of the next row (n-step data);
+            names clash.
+        TypeError: an entry of complex numbers or of no numbers.
+    """
+    pyarrow = optional_package("pyarrow", "parquet", "export")
+    parquet = optional_package("pyarrow.parquet", "parquet", "export")
+    checks.number("fps", fps, above=0, below=math.inf)
+    for folder in ("meta/episodes/chunk-000", "data/chunk-000"):
+        (path / folder).mkdir(parents=True)
+    trajectories = episodes_of(source)
+    first = next(trajectories)
+    fields = _fields(first)
+    stored = [field for field in fields if not field["next"]]
+    stats = {field["column"]: RunningStats(field["image"] is not None) for field in stored}
+    episodes: list[dict[str, Any]] = []
+    frames = file_number = 0
+    data: Any = None
+    last: Any = None
+    finals: list[Any] = []
+    try:
+        for number, rows in enumerate(chain([first], trajectories)):
+            table = _table(pyarrow, rows, fields, number, frames, fps, stats)
+            chunk_index, file_index = divmod(file_number, _FILES_IN_CHUNK)
+            place: dict[str, int] = {"chunk_index": chunk_index, "file_index": file_index}
+            target = path / DATA.format(**place)
+            if data is None:
+                target.parent.mkdir(exist_ok=True)
+                data = parquet.ParquetWriter(target, table.schema)
+            data.write_table(table)
+            finals.append(to_arrow(_last_observations(rows)))
+            if len(finals) == _FINALS_AT_ONCE:
+                last = _write_finals(pyarrow, parquet, finals, path, last)
+            episodes.append(_episode_row(number, frames, len(rows), task, place))
+            frames += len(rows)
+            if target.stat().st_size > _FILE_BYTES:
+                data.close()
+                data, file_number = None, file_number + 1
+        if finals:
+            last = _write_finals(pyarrow, parquet, finals, path, last)
+    finally:
+        for writer in (data, last):
+            if writer is not None:
+                writer.close()
+    parquet.write_table(pyarrow.Table.from_pylist(episodes), path / _EPISODES)
+    parquet.write_table(_tasks(pyarrow, task), path / "meta/tasks.parquet")
+    _write_json(path / "meta/stats.json", {name: stat.summary() for name, stat in stats.items()})
+    _write_json(path / RECORD, fields)
+    _write_json(path / "meta/info.json", _info(fields, len(episodes), frames, fps, robot_type))
+
+
+def _write_finals(
+    pyarrow: ModuleType, parquet: ModuleType, finals: list[Any], path: Path, writer: Any
+) -> Any:
+    """Write the last observations that were gathered as one row group, and forget them; return the writer."""
+    table = pyarrow.concat_tables(finals)
+    writer = writer or parquet.ParquetWriter(path / LAST, table.schema)
+    writer.write_table(table)
+    finals.clear()
+    return writer
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2))
+
+
+def _fields(rows: TensorDictBase) -> list[dict[str, Any]]:
+    """For each entry of the batch: its key, dtype, shape, column, and how it is stored."""
+    observed = {as_tuple(key) for key in observation_keys(rows)}
+    fields: list[dict[str, Any]] = []
+    for name, array in to_numpy(rows).items():
+        key, shape = tuple(name.split(".")), list(array.shape[1:])
+        if array.dtype.kind == "c" or not np.prod(shape):
+            raise TypeError(
+                f"entry {name!r} is {array.dtype} {shape}, which LeRobot does not have: leave it out"
+            )
+        image = _image_kind(array) if key in observed or key[1:] in observed else None
+        column = name
+        if key == (OBSERVATION,):
+            column = f"{OBSERVATION}.{'state' if image is None else 'image'}"
+        elif key in observed:
+            column = name if key[0] == OBSERVATION else f"{OBSERVATION}.{name}"
+        later = key[0] == NEXT and key[1:] in observed
+        fields.append(
+            {
+                "key": name,
+                "dtype": array.dtype.name,
+                "shape": shape,
+                "column": column,
+                "image": image,
+                "next": later,
+            }
+        )
+    stored = [field["column"] for field in fields if not field["next"]]
+    if clash := sorted({name for name in stored if stored.count(name) > 1 or name in OWN}):
+        raise ValueError(f"columns {clash} would have the names of others: rename the entries first")
+    present = {field["key"] for field in fields}
+    missing = sorted(name for name in map(".".join, observed) if f"{NEXT}.{name}" not in present)
+    if missing:
+        raise ValueError(
+            f"next observations of {missing} are not in the batch: put a compact batch into a buffer with "
+            "compact_obs=True, with its final=, and export that"
+        )
+    return fields
+
+
+def _image_kind(array: Array) -> str | None:
+    """``"HWC"`` or ``"CHW"`` for images, else None."""
+    if array.dtype != np.uint8 or array.ndim != 4:
+        return None
+    return "HWC" if array.shape[-1] in MODES else "CHW" if array.shape[1] in MODES else None
+
+
+def _table(
+    pyarrow: ModuleType,
+    rows: TensorDictBase,
+    fields: list[dict[str, Any]],
+    number: int,
+    frames: int,
+    fps: float,
+    stats: dict[str, RunningStats],
+) -> Any:
+    """The frames of one episode."""
+    columns, arrays = to_numpy(rows), dict[str, Any]()
+    ends = torch.zeros(len(rows), dtype=torch.bool)
+    ends[-1] = True
+    for field in fields:
+        array = columns[field["key"]]
+        if field["next"]:
+            root = columns[field["key"].removeprefix(f"{NEXT}.")]
+            if not is_shift(torch.from_numpy(root), torch.from_numpy(array), ends):
+                raise ValueError(
+                    f"{field['key']} is not the observation of the next row (n-step data?), which episodes cannot "
+                    'hold: use format="parquet" or "h5"'
+                )
+            continue
+        if field["image"] is not None:
+            array = array if field["image"] == "HWC" else array.transpose(0, 2, 3, 1)
+            cells = [{"bytes": _png(image), "path": None} for image in array]
+            kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+            arrays[field["column"]] = pyarrow.array(cells, kind)
+        else:
+            arrays[field["column"]] = _lists(pyarrow, array)
+        stats[field["column"]].add(array)
+    steps = np.arange(len(rows))
+    arrays["timestamp"] = pyarrow.array((steps / fps).astype(np.float32))
+    arrays["frame_index"] = pyarrow.array(steps)
+    arrays["episode_index"] = pyarrow.array(np.full(len(rows), number))
+    arrays["index"] = pyarrow.array(steps + frames)
+    arrays["task_index"] = pyarrow.array(np.zeros(len(rows), np.int64))
+    return pyarrow.table(arrays)
+
+
+def _lists(pyarrow: ModuleType, array: Array) -> Any:
+    """Numbers as they are, vectors as lists of fixed size, more dimensions as lists of lists."""
+    if array.size == len(array):
+        return pyarrow.array(array.reshape(-1))
+    values = pyarrow.array(array.reshape(-1))
+    if array.ndim == 2:
+        return pyarrow.FixedSizeListArray.from_arrays(values, array.shape[1])
+    for axis in range(array.ndim - 1, 0, -1):
+        # Lists along this axis: each begins where the one before it ends.
+        count, size = int(np.prod(array.shape[:axis])), array.shape[axis]
+        values = pyarrow.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32) * size, values)
+    return values
+
+
+def _png(image: Array) -> bytes:
+    pillow = optional_package("PIL.Image", "minari", "export of images")
+    file = io.BytesIO()
+    pillow.fromarray(image[..., 0] if image.shape[-1] == 1 else image).save(file, format="PNG")
+    return file.getvalue()
+
+
+def _last_observations(rows: TensorDictBase) -> TensorDict:
+    last = TensorDict({}, [1])
+    for key in observation_keys(rows):
+        last.set(key, rows.get((NEXT, *as_tuple(key)))[-1:])
+    return last
+
+
+def _episode_row(number: int, first: int, length: int, task: str, place: dict[str, int]) -> dict[str, Any]:
+    return {
+        "episode_index": number,
+        "tasks": [task],
+        "length": length,
+        "data/chunk_index": place["chunk_index"],
+        "data/file_index": place["file_index"],
+        "dataset_from_index": first,
+        "dataset_to_index": first + length,
+        "meta/episodes/chunk_index": 0,
+        "meta/episodes/file_index": 0,
+    }
+
+
+def _tasks(pyarrow: ModuleType, task: str) -> Any:
+    """The table of tasks, which LeRobot reads by pandas, indexed by the task's text."""
+    index = "__index_level_0__"
+    table = pyarrow.table({"task_index": pyarrow.array([0]), index: pyarrow.array([task])})
+    column = {"field_name": "task_index", "name": "task_index", "pandas_type": "int64", "numpy_type": "int64"}
+    text = {"field_name": index, "name": None, "pandas_type": "unicode", "numpy_type": "object"}
+    about = {
+        "index_columns": [index],
+        "column_indexes": [
+            {"name": None, "field_name": None, "pandas_type": "unicode", "numpy_type": "object"}
+        ],
+        "columns": [{**column, "metadata": None}, {**text, "metadata": None}],
+    }
+    return table.replace_schema_metadata({"pandas": json.dumps(about)})
+
+
+def _info(
+    fields: list[dict[str, Any]], episodes: int, frames: int, fps: float, robot_type: str | None
+) -> dict[str, Any]:
+    features: dict[str, Any] = {}
+    for field in fields:
+        if field["next"]:
+            continue
+        shape, names = field["shape"] or [1], None
+        if field["image"] is not None:
+            shape = shape if field["image"] == "HWC" else [*shape[1:], shape[0]]
+            names = ["height", "width", "channels"]
+        dtype = "image" if field["image"] is not None else field["dtype"]
+        features[field["column"]] = {"dtype": dtype, "shape": shape, "names": names}
+    for name in OWN:
+        dtype = "float32" if name == "timestamp" else "int64"
+        features[name] = {"dtype": dtype, "shape": [1], "names": None}
+    return {
+        "codebase_version": "v3.0",
+        "robot_type": robot_type,
+        "total_episodes": episodes,
+        "total_frames": frames,
+        "total_tasks": 1,
+        "chunks_size": _FILES_IN_CHUNK,
+        "data_files_size_in_mb": _FILE_BYTES >> 20,
+        "video_files_size_in_mb": 500,
+        "fps": fps,
+        "splits": {"train": f"0:{episodes}"},
+        "data_path": DATA,
+        "video_path": None,
+        "features": features,
+    }
+
+
+def read_lerobot(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[TensorDict]:
+    """Yield the episodes of a LeRobot v3 folder as flat batches ``[T]``.
+
+    Of a folder that `write_lerobot` did not write: columns stand under their dotted names (``observation.state`` as
+    ``("observation", "state")``), of the shapes that ``meta/info.json`` says, but for texts and what LeRobot counts;
+    ``task_index`` stays. The next observation of an episode's last row, which is in no file, is its own one, with
+    ``("collector", "next_known")`` False. A ``next.done`` is a termination where no ``next.truncated`` says otherwise,
+    and an episode that has none at its end is truncated; flags and rewards, float32, are ``[T, 1]``.
+
+    Args:
+        path: of the folder.
+        max_bytes: what a row group of its files, and the frames of an episode, may take. Default 4 GiB.
+
+    Raises:
+        ImportError: pyarrow is missing, or Pillow where there are images; the text names the extra.
+        FileNotFoundError: a file that the folder should have is missing.
+        ValueError: another version, videos, more than ``max_bytes``, or files that do not fit each other.
+    """
+    root = Path(path)
+    info = _read_json(root / "meta/info.json")
+    version = info.get("codebase_version") if isinstance(info, dict) else None
+    if not str(version).startswith("v3"):
+        raise ValueError(f"{root} is LeRobot {version}, not v3: convert it by LeRobot first")
+    features = _checked_features(info.get("features"), root / "meta/info.json")
+    if videos := sorted(name for name, about in features.items() if about["dtype"] == "video"):
+        raise ValueError(f"{root} has videos {videos}, which need a decoder: LeRobot reads them")
+    ours = (root / RECORD).is_file()
+    fields = _checked_fields(_read_json(root / RECORD), root / RECORD) if ours else None
+    last = TensorDict.cat([from_arrow(part) for part in row_groups(root / LAST, max_bytes)]) if ours else None
+    files = sorted((root / "meta/episodes").rglob("*.parquet"))
+    if not files:
+        raise FileNotFoundError(f"{root} has no meta/episodes/chunk-000/file-000.parquet")
+    # Of images, their files are bounded; what is in them can be 1032 times as much, as DEFLATE has it.
+    columns = [
+        about for about in fields or features.values() if not about.get("image") and about["dtype"] != "image"
+    ]
+    row_bytes = 8 + sum(map(_bytes_of, columns))
+    for number, table in _frames(root, files, row_bytes, max_bytes):
+        yield _foreign(table, features, number) if fields is None else _recorded(table, fields, last, number)
+
+
+def _read_json(path: Path) -> Any:
+    if path.stat().st_size > _MOST_JSON:
+        raise ValueError(
+            f"{path} has {path.stat().st_size} bytes, more than {_MOST_JSON}: it describes no columns"
+        )
+    try:
+        return json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def _checked_features(features: object, path: Path) -> dict[str, Any]:
+    """What ``meta/info.json`` says of the columns, after a look at its form."""
+    if not isinstance(features, dict):
+        raise ValueError(f"{path} does not say which columns there are ('features')")
+    for name, about in features.items():
+        shape = about.get("shape") if isinstance(about, dict) else None
+        if (
+            not isinstance(shape, list | tuple)
+            or not isinstance(about.get("dtype"), str)
+            or not _is_shape(shape)
+        ):
+            raise ValueError(f"{path}: feature {name!r} needs a dtype and a shape, got {str(about)[:200]}")
+        if about["dtype"] == "image":
+            names = about.get("names") or [""]
+            axis = str(names[0] if isinstance(names, list) else "")
+            if axis.startswith("channel"):  # [C, H, W], of older folders
+                shape = [*shape[1:], *shape[:1]]
+                features = {**features, name: {**about, "shape": shape}}
+            if len(shape) != 3 or shape[2] not in MODES:
+                raise ValueError(
+                    f"{path}: images {name!r} must be [H, W, C] of 1, 3 or 4 channels, got {shape}"
+                )
+    return dict(features)
+
+
+def _checked_fields(fields: Any, path: Path) -> list[dict[str, Any]]:
+    """What `write_lerobot` noted of the entries, after a look at its form: somebody else may have written it."""
+    for field in fields if isinstance(fields, list) else [None]:
+        if not (
+            isinstance(field, dict)
+            and all(isinstance(field.get(name), str) for name in ("key", "column", "dtype"))
+            and re.fullmatch(_NUMBERS, field["dtype"])
+            and isinstance(field.get("shape"), list)
+            and _is_shape(field["shape"])
+            and field.get("image", "") in (None, "HWC", "CHW")
+            and (field["image"] is None or len(field["shape"]) == 3)
+            and isinstance(field.get("next"), bool)
+        ):
+            raise ValueError(f"{path} is none that export() writes: {str(field)[:200]}")
+    roots = {field["key"] for field in fields if not field["next"]}
+    if alone := [field["key"] for field in fields if field["next"] and _root_of(field) not in roots]:
+        raise ValueError(f"{path} is none that export() writes: {alone[0]!r} has no root entry")
+    return list(fields)
+
+
+def _root_of(field: dict[str, Any]) -> str:
+    return str(field["key"]).removeprefix(f"{NEXT}.")
+
+
+def _is_shape(shape: Iterable[object]) -> bool:
+    return all(type(size) is int and 0 <= size < 1 << 31 for size in shape)
+
+
+def _bytes_of(about: dict[str, Any]) -> int:
+    """Bytes of a row's value; of dtypes that NumPy does not have a byte a number."""
+    known = re.fullmatch(_NUMBERS, about["dtype"])
+    return int(prod(about["shape"])) * (np.dtype(about["dtype"]).itemsize if known else 1)
+
+
+def _frames(root: Path, files: list[Path], row_bytes: int, max_bytes: int) -> Iterator[tuple[int, Any]]:
+    """The number and the frames of each episode. A row group may hold several, and an episode several of them."""
+    pyarrow = optional_package("pyarrow", "parquet", "import_lerobot")
+    opened, groups, waiting = Path(), iter(()), None
+    names = ("episode_index", "length", "data/chunk_index", "data/file_index")
+    rows = (
+        row for path in files for group in row_groups(path, max_bytes, names) for row in group.to_pylist()
+    )
+    for row in rows:
+        number, length, chunk, place = (row.get(name) for name in names)
+        if (
+            not all(isinstance(value, int) and value >= 0 for value in (number, length, chunk, place))
+            or not length
+        ):
+            raise ValueError(f"{root}/meta/episodes: an episode needs {', '.join(names)}, got {row}")
+        if length * row_bytes > max_bytes:
+            raise ValueError(
+                f"{root}: episode {number} claims {length * row_bytes} bytes, more than max_bytes={max_bytes}"
+            )
+        file = root / DATA.format(chunk_index=chunk, file_index=place)
+        if file != opened:
+            opened, waiting = file, None
+            groups = row_groups(file, max_bytes)
+        while waiting is None or len(waiting) < length:
+            group = next(groups, None)
+            if group is None:
+                raise ValueError(f"{file} ends before the {length} frames of episode {number}")
+            waiting = group if waiting is None else pyarrow.concat_tables([waiting, group])
+        table, waiting = waiting.slice(0, length), waiting.slice(length)
+        if "episode_index" not in table.column_names or table["episode_index"].unique().to_pylist() != [
+            number
+        ]:
+            raise ValueError(f"{file} should go on with {length} frames of episode {number}, and does not")
+        yield number, table
+
+
+def _decoded(column: Any, about: dict[str, Any], length: int, name: str) -> Array:
+    """One column as an array ``[T, *shape]``."""
+    if about["dtype"] == "image":
+        pillow = optional_package("PIL.Image", "minari", "import_lerobot of images")
+        height, width, channels = about["shape"]
+        images = []
+        for cell in column.to_pylist():
+            content = cell.get("bytes") if isinstance(cell, dict) else cell
+            if not isinstance(content, bytes):
+                raise ValueError(
+                    f"{name} has an image that is not in the file itself: have LeRobot embed images"
+                )
+            try:
+                picture = pillow.open(io.BytesIO(content), formats=["PNG", "JPEG"])
+                if picture.size != (width, height):  # known before anything is decoded
+                    raise ValueError(f"{name}: an image is {picture.size}, the folder says {(width, height)}")
+                picture = picture.convert(MODES[channels])
+            except (OSError, SyntaxError) as error:
+                raise ValueError(f"{name} has an image that cannot be read: {error}") from None
+            images.append(np.asarray(picture).reshape(height, width, channels))
+        return np.stack(images)
+    values = column.combine_chunks()
+    while hasattr(values, "flatten") and hasattr(values.type, "value_type"):
+        values = values.flatten()
+    array: Array = values.to_numpy(zero_copy_only=False)
+    if values.null_count or array.dtype.kind not in "biuf" or array.size != length * prod(about["shape"]):
+        raise ValueError(
+            f"{name} must have {about['shape']} {about['dtype']} in each of {length} rows, got {column.type}, "
+            f"{len(values)} values, {values.null_count} of them missing"
+        )
+    return array.reshape(length, *about["shape"])
+
+
+def _column(table: Any, field: dict[str, Any]) -> Any:
+    if field["column"] not in table.column_names:
+        raise ValueError(f"the frames have no column {field['column']!r}, but {table.column_names}")
+    return table[field["column"]]
+
+
+def _recorded(table: Any, fields: list[dict[str, Any]], last: Any, number: int) -> TensorDict:
+    """An episode as `write_lerobot` got it."""
+    columns: dict[str, Array] = {}
+    finals = to_numpy(last[number : number + 1])
+    for field in sorted(fields, key=lambda field: bool(field["next"])):  # next values are made of the others
+        if field["next"]:
+            now, final = columns[_root_of(field)], finals.get(_root_of(field))
+            if final is None or final.shape != (1, *now.shape[1:]):
+                raise ValueError(f"{LAST} does not fit: it has no last {_root_of(field)} of episode {number}")
+            columns[field["key"]] = np.concatenate([now[1:], final])
+            continue
+        shape = field["shape"]
+        if field["image"] is not None:
+            seen = shape if field["image"] == "HWC" else [*shape[1:], shape[0]]
+            array = _decoded(
+                _column(table, field), {"dtype": "image", "shape": seen}, len(table), field["key"]
+            )
+            array = array if field["image"] == "HWC" else array.transpose(0, 3, 1, 2)
+        else:
+            array = _decoded(_column(table, field), field, len(table), field["key"])
+            array = array.astype(field["dtype"], copy=False)
+        columns[field["key"]] = np.ascontiguousarray(array)
+    return from_numpy(columns)
+
+
+def _foreign(table: Any, features: dict[str, Any], number: int) -> TensorDict:
+    """An episode of a folder by LeRobot."""
+    length, columns = len(table), dict[str, Array]()
+    for name, about in features.items():
+        if name in COUNTED or name not in table.column_names or about["dtype"] == "string":
+            continue
+        array = _decoded(table[name], about, length, name)
+        dtype = "float32" if name == f"{NEXT}.reward" else about["dtype"]
+        columns[name] = array.astype(dtype, copy=False) if re.fullmatch(_NUMBERS, dtype) else array
+        if name.startswith(f"{OBSERVATION}."):
+            array = columns[name]
+            columns[f"{NEXT}.{name}"] = np.concatenate([array[1:], array[-1:]])
+    is_init, never, known = np.zeros((length, 1), bool), np.zeros((length, 1), bool), np.ones(length, bool)
+    is_init[0], known[-1] = True, False
+    done, terminated, truncated = (
+        columns[place].reshape(length, 1).astype(bool) if (place := f"{NEXT}.{name}") in columns else None
+        for name in ("done", "terminated", "truncated")
+    )
+    cut = never.copy() if truncated is None else truncated
+    over = (never if done is None else done & ~cut) if terminated is None else terminated
+    cut[-1] |= ~over[-1]
+    columns |= {f"{NEXT}.done": (never if done is None else done) | over | cut}
+    columns |= {f"{NEXT}.terminated": over, f"{NEXT}.truncated": cut}
+    columns["is_init"], columns["collector.next_known"] = is_init, known
+    columns["collector.traj_ids"] = np.full(length, number)
+    return from_numpy(columns)
+
+
+class LeRobotExperienceReplay(BaseDatasetExperienceReplay):
+    """A folder of LeRobot, version 3 (`read_lerobot`), without videos.
+
+    Args:
+        dataset_id: its name, such as ``"lerobot/pusht_image"``.
+        batch_size, options: see `BaseDatasetExperienceReplay`; ``fetch`` gives the folder.
+
+    Raises:
+        ImportError: pyarrow is missing, or Pillow where there are images: ``pip install "flatroll[parquet,minari]"``.
+    """
+
+    kind = "lerobot"
+
+    @override
+    def _convert(self, source: Any) -> Iterator[TensorDictBase]:
+        return read_lerobot(source)

@@ -1,0 +1,485 @@
+"""Episodes of steps, as RLDS and so Open X-Embodiment have them: `read_rlds`, and `OpenXExperienceReplay`."""
+
+import shutil
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Unpack, cast
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from typing_extensions import override
+
+from flatroll.buffers import (
+    ImmutableDatasetWriter,
+    ListStorage,
+    SamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+)
+from flatroll.buffers.replay_buffer import Made
+from flatroll.buffers.transforms.transform import apply, reads_others
+from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions, slices
+from flatroll.datasets.formats.episodes import episode_of
+from flatroll.datasets.formats.lerobot import read_lerobot
+from flatroll.layout.boundaries import run_ends
+from flatroll.layout.checks import whole_number
+from flatroll.layout.export import Array
+from flatroll.layout.keys import DONE, IS_INIT, MASK, TERMINATED, TRAJ_IDS, TRUNCATED
+
+_OF_A_STEP = ("is_first", "is_last", "is_terminal", "observation", "reward")
+WINDOW = 16  # episodes in memory, of which a shuffled stream draws the next one
+
+
+def read_rlds(episodes: Iterable[Any]) -> Iterator[TensorDict]:
+    """Yield episodes of steps, as RLDS has them, as flat batches ``[T]``.
+
+    Step t of an episode is ``{"observation", "action", "reward", "is_first", "is_last", "is_terminal", …}``: the reward
+    is that of its action, and the last step has an observation only, its action and reward say nothing. So T + 1
+    steps make T rows. Texts are left out. Steps without rewards make rows without ``("next", "reward")``.
+
+    Some sets, demonstrations of Open X-Embodiment among them, have the reward of the goal at the last step, against
+    that definition. It belongs to no action and is left out, with a warning if the episode has no other: give the
+    steps their rewards one earlier.
+
+    Args:
+        episodes: each an iterable of steps, or a mapping with ``"steps"``; values are numbers, arrays, or dicts.
+
+    Raises:
+        ValueError: an episode without rows, steps that differ in their entries, or one that goes on after its last.
+        KeyError: a step without observation.
+
+    Source: Ramos et al., RLDS: an Ecosystem to Generate, Share and Use Datasets in Reinforcement Learning (2021).
+
+    >>> steps = [{"observation": 1.0, "reward": 0.5}, {"observation": 2.0, "is_last": True, "is_terminal": True}]
+    >>> (rows,) = read_rlds([steps])
+    >>> rows["next", "observation"].tolist(), rows["next", "reward"].tolist(), rows["next", "terminated"].tolist()
+    ([2.0], [[0.5]], [[True]])
+    """
+    for number, episode in enumerate(episodes):
+        steps = list(episode["steps"] if isinstance(episode, Mapping) else episode)
+        if len(steps) < 2:
+            raise ValueError(f"episode {number} has {len(steps)} steps: a row needs two")
+        if early := [t for t, step in enumerate(steps[:-1]) if bool(step.get("is_last", False))]:
+            raise ValueError(f"episode {number} goes on after step {early[0]}, its last one")
+        if any("observation" not in step for step in steps):
+            raise KeyError(f"episode {number} has a step without 'observation'")
+        states = _columns(steps, "observation", number)
+        others: dict[str, Array] = {}
+        for name in steps[0]:
+            if name not in _OF_A_STEP:
+                others |= _columns(steps[:-1], name, number)
+        terminated = np.zeros(len(steps) - 1, bool)
+        terminated[-1] = bool(steps[-1].get("is_terminal", False))
+        truncated = np.zeros(len(steps) - 1, bool)
+        truncated[-1] = not terminated[-1]
+        yield episode_of(number, states, others, _rewards(steps, number), terminated, truncated)
+
+
+def _rewards(steps: list[Any], number: int) -> Array | None:
+    """The rewards of all steps but the last; None if these have none."""
+    found = [step["reward"] for step in steps[:-1] if "reward" in step]
+    if len(found) not in (0, len(steps) - 1):
+        raise ValueError(f"episode {number} has {len(found)} rewards of {len(steps) - 1} actions")
+    rewards = np.asarray(found, np.float32)
+    if not rewards.any() and np.any(steps[-1].get("reward", 0)):
+        warnings.warn(
+            "an episode has a reward at its last step alone, which RLDS gives to no action, so that it is left out: "
+            "give the steps their rewards one earlier",
+            UserWarning,
+            stacklevel=3,
+        )
+    return rewards if found else None
+
+
+def _columns(steps: list[Any], name: str, number: int) -> dict[str, Array]:
+    """The values of an entry, step after step, by dotted name."""
+    found: dict[str, list[Any]] = {}
+    for step in steps:
+        for place, value in _leaves(step.get(name), name):
+            found.setdefault(place, []).append(value)
+    columns = {}
+    for place, values in found.items():
+        if isinstance(values[0], str | bytes):
+            continue
+        arrays = [np.asarray(value) for value in values]
+        if len(arrays) != len(steps) or len({(array.shape, array.dtype) for array in arrays}) > 1:
+            raise ValueError(f"episode {number}: {place!r} is not of one shape and dtype in all its steps")
+        if arrays[0].dtype.kind in "biufc":
+            columns[place] = np.stack(arrays)
+    return columns
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _leaves(part, f"{name}.{key}")
+    else:
+        yield name, value
+
+
+class OpenXExperienceReplay(BaseDatasetExperienceReplay):
+    """A set of Open X-Embodiment, or any episodes of steps as RLDS has them (`read_rlds`).
+
+    With ``streaming=True`` nothing is converted and nothing stored: episodes are read one after the other, and samples
+    are made of the next ones (`EpisodeStream`). A loop over the set ends after one pass; `sample` goes on without end.
+
+    Args:
+        dataset_id: its name.
+        batch_size: rows of a sample. A stream gives whole episodes without it, or one slice of each.
+        options: see `BaseDatasetExperienceReplay`; ``fetch`` gives an iterable of episodes, such as the one that the
+            set's own library returns, or the path of a LeRobot folder. A stream takes ``fetch`` (which is called again
+            for each pass if it returned an iterator), ``transform``, ``collate_fn``, ``pin_memory`` and ``generator``.
+        shuffle: with False rows, or slices, come in the order of the set, once each in a pass. Default True. Of a
+            stream episodes come in order, or drawn from a window of 16 of them.
+        num_slices, slice_len: draw slices of episodes, so many or so long, instead of single rows. The slices of a
+            stream begin at random places, one in each episode of a pass.
+        pad: pad short slices, which needs ``strict_length=False``. Default None: do not. Of a stream the value of the
+            padded rows, True for 0, whatever ``strict_length`` says.
+        replacement: draw with replacement. Default True; of a stream False.
+        streaming: read the episodes without a folder. Default None, which is False.
+        strict_length: slices of the whole ``slice_len`` only. Default True: shorter episodes are left out, and of a
+            stream an error. With False they give all of their rows.
+
+    Attributes:
+        stream: the `EpisodeStream`; None without ``streaming``.
+
+    Raises:
+        ValueError: arguments that exclude each other, or that a stream cannot take.
+        FileNotFoundError: nobody knows where the episodes are.
+
+    Example, three steps of one episode and two of another at a time, without a folder::
+
+        data = OpenXExperienceReplay("cmu_stretch", 4, num_slices=2, streaming=True, fetch=lambda *_: episodes)
+        for batch in data:
+            batch.reshape(2, -1)
+    """
+
+    kind = "openx"
+
+    def __init__(
+        self,
+        dataset_id: str,
+        batch_size: int | None = None,
+        *,
+        shuffle: bool = True,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        pad: float | bool | None = None,
+        replacement: bool | None = None,
+        streaming: bool | None = None,
+        strict_length: bool = True,
+        **options: Unpack[DatasetOptions],
+    ) -> None:
+        self.stream: EpisodeStream | None = None
+        if options.get("download", True) is None:
+            del options["download"]
+        if streaming:
+            if replacement:
+                raise ValueError("streaming=True reads each episode once in a pass: leave out replacement")
+            self._open_stream(dataset_id, batch_size, options)
+            self.stream = EpisodeStream(
+                self._episodes,
+                shuffle=shuffle,
+                num_slices=num_slices,
+                slice_len=slice_len,
+                pad=pad,
+                strict_length=strict_length,
+                generator=options.get("generator"),
+            )
+            return
+        if pad is not None and not isinstance(pad, bool):
+            raise ValueError(
+                f"pad must be a bool: short slices are padded with their last row, got {pad!r}; streaming=True pads "
+                "with a value"
+            )
+        if not shuffle:
+            if (
+                num_slices is not None
+                or slice_len is not None
+                or options.get("sampler") is not None
+                or replacement
+            ):
+                raise ValueError(
+                    "shuffle=False gives rows in order: leave out sampler, slices and replacement"
+                )
+            options["sampler"] = SamplerWithoutReplacement(shuffle=False)
+        slices(options, num_slices, slice_len, strict_length, replacement is not False, bool(pad))
+        super().__init__(dataset_id, batch_size, **options)
+
+    @override
+    def _convert(self, source: Any) -> Iterator[TensorDictBase]:
+        return read_lerobot(source) if isinstance(source, str | Path) else read_rlds(source)
+
+    # -- a stream --------------------------------------------------------------------------------------------------
+
+    def _open_stream(self, dataset_id: str, batch_size: int | None, options: DatasetOptions) -> None:
+        """Become a buffer without rows of its own."""
+        known = {"fetch", "transform", "collate_fn", "pin_memory", "generator", "root"}
+        given = {name for name, value in options.items() if value not in (None, False)}
+        if unknown := sorted(given - known):
+            raise ValueError(
+                f"streaming=True reads a set without storing it, and takes no {unknown}: leave it out"
+            )
+        fetch = options.get("fetch")
+        if fetch is None:
+            raise FileNotFoundError(
+                f"{type(self).__name__} does not know where the episodes of {dataset_id!r} are: give fetch=, a "
+                "function (dataset_id, folder) that returns them, or puts the files of LeRobot into folder"
+            )
+        self.dataset_id, self.split_trajs = str(dataset_id), False
+        self.pin_memory = options.get("pin_memory", False)
+        self._fetch_with, self._source = fetch, cast(Any, None)
+        self._folder: Path | None = None  # what is fetched into it stays as long as the stream
+        TensorDictReplayBuffer.__init__(
+            self,
+            ListStorage(1),
+            writer=ImmutableDatasetWriter(),
+            batch_size=batch_size,
+            collate_fn=options.get("collate_fn"),
+            transform=options.get("transform"),
+            generator=options.get("generator"),
+        )
+
+    def _episodes(self) -> Iterator[TensorDictBase]:
+        """The episodes of one pass, from the start."""
+        if self._source is None:
+            if self._folder is None:
+                self._folder = Path(tempfile.mkdtemp(prefix="flatroll-openx-"))
+                weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+            folder = self._folder
+            fetched = self._fetch_with(self.dataset_id, folder)
+            self._source = folder if fetched is None else fetched
+        source = self._source
+        if isinstance(source, Iterator):
+            self._source = None  # it can be read once: the next pass fetches another one
+        return self._convert(source)
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        if self.stream is None:
+            yield from super().__iter__()
+            return
+        for batch in self.stream.batches(self.batch_size):
+            yield self._finish(batch)
+
+    @property
+    def data_path(self) -> Path:
+        """The converted folder; ValueError if there is none."""
+        if self.stream is not None:
+            raise ValueError("a stream has no folder: give streaming=False, which converts the set once")
+        return self._data_path
+
+    @data_path.setter
+    def data_path(self, path: Path) -> None:
+        self._data_path = path
+
+    @override
+    def __repr__(self) -> str:
+        return super().__repr__() if self.stream is None else f"{type(self).__name__}(a stream of episodes)"
+
+    @override
+    def __len__(self) -> int:
+        if self.stream is not None:
+            raise TypeError("a stream has no length: give streaming=False, which converts the set once")
+        return super().__len__()
+
+    @override
+    def next_sample(self, batch_size: int | None) -> Made:
+        if self.stream is None:
+            return super().next_sample(batch_size)
+        return (
+            self._finish(self.stream.sample(self.batch_size if batch_size is None else batch_size)),
+            {},
+            False,
+        )
+
+    def _finish(self, data: Any) -> Any:
+        """Put a batch of the stream through what every sample goes through."""
+        if any(map(reads_others, self.transforms)):
+            raise ValueError("streaming=True stores no rows, so no transform can read others: leave it out")
+        data = data if self.collate_fn is None else self.collate_fn(data)
+        for transform in self.transforms:
+            data = apply(transform, data, partial(run_ends, data))
+        return data.pin_memory() if self.pin_memory and torch.cuda.is_available() else data
+
+
+class EpisodeStream:
+    """Reads episodes one after the other and gives batches of whole ones, of their slices, or of their rows in order.
+
+    A slice is marked as those of a `SliceSampler` are: its first row is ``is_init``, its last one done, and truncated
+    unless terminated.
+
+    Args:
+        open_episodes: returns the episodes of one pass, flat batches ``[T]`` with all markers, new ones at each call.
+        shuffle: take episodes in random order, as far as a window of 16 of them allows. False: as they come.
+        num_slices: slices of a batch, each of ``batch_size / num_slices`` rows and of another episode.
+        slice_len: rows of a slice; a batch has ``batch_size / slice_len`` of them, each of another episode.
+        pad: value of the rows that are added to slices of shorter episodes; flags are False there, and
+            ``("collector", "mask")``, which all rows have then, is, too. True: 0. None or False: do not pad.
+        strict_length: refuse episodes that are shorter than a slice. False: give all of their rows.
+        generator: of all draws, on the CPU; None: torch's global one.
+
+    Raises:
+        ValueError: both ``num_slices`` and ``slice_len``, or a number below 1.
+    """
+
+    def __init__(
+        self,
+        open_episodes: Callable[[], Iterable[TensorDictBase]],
+        *,
+        shuffle: bool = True,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        pad: float | bool | None = None,
+        strict_length: bool = True,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if num_slices is not None and slice_len is not None:
+            raise ValueError("give num_slices or slice_len, not both: batch_size says the other")
+        self.num_slices = None if num_slices is None else whole_number("num_slices", num_slices)
+        self.slice_len = None if slice_len is None else whole_number("slice_len", slice_len)
+        self.shuffle, self.strict_length = shuffle, strict_length
+        self.pad = None if pad is None or pad is False else float(pad is not True and pad)
+        self._open_episodes, self._generator = open_episodes, generator
+        self._endless: tuple[int | None, Iterator[TensorDictBase]] | None = None
+
+    def batches(self, batch_size: int | None = None) -> Iterator[TensorDictBase]:
+        """Yield the batches of one pass over the episodes; the last one may have fewer rows.
+
+        Without slices and with a ``batch_size``, batches are of one slice of so many rows if the stream is shuffled,
+        else of consecutive rows, each once. Without ``batch_size`` they are whole episodes, or one slice of each.
+
+        Raises:
+            ValueError: ``batch_size`` cannot be divided into slices, or an episode is too short.
+        """
+        return self._batches(self._pass(), batch_size)
+
+    def sample(self, batch_size: int | None = None) -> TensorDictBase:
+        """Return the next batch of `batches`, of passes without end; with another ``batch_size`` a new pass begins.
+
+        Raises:
+            ValueError: as `batches`; there are no episodes.
+        """
+        if self._endless is None or self._endless[0] != batch_size:
+            self._endless = batch_size, self._batches(self._passes(), batch_size)
+        try:
+            return next(self._endless[1])
+        except BaseException:
+            self._endless = None  # a generator that raised has ended
+            raise
+
+    def _batches(
+        self, episodes: Iterator[TensorDictBase], batch_size: int | None
+    ) -> Iterator[TensorDictBase]:
+        length, count = self._slices(batch_size)
+        if length is None and batch_size is None:
+            yield from episodes
+        elif length is None:
+            yield from _in_order(episodes, whole_number("batch_size", batch_size))
+        else:
+            slices: list[TensorDictBase] = []
+            for episode in episodes:
+                slices.append(self._slice(episode, length))
+                if len(slices) == count:
+                    yield _join(slices)
+                    slices = []
+            if slices:
+                yield _join(slices)
+
+    def _slices(self, batch_size: int | None) -> tuple[int | None, int]:
+        """Rows of a slice, None without slices; and slices of a batch."""
+        if batch_size is None:
+            return self.slice_len, 1
+        whole_number("batch_size", batch_size)
+        if self.num_slices is None and self.slice_len is None:
+            return (batch_size, 1) if self.shuffle else (None, 1)
+        name = "slice_len" if self.num_slices is None else "num_slices"
+        divisor = self.slice_len or self.num_slices or 1
+        if batch_size % divisor:
+            raise ValueError(f"batch_size={batch_size} cannot be divided by {name}={divisor}")
+        return (divisor, batch_size // divisor) if self.slice_len else (batch_size // divisor, divisor)
+
+    def _passes(self) -> Iterator[TensorDictBase]:
+        while True:
+            found = False
+            for episode in self._pass():
+                found = True
+                yield episode
+            if not found:
+                raise ValueError("the stream has no episodes")
+
+    def _pass(self) -> Iterator[TensorDictBase]:
+        """All episodes once."""
+        window: list[TensorDictBase] = []
+        for episode in self._open_episodes():
+            if not self.shuffle:
+                yield episode
+            elif len(window) < WINDOW:
+                window.append(episode)
+            else:
+                at = self._draw(WINDOW)
+                yield window[at]
+                window[at] = episode
+        order = torch.randperm(len(window), generator=self._generator) if window else ()
+        for at in order:
+            yield window[int(at)]
+
+    def _draw(self, count: int) -> int:
+        return int(torch.randint(count, (), generator=self._generator))
+
+    def _slice(self, episode: TensorDictBase, length: int) -> TensorDictBase:
+        """``length`` rows of an episode from a random place on."""
+        rows = len(episode)
+        if rows < length and self.strict_length and self.pad is None:
+            raise ValueError(
+                f"episode {int(episode.get(TRAJ_IDS)[0])} has {rows} rows, slices have {length}: give a shorter one, "
+                "strict_length=False, which gives what is there, or pad=, which fills it up"
+            )
+        first = self._draw(rows - length + 1) if rows > length else 0
+        part = cast(TensorDictBase, episode[first : first + length]).clone()
+        part.get(IS_INIT)[0] = part.get(DONE)[-1] = True
+        part.get(TRUNCATED)[-1] |= ~part.get(TERMINATED)[-1]
+        if self.pad is not None:
+            part[MASK] = torch.ones(len(part), dtype=torch.bool)
+            if len(part) < length:
+                part = _join([part, self._padding(part, length - len(part))])
+        return part
+
+    def _padding(self, part: TensorDictBase, rows: int) -> TensorDictBase:
+        """Rows behind a slice, of the same trajectory."""
+        assert self.pad is not None
+        value = self.pad
+
+        def fill(column: Tensor) -> Tensor:
+            shape = (rows, *column.shape[1:])
+            return column.new_zeros(shape) if column.dtype is torch.bool else column.new_full(shape, value)
+
+        padding = part.apply(fill, batch_size=[rows])
+        assert padding is not None
+        padding[TRAJ_IDS] = part.get(TRAJ_IDS)[-1:].expand(rows)
+        return padding
+
+
+def _join(parts: list[TensorDictBase]) -> TensorDictBase:
+    return cast(TensorDictBase, TensorDict.cat(parts))
+
+
+def _in_order(episodes: Iterator[TensorDictBase], batch_size: int) -> Iterator[TensorDictBase]:
+    """All rows, one after the other."""
+    parts: list[TensorDictBase] = []
+    missing = batch_size  # rows until the batch is full
+    for episode in episodes:
+        first = 0
+        while len(episode) - first >= missing:
+            yield _join([*parts, episode[first : first + missing]])
+            parts, first, missing = [], first + missing, batch_size
+        if first < len(episode):
+            parts.append(episode[first:])
+            missing -= len(episode) - first
+    if parts:
+        yield _join(parts)

@@ -1,1 +1,0 @@
-"""The published sets: where their files come from, and how rows are made of them."""
