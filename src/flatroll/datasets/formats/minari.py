@@ -18,7 +18,7 @@ from flatroll.datasets.formats.sources import Source, episodes_of
 from flatroll.disk import Folder
 from flatroll.layout.export import Array, from_numpy, optional_package, to_numpy
 from flatroll.layout.keys import ACTION, NEXT, OBSERVATION, as_tuple, observation_keys
-from flatroll.layout.ted.compact import is_shift
+from flatroll.layout.ted import is_shift
 
 if TYPE_CHECKING:
     from minari import EpisodeData, MinariDataset
@@ -198,7 +198,7 @@ def read_minari_columns(data: "MinariDataset", *, infos: bool = True) -> Iterato
     """Yield the columns of each episode of a `minari.MinariDataset` by dotted name; see `read_minari`."""
     record = data.storage.metadata.get(_RECORD)
     if record is not None:
-        yield from (_recorded(episode, record) for episode in data.iterate_episodes())
+        yield from (_restore_episode(episode, record) for episode in data.iterate_episodes())
         return
     before: set[tuple[Any, ...]] | None = None  # the infos of the first episode
     for episode in data.iterate_episodes():
@@ -217,7 +217,7 @@ def read_minari_columns(data: "MinariDataset", *, infos: bool = True) -> Iterato
         yield columns
 
 
-def _recorded(episode: "EpisodeData", record: list[Any]) -> dict[str, Array]:
+def _restore_episode(episode: "EpisodeData", record: list[Any]) -> dict[str, Array]:
     """The columns of an episode by dotted name, as they were written."""
     length, columns = len(episode), dict[str, Array]()
     leaves = dict(_leaves(episode.observations, OBSERVATION if not _is_folder(episode.observations) else ""))
